@@ -1,0 +1,89 @@
+"""The base class of records, and the types of their fields.
+
+Records are immutable, refuse unknown fields, NaN and numbers out of range, and import no torch.  They hold what was
+measured; ratios, intervals and verdicts are properties, computed when they are read.  Shapes use the letters of
+`docs/glossary.md`; units are in the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+VERSION: Final = 3  # of reports
+SMALLEST_DIFFERENCE: Final = 0.01
+TOLERANCES: Final[tuple[float, ...]] = (0.0, 1e-3, 1e-2)
+SLICES: Final = 32  # of a prompt: slice i holds positions p with p * SLICES // seqlen == i; one each if fewer
+
+DType = Literal["fp64", "fp32", "fp16", "bf16"]
+StoredDType = Literal["fp64", "fp32", "fp16", "bf16", "int32", "int64"]  # of a tensor in a capture
+Intermediates = Literal["exact", "relaxed"]
+Status = Literal["ran", "refused", "out of memory", "failed"]  # what happened; whether it is right is `Case.result`
+Fault = Literal["refused", "out of memory", "failed"]
+Result = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
+Clock = Literal["call", "device"]  # a Python call on an idle device; replay of a recorded graph
+TensorName = Literal["out", "final_states"]
+PlacementKind = Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"]
+ConvAndNorm = Literal["model", "bundled"]  # the origin of the convolution and the gated norm around an operator
+PartName = Literal["operator", "convolution", "gated norm", "mixer", "attention", "MLP", "rest"]
+
+Count = Annotated[int, Field(ge=0)]
+Size = Annotated[int, Field(gt=0)]
+Microseconds = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Percent = Annotated[float, Field(ge=0, le=100)]
+
+
+class Record(BaseModel):
+    """Base of every stored record."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def changed(self, **fields: Any) -> Self:
+        """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**(own | fields))
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first error of a document: "cases.0.status: Field required"."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}"
+
+
+class PrecisionRecord(Record):
+    intermediates: Intermediates
+    state_dtype: DType
+
+    def __str__(self) -> str:
+        return f"{self.intermediates}, {self.state_dtype} states"
+
+    @property
+    def short(self) -> str:
+        """ "exact, fp32", for the column of a table."""
+        return f"{self.intermediates}, {self.state_dtype}"
+
+    @property
+    def exact(self) -> PrecisionRecord:
+        """The same states with exact intermediates."""
+        return PrecisionRecord(intermediates="exact", state_dtype=self.state_dtype)
+
+
+EXACT_FP32 = PrecisionRecord(intermediates="exact", state_dtype="fp32")
+
+
+def precisions_for(
+    dtype: DType, intermediates: Literal["exact", "relaxed", "all"], states: Sequence[DType] | None
+) -> tuple[PrecisionRecord, ...]:
+    """Every pair of intermediates and state dtype, exact before relaxed.
+
+    dtype: of the inputs.  states: None: fp32 with exact, the inputs' dtype with relaxed.
+    """
+    kinds: tuple[Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
+    return tuple(
+        PrecisionRecord(intermediates=kind, state_dtype=state)
+        for kind in kinds
+        for state in states or ("fp32" if kind == "exact" else dtype,)
+    )

@@ -1,0 +1,524 @@
+"""A case, and what was measured of it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, model_validator
+
+from ssdprof.core import statistics
+from ssdprof.core.base import (
+    Clock,
+    ConvAndNorm,
+    Count,
+    DType,
+    Microseconds,
+    NotNegative,
+    PartName,
+    Percent,
+    PrecisionRecord,
+    Record,
+    Result,
+    Size,
+    Status,
+    TensorName,
+)  # fmt: skip
+from ssdprof.core.statistics import Estimate
+from ssdprof.core.subject import CallRef, Ceilings, Dims, LayerRef, tokens
+
+CLOSE: Final = 0.01  # RMS error up to which another library's output outside of the budget is timed
+
+
+class Drawn(Record):
+    """The inputs of a bench's case, drawn for the sizes of a model.
+
+    shape: name of the sizes.  shape_words: "80x64, N 128, G 1".  tokens: "8 x 4,096", "64 packed x 1k-4k".
+    ways: words of --draw; empty for the default inputs.
+    checked: tokens of the sequence on which the outputs were compared; None: on all.
+    """
+
+    shape: str
+    shape_words: str
+    tokens: str
+    sequences: Size
+    packed: bool = False
+    layout: Literal["contiguous", "views"] = "contiguous"
+    ways: tuple[str, ...] = ()
+    checked: int | None = None
+
+
+class Match(Record):
+    tolerance: float  # atol = rtol
+    match_pct: Percent
+
+
+class Deviation(Record):
+    """The difference between two tensors.  Positions index the tensor's own shape.
+
+    scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs.
+    along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; empty for a tensor
+        without a position axis, and in a bench.
+    """
+
+    against: str  # "fp64 oracle", "unfused exact, fp16 states", ...
+    elements: Size
+    matches: tuple[Match, ...]
+    rms_ratio: NotNegative | None  # rms(out - other) / rms(other); None: it is infinite
+    max_abs: NotNegative
+    worst_head: Count
+    worst_position: tuple[int, ...]
+    nonfinite: Count
+    first_nonfinite: tuple[int, ...] | None = None
+    scale_max_abs: NotNegative
+    along: tuple[float | None, ...] = ()
+
+    def match_pct(self, tolerance: float) -> float | None:
+        return next((one.match_pct for one in self.matches if one.tolerance == tolerance), None)
+
+
+class BudgetUse(Record):
+    """An error of the head that uses most of its budget, in one norm.  position: of the head's largest difference."""
+
+    norm: Literal["max", "rms"]
+    head: Count
+    error: NotNegative
+    budget: Annotated[float, Field(gt=0)]
+    position: tuple[int, ...]
+
+
+class Accuracy(Record):
+    """One output tensor.
+
+    budget: an entry for each norm.
+    coarser: the dtype in which every element of the states can be stored, although a finer one is claimed; else None.
+    dtype: of the tensor.
+    """
+
+    tensor: TensorName
+    dtype: DType
+    vs_oracle: Deviation
+    vs_baseline: Deviation | None  # None for the baseline itself
+    floor: Deviation  # the oracle rounded to the output dtype, against the oracle
+    budget: tuple[BudgetUse, ...]
+    coarser: DType | None = None
+    claimed: DType | None = None  # of states
+
+    @property
+    def reason(self) -> str:
+        """Why it does not pass, in a sentence; empty if it does."""
+        ours, floor = self.vs_oracle, self.floor
+        if ours.nonfinite:
+            where = f"{self.tensor}: {ours.nonfinite} elements are not finite, the first at {ours.first_nonfinite}"
+            if not floor.nonfinite:
+                return f"{where}; the exact answer is finite everywhere"
+            return (
+                f"{where}; the exact answer, rounded to {self.dtype}, is itself not finite in {floor.nonfinite} "
+                f"elements, the first at {floor.first_nonfinite}"
+            )
+        for one in self.budget:
+            if one.error > one.budget:
+                return (
+                    f"{self.tensor}, head {one.head}: {one.norm}|ours - oracle| is {one.error:.3g}, its budget "
+                    f"{one.budget:.3g}; the largest difference is at {one.position}"
+                )
+        if self.coarser:
+            return f"{self.tensor}: {self.claimed} states are claimed, but every element is a {self.coarser} number"
+        return ""
+
+    @property
+    def over_floor(self) -> float | None:
+        """The RMS error over that of the rounded oracle; None if the oracle needs no rounding."""
+        if not self.floor.rms_ratio or self.vs_oracle.rms_ratio is None:
+            return None
+        return self.vs_oracle.rms_ratio / self.floor.rms_ratio
+
+
+class Samples(Record):
+    """Times of one process.
+
+    us: microseconds of each round of each recording; implementations of one process have their turns in common.
+    """
+
+    process: str
+    clock: Clock
+    us: Annotated[tuple[Annotated[tuple[Microseconds, ...], Field(min_length=1)], ...], Field(min_length=2)]
+
+
+class Launch(Record):
+    """One kernel as it ran."""
+
+    kernel: str
+    config: dict[str, int | str | bool]
+    registers: int | None = None
+    spills: int | None = None
+    shared_bytes: int | None = None
+    warps_pct: float | None = None  # resident warps as a share of the most that an SM holds
+    blocks_per_sm: int | None = None
+
+
+class Memory(Record):
+    peak_bytes: Count  # allocated by the call, outputs included
+    workspace_bytes: Count  # beyond the outputs
+
+
+class Work(Record):
+    """The least that a call must do: every input read once, every output written once."""
+
+    bytes_moved: Count
+    flops: Count
+
+
+class FirstCall(Record):
+    """From the call to the end of the GPU's work.  compiled: seconds of each kernel that was not in Triton's cache."""
+
+    seconds: NotNegative
+    compiled: dict[str, float] = Field(default_factory=dict)
+
+
+class ChunkTrial(Record):
+    """One chunk size of an implementation that takes its chunk size from the caller."""
+
+    chunk_size: Size
+    result: Result
+    reason: str = ""
+    device_us: float | None = None  # of a few replays, which select the fastest size
+    first_call: FirstCall | None = None
+
+
+class Flip(Record):
+    """A position at which candidate and reference have different most likely tokens.
+
+    margin: the reference's log-probability of its own token minus that of the other one, in nats.
+    """
+
+    position: Count
+    margin: float
+    reference_token: int
+    token: int
+
+
+class Interval(Record):
+    """A confidence interval of 95 %, where no samples are stored."""
+
+    low: float
+    high: float
+
+
+class AnswerBand(Record):
+    """Positions start..stop of the prompt.
+
+    perplexity_increase_pct: relative to the reference's, and its 95 % interval: from the differences at each position,
+    resampled in blocks.  The perplexities are None if no next token is known.
+    """
+
+    start: Count
+    stop: Count
+    kl_mean: float
+    kl_p99: float
+    kl_max: float
+    kl_max_position: Count
+    top1_pct: Percent  # positions at which both have the same most likely token
+    flips: Count
+    flip_margin_median: float | None
+    worst_flip: Flip | None  # the one with the largest margin
+    reference_perplexity: float | None
+    perplexity: float | None
+    perplexity_increase_pct: float | None
+    perplexity_interval_pct: Interval | None
+
+
+class Generated(Record):
+    """Greedy tokens after the prompt.  first_difference: the first that differs from the reference's; None: none."""
+
+    tokens: Size
+    first_difference: Count | None
+
+
+class Answers(Record):
+    """The model's next-token distributions with its operators replaced, compared with those of a reference.
+
+    The divergence is KL(reference || candidate), in nats.  Position t is that of the distribution of token t + 1.
+
+    reference: computed the operators in the reference model.  remark: the reason of this choice.
+    weights: the dtype of the model outside of its operators; own_weights: it is the checkpoint's.
+    layers: decoder layers in which the implementation computed; elsewhere the reference did.
+    change: for a case that shows noise: the change, in words.
+    alone: the only decoder layer that the implementation computed; None: all of `layers`.
+    bands: of all positions, then of parts of a long prompt.  Empty unless it ran.
+    nonfinite: the first position whose distribution is not finite.
+    """
+
+    reference: str
+    remark: str = ""
+    weights: DType
+    own_weights: bool = True
+    layers: tuple[int, ...]
+    change: str = ""
+    alone: int | None = None
+    bands: tuple[AnswerBand, ...] = ()
+    nonfinite: Count | None = None
+    generated: Generated | None = None
+
+
+class KernelTime(Record):
+    """All launches of one GPU kernel within a part."""
+
+    name: str
+    gpu_us: NotNegative
+    launches: Count
+
+
+class PartTime(Record):
+    """The GPU's work for one part of the model, in one prefill.
+
+    mixer: a mixer without its operator, convolution and gated norm: its projections.
+    rest: embedding, norms, residual sums, language-model head, and everything else.
+    kernels: those with the longest times.
+    """
+
+    name: PartName
+    gpu_us: NotNegative
+    launches: Count
+    kernels: tuple[KernelTime, ...] = ()
+
+
+class Prefill(Record):
+    """A prefill of the whole model, first token included; its samples are of the call clock.
+
+    conv_and_norm: the origin of the convolution and the gated norm around the operators.
+    layers: decoder layers that were loaded, of layer_count.  operator_layers: those with an operator.
+    operator_calls: in one prefill: layers times segments.  alone: the layer whose operator was timed alone.
+    attention, convolution: the model's own, in words.
+    alone_us: device time of that layer's operator, on its inputs in this model.
+    peak_bytes: GPU memory allocated during the profiled prefill, weights included.
+    logits_rms: RMS of the difference of the first token's logits to the baseline's with the same convolution and norm,
+        over RMS of the baseline's.
+    left_to_model: parts that the model computed itself although the bundled kernels were requested, in words.
+    """
+
+    conv_and_norm: ConvAndNorm
+    layers: Size
+    layer_count: Size
+    operator_layers: Size
+    operator_calls: Size
+    segment_length: Size
+    alone: LayerRef
+    attention: str
+    convolution: str
+    alone_us: float | None = None
+    parts: tuple[PartTime, ...] = ()
+    peak_bytes: Count | None = None
+    logits_rms: float | None = None
+    same_token: bool | None = None
+    left_to_model: tuple[str, ...] = ()
+
+    @property
+    def busy_us(self) -> float:
+        """The GPU's work of all parts."""
+        return sum(part.gpu_us for part in self.parts)
+
+
+class Case(Record):
+    """One implementation at one precision: on one call of a layer, or in the whole model.
+
+    Exactly one of layer, drawn, answers and prefill says what ran: a captured call, drawn inputs, the model's answers,
+    a prefill of the model.
+
+    call: which of the layer's calls; None: the whole of a prompt.
+    inputs: SHA-256 of the prompt's ids, or the words of the draw: errors of equal inputs compare.
+    kind: a library's failures and refusals fail no run; those of the user's own kernel do.
+    version: of a library; module:function of an own kernel.
+    variant: which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
+    baseline: the implementation that it is compared with; empty for the baseline itself.
+    reason: why it did not run, or a remark.  plan: the reason for this kernel and configuration.
+    later_fault: an error after the first call, while it was timed; then there is no time.
+    nonfinite: an element of an output that was not compared is not finite.
+    chunk_size: the fastest of `trials`; None if the implementation chooses its own.
+    """
+
+    layer: LayerRef | None = None
+    drawn: Drawn | None = None
+    answers: Answers | None = None
+    prefill: Prefill | None = None
+    call: CallRef | None = None
+    dims: Dims | None = None
+    batch: Size
+    seqlen: Size
+    inputs: str = ""
+    implementation: str
+    kind: Literal["bundled", "library", "own"] = "bundled"
+    version: str = ""
+    variant: str = ""
+    precision: PrecisionRecord
+    baseline: str = ""
+    status: Status
+    reason: str = ""
+    later_fault: str = ""
+    nonfinite: bool = False
+    plan: str = ""
+    accuracy: tuple[Accuracy, ...] = ()
+    samples: tuple[Samples, ...] = ()
+    work: Work | None = None
+    memory: Memory | None = None
+    launches: tuple[Launch, ...] = ()
+    chunk_size: int | None = None
+    trials: tuple[ChunkTrial, ...] = ()
+    first_call: FirstCall | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Case:
+        if sum(one is not None for one in (self.layer, self.drawn, self.answers, self.prefill)) != 1:
+            raise ValueError("a case is of one layer, one draw, one comparison of answers, or one prefill")
+        if (self.layer or self.drawn) and self.dims is None:
+            raise ValueError("a case of a call has the sizes of the call")
+        if self.samples and (self.status != "ran" or self.later_fault or self.nonfinite):
+            raise ValueError("times belong only to a case that ran")
+        return self
+
+    # --- names
+
+    @property
+    def where(self) -> str:
+        """ "layer 3"; "mamba2-2.7b, bf16" of a bench; "answers"; "prefill, bundled convolution and norm"."""
+        if self.layer:
+            return f"layer {self.layer.index}"
+        if self.drawn:
+            views = ("views",) if self.drawn.layout == "views" else ()
+            assert self.dims
+            return ", ".join((self.drawn.shape, self.dims.dtype, *views, *self.drawn.ways))
+        if self.answers:
+            alone = "" if self.answers.alone is None else f" of layer {self.answers.alone} alone"
+            return ", ".join(filter(None, (f"answers{alone}", self.answers.change)))
+        assert self.prefill
+        return f"prefill, {self.prefill.conv_and_norm} surroundings"
+
+    @property
+    def size(self) -> str:
+        """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens": which call it is, as no other one of its layer."""
+        if self.drawn:
+            return self.drawn.tokens
+        size = tokens(self.seqlen, self.batch)
+        if self.call is None:
+            return size
+        return f"{size} {self.call}" if self.call.kind == "packed" else f"{size}, {self.call}"
+
+    @property
+    def place(self) -> str:
+        """ "layer 3, 131,072 tokens"."""
+        return f"{self.where}, {self.size}"
+
+    @property
+    def name(self) -> str:
+        """ "layer 3, 131,072 tokens, fused, exact, fp32 states": the same case has the same name in every report."""
+        return f"{self.place}, {self.label}"
+
+    @property
+    def label(self) -> str:
+        """ "fused, exact, fp32 states"."""
+        return f"{self.implementation}, {self.precision}"
+
+    @property
+    def kernel(self) -> str:
+        """ "fused hopper"; the variant only if it differs from the name."""
+        names = (self.implementation, "" if self.variant == self.implementation else self.variant)
+        return " ".join(filter(None, names))
+
+    @property
+    def prompt(self) -> str:
+        """The tokens of the prompt that the call belongs to; of all packed sequences together."""
+        if self.call is None or self.call.kind == "packed":
+            return tokens(self.seqlen, self.batch)
+        return tokens(self.call.prompt_seqlen, self.call.sequences)
+
+    @property
+    def kernels(self) -> int | None:
+        """Number of launched Triton kernels; None if none was recorded (`launches` has the planned number)."""
+        return sum(launch.registers is not None for launch in self.launches) or None
+
+    # --- accuracy
+
+    def tensor(self, name: TensorName) -> Accuracy | None:
+        return next((one for one in self.accuracy if one.tensor == name), None)
+
+    @cached_property
+    def result(self) -> Result:
+        """What follows from the status and the errors."""
+        if self.status != "ran":
+            return self.status
+        if self.nonfinite or (self.answers and self.answers.nonfinite is not None):
+            return "nonfinite"
+        if any(one.vs_oracle.nonfinite for one in self.accuracy):
+            return "nonfinite"
+        return "inaccurate" if self.later_fault or (self.outside_budget and not self.tolerated) else "passed"
+
+    @property
+    def outside_budget(self) -> str:
+        """The reasons, in a sentence; empty if every tensor is within its budget."""
+        return "; ".join(one.reason for one in self.accuracy if one.reason)
+
+    @property
+    def tolerated(self) -> bool:
+        """Whether it is timed although it is outside the budget: another library's, close enough to be the operator."""
+        rms = [one.vs_oracle.rms_ratio for one in self.accuracy]
+        return self.kind == "library" and all(one is not None and one <= CLOSE for one in rms)
+
+    @property
+    def why(self) -> str:
+        """Why it did not pass, or a remark on it; empty if there is nothing to say."""
+        if self.later_fault:
+            return self.later_fault
+        if self.answers and self.answers.nonfinite is not None:
+            return f"the distribution at position {self.answers.nonfinite:,} is not finite"
+        found = self.reason or ("some element is not finite" if self.nonfinite else "")
+        return found or self.outside_budget
+
+    @property
+    def judged(self) -> bool:
+        """Whether gates apply: not to the baseline, other libraries, noise, and single layers in the model."""
+        if self.answers:
+            return not self.answers.change and self.answers.alone is None
+        return bool(self.baseline) and self.kind != "library"
+
+    # --- times
+
+    def rounds(self, clock: Clock) -> tuple[tuple[float, ...], ...]:
+        """Microseconds of each recording of all processes; empty if there are none."""
+        return tuple(own for one in self.samples if one.clock == clock for own in one.us)
+
+    @cached_property
+    def call_us(self) -> Estimate | None:
+        return statistics.median(found) if (found := self.rounds("call")) else None
+
+    @cached_property
+    def device_us(self) -> Estimate | None:
+        return statistics.median(found) if (found := self.rounds("device")) else None
+
+    @property
+    def time_us(self) -> Estimate | None:
+        """By the clock that verdicts use: the device's; of a prefill the call's."""
+        return self.device_us or self.call_us
+
+    def over(self, other: Case | None, clock: Clock = "device") -> Estimate | None:
+        """How many times as fast it is as `other`, timed in the same rounds; None if one of them was not timed."""
+        if other is None or other is self or not self.rounds(clock) or not other.rounds(clock):
+            return None
+        return statistics.ratio(other.rounds(clock), self.rounds(clock))
+
+    def floor_us(self, ceilings: Ceilings | None) -> float | None:
+        """The least time in which this GPU can move the bytes and do the arithmetic."""
+        if ceilings is None or self.work is None:
+            return None
+        memory_us = self.work.bytes_moved / ceilings.copy_gb_per_s / 1e3
+        return max(memory_us, self.work.flops / ceilings.matmul_tflops / 1e6)
+
+    def floor_pct(self, ceilings: Ceilings | None) -> float | None:
+        """The floor as a share of the device time."""
+        floor = self.floor_us(ceilings)
+        return 100 * floor / self.device_us.value if floor and self.device_us else None
+
+    def joined(self, later: Case) -> Case:
+        """This case with what a later line says of it: samples, or a fault."""
+        if self.name != later.name:
+            raise ValueError(f"{later.name} is not {self.name}")
+        return later if later.accuracy else later.changed(accuracy=self.accuracy)

@@ -1,0 +1,376 @@
+"""The grammar of conditions, `metric[@where]:limit`, for every gate and every comparison of two reports.
+
+limit is a number, `N%`, or a change from the base report: `base+N%`, or `base+N` in the metric's own unit, with a minus
+where more is better.  The metric says in which direction.  An absolute limit judges the value; a change of a measured
+value is broken only if its whole interval lies beyond the limit.
+
+Older options are spellings of it: `--min-speedup 1.5` is `speedup:1.5`, `--min-match 1e-3:99` is `match@1e-3:99%`,
+`--max-rms-ratio X` is `rms:X`, `--max-kl X` is `kl:X`.  In `--fail-if`, `match:-0.1` is `match:base-0.1`, `kl:X` is
+`kl:base+X`, and `slower:3%` is `time:base+3%`, or `speedup:base-3%` where the machines differ.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ssdprof.core.base import TOLERANCES, Clock
+from ssdprof.core.case import AnswerBand, Case
+from ssdprof.core.report import Condition, Report, Verdict
+from ssdprof.core.statistics import Estimate
+from ssdprof.errors import BadInputError, nearest
+
+TOLERANCE_NAMES: dict[str, float] = dict(zip(("0", "1e-3", "1e-2"), TOLERANCES, strict=True))
+JUDGED = "fused"  # the implementation that the gates of benches and prefills judge
+Value = Estimate | float
+_GRAMMAR = re.compile(
+    r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>[^:]+))?:(?P<base>base)?(?P<limit>[+-]?[0-9.]+(?:e[+-]?[0-9]+)?)(?P<unit>%?)"
+)
+_EXAMPLE = "Give TOLERANCE:PERCENT, such as 1e-3:99."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """of: (case, where, report) -> its value; None: there is none.
+
+    lacks: why not, in words.  says: (case, value, limit) -> the value that breaks a limit, in words.
+    applies: whether it is of a case.  places: what @ may name; None: any implementation.
+    more: more is better.  percent: an absolute limit is in percent.  unit: of values.
+    relative: a change without "base" is in percent.
+    """
+
+    of: Callable[[Case, str, Report], Value | None]
+    lacks: Callable[[Case, Report], str] = lambda _case, _report: "no such value"
+    says: Callable[[Case, float, Condition], str]
+    applies: Callable[[Case], bool]
+    places: tuple[str, ...] | None = ()
+    more: bool = False
+    percent: bool = False
+    unit: str = ""
+    relative: bool = False
+
+
+def _call(case: Case) -> bool:
+    return bool(case.layer or case.drawn)
+
+
+def _timed(case: Case) -> bool:
+    return not case.answers
+
+
+def _band(case: Case) -> AnswerBand | None:
+    return case.answers.bands[0] if case.answers and case.answers.bands else None
+
+
+def _clock(where: str) -> Clock | None:
+    return {"call": "call", "device": "device"}.get(where)  # type: ignore[return-value]
+
+
+def _time(case: Case, where: str, _report: Report) -> Estimate | None:
+    return {"call": case.call_us, "device": case.device_us}.get(where, case.time_us)
+
+
+def _match(case: Case, where: str, _report: Report) -> float | None:
+    out = case.tensor("out")
+    return out.vs_baseline.match_pct(TOLERANCE_NAMES[where or "1e-3"]) if out and out.vs_baseline else None
+
+
+def _rms(case: Case, _where: str, _report: Report) -> float | None:
+    """Over the floor; infinite if the floor is 0 and the error is not."""
+    out = case.tensor("out")
+    if out is None:
+        return None
+    return out.over_floor if out.floor.rms_ratio else (math.inf if out.vs_oracle.rms_ratio else 0.0)
+
+
+def _no_speedup(case: Case, _report: Report) -> str:
+    return "its baseline was not timed" if case.time_us else "not timed"
+
+
+METRICS: dict[str, Metric] = {
+    "speedup": Metric(
+        of=lambda case, where, report: report.speedup(case, over=where),
+        lacks=_no_speedup,
+        says=lambda case, value, at: f"{value:.5g}x over {at.at or case.baseline}",
+        applies=_timed,
+        places=None,
+        more=True,
+        relative=True,
+    ),
+    "time": Metric(
+        of=_time,
+        lacks=lambda _case, _report: "not timed",
+        says=lambda _case, value, _: f"{value:,.5g} us",
+        applies=_timed,
+        places=("call", "device"),
+        unit=" us",
+        relative=True,
+    ),
+    "match": Metric(
+        of=_match,
+        lacks=lambda _case, _report: "not compared with a baseline",
+        says=lambda _case, value, _: f"{value:.6g}%",
+        applies=_call,
+        places=tuple(TOLERANCE_NAMES),
+        more=True,
+        percent=True,
+        unit="%",
+    ),
+    "rms": Metric(
+        of=_rms,
+        lacks=lambda _case, _report: "not compared with the fp64 oracle",
+        says=lambda _case, value, _: "the floor is 0" if math.isinf(value) else f"{value:.5g} times the floor",
+        applies=_call,
+        relative=True,
+    ),
+    "memory": Metric(
+        of=lambda case, _where, _report: case.memory.workspace_bytes if case.memory else None,
+        says=lambda _case, value, _: f"{value:,.0f} bytes",
+        applies=_call,
+        unit=" bytes",
+        relative=True,
+    ),
+    "launches": Metric(
+        of=lambda case, _where, _report: case.kernels, says=lambda _case, value, _: f"{value:.0f}", applies=_call
+    ),
+    "kl": Metric(
+        of=lambda case, _where, _report: found.kl_mean if (found := _band(case)) else None,
+        says=lambda _case, value, at: f"mean KL {value:.3g} is above {at.limit:g}",
+        applies=lambda case: bool(case.answers),
+        unit=" nats",
+    ),
+    "top1": Metric(
+        of=lambda case, _where, _report: found.top1_pct if (found := _band(case)) else None,
+        says=lambda _case, value, at: f"the same top token at {value:.4g}% of positions, below {at.limit:g}%",
+        applies=lambda case: bool(case.answers),
+        more=True,
+        percent=True,
+        unit="%",
+    ),
+    "perplexity": Metric(
+        of=lambda case, _where, _report: found.perplexity if (found := _band(case)) else None,
+        says=lambda _case, value, _: f"{value:.6g}",
+        applies=lambda case: bool(case.answers),
+        relative=True,
+    ),
+    "perplexity-increase": Metric(
+        of=lambda case, _where, _report: found.perplexity_increase_pct if (found := _band(case)) else None,
+        says=lambda _case, value, at: f"perplexity rises by {value:.3g}%, more than {at.limit:g}%",
+        applies=lambda case: bool(case.answers),
+        percent=True,
+        unit="%",
+    ),
+}
+# of --fail-if: the time, or the speedup where the machines differ
+SLOWER: dict[str, str] = {"slower": "time", "slower-call": "time"}
+_CHANGES = ("match", "rms", "memory", "launches", "kl", "top1", "perplexity")  # whose limit in --fail-if is a change
+
+
+def parse(option: str, text: str) -> Condition:
+    """option: for messages.  Raises BadInputError, which says what to write, for anything that is not a condition."""
+    name, found, metric = _read(option, text, METRICS)
+    at, base, unit = found["at"] or "", found["base"], found["unit"]
+    if metric.places is not None and at and at not in metric.places:
+        known = f"{name} has a place: {', '.join(metric.places)}." if metric.places else f"Write {_example(name)}."
+        raise BadInputError(f"{option} knows no {name} at {at}.", known)
+    limit, sign = _number(option, text, found["limit"], _example(name)), found["limit"][0]
+    fits = sign == ("-" if metric.more else "+") if base else (sign not in "+-" and bool(unit) == metric.percent)
+    if not fits:
+        raise BadInputError(f"{option} has a limit that does not fit {name}: {text!r}.", f"Write {_example(name)}.")
+    return Condition(metric=name, at=at, limit=abs(limit), percent=bool(unit), to_base=bool(base), spelling=text)
+
+
+def parse_fail_if(text: str) -> Condition:
+    """A condition of --fail-if, also in its older spellings.  Raises BadInputError as `parse` does."""
+    option, name = "--fail-if", re.split("[@:]", text, maxsplit=1)[0]
+    if name not in SLOWER and (name not in _CHANGES or ":base" in text):
+        if name not in METRICS:
+            raise BadInputError(f"{option} does not know {name!r}.", nearest(name, (*SLOWER, *METRICS)))
+        return parse(option, text)
+    example = _older_example(name)
+    found = _GRAMMAR.fullmatch(text)
+    if found is None or found["base"]:
+        raise BadInputError(f"{option} cannot read {text!r}.", f"Write {example}.")
+    at, metric = found["at"], METRICS[SLOWER.get(name, name)]
+    if at is not None and (name != "match" or at not in TOLERANCE_NAMES):
+        raise BadInputError(
+            f"{option} knows no {name} at {at}.", f"A match has a tolerance: {', '.join(TOLERANCE_NAMES)}."
+        )
+    limit = _number(option, text, found["limit"], example)
+    if bool(found["unit"]) != metric.relative or (limit > 0 if metric.more else limit < 0):
+        raise BadInputError(f"{option} has a limit that does not fit {name}: {text!r}.", f"Write {example}.")
+    return Condition(
+        metric=name,
+        at=at or ("call" if name == "slower-call" else ""),
+        limit=abs(limit),
+        percent=metric.relative,
+        to_base=True,
+        spelling=text,
+    )
+
+
+def _read(option: str, text: str, known: Iterable[str]) -> tuple[str, re.Match[str], Metric]:
+    name = re.split("[@:]", text, maxsplit=1)[0]
+    if name not in METRICS:
+        raise BadInputError(f"{option} does not know {name!r}.", nearest(name, known))
+    found = _GRAMMAR.fullmatch(text)
+    if found is None:
+        raise BadInputError(f"{option} cannot read {text!r}.", f"Write {_example(name)}.")
+    return name, found, METRICS[name]
+
+
+def _number(option: str, text: str, word: str, example: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.inf
+    if math.isinf(value):
+        raise BadInputError(f"{option} has no number in {text!r}.", f"Write {example}.")
+    return value
+
+
+def _example(name: str) -> str:
+    metric = METRICS[name]
+    change = f"{name}:base{'-' if metric.more else '+'}3{'%' if metric.relative else ''}"
+    return f"{name}:2{'%' if metric.percent else ''} or {change}"
+
+
+def _older_example(name: str) -> str:
+    metric = METRICS[SLOWER.get(name, name)]
+    if metric.relative:
+        return f"{name}:3%"
+    return f"{name}:-0.1" if metric.more else f"{name}:0"
+
+
+# --- spellings of other options
+
+
+def of_options(
+    *,
+    min_speedup: float | None = None,
+    min_match: Iterable[str] = (),
+    max_rms_ratio: float | None = None,
+    max_kl: float | None = None,
+    min_top1: str | None = None,
+    max_perplexity_increase: str | None = None,
+    gates: Iterable[str] = (),
+) -> tuple[Condition, ...]:
+    """The conditions of the options with these names; gates: of --gate.  Raises BadInputError for an invalid one."""
+    found: list[Condition] = []
+
+    def add(metric: str, limit: float | None, spelling: str, at: str = "") -> None:
+        if limit is not None:
+            percent = METRICS[metric].percent
+            found.append(Condition(metric=metric, at=at, limit=limit, percent=percent, spelling=spelling))
+
+    add("speedup", min_speedup, f"min-speedup {min_speedup:g}" if min_speedup is not None else "")
+    for tolerance, least in parse_matches(min_match).items():
+        add("match", least, f"min-match {tolerance}:{least:g}", tolerance)
+    add("rms", max_rms_ratio, f"max-rms-ratio {max_rms_ratio:g}" if max_rms_ratio is not None else "")
+    if max_kl is not None and not 0 <= max_kl < math.inf:
+        raise BadInputError(
+            f"--max-kl is not a divergence: {max_kl}.", "Give a number of nats, 0 or more, such as 0.001."
+        )
+    add("kl", max_kl, f"max-kl {max_kl:g}" if max_kl is not None else "")
+    top1 = None if min_top1 is None else 100 * parse_percent("--min-top1", min_top1, whole=True)
+    add("top1", top1, f"min-top1 {top1:g}%" if top1 is not None else "")
+    rise = max_perplexity_increase
+    most = None if rise is None else 100 * parse_percent("--max-perplexity-increase", rise)
+    add("perplexity-increase", most, f"max-perplexity-increase {most:g}%" if most is not None else "")
+    return (*found, *(parse("--gate", text) for text in gates))
+
+
+def parse_matches(words: Iterable[str]) -> dict[str, float]:
+    """ "1e-3:99" -> {"1e-3": 99.0}.  Raises BadInputError."""
+    found = {}
+    for word in words:
+        tolerance, colon, share = word.partition(":")
+        if not colon or tolerance not in TOLERANCE_NAMES:
+            hint = nearest(tolerance, TOLERANCE_NAMES) if colon else _EXAMPLE
+            raise BadInputError(f"--min-match does not know {word!r}.", hint)
+        try:
+            least = float(share.removesuffix("%"))
+        except ValueError:
+            least = math.nan
+        if not 0 <= least <= 100:
+            raise BadInputError(f"--min-match has no percentage in {word!r}.", _EXAMPLE)
+        found[tolerance] = least
+    return found
+
+
+def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
+    """ "1%" -> 0.01.  option: for messages.  whole: 100% is allowed."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if not (0 <= value < 100 or (whole and value == 100)):
+        numbers = "from 0% to 100%, such as 99%" if whole else "from 0% to below 100%, such as 1%"
+        raise BadInputError(f"{option} is not a percentage: {text!r}.", f"Give a number {numbers}.")
+    return value / 100
+
+
+# --- judging
+
+
+def judged(report: Report) -> tuple[Case, ...]:
+    """The cases that conditions judge."""
+    by_name = report.kind in ("bench", "prefill")
+    return tuple(
+        case
+        for case in report.cases
+        if case.judged and (not (by_name or case.prefill) or case.implementation == JUDGED)
+    )
+
+
+def verdicts(report: Report, conditions: Sequence[Condition] | None = None) -> Iterator[Verdict]:
+    """A verdict for each absolute condition, of the report or the given ones, and each case that it applies to.
+
+    Cases that did not pass are not judged: they fail a report anyway, except that a requested case without a time
+    breaks a speedup.  A condition that judged no case is broken.
+    """
+    for condition in report.conditions if conditions is None else conditions:
+        if condition.to_base:
+            continue
+        found = list(_of(condition, report))
+        yield from found
+        if not found:
+            nothing = "no case passed that it could judge"
+            yield Verdict(condition=condition, case="", holds=False, found=nothing)
+
+
+def broken(report: Report, conditions: Sequence[Condition] | None = None) -> tuple[Verdict, ...]:
+    """The verdicts that do not hold."""
+    return tuple(one for one in verdicts(report, conditions) if one.holds is False)
+
+
+def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
+    metric = METRICS[condition.metric]
+    cases = [case for case in judged(report) if metric.applies(case)]
+    for case in cases:
+        if case.result == "passed":
+            yield _verdict(condition, case, report)
+    if condition.metric not in ("speedup", "time"):
+        return
+    for case in cases:
+        if case.prefill and case.result != "passed":
+            yield Verdict(condition=condition, case=case.name, holds=False, found=f"{case.result}: {case.why}")
+    for out in report.left_out:
+        if not out.implementations or JUDGED in out.implementations:
+            place = f"{out.place}, {JUDGED}" if report.kind == "prefill" else out.place
+            yield Verdict(condition=condition, case=place, holds=False, found=f"left out: {out.reason}")
+
+
+def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
+    metric = METRICS[condition.metric]
+    value = metric.of(case, condition.at, report)
+    if value is None:
+        skipped = metric.applies(case) and bool(case.answers)  # an answer without a next token has no perplexity
+        lacks = metric.lacks(case, report)
+        return Verdict(condition=condition, case=case.name, holds=None if skipped else False, found=lacks)
+    number = value.value if isinstance(value, Estimate) else value
+    holds = number >= condition.limit if metric.more else number <= condition.limit
+    found = "" if holds else metric.says(case, number, condition)
+    return Verdict(condition=condition, case=case.name, holds=holds, found=found)

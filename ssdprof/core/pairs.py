@@ -1,0 +1,397 @@
+"""Two reports of a kind, case by case: which values can be compared, the changes, and the conditions on them.
+
+Ratios are BASE's time over NEW's, so a ratio above 1 means that NEW is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ssdprof.core import statistics
+from ssdprof.core.base import PrecisionRecord
+from ssdprof.core.case import Case
+from ssdprof.core.conditions import METRICS, SLOWER, Metric, Value
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Condition, Report, Verdict
+from ssdprof.core.statistics import Estimate, Faster
+from ssdprof.core.subject import Environment
+from ssdprof.errors import BadInputError
+
+TotalBy = Literal["device time", "call time", "speedup"]
+TotalOver = Literal["layer", "call", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two.  name: as the user gave it.  unfinished: why it is incomplete; empty if it is complete."""
+
+    name: str
+    report: Report
+    unfinished: str = ""
+
+    @property
+    def subject(self) -> str:
+        """A model, or the operator of a bench."""
+        return str(self.report.model) if self.report.model else f"{self.report.subject} on drawn inputs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A difference between the machines, which prevents a comparison of absolute times.  what: "GPU", "driver"."""
+
+    what: str
+    base: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"other {self.what}: {self.base}, now {self.new}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A case of both, or of one of them.
+
+    time, call: changes of device and call times, both of the call time for a prefill; None if the times cannot be
+        compared or do not exist.
+    over_baseline: the speedup of NEW over its baseline, over that of BASE over its own.
+    incomparable: why absolute times cannot be compared.
+    other_inputs: why errors cannot be compared; empty if both had the same inputs.
+    """
+
+    base: Case | None
+    new: Case | None
+    time: Estimate | None = None
+    call: Estimate | None = None
+    over_baseline: Estimate | None = None
+    incomparable: tuple[str, ...] = ()
+    other_inputs: str = ""
+    smallest_difference: float
+
+    @property
+    def case(self) -> Case:
+        found = self.new or self.base
+        assert found is not None
+        return found
+
+    @property
+    def judged_by(self) -> Estimate | None:
+        """The ratio of times if they can be compared, else the ratio of speedups."""
+        return self.time or self.over_baseline
+
+    @property
+    def verdict(self) -> str:
+        """ "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE", "only in NEW"."""
+        if self.base is None or self.new is None:
+            return "only in NEW" if self.base is None else "only in BASE"
+        if self.judged_by is not None:
+            return self.judged_by.verdict(self.smallest_difference)
+        timed = self.base.time_us is not None and self.new.time_us is not None
+        return "not comparable" if timed else "not timed"
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Why neither times nor errors of the two were compared; empty if something was."""
+        if self.base is None or self.new is None:
+            return (self.verdict,)
+        if self.time or self.call or self.over_baseline:
+            return ()
+        return self.incomparable if self.case.prefill else tuple(filter(None, [self.other_inputs]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """Cases of one implementation and precision together: the geometric mean of their ratios.
+
+    Its interval assumes that all cases are at the same end of their intervals.
+
+    where: "131,072 tokens", "chunks of 8 tokens of 40 tokens"; of a bench a shape and a dtype.  over: what it is over.
+    """
+
+    where: str
+    over: TotalOver
+    implementation: str
+    precision: PrecisionRecord
+    cases: int
+    by: TotalBy
+    change: Estimate
+    verdict: Faster
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """verdicts: of the conditions: for each its offenders, or none."""
+
+    base: Side
+    new: Side
+    smallest_difference: float
+    machine: tuple[Difference, ...]
+    pairs: tuple[Pair, ...]
+    totals: tuple[Total, ...]
+    verdicts: Mapping[Condition, tuple[Verdict, ...]]
+
+    @property
+    def nothing_compared(self) -> str:
+        """The reason why nothing was compared; empty if some case was."""
+        if any(not pair.apart for pair in self.pairs):
+            return ""
+        both = [pair for pair in self.pairs if pair.base and pair.new]
+        return "; ".join(dict.fromkeys(why for pair in both for why in pair.apart)) or "no case is in both"
+
+    @property
+    def passed(self) -> bool:
+        return not self.nothing_compared and not any(self.verdicts.values())
+
+
+def compare(
+    base: tuple[str, Report],
+    new: tuple[str, Report],
+    *,
+    smallest_difference: float,
+    conditions: Sequence[Condition] = (),
+) -> Comparison:
+    """base, new: the name as the user gave it, and the report.
+
+    smallest_difference: the smallest relative difference of two times that counts.
+    Raises BadInputError if the two are of different kinds.
+    """
+    before, now = _side(*base), _side(*new)
+    if before.report.kind != now.report.kind:
+        raise BadInputError(
+            f"BASE is a {before.report.kind} and NEW is a {now.report.kind}.",
+            "Compare two runs, two benches, or two results of ssdprof prefill.",
+        )
+    machine = differences(before.report.environment, now.report.environment)
+    pairs = tuple(_pairs(before, now, machine, smallest_difference))
+    return Comparison(
+        base=before,
+        new=now,
+        smallest_difference=smallest_difference,
+        machine=machine,
+        pairs=pairs,
+        totals=tuple(_totals(pairs, smallest_difference)),
+        verdicts={one: tuple(_offenders(one, pairs, now)) for one in conditions},
+    )
+
+
+def differences(base: Environment, new: Environment) -> tuple[Difference, ...]:
+    """The differences that prevent a comparison of absolute times.  Empty without a GPU, which gives no times."""
+    if base.gpu is None or new.gpu is None:
+        return ()
+    before, now = (
+        {"GPU": gpu.name, "driver": gpu.driver, "Triton": environment.packages.get("triton", "unknown")}
+        for gpu, environment in ((base.gpu, base), (new.gpu, new))
+    )
+    return _different(before, now)
+
+
+def _side(name: str, report: Report) -> Side:
+    found = outcome(report)
+    missing = f"{found.missing} of the requested cases are missing" if found.missing else ""
+    return Side(name=name, report=report, unfinished=found.ended_early or missing)
+
+
+def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[Difference, ...]:
+    return tuple(
+        Difference(what=what, base=base.get(what, "none"), new=new.get(what, "none"))
+        for what in dict.fromkeys((*base, *new))
+        if base.get(what) != new.get(what)
+    )
+
+
+def _pairs(base: Side, new: Side, machine: Sequence[Difference], smallest: float) -> Iterator[Pair]:
+    """Cases by name, in the order of NEW; those that are only in BASE come last."""
+    before, now = ({case.name: case for case in side.report.cases if _is_compared(case)} for side in (base, new))
+    for name, case in now.items():
+        yield _pair(before.get(name), case, base, new, machine, smallest)
+    for name, case in before.items():
+        if name not in now:
+            yield Pair(base=case, new=None, smallest_difference=smallest)
+
+
+def _is_compared(case: Case) -> bool:
+    return not case.answers or case.judged
+
+
+def _pair(base: Case | None, new: Case, one: Side, other: Side, machine: Sequence[Difference], smallest: float) -> Pair:
+    if base is None:
+        return Pair(base=None, new=new, smallest_difference=smallest)
+    before, now = shape_words(base, one.report), shape_words(new, other.report)
+    whole = new.prefill is not None
+    if before != now:
+        why = f"other {'model' if whole else 'shape'}: {before}, now {now}"
+        return Pair(
+            base=base, new=new, incomparable=(why,), other_inputs="" if whole else why, smallest_difference=smallest
+        )
+    differ = (*machine, *(_different(_needs(base, one.report), _needs(new, other.report)) if whole else ()))
+    known = _inputs(base, one), _inputs(new, other)
+    call = None if differ else _quotient(base.call_us, new.call_us)
+    return Pair(
+        base=base,
+        new=new,
+        time=None if differ else call if whole else _quotient(base.device_us, new.device_us),
+        call=call,
+        over_baseline=_over_baseline(base, new, one.report, other.report),
+        incomparable=tuple(map(str, differ)),
+        other_inputs="" if whole or known[0] == known[1] else f"other inputs: {known[0]}, now {known[1]}",
+        smallest_difference=smallest,
+    )
+
+
+def shape_words(case: Case, report: Report) -> str:
+    """The sizes of the call, and whether its inputs were cast; of the whole model, which model it is."""
+    if case.prefill:
+        assert report.model
+        model = f"{report.model.repo_id} ({report.model.model_type})"
+        return f"{model}, {case.prefill.layers} of {case.prefill.layer_count} layers"
+    if case.answers:
+        layers = ", ".join(map(str, case.answers.layers))
+        return f"{case.answers.weights} weights, reference {case.answers.reference}, layers {layers}"
+    assert case.dims
+    if case.drawn:  # without the chunk size: each implementation takes its fastest one
+        return f"{case.dims.operator}, {case.dims.words}, {case.dims.dtype}, {case.drawn.layout}"
+    return f"{case.dims.operator}, {case.dims}{f', {report.cast}' if report.cast else ''}"
+
+
+def _needs(case: Case, report: Report) -> dict[str, str]:
+    """The versions and settings on which the time of a prefill depends; the model's own convolution only if it ran."""
+    assert case.prefill
+    packages = {"PyTorch": "torch", "transformers": "transformers"}
+    needs = {name: report.environment.packages.get(package, "unknown") for name, package in packages.items()}
+    needs |= {"attention": case.prefill.attention or "none", "segment length": f"{case.prefill.segment_length:,}"}
+    if case.prefill.conv_and_norm == "model" or case.prefill.left_to_model:
+        needs["convolution"] = case.prefill.convolution
+    return needs
+
+
+def _inputs(case: Case, side: Side) -> str:
+    """Of a bench nothing: its draws have a fixed seed."""
+    return "" if case.drawn else f"{side.subject}, prompt {case.inputs[:16]}"
+
+
+def _over_baseline(base: Case, new: Case, one: Report, other: Report) -> Estimate | None:
+    """None unless both speedups are over the same baseline."""
+    before, now = one.speedup(base), other.speedup(new)
+    return _quotient(now, before) if base.baseline == new.baseline else None
+
+
+def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None:
+    return statistics.quotient(above, below) if above and below else None
+
+
+def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
+    """Every implementation and precision: the layers of a prompt together, or the chunks or decode steps of all layers,
+    or the lengths of a bench's shape or of the prefills with the same convolution and norm."""
+    groups: dict[tuple[str, TotalOver, str, PrecisionRecord, TotalBy], list[Estimate]] = {}
+    for pair in pairs:
+        if pair.judged_by is not None:
+            case = pair.case
+            where, over = calls_of(case)
+            by: TotalBy = "speedup" if not pair.time else "call time" if case.prefill else "device time"
+            groups.setdefault((where, over, case.implementation, case.precision, by), []).append(pair.judged_by)
+    for (where, over, implementation, precision, by), changes in groups.items():
+        change = statistics.mean(changes)
+        yield Total(
+            where=where,
+            over=over,
+            implementation=implementation,
+            precision=precision,
+            cases=len(changes),
+            by=by,
+            change=change,
+            verdict=change.verdict(smallest),
+        )
+
+
+def calls_of(case: Case) -> tuple[str, TotalOver]:
+    """All calls that add up with the case, in words, and what they are over."""
+    if case.layer is None:
+        return case.where, "length"
+    if case.call is None or case.call.kind == "packed":
+        return case.size, "layer"
+    if case.call.kind == "decode":
+        return f"decode steps after {case.prompt}", "call"
+    return f"chunks of {case.size.partition(', ')[0]} of {case.prompt}", "call"
+
+
+# --- conditions
+
+
+def _offenders(condition: Condition, pairs: Sequence[Pair], new: Side) -> Iterator[Verdict]:
+    """The cases that violate the condition.  An incomplete NEW does too, and a condition that applies to no case."""
+
+    def offender(case: str, found: str) -> Verdict:
+        return Verdict(condition=condition, case=case, holds=False, found=found)
+
+    found = {pair.case.name: _judged(condition, pair, new.report) for pair in pairs if pair.base and pair.new}
+    yield from (offender(name, why) for name, why in found.items() if why)
+    if new.unfinished:
+        yield offender("", f"NEW is incomplete: {new.unfinished}")
+    elif all(why is None for why in found.values()):
+        yield offender("", f"no case could be judged: {_why_none(condition, pairs)}")
+
+
+def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
+    """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
+    base, new = pair.base, pair.new
+    assert base is not None
+    assert new is not None
+    metric = METRICS[SLOWER.get(condition.metric, condition.metric)]
+    if not metric.applies(new):
+        return None
+    if not condition.to_base:
+        value = _number(metric.of(new, condition.at, report))
+        if value is None:
+            return metric.lacks(new, report)
+        holds = value >= condition.limit if metric.more else value <= condition.limit
+        return "" if holds else metric.says(new, value, condition)
+    if condition.metric in (*SLOWER, "time", "speedup"):
+        return _slower(condition, pair, new)
+    before = _number(metric.of(base, condition.at, report))
+    now = _number(metric.of(new, condition.at, report))
+    if before is None or pair.other_inputs:
+        return None
+    if now is None:
+        return f"{_said(before, metric)} in BASE; {_status(new)} in NEW"
+    step = condition.limit / 100 * before if condition.percent else condition.limit
+    holds = now >= before - step if metric.more else now <= before + step
+    return "" if holds else f"{_said(before, metric)} in BASE, {_said(now, metric)} in NEW"
+
+
+def _slower(condition: Condition, pair: Pair, new: Case) -> str | None:
+    assert pair.base
+    if pair.base.time_us and not new.time_us:
+        return f"timed in BASE; {_status(new)} in NEW"
+    by_speedup = condition.metric == "speedup" or (condition.metric == "slower" and pair.time is None)
+    time = pair.call if condition.at == "call" else pair.time
+    change = pair.over_baseline if by_speedup else time
+    if change is None:
+        return None
+    if change.verdict(condition.limit / 100) != "slower":
+        return ""
+    if by_speedup:
+        return f"{change.value:.4g} times BASE's speedup [{change.low:.4g}, {change.high:.4g}]"
+    time = change.inverse
+    return f"{time.value:.4g} times BASE's time [{time.low:.4g}, {time.high:.4g}]"
+
+
+def _number(value: Value | None) -> float | None:
+    return value.value if isinstance(value, Estimate) else value
+
+
+def _said(value: float, metric: Metric) -> str:
+    return f"{value:,}{metric.unit}" if isinstance(value, int) else f"{value:.6g}{metric.unit}"
+
+
+def _status(case: Case) -> str:
+    return "no such value" if case.result == "passed" else case.result
+
+
+def _why_none(condition: Condition, pairs: Sequence[Pair]) -> str:
+    both = [pair for pair in pairs if pair.base and pair.new]
+    if not both:
+        return "no case is in both"
+    if condition.metric in (*SLOWER, "time", "speedup"):
+        return "; ".join(dict.fromkeys(why for pair in both for why in pair.incomparable)) or "BASE has no times"
+    return "; ".join(dict.fromkeys(pair.other_inputs for pair in both if pair.other_inputs)) or "BASE has no such value"

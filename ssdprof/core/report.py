@@ -1,0 +1,259 @@
+"""A report: its cases, and what belongs to all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from ssdprof.core.base import SMALLEST_DIFFERENCE, Clock, Count, NotNegative, PrecisionRecord, Record, Size
+from ssdprof.core.case import Case
+from ssdprof.core.statistics import Estimate, Faster
+from ssdprof.core.subject import Cast, Ceilings, CheckpointRef, Clocks, Environment, LayerRef, Placement, Prompt
+
+
+class Condition(Record):
+    """What a case must satisfy: `core.conditions`.  The metric says in which direction.
+
+    at: a tolerance, clock, tensor or implementation, as the metric wants.  limit: in the metric's unit, or percent.
+    to_base: the limit is a change from the base report: relative if percent.
+    spelling: the option as the user gave it, "min-speedup 1.5"; it is what reports show.
+    """
+
+    metric: str
+    at: str = ""
+    limit: float
+    percent: bool = False
+    to_base: bool = False
+    spelling: str = ""
+
+
+class Verdict(Record):
+    """holds: None if it cannot be judged.  case: its name; empty: the condition judged no case.  found: in words."""
+
+    condition: Condition
+    case: str
+    holds: bool | None
+    found: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.condition.spelling, self.case, self.found) if part)
+
+
+class LeftOut(Record):
+    """Requested cases that were not begun.  place: of the cases, or their common beginning."""
+
+    place: str
+    implementations: tuple[str, ...] = ()  # empty: all
+    reason: str
+
+
+class StepTime(Record):
+    """Wall clock of one step of a command, compilation included."""
+
+    what: str
+    seconds: NotNegative
+
+
+class ProcessLine(Record):
+    """What belongs to a process of a report, and not to a case: the last line of each process counts.
+
+    captured: layers whose inputs were taken.  notes: for the reader, in sentences.
+    peak_bytes: GPU memory while the model ran and layers were replayed.
+    seconds: wall clock.  ended: why it stopped early, in a sentence; empty while it runs, and at its end.
+    complete: it reached its end.
+    """
+
+    process: str = ""
+    captured: tuple[LayerRef, ...] = ()
+    clocks: Clocks | None = None
+    ceilings: Ceilings | None = None
+    peak_bytes: Count | None = None
+    seconds: NotNegative = 0.0
+    steps: tuple[StepTime, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    notes: tuple[str, ...] = ()
+    complete: bool = False
+    ended: str = ""
+
+
+class Requested(NamedTuple):
+    """A case that was asked for: its place, implementation and precision."""
+
+    place: str
+    implementation: str
+    precision: str
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self)
+
+
+class Report(Record):
+    """The result of run, bench, prefill, answers or tune.
+
+    id: name of the run's folder; of another report its kind and time.  created: ISO 8601, UTC.
+    command: as typed, without tokens.
+    subject: the model's repo, or the operator of a bench.  model: None for a bench.
+    requested: the cases, known before the first one runs.
+    baseline: that others are compared with; decode steps have their own, which their cases name.
+    matched_with: the implementation whose output others are matched with.
+    tensor_parallel: number of ranks; the first one's share of the heads was replayed.
+    ranks: processes that shared the cases, each on a GPU of its own.
+    kernels: hash of the machine code of the bundled kernels, of a bench.
+    absent: a sentence for each requested implementation that is unavailable.
+    processes: one line for each rank.
+    """
+
+    version: Literal[3]  # `base.VERSION`
+    kind: Literal["run", "bench", "prefill", "answers", "tune"]
+    id: str
+    created: str
+    command: tuple[str, ...]
+    ssdprof_version: str
+    subject: str
+    model: CheckpointRef | None = None
+    environment: Environment
+    requested: tuple[Requested, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    baseline: str
+    matched_with: str = ""
+    smallest_difference: NotNegative = SMALLEST_DIFFERENCE
+    prompts: tuple[Prompt, ...] = ()
+    segment_length: int | None = None
+    cast: Cast | None = None
+    tensor_parallel: Size = 1
+    ranks: Size = 1
+    capture_complete: bool = True  # False: the replayed capture was interrupted
+    placement: Placement | None = None  # of the weights; None for stored captures
+    kernels: str = ""
+    absent: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for the reader, in sentences
+    cases: tuple[Case, ...] = ()
+    processes: tuple[ProcessLine, ...] = ()
+
+    # --- of all processes
+
+    @property
+    def first(self) -> ProcessLine:
+        return self.processes[0] if self.processes else ProcessLine()
+
+    @property
+    def clocks(self) -> Clocks | None:
+        return self.first.clocks
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        return self.first.ceilings
+
+    @property
+    def captured(self) -> tuple[LayerRef, ...]:
+        found = dict.fromkeys(layer for one in self.processes for layer in one.captured)
+        return tuple(sorted(found, key=lambda layer: layer.index))
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return max((one.peak_bytes for one in self.processes if one.peak_bytes is not None), default=None)
+
+    @property
+    def seconds(self) -> float:
+        return max((one.seconds for one in self.processes), default=0.0)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        return tuple(dict.fromkeys(left for one in self.processes for left in one.left_out))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """All notes."""
+        return tuple(dict.fromkeys((*self.notes, *(note for one in self.processes for note in one.notes))))
+
+    # --- cases
+
+    @property
+    def of_calls(self) -> tuple[Case, ...]:
+        """Cases of captured calls or drawn inputs."""
+        return tuple(case for case in self.cases if case.layer or case.drawn)
+
+    @property
+    def of_answers(self) -> tuple[Case, ...]:
+        return tuple(case for case in self.cases if case.answers)
+
+    @property
+    def of_prefill(self) -> tuple[Case, ...]:
+        return tuple(case for case in self.cases if case.prefill)
+
+    @cached_property
+    def _by_place(self) -> dict[tuple[str, str], list[Case]]:
+        found: dict[tuple[str, str], list[Case]] = {}
+        for case in self.cases:
+            found.setdefault((case.place, case.implementation), []).append(case)
+        return found
+
+    def rival(self, case: Case, implementation: str = "") -> Case | None:
+        """The case's baseline, or another implementation, in the same place: at exact intermediates and equal states if
+        there is such a case, else its first one; of a bench the fastest one.  None if that is the case itself."""
+        name = implementation or case.baseline
+        there = self._by_place.get((case.place, name), []) if name else []
+        if case.drawn:
+            timed = [one for one in there if one.device_us]
+            found = min(timed, key=lambda one: one.device_us.value if one.device_us else 0.0, default=None)
+        else:
+            found = min(there, key=lambda one: one.precision != case.precision.exact, default=None)
+        return None if found is case or found is None or found.implementation == case.implementation else found
+
+    def speedup(self, case: Case, clock: Clock | None = None, over: str = "") -> Estimate | None:
+        """Over the case's baseline, or over another implementation.  clock: None: the one that verdicts use."""
+        chosen: Clock = clock or ("call" if case.prefill else "device")
+        return case.over(self.rival(case, over), chosen)
+
+    def faster(self, case: Case, clock: Clock | None = None, over: str = "") -> Faster | None:
+        """The verdict of `speedup`."""
+        found = self.speedup(case, clock, over)
+        return found.verdict(self.smallest_difference) if found else None
+
+    # --- completeness
+
+    @cached_property
+    def missing(self) -> tuple[Requested, ...]:
+        """Requested cases that are neither there nor left out."""
+        there = {case.name for case in self.cases}
+        left = self.left_out
+        return tuple(
+            one
+            for one in self.requested
+            if one.name not in there
+            and not any(
+                one.place.startswith(out.place)
+                and (not out.implementations or one.implementation in out.implementations)
+                for out in left
+            )
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether every process reached its end."""
+        return len(self.processes) == self.ranks and all(one.complete for one in self.processes)
+
+    def restricted(
+        self, *, precisions: Iterable[PrecisionRecord] | None = None, implementations: Iterable[str] | None = None
+    ) -> Report:
+        """As if only these precisions or implementations had been requested, and no answers; baselines stay."""
+        words = None if precisions is None else {str(one) for one in precisions}
+        names = None if implementations is None else {*implementations, *(case.baseline for case in self.cases)}
+        return self.changed(
+            cases=tuple(
+                case
+                for case in self.cases
+                if not case.answers
+                and (words is None or str(case.precision) in words)
+                and (names is None or case.implementation in names)
+            ),
+            requested=tuple(
+                one
+                for one in self.requested
+                if not one.place.startswith("answers")
+                and (words is None or one.precision in words)
+                and (names is None or one.implementation in names)
+            ),
+        )

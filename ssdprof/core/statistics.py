@@ -1,0 +1,162 @@
+"""Medians, ratios and their intervals, from samples.  Plain arrays; no GPU.
+
+Samples come in recordings.  Within a recording, graph, workspace and output keep their addresses; the next recording
+allocates them again.  Rounds of one recording therefore share an error that more rounds do not reduce, and every
+interval here is Student's t over recordings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rounds = Sequence[Sequence[float]] | Sequence[NDArray[np.float64]]  # microseconds: (rounds) of each recording
+Faster = Literal["faster", "slower", "no difference"]
+
+# 97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+)  # fmt: skip
+MAX_RECORDINGS = len(_T) + 1
+
+
+class Estimate(NamedTuple):
+    """A value and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def verdict(self, smallest_difference: float) -> Faster:
+        """The verdict for a ratio of times, baseline over own.
+
+        A difference counts if the whole interval lies beyond it.  If A is faster than B, then B is slower than A.
+        """
+        if self.low > 1 + smallest_difference:
+            return "faster"
+        return "slower" if self.high < 1 / (1 + smallest_difference) else "no difference"
+
+    @property
+    def inverse(self) -> Estimate:
+        return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
+
+
+class Spread(NamedTuple):
+    """The spread of single samples, in microseconds; all recordings are pooled.
+
+    p95_us: 95th percentile, linear between the two nearest samples.
+    """
+
+    samples: int
+    min_us: float
+    p95_us: float
+    max_us: float
+
+
+def median(samples: Rounds) -> Estimate:
+    """The geometric mean over recordings of the median over rounds."""
+    return _estimate(_medians(samples))
+
+
+def ratio(baseline: Rounds, other: Rounds) -> Estimate:
+    """How many times as fast `other` is: `median(baseline) / median(other)`.
+
+    Both were sampled in the same rounds.  The ratio is computed for each recording, so that a drift of the machine
+    between recordings, which affects both, does not widen the interval.
+    """
+    return _estimate(_medians(baseline) / _medians(other))
+
+
+def quotient(above: Estimate, below: Estimate) -> Estimate:
+    """above / below, of two independent measurements: the squares of the half-widths in the logarithm add up."""
+    width = math.hypot(_width(above), _width(below))
+    log = math.log(above.value / below.value)
+    return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
+
+
+def mean(ratios: Sequence[Estimate]) -> Estimate:
+    """The geometric mean.  Its bounds are the means of the bounds of all ratios."""
+    log, width = fmean(math.log(one.value) for one in ratios), fmean(map(_width, ratios))
+    return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
+
+
+def spread(samples: Rounds) -> Spread:
+    pooled = np.concatenate([np.asarray(own) for own in samples])
+    return Spread(len(pooled), float(pooled.min()), float(np.percentile(pooled, 95)), float(pooled.max()))
+
+
+def settled(samples: Iterable[Rounds], smallest_difference: float) -> bool:
+    """Whether more recordings would hardly change the verdict on any pair: see `_decided`."""
+    medians = [_medians(values) for values in samples]
+    ratios = [one / other for one, other in combinations(medians, 2)]
+    return all(_decided(math.log(_mean(values)), _half_width(values), smallest_difference) for values in ratios)
+
+
+def _decided(log_ratio: float, half_width: float, smallest_difference: float) -> bool:
+    """Whether the interval of a ratio is as narrow as its verdict needs.
+
+    Below: all of it is within twice the smallest difference of 1, so that a larger difference is ruled out.
+    Beyond: all of it is a difference that counts, and would be if it were half as wide again; known to within three
+        times the smallest.
+    Otherwise, since the ratio is near the smallest difference: known to within half of it.
+
+    Repeated checks until an interval is beyond by chance would give false verdicts for equal times.  The margin of one
+    half makes them rare.
+    """
+    off = abs(log_ratio)
+    below = off + half_width <= 2 * smallest_difference
+    beyond = off - 1.5 * half_width > math.log1p(smallest_difference) and half_width <= 3 * smallest_difference
+    return below or beyond or half_width <= smallest_difference / 2
+
+
+def steady(rounds: Iterable[NDArray[np.float64]], smallest_difference: float) -> bool:
+    """Whether a recording has enough rounds: the error of every ratio's median is below the smallest difference.
+
+    rounds: microseconds of each implementation, element j of all from the same round, so a change of the clock
+        that affects all of them is not noise.  A single implementation is compared with its own median.
+    """
+    logs = [np.log(own) for own in rounds]
+    ratios = [one - other for one, other in combinations(logs, 2)] or [own - np.median(own) for own in logs]
+    return all(median_error(values) <= smallest_difference for values in ratios)
+
+
+def median_error(values: NDArray[np.float64]) -> float:
+    """Standard error of the median of normally distributed values.
+
+    From the median absolute deviation, which is robust to a few interrupted samples.
+    """
+    sigma = 1.4826 * float(np.median(np.abs(values - np.median(values))))
+    return 1.2533 * sigma / math.sqrt(len(values))
+
+
+def _medians(samples: Rounds) -> NDArray[np.float64]:
+    """(recordings,)"""
+    return np.array([float(np.median(rounds)) for rounds in samples])
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    """Geometric, and exactly the value if all are equal."""
+    first = float(values[0])
+    return first * math.exp(float(np.mean(np.log(values / first))))
+
+
+def _estimate(values: NDArray[np.float64]) -> Estimate:
+    factor, value = math.exp(_half_width(values)), _mean(values)
+    return Estimate(value, value / factor, value * factor)
+
+
+def _half_width(values: NDArray[np.float64]) -> float:
+    """Half the width of the 95 % interval of the mean logarithm; (recordings,), at least two."""
+    count = len(values)
+    return _T[count - 2] * float(np.std(np.log(values), ddof=1)) / math.sqrt(count)
+
+
+def _width(one: Estimate) -> float:
+    return math.log(one.high / one.low) / 2

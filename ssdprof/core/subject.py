@@ -1,0 +1,261 @@
+"""Records of the subject of a report: its model, layers, calls, prompts, and the machine that it ran on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ssdprof.core.base import VERSION, Count, DType, PlacementKind, Record, Size, StoredDType
+
+
+class LayerRef(Record):
+    index: int  # position among the model's decoder layers
+    name: str  # module path in the full model, "model.layers.3.mamba"
+    operator: str  # its name: see ssdprof.operators
+
+
+class Dims(Record):
+    """The sizes of one call.
+
+    sizes: by the operator's own names, such as "nheads".  words: the same for people, "80 heads x 64, state 128".
+    chunk_size: positions per chunk of the model's algorithm; None if it has no chunks.
+    dtype: of the inputs with a position axis.
+    """
+
+    operator: str
+    batch: Size
+    seqlen: Size
+    chunk_size: int | None
+    dtype: DType
+    sizes: dict[str, int]
+    words: str
+
+    def __str__(self) -> str:
+        chunk = "" if self.chunk_size is None else f", chunk {self.chunk_size}"
+        return f"{self.words}{chunk}, {self.dtype}"
+
+
+class CallRef(Record):
+    """One call of a layer's operator, if a prompt makes several calls or several sequences share one.
+
+    kind: "packed": packed sequences.  "chunk": a piece of a chunked prefill, which begins with the states of the
+        previous piece.  "decode": one token of each sequence, after the prompt.
+    number: of the call among the `count` calls of its kind, from 1.
+    prompt_seqlen: tokens of each sequence's prompt; of all sequences together if packed.
+    sequences: independent sequences in the call.
+    """
+
+    kind: Literal["packed", "chunk", "decode"]
+    number: Size
+    count: Size
+    prompt_seqlen: Size
+    sequences: Size
+
+    def __str__(self) -> str:
+        """ "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in 3 packed sequences"."""
+        if self.kind == "packed":
+            return f"in {self.sequences:,} packed sequence{'s' * (self.sequences != 1)}"
+        prompt = tokens(self.prompt_seqlen, self.sequences)
+        if self.kind == "chunk":
+            return f"chunk {self.number:,} of {self.count:,} of {prompt}"
+        return f"decode step {self.number:,} of {self.count:,} after {prompt}"
+
+
+class Serving(Record):
+    """How the model runs prompts.  The default: all of a prompt in one call of every operator, and no decoding.
+
+    packed: lengths of sequences that are packed into one call; empty: a batch of equal lengths.
+    chunk: tokens per call of a chunked prefill; None: no chunked prefill.
+    decode: tokens that the model generates after the prompt, one call of every operator for each.
+    """
+
+    packed: tuple[int, ...] = ()
+    chunk: int | None = None
+    decode: int = 0
+
+    def calls(self, seqlen: int, batch: int = 1) -> tuple[CallRef | None, ...]:
+        """Every call of one layer's operator on a prompt of `seqlen` tokens; None: the whole prompt in one call."""
+
+        def numbered(kind: Literal["chunk", "decode"], count: int) -> list[CallRef]:
+            return [
+                CallRef(kind=kind, number=number, count=count, prompt_seqlen=seqlen, sequences=batch)
+                for number in range(1, count + 1)
+            ]
+
+        found: Sequence[CallRef | None] = [None]
+        if self.packed:
+            found = [CallRef(kind="packed", number=1, count=1, prompt_seqlen=seqlen, sequences=len(self.packed))]
+        elif self.chunk is not None:
+            found = numbered("chunk", len(split_prompt(seqlen, self.chunk)))
+        return (*found, *numbered("decode", self.decode))
+
+
+def tokens(seqlen: int, batch: int = 1) -> str:
+    """ "131,072 tokens", "32 x 1,024 tokens", as in the tables of a report."""
+    noun = "token" if seqlen == 1 else "tokens"
+    return f"{seqlen:,} {noun}" if batch == 1 else f"{batch} x {seqlen:,} {noun}"
+
+
+def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
+    """Start and stop of each segment.
+
+    A last segment of a single token joins the one before it, because models call a different function for one token.
+    """
+    starts = list(range(0, seqlen, segment_length))
+    if len(starts) > 1 and seqlen - starts[-1] == 1:
+        starts.pop()
+    return list(zip(starts, [*starts[1:], seqlen], strict=True))
+
+
+# --- the machine
+
+
+class Gpu(Record):
+    name: str
+    compute_capability: str  # "9.0"
+    sm_count: Size
+    memory_bytes: Size
+    l2_bytes: Count
+    driver: str
+    cuda: str
+
+
+class Environment(Record):
+    """The machine and the versions behind a number.  Holds no host name, user name, path or token."""
+
+    gpu: Gpu | None
+    cpu: str
+    platform: str
+    python: str
+    packages: dict[str, str]  # distribution name -> version, for those installed
+
+
+class Clocks(Record):
+    """Readings of NVML before and after the timed region."""
+
+    sm_mhz: tuple[Count, Count]
+    memory_mhz: tuple[Count, Count]
+    temperature_c: tuple[int, int]
+    throttle_reasons: tuple[str, ...]  # empty: not throttled
+
+
+class Ceilings(Record):
+    """Measured on the same GPU in the same run."""
+
+    copy_gb_per_s: Annotated[float, Field(gt=0)]  # bytes read + written
+    matmul_tflops: Annotated[float, Field(gt=0)]
+
+
+class Held(Record):
+    """The weights in one place.  place: "cuda:0", "cpu" or "disk".  layers: decoder layers that begin there."""
+
+    place: str
+    layers: Count
+    weight_bytes: Count
+
+
+class Placement(Record):
+    """Where a model's weights are while it runs.
+
+    device: where the model computes, the first one of several.  held: all weights.
+    predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted before
+        loading, without replaying.  None if the model's code does not run on the meta device.
+    streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each forward call; 0 if
+        none is.
+    bytes_per_s: measured speed of streaming; None if nothing is streamed, or before the download.
+    forward_calls: of the model, for the longest prompt: its segments, packed sequences and decode steps.
+    """
+
+    kind: PlacementKind
+    device: str
+    held: tuple[Held, ...]
+    predicted_peak_bytes: int | None
+    streamed_layer_bytes: Count = 0
+    bytes_per_s: float | None = None
+    forward_calls: Count = 1
+
+    @property
+    def seconds_per_layer(self) -> float | None:
+        """Streaming time of the largest layer in each forward call; None if unknown, or if nothing is streamed."""
+        return self.streamed_layer_bytes / self.bytes_per_s if self.bytes_per_s else None
+
+
+# --- the model and the prompt
+
+
+class CheckpointRef(Record):
+    requested: str  # what the user typed
+    source: Literal["hub", "local", "demo"]
+    repo_id: str  # hub id, folder name, "demo" or "demo-gdn"
+    revision: str | None  # commit hash on the hub
+    model_type: str
+    layers: tuple[LayerRef, ...]  # those with an operator that ssdprof knows
+    layer_count: Size  # all decoder layers
+    siblings: tuple[str, ...] = ()  # other members when `requested` was a family name
+    quantization: str | None = None  # quant_method; its error is then part of the captured values
+    trained_context: int | None = None
+    random_weights: bool = False  # according to the config
+
+    def __str__(self) -> str:
+        """ "ibm-granite/granite-4.0-h-small@1234567890ab"."""
+        return f"{self.repo_id}{f'@{self.revision[:12]}' if self.revision else ''}"
+
+
+class Prompt(Record):
+    kind: Literal["default", "file", "random"]
+    source: str  # the text, in words, without a path
+    tokenizer: str
+    seqlen: Size  # of each sequence; of all packed sequences together
+    batch: Size = 1
+    token_sha256: str  # of the little-endian int64 ids
+    serving: Serving = Serving()
+
+
+class Cast(Record):
+    """The captured inputs were replayed in another dtype than the model's.  source: the model's."""
+
+    source: DType
+    to: DType
+
+    def __str__(self) -> str:
+        return f"cast from {self.source} to {self.to}"
+
+
+# --- captures
+
+
+class TensorRecord(Record):
+    shape: tuple[Count, ...]
+    dtype: StoredDType
+    model_strides: tuple[int, ...]  # as the model passed it; the stored values are token-major
+    sha256: str  # of the stored bytes
+
+
+class LayerCapture(Record):
+    """The stored inputs of one call of a layer's operator.
+
+    call: which one; None: the whole of a prompt.
+    remark: a sentence for the report if the inputs differ from the model's call or its config.
+    scalars: arguments that are not tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
+    scalars_sha256: of their JSON, in the order of names.
+    """
+
+    layer: LayerRef
+    seqlen: Size  # of the call
+    call: CallRef | None = None
+    file: str  # safetensors file in the manifest's folder
+    tensors: dict[str, TensorRecord]
+    remark: str = ""
+    scalars: dict[str, int | float | bool | str | None]
+    scalars_sha256: str
+
+
+class CaptureManifest(Record):
+    version: Literal[3] = VERSION
+    checkpoint: CheckpointRef
+    prompts: tuple[Prompt, ...]
+    segment_length: Size  # tokens per forward call of the model
+    layers: tuple[LayerCapture, ...]
+    complete: bool

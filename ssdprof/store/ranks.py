@@ -1,0 +1,148 @@
+"""Processes that torchrun started on this machine, one per GPU, which share the cases of one report.
+
+What they share is the report's folder: each writes a file of its own there, and holds its lock while it runs
+(`store.reports`).  torchrun's store tells them the folder, and who has opened its file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from ssdprof.errors import BadInputError, MissingCapabilityError
+
+T = TypeVar("T")
+POLL_S = 0.2
+FIRST = 0  # the rank that prints the report
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun, with WORLD_SIZE
+SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is divided
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process and the others.  store: torchrun's, which outlives every process."""
+
+    divided: ClassVar[bool] = False  # of this process; before work is divided, all ranks have the same errors
+
+    rank: int
+    count: int
+    store: Any
+
+    @property
+    def first(self) -> bool:
+        return self.rank == FIRST
+
+    def share(self, items: Sequence[T]) -> tuple[T, ...]:
+        """The items of this rank: every `count`th of `items`."""
+        Ranks.divided = True
+        return tuple(items[self.rank :: self.count])
+
+    def tell(self, key: str, value: str = "") -> None:
+        self.store.set(key, value)
+
+    def told(self, key: str, by: int) -> str:
+        """What a rank tells; waits for it.  MissingCapabilityError if it dies before."""
+        while not self.store.check([key]):
+            self.require_alive(by)
+            time.sleep(POLL_S)
+        found: str = self.store.get(key).decode()
+        return found
+
+    def require_alive(self, rank: int) -> None:
+        """MissingCapabilityError, with its name, if the rank's process has died; one that has not yet joined lives."""
+        if self.store.check([f"{rank}/process"]) and not _runs(int(self.store.get(f"{rank}/process"))):
+            raise self.gone(rank)
+
+    def gone(self, rank: int) -> MissingCapabilityError:
+        """The error for a rank that died."""
+        return MissingCapabilityError(
+            f"Rank {rank} of {self.count} died before its share was done.",
+            "Its own messages say why.  A process that was killed leaves none: often it took too much main memory.",
+        )
+
+
+def started(environment: Mapping[str, str] = os.environ) -> int:
+    """Processes that torchrun started, this one included; 1 without torchrun.
+
+    BadInputError for a WORLD_SIZE that torchrun does not set.
+    """
+    count = environment.get("WORLD_SIZE") or "1"
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", count):
+        raise BadInputError(f"WORLD_SIZE={count!r} is not a number of processes.", "Run: unset WORLD_SIZE")
+    return int(count)
+
+
+def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the first rank reports the error of this rank.
+
+    Before work is divided, all ranks have the same error, and torchrun ends this process after the first one has
+    ended.  If torchrun does not, only this rank has the error.
+    """
+    if not follows(environment):
+        return False
+    try:
+        time.sleep(SLOWEST_S)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def follows(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank is not the first, and has so far done the same as the first."""
+    return not Ranks.divided and started(environment) > 1 and int(environment.get("RANK", FIRST)) != FIRST
+
+
+def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
+    """Join the other processes of torchrun, and select this process's GPU.  None if there are no others.
+
+    BadInputError for processes on several machines, and if torchrun did not start this one; MissingCapabilityError
+    for more processes than GPUs.
+    """
+    count = started(environment)
+    if count == 1:
+        return None
+    if environment.get("LOCAL_WORLD_SIZE", str(count)) != str(count):
+        raise BadInputError(
+            "Ranks on several machines are not supported.", "Start all of them on one: torchrun --nproc-per-node N."
+        )
+    if absent := [name for name in _OF_TORCHRUN if not environment.get(name)]:
+        raise BadInputError(
+            f"WORLD_SIZE={count} asks for {count} ranks, but {absent[0]} is not set: torchrun did not start this "
+            "process.",
+            f"For one process, run: unset WORLD_SIZE.  For {count}: torchrun --nproc-per-node {count} -m ssdprof ...",
+        )
+    import torch
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    if torch.cuda.is_available():
+        if count > (gpus := torch.cuda.device_count()):
+            raise MissingCapabilityError(
+                f"{count} ranks need {count} GPUs, because each measures on its own; {gpus} can be used here.",
+                f"Start torchrun --nproc-per-node {gpus}.",
+            )
+        torch.cuda.set_device(int(environment["LOCAL_RANK"]))
+    store, rank, count = next(iter(rendezvous("env://")))
+    joined = Ranks(rank, count, PrefixStore("ssdprof", store))
+    joined.tell(f"{rank}/process", str(os.getpid()))
+    return joined
+
+
+def _runs(process: int) -> bool:
+    """Whether the process with this number is running; a zombie is not."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # its parent has just read its exit code
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,387 @@
+"""Folders of reports: run.json, written once, and cases.N.jsonl of each rank, which only grow.
+
+A line is {"case": ...}, a case, or more of a case that an earlier line began, or {"process": ...}, of which the last
+counts.  Every file has one writer, which holds its lock, so whoever reads knows who is still at work.  An end of any
+kind, SIGKILL too, loses at most the case in work.  `ssdprof ... --json` prints a report as one document, which is read
+as well.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+from uuid import uuid4
+
+from pydantic import TypeAdapter, ValidationError
+
+from ssdprof import __version__
+from ssdprof.core.base import VERSION, first_fault
+from ssdprof.core.case import Case
+from ssdprof.core.report import ProcessLine, Report
+from ssdprof.core.subject import LayerRef
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
+from ssdprof.files import safe_name, uninterrupted, unwritable, write_text
+from ssdprof.progress import Watcher
+from ssdprof.store.ranks import FIRST, POLL_S, Ranks
+
+RUNS = Path("runs")
+HEADER = "run.json"
+CAPTURES = "captures"
+_LATER = 0.5  # s; what changes often, such as clocks, is written at most so often
+_AGAIN = "Use the ssdprof that wrote it, or measure again."
+_PROCESS: TypeAdapter[ProcessLine] = TypeAdapter(ProcessLine)
+
+
+class Writer:
+    """Appends the lines of one process.  folder: of the report.  report: what this process has of it."""
+
+    def __init__(self, folder: Path, header: Report, file: BinaryIO | None) -> None:
+        self.folder = folder
+        self.report = header.changed(processes=(ProcessLine(process=uuid4().hex[:8]),), ranks=header.ranks)
+        self._file = file
+        self._on_disk: ProcessLine | None = None
+        self._due_s = 0.0
+        self._cases: dict[str, Case] = {}
+
+    @property
+    def process(self) -> str:
+        """The name of this process in its samples."""
+        return self.report.first.process
+
+    @property
+    def captures(self) -> Path:
+        """Where `--save-captures` stores the operators' inputs."""
+        return self.folder / CAPTURES
+
+    @property
+    def begun(self) -> bool:
+        """Whether there are results to keep."""
+        return bool(self._cases)
+
+    def case(self, case: Case) -> None:
+        """Append a case, or its samples or fault if it was appended before."""
+        known = self._cases.get(case.name)
+        line = case.changed(accuracy=()) if known and known.accuracy == case.accuracy else case
+        self._cases[case.name] = known.joined(case) if known else case
+        self._write({"case": line.model_dump(mode="json", exclude_defaults=True)})
+        self.report = self.report.model_copy(update={"cases": tuple(self._cases.values())})
+
+    def update(self, **fields: Any) -> None:
+        """Fields of the process's line (`ProcessLine`): clocks, ceilings, peak_bytes, seconds, steps, left_out."""
+        line = self.report.first.changed(**fields)
+        self.report = self.report.model_copy(update={"processes": (line,)})
+        if time.monotonic() >= self._due_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the process's line, if it has changed."""
+        line = self.report.first
+        if line != self._on_disk:
+            self._write({"process": line.model_dump(mode="json", exclude_defaults=True)})
+            self._on_disk, self._due_s = line, time.monotonic() + _LATER
+
+    def captured(self, layer: LayerRef, remark: str = "") -> None:
+        """A layer's inputs have been taken.  remark: a sentence on how, for the notes."""
+        line = self.report.first
+        if layer not in line.captured:
+            self.update(captured=(*line.captured, layer))
+        if remark:
+            self.note(remark)
+
+    def note(self, text: str) -> None:
+        """A sentence for the reader, once."""
+        if text not in self.report.remarks:
+            self.update(notes=(*self.report.first.notes, text))
+
+    def peaked(self, size: int) -> None:
+        """The peak of this process's GPU memory so far is `size` bytes."""
+        self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+
+def draft(kind: str, subject: str, command: tuple[str, ...], **fields: Any) -> Report:
+    """The header of a report that is about to start.  Its id is set by `opened`."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return Report(
+        version=VERSION,
+        kind=kind,  # type: ignore[arg-type]
+        id="",
+        created=created,
+        command=command,
+        ssdprof_version=__version__,
+        subject=subject,
+        **fields,
+    )
+
+
+@contextmanager
+def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | None = None) -> Iterator[Writer]:
+    """Keep a report while the context is open; its folder is removed if no case was written into it.
+
+    out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the first one makes the
+    folder, and waits at the end for the others.
+    After an exception what was done stays, and the user is told where it is.
+
+    Raises BadInputError if `out` has a report, or another process is writing into it; MissingCapabilityError if it
+    cannot be written, or if a rank died.
+    """
+    first = ranks is None or ranks.first
+    if first:
+        path = out or _unused(RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(header.subject)}")
+    else:
+        assert ranks
+        path = Path(ranks.told("folder", FIRST))
+    header = header.changed(id=path.resolve().name, ranks=ranks.count if ranks else 1)
+    rank = ranks.rank if ranks else FIRST
+    with ExitStack() as stack:
+        made = not path.exists()
+        file = stack.enter_context(_locked(path, path / f"cases.{rank}.jsonl"))
+        if first:
+            if (path / HEADER).exists():
+                raise BadInputError(f"{path} holds a run already.", "Name another folder with --out.")
+            write_text(path / HEADER, header.model_dump_json(exclude_defaults=True, indent=1) + "\n")
+            if ranks:
+                ranks.tell("folder", str(path.resolve()))
+        if ranks:
+            ranks.tell(f"{rank}/open")
+        writer = Writer(path, header, file)
+        try:
+            yield writer
+            writer.update(complete=True)
+            writer.flush()
+            if ranks and ranks.first:
+                _wait(path, ranks)
+        except BaseException as error:
+            with uninterrupted():
+                kept = _ended(writer, error, first and made)
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(kept) from None
+            if writer.begun:
+                watcher.say(kept)
+            raise
+
+
+def _ended(writer: Writer, error: BaseException, remove: bool) -> str:
+    """Note why the report ended early.  A sentence on where the results are."""
+    if not writer.begun:
+        if remove:
+            for entry in writer.folder.iterdir():
+                if entry.is_file() and (entry.name == HEADER or entry.suffix == ".jsonl"):
+                    entry.unlink()
+            if not any(writer.folder.iterdir()):
+                writer.folder.rmdir()
+        return "Nothing had been compared yet, and no report is kept."
+    why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
+    try:
+        writer.update(ended=why)
+        writer.flush()
+    except SsdprofError:  # the disk may be what ended it
+        pass
+    report = writer.report
+    layers, cases = len(report.captured), len(report.of_calls) + len(report.of_prefill)
+    answers = len(report.of_answers)
+    parts = [f"{cases} case{'s' * (cases != 1)}"] if cases or not answers else []
+    if parts and layers:
+        parts[0] += f" of {layers} layer{'s' * (layers != 1)}"
+    parts += [f"{answers} case{'s' * (answers != 1)} of answers"] if answers else []
+    return f"What was done is kept in {writer.folder}, marked as partial: {' and '.join(parts)}."
+
+
+def _wait(path: Path, ranks: Ranks) -> None:
+    """Until every other rank has closed its file.  MissingCapabilityError if one ended before its share was done."""
+    for rank in range(ranks.count):
+        if rank == ranks.rank:
+            continue
+        ranks.told(f"{rank}/open", rank)
+        file = path / f"cases.{rank}.jsonl"
+        with file.open("rb") as opened_file:
+            while not _free(opened_file):
+                time.sleep(POLL_S)
+        last = _lines(file)[1]
+        if last is None or not last.complete:
+            error = ranks.gone(rank)
+            if last and last.ended:
+                raise MissingCapabilityError(f"Rank {rank} of {ranks.count} ended: {last.ended}.", error.hint)
+            raise error
+
+
+def _free(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _locked(folder: Path, path: Path) -> Iterator[BinaryIO]:
+    """The file for appending, which this process alone writes to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            hint = "Wait for it to end, or name another folder with --out."
+            raise BadInputError(f"Another run is writing into {folder}.", hint) from error
+        yield file
+
+
+# --- reading
+
+
+def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
+    """The folder, or the file, and the report.
+
+    where: a report's folder, its run.json, a name under `runs/`, a document that --json printed, or None for the latest
+        report of the kinds under `runs/`.
+    Raises BadInputError if there is none, if it cannot be read, or if it is of another kind.
+    """
+    path = _path(where, kinds)
+    report = _document(path) if path.is_file() else _folder(path)
+    if kinds and report.kind not in kinds:
+        raise BadInputError(f"{path} is a report of ssdprof {report.kind}.", f"Name one of ssdprof {kinds[0]}.")
+    return path, report
+
+
+def latest(*kinds: str) -> Path | None:
+    """The report under `runs/` that was started last, of one of the kinds."""
+    found = [(one.created, one.id, path) for path, one in _headers(RUNS) if one and one.kind in kinds]
+    return max(found)[2] if found else None
+
+
+def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
+    """The reports directly under `folder`, the newest first, unreadable ones last, with what is wrong with them."""
+    found: list[tuple[str, Path, Report | SsdprofError]] = []
+    for path, _ in _headers(folder):
+        try:
+            report = _folder(path)
+        except SsdprofError as error:
+            found.append(("", path, error))
+        else:
+            found.append((report.created, path, report))
+    return tuple((path, one) for _, path, one in sorted(found, key=lambda each: each[:2], reverse=True))
+
+
+def dump(report: Report) -> str:
+    """One JSON document, which `load` reads."""
+    return report.model_dump_json(exclude_defaults=True, indent=1)
+
+
+def _headers(folder: Path) -> Iterator[tuple[Path, Report | None]]:
+    """Folders of reports directly under `folder`, with their headers; None for a damaged one."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if (path / HEADER).is_file():
+            try:
+                yield path, _document(path / HEADER)
+            except SsdprofError:
+                yield path, None
+
+
+def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
+    if where is None:
+        newest = latest(*(kinds or ("run",)))
+        if newest is None:
+            raise BadInputError(
+                f"There is no run under {RUNS.resolve()}.", "Make one with 'ssdprof run MODEL', or name a run's folder."
+            )
+        return newest
+    if not str(where).strip():
+        raise BadInputError("The run's name is empty.", "Name a run's folder, or leave it out for the latest run.")
+    for path in (Path(where), RUNS / where):
+        if path.is_file():
+            return path.parent if path.name == HEADER else path
+        if (path / HEADER).is_file():
+            return path
+    raise BadInputError(
+        f"{where} is not a run: it contains no {HEADER}.", f"Name a run's folder; they are kept under {RUNS}/."
+    )
+
+
+def _document(file: Path) -> Report:
+    text = _text(file)
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{file}: not JSON: {library_message(error)}.", "It may be cut off or damaged.") from error
+    version = document.get("version") if isinstance(document, dict) else None
+    if version != VERSION:
+        found = "no report of ssdprof" if version is None else f"of version {version}; this ssdprof reads {VERSION}"
+        raise BadInputError(f"{file} is {found}.", _AGAIN)
+    try:
+        return Report.model_validate(document)
+    except ValidationError as error:
+        raise BadInputError(f"{file}: {first_fault(error)}.", _AGAIN) from error
+
+
+def _folder(path: Path) -> Report:
+    """The report with the cases of all ranks, in the order in which they were requested."""
+    header = _document(path / HEADER)
+    cases: dict[str, Case] = {}
+    processes: list[ProcessLine] = []
+    for rank in range(header.ranks):
+        own, process = _lines(path / f"cases.{rank}.jsonl")
+        for case in own:
+            cases[case.name] = cases[case.name].joined(case) if case.name in cases else case
+        processes += [process] if process else []
+    place = {one.name: number for number, one in enumerate(header.requested)}
+    ordered = sorted(cases.values(), key=lambda case: place.get(case.name, len(place)))
+    return header.changed(cases=tuple(ordered), processes=tuple(processes))
+
+
+def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
+    """The cases, and the last line of the process.  A last line without its end is left out: its process was killed."""
+    if not file.exists():
+        return [], None
+    cases, process = list[Case](), None
+    for number, line in enumerate(_text(file).split("\n")[:-1], start=1):
+        try:
+            match json.loads(line):
+                case {"case": found}:
+                    cases.append(Case.model_validate(found))
+                case {"process": found}:
+                    process = _PROCESS.validate_python(found)
+                case _:
+                    raise BadInputError(f"{file}, line {number} is neither a case nor a process.", _AGAIN)
+        except ValidationError as error:
+            raise BadInputError(f"{file}, line {number}: {first_fault(error)}.", _AGAIN) from error
+        except (ValueError, RecursionError) as error:
+            raise BadInputError(f"{file}, line {number}: not JSON: {library_message(error)}.", _AGAIN) from error
+    return cases, process
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise unreadable(str(file), error, "Name a run's folder.") from error
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"{file} is not JSON: it is not UTF-8.", "The file may be cut off or damaged.") from error
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or `path-2`, `path-3`, ... if it exists: two runs may start within one second."""
+    number, candidate = 1, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
