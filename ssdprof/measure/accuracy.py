@@ -1,36 +1,41 @@
-"""The comparator: decides whether an output is within the error budget of its precision.  Kernel tests use it too.
+"""The comparator: measures how far an output is from the fp64 oracle, and how much of its error budget it uses.
 
 It compares three tensors: `hi`, the fp64 oracle; `lo`, the same operator with every rounding that the precision allows
-(`Judgement.rounded`); `ours`, the output under test.  For each head, in the maximum norm and in the RMS norm,
+(`OracleSpec.rounded`); `ours`, the output under test.  For each head, in the maximum norm and in the RMS norm,
 
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
 must hold, with eps the relative error of the coarsest rounding on the way (`coarsest_rounding`).
 docs/measuring.md says why.  All three are compared in blocks of positions: only the outputs under test are
 ever held whole, in their own dtype.
+
+Every sum is in fp64 and every comparison too: a difference of two fp32, fp16 or bf16 numbers is then exact unless their
+exponents are more than 29 binary digits apart, so the comparator's own rounding does not affect a result.
+The host reads nothing before `result`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-from ssdprof import operators, schema
+from ssdprof import operators
+from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
+from ssdprof.core.case import Accuracy, BudgetUse, Deviation, Match
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure.deviation import HeadNorms, Region, RunningDeviation
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.operator import Judgement, Output, Span
 from ssdprof.operators.rounding import coarsest_rounding
 
-TensorName = Literal["out", "final_states"]
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
 K = TypeVar("K")  # of candidates
 ORACLE = "fp64 oracle"
-SLOPPY = 0.01  # another library's output outside the budget is timed up to this RMS error
 _COARSE = (torch.bfloat16, torch.float16)
 _WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
 
@@ -51,22 +56,10 @@ class Candidate(Generic[K]):
     name: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    status: Literal["passed", "inaccurate", "nonfinite"]
-    reason: str  # empty if passed
-    tensors: tuple[schema.TensorAccuracy, ...]  # out, final_states
-
-    @property
-    def sloppy(self) -> bool:
-        """Whether the output is outside the budget, but close enough to be a result of the same operator."""
-        return self.status == "inaccurate" and max(one.vs_oracle.rms_ratio for one in self.tensors) <= SLOPPY
-
-
 def compare(
     inputs: Any, candidates: Mapping[K, Candidate[K]], *, on_progress: Callable[[int], None] | None = None
-) -> dict[K, Comparison]:
-    """Judge every candidate in one pass over the oracle of the operator that takes these inputs.
+) -> dict[K, tuple[Accuracy, ...]]:
+    """The accuracy of out and final_states of every candidate, in one pass over the oracle.
 
     on_progress: called with the number of positions done since the last call; there are b * l.
     Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output; BadInputError for
@@ -102,15 +95,15 @@ def compare(
     comparisons = {}
     for key, candidate in candidates.items():
         eps = coarsest_rounding(form.dtype, candidate.precision, largest_exponent)
-        comparisons[key] = _comparison(outs.result(key, eps), states.result(key, eps))
+        comparisons[key] = (outs.result(key, eps), states.result(key, eps))
     return comparisons
 
 
 def assert_passes(output: Output, inputs: Any, precision: Precision) -> None:
     """For tests of kernels: AssertionError with the reason unless the output passes."""
-    comparison = compare(inputs, {"output": Candidate(output=output, precision=precision)})["output"]
-    if comparison.status != "passed":
-        raise AssertionError(f"{comparison.status}: {comparison.reason}")
+    found = compare(inputs, {"output": Candidate(output=output, precision=precision)})["output"]
+    if why := "; ".join(one.reason for one in found if one.reason):
+        raise AssertionError(why)
 
 
 class _TensorSums(Generic[K]):
@@ -155,67 +148,50 @@ class _TensorSums(Generic[K]):
             if baseline is not None:
                 self._from_baseline[key].add(ours, place.cut(self._tensors[baseline]), place)
 
-    def result(self, key: K, eps: torch.Tensor) -> schema.TensorAccuracy:
+    def result(self, key: K, eps: torch.Tensor) -> Accuracy:
         """eps: (h), see the module."""
-        from_oracle, floor = self._from_oracle[key].result(), self._floor.result()
-        from_baseline = self._from_baseline.get(key)
-        reason = self._nonfinite(from_oracle, floor) or self._over_budget(key, eps)
-        if not reason and self.name == "final_states":
-            reason = self._coarser_than_claimed(key)
-        return schema.TensorAccuracy(
+        from_baseline, claimed = self._from_baseline.get(key), self._candidates[key].precision.state_dtype
+        of_states = self.name == "final_states"
+        return Accuracy(
             tensor=self.name,
-            vs_oracle=from_oracle,
+            dtype=dtype_name(self._dtype),
+            vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
-            floor=floor,
-            passed=not reason,
-            reason=reason,
+            floor=self._floor.result(),
+            budget=tuple(self._budget_use(key, eps, norm) for norm in ("max", "rms")),
+            coarser=self._coarser_than(key, claimed) if of_states else None,
+            claimed=dtype_name(claimed) if of_states else None,
         )
 
-    def _nonfinite(self, from_oracle: schema.Deviation, floor: schema.Deviation) -> str:
-        if not from_oracle.nonfinite:
-            return ""
-        where = f"{from_oracle.nonfinite} elements are not finite, the first at {from_oracle.first_nonfinite}"
-        if floor.nonfinite:
-            return (
-                f"{self.name}: {where}; the exact answer, rounded to {dtype_name(self._dtype)}, is itself not finite "
-                f"in {floor.nonfinite} elements, the first at {floor.first_nonfinite}"
-            )
-        return f"{self.name}: {where}; the exact answer is finite everywhere"
-
-    def _over_budget(self, key: K, eps: torch.Tensor) -> str:
-        """A sentence on the head that exceeds its budget by the largest factor; empty if none does."""
+    def _budget_use(self, key: K, eps: torch.Tensor, norm: Literal["max", "rms"]) -> BudgetUse:
+        """Of the head that uses most of its budget."""
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._low[self._candidates[key].precision]
-        norms: dict[str, Callable[[HeadNorms], torch.Tensor]] = {
-            "max": lambda head_norms: head_norms.max,
-            "rms": lambda head_norms: head_norms.rms(deviation.elements / len(high.max)),
-        }
-        for name, norm in norms.items():
-            error = norm(deviation.error)
-            budget = 2 * (norm(low) + eps * norm(high) + FLUSHED)
-            excess = torch.where(error > budget, error / budget, torch.zeros_like(error))
-            if excess.any():
-                head = int(excess.argmax())
-                return (
-                    f"{self.name}, head {head}: {name}|ours - oracle| is {float(error[head]):.3g}, its budget "
-                    f"{float(budget[head]):.3g}; the largest difference is at {deviation.position_of_max(head)}"
-                )
-        return ""
 
-    def _coarser_than_claimed(self, key: K) -> str:
-        """A sentence on states that are declared as fp32 and hold only 16-bit numbers; empty if they do not.
+        def size(norms: HeadNorms) -> torch.Tensor:
+            return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))
+
+        error = size(deviation.error)
+        budget = 2 * (size(low) + eps * size(high) + FLUSHED)
+        head = int((error / budget).argmax())
+        return BudgetUse(
+            norm=norm,
+            head=head,
+            error=float(error[head]),
+            budget=float(budget[head]),
+            position=deviation.position_of_max(head),
+        )
+
+    def _coarser_than(self, key: K, claimed: torch.dtype) -> DType | None:
+        """The dtype of states that are declared as `claimed` and hold only 16-bit numbers; None if they do not.
 
         With 16-bit inputs the rounding of the operands hides a rounded state from every norm, but not from this check.
         """
-        ours, claimed = self._tensors[key], self._candidates[key].precision.state_dtype
         for dtype in _COARSE:
             coarser = torch.finfo(dtype).eps > torch.finfo(claimed).eps
-            if coarser and bool(_fits(ours, dtype)) and not bool(self._fits_oracle[dtype]):
-                return (
-                    f"{self.name}: {dtype_name(claimed)} states are claimed, but every element is a "
-                    f"{dtype_name(dtype)} number"
-                )
-        return ""
+            if coarser and bool(_fits(self._tensors[key], dtype)) and not bool(self._fits_oracle[dtype]):
+                return dtype_name(dtype)
+        return None
 
 
 def _head_first(out: torch.Tensor) -> torch.Tensor:
@@ -226,17 +202,6 @@ def _head_first(out: torch.Tensor) -> torch.Tensor:
 def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Whether every element survives a rounding to `dtype`; on the device."""
     return (tensor.to(dtype).to(tensor.dtype) == tensor).all()
-
-
-def _comparison(*tensors: schema.TensorAccuracy) -> Comparison:
-    status: Literal["passed", "inaccurate", "nonfinite"] = "passed"
-    if any(tensor.vs_oracle.nonfinite for tensor in tensors):
-        status = "nonfinite"
-    elif not all(tensor.passed for tensor in tensors):
-        status = "inaccurate"
-    return Comparison(
-        status=status, reason="; ".join(tensor.reason for tensor in tensors if tensor.reason), tensors=tensors
-    )
 
 
 def check_output(output: Output, inputs: Any) -> None:
@@ -255,3 +220,220 @@ def block_length(judgement: Judgement[Any], inputs: Any, device: torch.device) -
     chunk = judgement.chunk_size(inputs)
     fitting = _WORKING_BYTES[device.type] // judgement.bytes_per_position(inputs)
     return max(chunk, min(fitting, 2048) // chunk * chunk)
+
+
+# --- the difference of two tensors, block by block
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """The region of a block in its tensor: positions start..stop of a row of `out`, or a sequence of `final_states`.
+
+    Blocks are compared with the head first, as (h, elements of the head).
+    """
+
+    shape: tuple[int, ...]  # of the tensor: (b, l, h, ...), or (sequences, h, ...)
+    row: int  # batch or sequence
+    positions: tuple[int, int] | None  # (start, stop); None for states
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The block of a tensor of `shape`, head first, in fp64."""
+        block = tensor[self.row]
+        if self.positions is not None:
+            block = block[slice(*self.positions)].transpose(0, 1)
+        return block.flatten(1).double()
+
+    def flat(self, head: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        """Row-major index in the tensor of element (head, j) of the block."""
+        if self.positions is None:
+            _, heads, *rest = self.shape
+            return (self.row * heads + head) * prod(rest) + j
+        _, length, heads, *rest = self.shape
+        width = prod(rest)
+        return ((self.row * length + self.positions[0] + j // width) * heads + head) * width + j % width
+
+
+class HeadNorms:
+    """Running maximum and sum of squares of a tensor, per head."""
+
+    def __init__(self, heads: int, device: torch.device) -> None:
+        self.max = torch.zeros(heads, dtype=torch.float64, device=device)
+        self.square_sum = torch.zeros(heads, dtype=torch.float64, device=device)
+
+    def add(self, block: torch.Tensor) -> None:
+        """block: (h, elements), fp64.  Elements that are not finite are left out."""
+        if block.numel() == 0:
+            return
+        block = torch.where(block.isfinite(), block, 0.0)
+        self.max = torch.maximum(self.max, block.abs().amax(1))
+        self.square_sum += block.square().sum(1)
+
+    def rms(self, elements: float) -> torch.Tensor:
+        """RMS of each head, for this number of elements per head."""
+        return (self.square_sum / elements).sqrt()
+
+
+class SliceSums:
+    """Running sums of squares of an error and of the reference, in slices of the positions.
+
+    For a tensor without positions, nothing is kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._squares: torch.Tensor | None = None  # (2, slices), fp64
+
+    def add(self, error: torch.Tensor, other: torch.Tensor, place: Region) -> None:
+        """Blocks of `place`: (h, elements), fp64."""
+        if place.positions is None:
+            return
+        length, (start, stop) = place.shape[1], place.positions
+        slices = min(SLICES, length)
+        if self._squares is None:
+            self._squares = torch.zeros(2, slices, dtype=torch.float64, device=self._device)
+        index = torch.arange(start, stop, device=self._device) * slices // length
+        in_slice = torch.arange(slices, device=self._device)[:, None] == index
+        for sums, block in zip(self._squares, (error, other), strict=True):
+            squares = block.square().view(len(block), stop - start, -1).sum((0, 2))
+            sums += torch.where(in_slice, squares, 0.0).sum(1)  # index_add_ has no fixed order of additions
+
+    def ratios(self) -> tuple[float | None, ...]:
+        """The RMS ratio in each slice; None for an infinite one.  Waits for the device."""
+        if self._squares is None:
+            return ()
+        error, other = self._squares
+        return tuple(_finite(ratio) for ratio in rms_ratio(error, other).tolist())
+
+
+class RunningDeviation:
+    """Accumulates a `Deviation`."""
+
+    def __init__(self, against: str, shape: tuple[int, ...], heads: int, device: torch.device) -> None:
+        self.against = against
+        self.shape = shape
+        self.error = HeadNorms(heads, device)
+        self.other = HeadNorms(heads, device)
+        self._along = SliceSums(device)
+        self._worst_index = torch.zeros(heads, dtype=torch.int64, device=device)
+        self._matches = torch.zeros(len(TOLERANCES), dtype=torch.int64, device=device)
+        self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._first_nonfinite = torch.full((), _NOWHERE, dtype=torch.int64, device=device)
+        self.elements = 0
+
+    def add(self, ours: torch.Tensor, other: torch.Tensor, place: Region) -> None:
+        """Compare a block; both (h, elements), fp64.
+
+        An element matches if it equals the other one or if both are finite and |ours - other| <= atol + rtol |other|.
+        So a NaN never matches, and an infinity matches only the same infinity.
+        """
+        if ours.numel() == 0:
+            return
+        head = torch.arange(len(ours), device=ours.device)
+        finite = ours.isfinite() & other.isfinite()
+        error = torch.where(finite, ours - other, 0.0).abs()
+        other_finite = torch.where(finite, other, 0.0).abs()
+
+        block_max, block_argmax = error.max(1)
+        worse = (block_max > self.error.max) | (self.elements == 0)
+        self._worst_index = torch.where(worse, place.flat(head, block_argmax), self._worst_index)
+        self.error.add(error)
+        self.other.add(other_finite)
+        self._along.add(error, other_finite, place)
+
+        equal = ours == other
+        for i, tolerance in enumerate(TOLERANCES):
+            self._matches[i] += (equal | (finite & (error <= tolerance + tolerance * other_finite))).sum()
+
+        bad = ~finite
+        first_in_head = bad.to(torch.uint8).argmax(1)
+        first = torch.where(bad.any(1), place.flat(head, first_in_head), _NOWHERE).min()
+        self._first_nonfinite = torch.minimum(self._first_nonfinite, first)
+        self._nonfinite += bad.sum()
+        self.elements += ours.numel()
+
+    def result(self) -> Deviation:
+        """worst_head: the one with the largest RMS ratio of its own; worst_position: that of max_abs, in any head.
+
+        Waits for the device.
+        """
+        ratios = rms_ratio(self.error.square_sum, self.other.square_sum)
+        nonfinite = int(self._nonfinite)
+        matches = (100.0 * self._matches.double() / max(self.elements, 1)).tolist()
+        return Deviation(
+            against=self.against,
+            elements=self.elements,
+            matches=tuple(
+                Match(tolerance=tolerance, match_pct=match)
+                for tolerance, match in zip(TOLERANCES, matches, strict=True)
+            ),
+            rms_ratio=_finite(float(rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum()))),
+            max_abs=float(self.error.max.max()),
+            worst_head=int(ratios.argmax()),
+            worst_position=self.position_of_max(int(self.error.max.argmax())),
+            nonfinite=nonfinite,
+            first_nonfinite=unravel(int(self._first_nonfinite), self.shape) if nonfinite else None,
+            scale_max_abs=float(self.other.max.max()),
+            along=self._along.ratios(),
+        )
+
+    def position_of_max(self, head: int) -> tuple[int, ...]:
+        """The position of the largest difference in `head`."""
+        return unravel(int(self._worst_index[head]), self.shape)
+
+
+def rms_ratio(error_squares: torch.Tensor, other_squares: torch.Tensor) -> torch.Tensor:
+    """sqrt(error / other); 0 where there is no error, infinity where only `other` is 0."""
+    return torch.where(error_squares == 0, 0.0, (error_squares / other_squares).sqrt())
+
+
+def _finite(ratio: float) -> float | None:
+    return ratio if math.isfinite(ratio) else None
+
+
+def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The position of a row-major index."""
+    position = []
+    for size in reversed(shape):
+        index, coordinate = divmod(index, size)
+        position.append(coordinate)
+    return tuple(reversed(position))
+
+
+# --- outputs
+
+
+def oracle_output(inputs: Any) -> Output:
+    """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed in blocks."""
+    judgement, device = operators.of(inputs).judged, tensors.device(inputs)
+    out, final_states = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in judgement.forms(inputs))
+    for block in judgement.blocks(inputs, block_length(judgement, inputs, device)):
+        out[block.batch, block.start : block.stop] = block.out
+        if block.last:
+            final_states[block.sequence] = block.state
+    return out, final_states
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 22  # elements widened to int64 at a time
+_ODD = 6364136223846793005  # Knuth's multiplier
+
+
+def fingerprint(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """For each tensor a weighted sum of its elements' bits, modulo 2**64, with odd weights.
+
+    The same for the same bits in any run and on any device.  One changed element always changes it, because an odd
+    weight has an inverse; a NaN is compared by its bits.
+    """
+    return tuple(_fingerprint(tensor) for tensor in tensors)
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).flatten()
+    weights = torch.arange(min(_BLOCK, len(bits)), device=bits.device) * _ODD | 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _BLOCK):
+        block = bits[start : start + _BLOCK].long()
+        total = total * _ODD + (block * weights[: len(block)]).sum()
+    return int(total)

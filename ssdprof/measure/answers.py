@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,9 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ssdprof.measure.bootstrap import mean_interval
-from ssdprof.schema import Interval
-from ssdprof.schema.answers import AnswerBand, Flip
+from ssdprof.core.case import AnswerBand, Flip, Interval
 
 BANDS = (0, 1024, 16384)  # starts of the bands of positions: errors of a state grow with length
 _WORKING_BYTES = 2**30  # of a block of positions
@@ -20,7 +19,7 @@ _FP64_COPIES = 6  # of a block's logits, held at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Divergence:
     """For each position (n,) on the CPU.  kl, margin and the losses in fp64 and nats, tokens in int64.
 
     kl: KL(reference || candidate).  reference_token, token: the most likely ones; the first if several are equal.
@@ -41,7 +40,7 @@ def rows_that_fit(vocabulary: int) -> int:
     return max(1, _WORKING_BYTES // (8 * _FP64_COPIES * vocabulary))
 
 
-def compare_logits(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> Comparison:
+def compare_logits(reference: torch.Tensor, candidate: torch.Tensor, targets: torch.Tensor) -> Divergence:
     """A block of positions.  reference, candidate: logits (n, vocabulary).
 
     targets: ids (m) of the next tokens, m = n, or n - 1 for the last block of a prompt.
@@ -58,23 +57,23 @@ def compare_logits(reference: torch.Tensor, candidate: torch.Tensor, targets: to
         return found
 
     parts = (kl, tops, others, margin, loss(high), loss(low))
-    return Comparison(**{field.name: part.cpu() for field, part in zip(fields(Comparison), parts, strict=True)})
+    return Divergence(**{field.name: part.cpu() for field, part in zip(fields(Divergence), parts, strict=True)})
 
 
-def joined(blocks: Sequence[Comparison]) -> Comparison:
+def joined(blocks: Sequence[Divergence]) -> Divergence:
     """The blocks of a prompt as one."""
-    return Comparison(
-        **{field.name: torch.cat([getattr(block, field.name) for block in blocks]) for field in fields(Comparison)}
+    return Divergence(
+        **{field.name: torch.cat([getattr(block, field.name) for block in blocks]) for field in fields(Divergence)}
     )
 
 
-def first_nonfinite(comparison: Comparison) -> int | None:
+def first_nonfinite(comparison: Divergence) -> int | None:
     """The first position whose divergence is not finite; None if there is none."""
     bad = ~comparison.kl.isfinite()
     return int(bad.to(torch.uint8).argmax()) if bool(bad.any()) else None
 
 
-def bands(comparison: Comparison) -> tuple[AnswerBand, ...]:
+def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
     """The band of all positions, then, for a long prompt, one for each part of it."""
     count = len(comparison.kl)
     parts = [(start, min(stop, count)) for start, stop in _edges(count)]
@@ -87,8 +86,8 @@ def _edges(count: int) -> Iterator[tuple[int, int]]:
             yield start, stop
 
 
-def _band(comparison: Comparison, start: int, stop: int) -> AnswerBand:
-    cut = Comparison(**{field.name: getattr(comparison, field.name)[start:stop] for field in fields(Comparison)})
+def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
+    cut = Divergence(**{field.name: getattr(comparison, field.name)[start:stop] for field in fields(Divergence)})
     kl = cut.kl.numpy()
     flipped = (cut.token != cut.reference_token).nonzero()[:, 0]
     worst = int(flipped[cut.margin[flipped].argmax()]) if len(flipped) else None
@@ -138,3 +137,26 @@ def _increase_pct(difference: float) -> float:
 def _at(log_probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """(n, vocabulary) and (n) -> (n)"""
     return log_probabilities.gather(-1, tokens[:, None])[:, 0]
+
+
+# --- the mean of an autocorrelated series
+
+RESAMPLES = 2000
+_SEED = 0
+
+
+def mean_interval(values: NDArray[np.float64]) -> Interval:
+    """95 % interval of the mean of values (n,), n >= 1, by a circular block bootstrap.
+
+    Blocks are sqrt(n) long, because predictions of neighbouring tokens are correlated: resampling single values would
+    make the interval too narrow.  Source: Politis and Romano 1992, "A circular block-resampling procedure
+    for stationary data".
+    """
+    count = len(values)
+    length = max(1, round(math.sqrt(count)))
+    sums = np.cumsum(np.concatenate([[0.0], values, values[: length - 1]]))
+    block_means = (sums[length:] - sums[:-length]) / length  # (n,), of the blocks that begin at each value
+    generator = np.random.default_rng(_SEED)
+    starts = generator.integers(count, size=(RESAMPLES, math.ceil(count / length)))
+    low, high = np.quantile(block_means[starts].mean(axis=1), (0.025, 0.975))
+    return Interval(low=float(low), high=float(high))

@@ -1,36 +1,38 @@
-"""The minimum time of a call, from its least bytes and FLOPs and the measured ceilings of this GPU."""
+"""The least work of a call, this GPU's measured ceilings, and how many blocks of a kernel an SM holds.
+
+Source of the limits: CUDA C++ Programming Guide, technical specifications per compute capability; allocation units as
+in the CUDA occupancy calculator.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
 from ssdprof import operators
-from ssdprof.measure.events import cuda_event
-from ssdprof.schema import Ceilings, Roofline
+from ssdprof.core.case import Launch, Work
+from ssdprof.core.subject import Ceilings
+from ssdprof.measure.timing import cuda_event
 
 _COPY_BYTES = 2 << 30
 _MATMUL_SIZE = 8192
 _WARMUP, _REPEATS = 5, 20
+_REGISTERS = 65_536  # of an SM, from compute capability 8.0 to 12.x
+_REGISTER_UNIT = 256  # per warp
+_SHARED_UNIT = 128
+_RESERVED_SHARED = 1024  # of each block, for the system
+_MOST_BLOCKS = {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10, 0): 32, (10, 3): 32, (12, 0): 24}
+_WARP = 32
 
 
-def roofline(inputs: Any, ceilings: Ceilings, device_median_us: float) -> Roofline:
-    """A device time compared with the floor of these ceilings."""
+def work_of(inputs: Any) -> Work:
+    """The least bytes and FLOPs of a call."""
     cost = operators.of(inputs).costed
-    bytes_moved, flops = cost.bytes_moved(inputs), cost.flops(cost.dims(inputs))
-    memory_us = bytes_moved / ceilings.copy_gb_per_s / 1e3
-    compute_us = flops / ceilings.matmul_tflops / 1e6
-    floor_us = max(memory_us, compute_us)
-    return Roofline(
-        bytes_moved=bytes_moved,
-        flops=flops,
-        floor_us=floor_us,
-        bound="memory" if memory_us >= compute_us else "compute",
-        floor_pct=100 * floor_us / device_median_us,
-    )
+    return Work(bytes_moved=cost.bytes_moved(inputs), flops=cost.flops(cost.dims(inputs)))
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -67,3 +69,49 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
             stop.synchronize()
             times.append(start.elapsed_time(stop) / 1e3)
     return median(times)
+
+
+# --- occupancy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SMLimits:
+    """The resources of an SM."""
+
+    warps: int
+    blocks: int
+    shared_bytes: int
+    registers: int = _REGISTERS
+
+    @classmethod
+    def of(cls, device: torch.device) -> SMLimits | None:
+        """None for a GPU whose number of resident blocks is not known here."""
+        properties = torch.cuda.get_device_properties(device)
+        blocks = _MOST_BLOCKS.get((properties.major, properties.minor))
+        if blocks is None:
+            return None
+        return cls(
+            warps=properties.max_threads_per_multi_processor // _WARP,
+            blocks=blocks,
+            shared_bytes=properties.shared_memory_per_multiprocessor,
+        )
+
+
+def with_occupancy(launch: Launch, limits: SMLimits | None) -> Launch:
+    """The launch with its resident blocks and warps, by registers, shared memory and warps, if they are known."""
+    warps = launch.config.get("num_warps")
+    if limits is None or not isinstance(warps, int) or launch.registers is None or launch.shared_bytes is None:
+        return launch
+    registers = _up(launch.registers * _WARP, _REGISTER_UNIT) * warps
+    shared = _up(launch.shared_bytes, _SHARED_UNIT) + _RESERVED_SHARED
+    blocks = min(
+        limits.blocks,
+        limits.warps // warps,
+        limits.shared_bytes // shared,
+        limits.registers // registers if registers else limits.blocks,
+    )
+    return launch.changed(blocks_per_sm=blocks, warps_pct=100 * blocks * warps / limits.warps)
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

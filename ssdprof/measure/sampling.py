@@ -10,9 +10,10 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdprof.measure.statistics import MAX_RECORDINGS, Samples, settled, steady
+from ssdprof.core.statistics import MAX_RECORDINGS, settled, steady
 
-Name = tuple[str, str]  # the clock, "call", "device" or "warm", and the key of the run
+Samples = list[NDArray[np.float64]]  # microseconds: (rounds) of each recording
+Name = tuple[str, str]  # the clock, "call" or "device", and the key of the run
 Sampler = Callable[[], float]  # runs once, returns microseconds
 Rounds = dict[Name, NDArray[np.float64]]  # microseconds, of one recording
 SetUp = Callable[[np.random.Generator], Mapping[Name, Sampler]]
@@ -29,7 +30,6 @@ class SamplingPlan:
         that number.  Calls and replays have numbers of their own.
     seconds: of wall clock, for all samplers together.  A recording begins only if it is expected to end in time.  At
         least min_recordings of min_rounds are taken in any case.
-    warm: also sample calls back to back, with a warm cache: in addition to the other clocks.
     seed: of the order of turns and of the memory addresses of recordings.
     """
 
@@ -40,7 +40,6 @@ class SamplingPlan:
     min_rounds: int = 4
     max_rounds: int = 128
     seconds: float = 1.5
-    warm: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

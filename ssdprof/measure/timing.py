@@ -1,84 +1,179 @@
-"""Call time and device time of several implementations, measured in turns by any `Bench`: see `measure.bench`.
+"""Times calls: `Timer` takes single samples, `time_in_turns` those of several implementations together.
 
-The warm clock is used only on request.
+call:   from an idle GPU to the end of the work, through Python, launch overhead included.
+device: the same work replayed from a CUDA graph: the time on the GPU alone.
+
+Both start with a cold L2.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 
+from ssdprof.core.base import Clock
+from ssdprof.core.case import Samples
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._garbage import no_garbage_collection
-from ssdprof.measure.bench import WARM_CALLS, Bench, CaptureError, Recording
-from ssdprof.measure.call import Run
-from ssdprof.measure.faults import blaming, refuse_if_interrupted, type_and_message
+from ssdprof.measure.first_run import Run, blaming, first_line, refuse_if_interrupted, type_and_message
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval, spread
+from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.operators.operator import Output
-from ssdprof.schema import Speedup, Timing, WarmSpeedup, WarmTiming
 
 T = TypeVar("T")
+_PAGE = 2 << 20  # bytes, CUDA's unit of allocation
+_MOST_PADDING = 32  # pages
+
+
+class CaptureError(Exception):
+    """A call cannot be captured as a CUDA graph; the message is CUDA's or the kernel's."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A captured call; every replay writes to `output`."""
+
+    graph: Any
+    output: Output
+
+
+class Timer(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    def reallocate(self, generator: np.random.Generator) -> None:
+        """Place later recordings and calls elsewhere in memory.  No earlier recording may be alive."""
+
+    def record(self, run: Run) -> Recording:
+        """Capture a call.  Raises CaptureError."""
+
+    def call_us(self, run: Run) -> float:
+        """One call, cold."""
+
+    def device_us(self, recording: Recording) -> float:
+        """One replay, cold."""
+
+
+class CudaTimer:
+    """Times calls on the current stream of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        # four times the L2: replaces every line, and keeps the GPU busy while the host enqueues the timed work
+        self._evictor = torch.zeros(max(256 << 20, 4 * l2_bytes) // 4, device=device)
+        self._sink = torch.zeros((), device=device)
+        self._start, self._stop = cuda_event(), cuda_event()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._padding: torch.Tensor | None = None
+
+    def reallocate(self, generator: np.random.Generator) -> None:
+        """Create a new memory pool, and hold a block of random size, so that most new memory has other addresses."""
+        self._padding = None
+        self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()  # otherwise the blocks of the last recordings would be reused
+        size = int(generator.integers(1, _MOST_PADDING + 1)) * _PAGE
+        with suppress(torch.OutOfMemoryError):  # if this little memory is missing, recording raises
+            self._padding = torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def record(self, run: Run) -> Recording:
+        """Capture after one call on another stream, as CUDA graphs need.
+
+        Recordings share their workspace until `reallocate` is called.
+        """
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                run()
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = run()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # CUDA's, or the kernel's own, of any kind
+            refuse_if_interrupted(error)
+            torch.cuda.synchronize(self.device)
+            self._pool = torch.cuda.graph_pool_handle()  # the old pool still waits for the end of the capture
+            raise CaptureError(first_line(error)) from error
+        return Recording(graph, output)
+
+    def call_us(self, run: Run) -> float:
+        """The GPU is idle when the call begins, so the launch time is not hidden."""
+        self._evict_l2()
+        torch.cuda.synchronize(self.device)
+        self._start.record()
+        run()
+        self._stop.record()
+        return self._elapsed_us()
+
+    def device_us(self, recording: Recording) -> float:
+        """The eviction still runs while the graph is enqueued, so it hides the launch time."""
+        self._evict_l2()
+        self._start.record()
+        recording.graph.replay()
+        self._stop.record()
+        return self._elapsed_us()
+
+    def _evict_l2(self) -> None:
+        """Evict by reading: written lines would be stored during the timed region."""
+        torch.amax(self._evictor, dim=0, out=self._sink)
+
+    def _elapsed_us(self) -> float:
+        self._stop.synchronize()
+        return 1e3 * self._start.elapsed_time(self._stop)
+
+
+# --- CUDA events, typed
+
+
+class CudaEvent(Protocol):
+    def record(self) -> None:
+        """On the current stream."""
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has passed it."""
+
+    def elapsed_time(self, end_event: CudaEvent, /) -> float:
+        """Milliseconds from this event to the other."""
+
+
+def cuda_event() -> CudaEvent:
+    """An event that can be timed."""
+    return cast(CudaEvent, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+
+
+# --- several implementations in turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
     """Microseconds of one implementation."""
 
-    call: Samples
-    device: Samples
-    warm: Samples | None = None
+    call: Recordings
+    device: Recordings
 
-    def timing(self) -> Timing:
-        return Timing(
-            call_median_us=median_us(self.call),
-            device_median_us=median_us(self.device),
-            call_interval_us=median_interval(self.call),
-            device_interval_us=median_interval(self.device),
-            recordings=len(self.device),
-            samples=sum(map(len, self.device)),
-            call_spread=spread(self.call),
-            device_spread=spread(self.device),
-            warm=None if self.warm is None else _warm_timing(self.warm),
-        )
-
-    def speedup(self, baseline: Sampled, name: str, smallest_difference: float) -> Speedup:
-        """The speedup over `baseline`, which was sampled in the same rounds.  name: that of the baseline."""
-        call_interval = ratio_interval(baseline.call, self.call)
-        device_interval = ratio_interval(baseline.device, self.device)
-        return Speedup(
-            baseline=name,
-            call_ratio=ratio(baseline.call, self.call),
-            call_interval=call_interval,
-            call_verdict=call_interval.verdict(smallest_difference),
-            device_ratio=ratio(baseline.device, self.device),
-            device_interval=device_interval,
-            verdict=device_interval.verdict(smallest_difference),
-            smallest_difference=smallest_difference,
-            warm=self._warm_speedup(baseline, smallest_difference),
-        )
-
-    def _warm_speedup(self, baseline: Sampled, smallest_difference: float) -> WarmSpeedup | None:
-        if self.warm is None or baseline.warm is None:
-            return None
-        interval = ratio_interval(baseline.warm, self.warm)
-        return WarmSpeedup(
-            ratio=ratio(baseline.warm, self.warm), interval=interval, verdict=interval.verdict(smallest_difference)
-        )
+    def records(self, process: str) -> tuple[Samples, Samples]:
+        """For a case.  process: the name of this one."""
+        return _record(process, "call", self.call), _record(process, "device", self.device)
 
 
-def _warm_timing(samples: Samples) -> WarmTiming:
-    return WarmTiming(calls=WARM_CALLS, median_us=median_us(samples), interval_us=median_interval(samples))
+def _record(process: str, clock: Clock, sampled: Recordings) -> Samples:
+    """To five significant digits, the resolution of the clocks."""
+    rounds = tuple(tuple(float(f"{us:.5g}") for us in recording) for recording in sampled)
+    return Samples(process=process, clock=clock, us=rounds)
 
 
 @dataclass(frozen=True)
-class Spoilt:
+class FailedAfterTiming:
     """The reason why an implementation that passed has no time: a later output was wrong, or a later call raised."""
 
     status: Literal["inaccurate", "failed"]
@@ -91,7 +186,7 @@ class Session:
 
     sampled: dict[str, Sampled]
     untimed: dict[str, str]  # why there is no time; the output stays valid
-    spoilt: dict[str, Spoilt]
+    failed_later: dict[str, FailedAfterTiming]
 
 
 class _CallError(Exception):
@@ -99,11 +194,11 @@ class _CallError(Exception):
 
     def __init__(self, key: str, error: Exception) -> None:
         super().__init__(key)
-        self.key, self.spoilt = key, Spoilt("failed", f"a later call raised {type_and_message(error)}")
+        self.key, self.failed_later = key, FailedAfterTiming("failed", f"a later call raised {type_and_message(error)}")
 
 
 def time_in_turns(
-    runs: Mapping[str, Run], bench: Bench, plan: SamplingPlan, *, check: Callable[[str, Output], str]
+    runs: Mapping[str, Run], timer: Timer, plan: SamplingPlan, *, check: Callable[[str, Output], str]
 ) -> Session:
     """Time every run against the others.
 
@@ -112,34 +207,32 @@ def time_in_turns(
     """
     recordings: dict[str, Recording] = {}
     untimed: dict[str, str] = {}
-    spoilt: dict[str, Spoilt] = {}
+    failed_later: dict[str, FailedAfterTiming] = {}
 
     def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
         recordings.clear()
-        bench.relocate(generator)
-        keys = [key for key in runs if key not in untimed and key not in spoilt]
+        timer.reallocate(generator)
+        keys = [key for key in runs if key not in untimed and key not in failed_later]
         for key in (keys[place] for place in generator.permutation(len(keys))):
             try:
-                recordings[key] = blaming(bench.device, key, partial(bench.record, runs[key]))
+                recordings[key] = blaming(timer.device, key, partial(timer.record, runs[key]))
             except CaptureError as error:
                 untimed[key] = f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"
             except torch.OutOfMemoryError as error:
                 untimed[key] = f"{key} is not timed: no memory is left for its CUDA graph: {error}"
         samplers: dict[Name, Sampler] = {}
         for key, recording in recordings.items():
-            samplers["call", key] = partial(_called, bench, key, partial(bench.call_us, runs[key]))
-            samplers["device", key] = partial(_called, bench, key, partial(bench.device_us, recording))
-            if plan.warm:
-                samplers["warm", key] = partial(_called, bench, key, partial(bench.warm_us, runs[key]))
+            samplers["call", key] = partial(_called, timer, key, partial(timer.call_us, runs[key]))
+            samplers["device", key] = partial(_called, timer, key, partial(timer.device_us, recording))
         return samplers
 
-    def sampled_without_errors() -> dict[Name, Samples]:
+    def sampled_without_errors() -> dict[Name, Recordings]:
         """Samples.  If a run raises, sampling restarts without it, so that all results come from the same turns."""
         while True:
             try:
                 return sample_in_turns(set_up, plan)
             except _CallError as error:
-                spoilt[error.key] = error.spoilt
+                failed_later[error.key] = error.failed_later
 
     gc.collect()
     with no_garbage_collection():  # a collection during a call is not part of the call
@@ -147,27 +240,25 @@ def time_in_turns(
 
     sampled: dict[str, Sampled] = {}
     for key in runs:
-        if key in untimed or key in spoilt:
+        if key in untimed or key in failed_later:
             continue
-        look = partial(_reason_now, partial(check, key), runs[key], bench, recordings[key])
+        look = partial(_reason_now, partial(check, key), runs[key], timer, recordings[key])
         try:
-            reason = _called(bench, key, look)  # all GPU work of the call has ended after the check
+            reason = _called(timer, key, look)  # all GPU work of the call has ended after the check
         except _CallError as error:
-            spoilt[key] = error.spoilt
+            failed_later[key] = error.failed_later
             continue
         if reason:
-            spoilt[key] = Spoilt("inaccurate", f"after it was timed: {reason}")
+            failed_later[key] = FailedAfterTiming("inaccurate", f"after it was timed: {reason}")
         else:
-            sampled[key] = Sampled(
-                call=samples["call", key], device=samples["device", key], warm=samples.get(("warm", key))
-            )
-    return Session(sampled=sampled, untimed=untimed, spoilt=spoilt)
+            sampled[key] = Sampled(call=samples["call", key], device=samples["device", key])
+    return Session(sampled=sampled, untimed=untimed, failed_later=failed_later)
 
 
-def _called(bench: Bench, key: str, work: Callable[[], T]) -> T:
+def _called(timer: Timer, key: str, work: Callable[[], T]) -> T:
     """The result of `work`.  Raises _CallError, or MissingCapabilityError with the key if the GPU is unusable."""
     try:
-        return blaming(bench.device, key, work)
+        return blaming(timer.device, key, work)
     except (MissingCapabilityError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a kernel's own, of any kind
@@ -175,7 +266,7 @@ def _called(bench: Bench, key: str, work: Callable[[], T]) -> T:
         raise _CallError(key, error) from error
 
 
-def _reason_now(check: Callable[[Output], str], run: Run, bench: Bench, recording: Recording) -> str:
+def _reason_now(check: Callable[[Output], str], run: Run, timer: Timer, recording: Recording) -> str:
     """The result of `check` for a replay and for a call."""
-    bench.device_us(recording)  # recordings share memory: only the latest replay's output is intact
+    timer.device_us(recording)  # recordings share memory: only the latest replay's output is intact
     return check(recording.output) or check(run())

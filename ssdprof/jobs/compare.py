@@ -1,0 +1,395 @@
+"""Verifies implementations on one call, then times in turns those that are right: for run, bench and tune.
+
+    first_run -> verify, against the fp64 oracle -> the fastest chunk size -> sample, with a check of what they compute
+
+Only what passed is timed, and what it computes while it is timed is checked again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ssdprof.core import statistics
+from ssdprof.core.base import DType, PrecisionRecord
+from ssdprof.core.case import Accuracy, Case, ChunkTrial, FirstCall
+from ssdprof.measure.accuracy import Candidate, fingerprint
+from ssdprof.measure.accuracy import compare as compare_with_oracle
+from ssdprof.measure.first_run import (
+    Call,
+    Deadline,
+    FirstRun,
+    TimeIsUp,
+    blaming,
+    first_line,
+    first_run,
+    outputs_that_fit,
+    refuse_if_lost,
+    timed_first_call,
+)
+from ssdprof.measure.roofline import SMLimits, with_occupancy
+from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
+from ssdprof.measure.sampling import Samples as Recordings
+from ssdprof.measure.timing import Recording, Timer, time_in_turns
+from ssdprof.operators.operator import Output
+from ssdprof.progress import Unwatched, Watcher
+
+K = TypeVar("K")
+Verdicts = Mapping[Hashable, Case]  # by `Entry.key`, of the same entries on other inputs
+TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)
+
+
+class BudgetSpent(Exception):
+    """The time of the whole job ended during a first call.  The message names it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """One implementation at one precision and chunk size, on one call.
+
+    case: what is known before it runs.  baseline: whose output it is also compared with; None: nobody's.
+    turns: entries with equal ones are timed together.
+    """
+
+    case: Case
+    call: Call
+    baseline: Entry | None = None
+    turns: Hashable = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for the same entry on other inputs."""
+        return self.case.implementation, self.case.precision, self.case.chunk_size
+
+
+@dataclass(kw_only=True)
+class Comparer:
+    """Compares entries of one call after another.
+
+    timer: None: nothing is timed.  process: the name of this one in the samples.
+    """
+
+    timer: Timer | None = None
+    sampling: SamplingPlan = field(default_factory=SamplingPlan)
+    process: str = ""
+    deadline: Deadline = field(default_factory=Deadline)
+    watcher: Watcher = field(default_factory=Unwatched)
+
+    def compare(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None = None) -> Iterator[Case]:
+        """Every case as soon as it is verified, and again with its samples or with a fault.
+
+        entries: of inputs that differ in their chunk size only.  label: of the call, for the progress.
+        verdicts: outputs are not compared, and have these; an output that is not finite fails.
+        Raises BudgetSpent, and MissingCapabilityError if a fault made the GPU unusable.
+        """
+        verified: dict[Entry, _Verified] = {}
+        for batch in _batches(entries):
+            for entry, one in self._verified(batch, label, verdicts).items():
+                if entry in verified:  # a baseline runs for every batch that needs it
+                    continue
+                verified[entry] = one
+                if len(_alternatives(entry, entries)) == 1:
+                    yield one.case
+        if self.timer is None:
+            return
+        chosen = dict.fromkeys(_alternatives(entry, entries) for entry in entries)
+        ready = [self._fastest(each, verified, self.timer) for each in chosen]
+        for one in ready:
+            if one.case.trials:
+                yield one.case
+        for turns in dict.fromkeys(one.entry.turns for one in ready):
+            group = [one for one in ready if one.entry.turns == turns and one.case.result == "passed"]
+            if group:
+                with self.watcher.step(f"{label}: timing"):
+                    yield from self._sampled(group, self.timer)
+
+    # --- accuracy
+
+    def _verified(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None) -> dict[Entry, _Verified]:
+        """Run the entries, whose outputs fit in memory together, and compare them with the oracle in one pass."""
+        runs: dict[Entry, tuple[Case, FirstRun]] = {}
+        with self.watcher.step(f"{label}: running", len(entries), unit="cases") as advance:
+            for entry in entries:
+                runs[entry] = self._first_run(entry)
+                advance(1)
+        outputs = {entry: run.output for entry, (_, run) in runs.items() if run.output is not None}
+        if verdicts is None:
+            found = self._accuracies(outputs, label)
+        else:
+            found = {entry: _borrowed(verdicts[entry.key], output) for entry, output in outputs.items()}
+        return {
+            entry: _Verified(
+                entry=entry,
+                case=case.changed(**found.get(entry, {})),
+                bits=fingerprint(*outputs[entry]) if entry in outputs else None,
+            )
+            for entry, (case, _) in runs.items()
+        }
+
+    def _first_run(self, entry: Entry) -> tuple[Case, FirstRun]:
+        call, first = entry.call, list[FirstCall]()
+
+        def run() -> Output:
+            if first:
+                return call.run()
+            output, one = timed_first_call(call.run, call.device, self.deadline)
+            first.append(one)
+            return output
+
+        try:
+            found = first_run(call, run)
+        except TimeIsUp:
+            if self.deadline.exhausted:
+                raise BudgetSpent(f" in the first call of {call.label}") from None
+            reason = f"its first call was stopped after {self.deadline.most:g} s"
+            return entry.case.changed(status="failed", reason=reason), FirstRun(status="failed", reason=reason)
+        if found.output is not None and entry.case.kind == "library":
+            # a library that tunes itself has launches and allocations of its own, and may leave any values behind
+            found = first_run(call, run)
+        limits = SMLimits.of(call.device) if call.device.type == "cuda" else None
+        case = entry.case.changed(
+            status=found.status,
+            reason=found.reason,
+            variant=found.variant,
+            plan=found.why_this_plan,
+            memory=found.memory,
+            launches=tuple(with_occupancy(launch, limits) for launch in found.launches),
+            first_call=first[0] if first and call.device.type == "cuda" else None,
+        )
+        return case, found
+
+    def _accuracies(self, outputs: Mapping[Entry, Output], label: str) -> dict[Entry, dict[str, Any]]:
+        """Fields of the cases."""
+        if not outputs:
+            return {}
+        # more chunks round 16-bit states more often, and the budget must cover the entry with the most
+        inputs = min(outputs, key=lambda entry: entry.case.chunk_size or math.inf).call.inputs
+        candidates = {
+            entry: Candidate(
+                output=output,
+                precision=entry.call.precision,
+                baseline=entry.baseline if entry.baseline in outputs else None,
+                name=entry.call.label,
+            )
+            for entry, output in outputs.items()
+        }
+        case = next(iter(outputs)).case
+        try:
+            with self.watcher.step(
+                f"{label}: comparing with the fp64 oracle", case.batch * case.seqlen, unit="tokens"
+            ) as advance:
+                found = compare_with_oracle(inputs, candidates, on_progress=advance)
+        except torch.OutOfMemoryError as error:
+            reason = f"while compared with the oracle: {first_line(error)}"
+            return {entry: {"status": "out of memory", "reason": reason} for entry in outputs}
+        return {entry: {"accuracy": accuracy} for entry, accuracy in found.items()}
+
+    # --- speed
+
+    def _fastest(self, entries: tuple[Entry, ...], verified: Mapping[Entry, _Verified], timer: Timer) -> _Verified:
+        """The fastest chunk size that passed; without one, the first entry, which says why.
+
+        Several are compared by a few replays in turns.
+        """
+        passed = [entry for entry in entries if verified[entry].case.result == "passed"]
+        samples = device_times({one: [one.call] for one in passed}, timer, TRIALS) if len(passed) > 1 else {}
+        times = {entry: statistics.median(values).value for entry, values in samples.items()}
+        best = verified[min(passed, key=lambda entry: times.get(entry, math.inf), default=entries[0])]
+        if len(entries) == 1:
+            return best
+        trials = tuple(
+            ChunkTrial(
+                chunk_size=entry.case.chunk_size or 0,
+                result=verified[entry].case.result,
+                reason=verified[entry].case.why,
+                device_us=times.get(entry),
+                first_call=verified[entry].case.first_call,
+            )
+            for entry in entries
+        )
+        return _Verified(entry=best.entry, case=best.case.changed(trials=trials), bits=best.bits)
+
+    def _sampled(self, group: Sequence[_Verified], timer: Timer) -> Iterator[Case]:
+        """Time verified entries in turns, and check what they compute then."""
+        named = _named(group)
+        nondeterministic: set[str] = set()
+
+        def check(name: str, output: Output) -> str:
+            known = named[name]
+            call = known.entry.call
+            if words := call.out_of_bounds():
+                return words
+            output = call.judged_output(output)
+            if fingerprint(*output) == known.bits:
+                return ""
+            candidate = Candidate[str](output=output, precision=call.precision)
+            accuracy = compare_with_oracle(call.inputs, {name: candidate})[name]
+            again = known.case.changed(accuracy=accuracy)
+            if again.result == "passed":
+                nondeterministic.add(name)
+            return "" if again.result == "passed" else again.outside_budget
+
+        session = time_in_turns(
+            {name: one.entry.call.run for name, one in named.items()}, timer, self.sampling, check=check
+        )
+        for name, one in named.items():
+            case = one.case
+            if name in nondeterministic:
+                case = case.changed(reason="repeated calls differ in their bits, within the budget")
+            if failed := session.failed_later.get(name):
+                fields = {"status": "failed", "reason": failed.reason} if failed.status == "failed" else {}
+                yield case.changed(**(fields or {"later_fault": failed.reason}))
+            elif untimed := session.untimed.get(name):
+                yield case.changed(reason=untimed)
+            else:
+                yield case.changed(samples=session.sampled[name].records(self.process))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verified:
+    """bits: the output's fingerprint; None if there was no output."""
+
+    entry: Entry
+    case: Case
+    bits: tuple[int, ...] | None
+
+
+def _borrowed(verdict: Case, output: Output) -> dict[str, Any]:
+    """Fields of a case that is not compared: those of the same entry on other inputs."""
+    finite = all(bool(tensor.isfinite().all()) for tensor in output)
+    accuracy: tuple[Accuracy, ...] = verdict.accuracy
+    return {"accuracy": accuracy} if finite else {"accuracy": accuracy, "nonfinite": True}
+
+
+def _alternatives(entry: Entry, entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """The entries of the same case, with other chunk sizes."""
+    return tuple(one for one in entries if one.key[:2] == entry.key[:2])  # type: ignore[index]
+
+
+def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Entries whose outputs are in memory together, each with its baseline; a baseline may be in several.
+
+    If two outputs do not fit, no entry is compared with a baseline.
+    """
+    capacity = outputs_that_fit(entries[0].call.inputs)
+    if capacity < 2:
+        return [[entry] for entry in entries]
+    groups: dict[Entry, list[Entry]] = {}
+    for entry in entries:
+        first = entry.baseline or entry
+        group = groups.setdefault(first, [first])
+        if entry is not first:
+            group.append(entry)
+    batches: list[list[Entry]] = []
+    current: list[Entry] = []
+    for baseline, *others in groups.values():
+        if current and len(current) + 1 + len(others) > capacity:
+            batches.append(current)
+            current = []
+        if 1 + len(others) <= capacity:
+            current = [*current, baseline, *others]
+            continue
+        step = capacity - 1
+        batches += [[baseline, *others[i : i + step]] for i in range(0, len(others), step)]
+    return [*batches, current] if current else batches
+
+
+def _named(group: Sequence[_Verified]) -> dict[str, _Verified]:
+    """By label, for messages; equal labels also get a number."""
+    named: dict[str, _Verified] = {}
+    for one in group:
+        label, number = one.entry.call.label, 2
+        while label in named:
+            label, number = f"{one.entry.call.label} ({number})", number + 1
+        named[label] = one
+    return named
+
+
+# --- who is compared with whom
+
+
+def wanted_pairs(
+    precisions: Sequence[PrecisionRecord],
+    implementations: Sequence[str],
+    baseline: str,
+    fixed: Mapping[str, Sequence[PrecisionRecord]] = {},
+) -> list[tuple[str, PrecisionRecord, PrecisionRecord]]:
+    """(implementation, precision, the baseline's precision) of every case; baselines first, requested or not.
+
+    The baseline runs at exact intermediates and equal states.
+    fixed: implementations with precisions of their own.  If the baseline is one of them and lacks the states of a
+        case, it runs at the first of its own precisions.
+    """
+    wanted = [(name, one) for one in precisions for name in implementations if name not in fixed]
+    wanted += [(name, one) for name in implementations for one in fixed.get(name, ())]
+    own = fixed.get(baseline)
+
+    def first(state_dtype: DType) -> PrecisionRecord:
+        exact = PrecisionRecord(intermediates="exact", state_dtype=state_dtype)
+        return exact if own is None or exact in own else own[0]
+
+    groups: dict[PrecisionRecord, dict[tuple[str, PrecisionRecord], None]] = {}
+    for one in precisions:
+        group = first(one.state_dtype)
+        groups.setdefault(group, {(baseline, group): None})
+    for name, precision in wanted:
+        group = first(precision.state_dtype)
+        groups.setdefault(group, {(baseline, group): None})[name, precision] = None
+    return [(name, precision, group) for group, cases in groups.items() for name, precision in cases]
+
+
+# --- times without a check
+
+
+def device_times(
+    calls: Mapping[K, Sequence[Call]],
+    timer: Timer,
+    plan: SamplingPlan,
+    *,
+    on_untimed: Callable[[K, Exception], object] = lambda _key, _error: None,
+) -> dict[K, Recordings]:
+    """Device times in turns, in microseconds; for each key the geometric mean over its calls.
+
+    Keys with a call that cannot be recorded are left out, and passed to `on_untimed`.
+    """
+    numbered = {str(number): key for number, key in enumerate(calls)}
+    untimed: set[str] = set()
+
+    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
+        timer.reallocate(generator)
+        samplers: dict[Name, Sampler] = {}
+        for number, key in numbered.items():
+            if number in untimed:
+                continue
+            label = calls[key][0].label
+            try:
+                kept = [blaming(timer.device, call.label, partial(_recorded, call, timer)) for call in calls[key]]
+            except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
+                refuse_if_lost(timer.device, label, error)
+                untimed.add(number)
+                on_untimed(key, error)
+            else:
+                samplers["device", number] = partial(blaming, timer.device, label, partial(_mean_us, timer, kept))
+        return samplers
+
+    return {numbered[number]: samples for (_, number), samples in sample_in_turns(set_up, plan).items()}
+
+
+def _recorded(call: Call, timer: Timer) -> Recording:
+    """The call as a recording without its output, whose memory the next recording reuses."""
+
+    def run() -> Output:
+        out, final_states = call.run()
+        return out.new_empty(0), final_states.new_empty(0)
+
+    return timer.record(run)
+
+
+def _mean_us(timer: Timer, recordings: Sequence[Recording]) -> float:
+    return math.prod(timer.device_us(recording) for recording in recordings) ** (1 / len(recordings))

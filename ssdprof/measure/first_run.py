@@ -1,0 +1,424 @@
+"""The first run of a call: its output, kernels and memory, or the reason why it has none."""
+
+from __future__ import annotations
+
+import gc
+import math
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import triton
+from triton.compiler import ASTSource, CompiledKernel
+
+from ssdprof import operators
+from ssdprof.core.base import Fault, PrecisionRecord, Status
+from ssdprof.core.case import FirstCall, Launch, Memory
+from ssdprof.environment.memory import free_memory
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.measure.accuracy import check_output
+from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import precision_of
+from ssdprof.operators.operator import Output
+
+T = TypeVar("T")
+Run = Callable[[], Output]
+
+
+class CallRejected(Exception):
+    """A call that must not be made here.  The message is the reason; `status` is the status of its case."""
+
+    def __init__(self, status: Fault, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A run of an operator on its inputs.  Compared by identity.
+
+    implementation, label: for display; the label includes the precision.
+    precision: the declared one.
+    widens: final states have another dtype than the operator's, as in other libraries; they are compared in
+        fp32.
+    precheck: called before the first call.  Raises CallRejected for a call that must not be made in this process.
+    out_of_bounds: a phrase on writes to the inputs or next to them; empty if there were none.
+    """
+
+    implementation: str
+    label: str
+    inputs: Any
+    precision: Precision
+    run: Run
+    plan: Callable[[], Plan]
+    widens: bool = False
+    precheck: Callable[[], None] = lambda: None
+    out_of_bounds: Callable[[], str] = lambda: ""
+
+    @property
+    def device(self) -> torch.device:
+        return tensors.device(self.inputs)
+
+    def judged_output(self, output: Output) -> Output:
+        """The output in the form that is compared with the oracle."""
+        out, final_states = output
+        return (out, final_states.to(torch.float32)) if self.widens else output
+
+
+def call_of(
+    implementation: Implementation,
+    inputs: Any,
+    precision: PrecisionRecord,
+    *,
+    label: str = "",
+    widens: bool = False,
+    precheck: Callable[[], None] = lambda: None,
+    out_of_bounds: Callable[[], str] = lambda: "",
+) -> Call:
+    """The call of an implementation.  The other arguments: see `Call`."""
+    wanted = precision_of(precision)
+    return Call(
+        implementation=implementation.name,
+        label=label or f"{implementation.name} {precision}",
+        inputs=inputs,
+        precision=wanted,
+        run=partial(implementation.run, inputs, wanted),
+        plan=partial(implementation.plan, inputs, wanted),
+        widens=widens,
+        precheck=precheck,
+        out_of_bounds=out_of_bounds,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstRun:
+    """output: None unless it ran.  plan: None if planning failed."""
+
+    status: Status
+    reason: str = ""
+    plan: Plan | None = None
+    output: Output | None = None
+    memory: Memory | None = None
+    launches: tuple[Launch, ...] = ()
+
+    @property
+    def variant(self) -> str:
+        """The planned kernel; empty if planning failed."""
+        return self.plan.variant if self.plan else ""
+
+    @property
+    def why_this_plan(self) -> str:
+        """The reason of the plan; empty if planning failed."""
+        return self.plan.reason if self.plan else ""
+
+
+def first_run(call: Call, run: Run | None = None) -> FirstRun:
+    """Plan and run the call.  An error of the implementation becomes a status and a reason.
+
+    run: replaces `call.run`; it must return the same output.
+    Raises MissingCapabilityError if a fault in it made the GPU unusable, and KeyboardInterrupt if it is
+    interrupted.
+    """
+    plan = None
+    try:
+        plan = call.plan()
+        call.precheck()
+        with recorded_launches() as launches:
+            output, memory = run_and_measure(lambda: call.judged_output((run or call.run)()), call.device)
+        check_output(output, call.inputs)
+        if damage := call.out_of_bounds():
+            return FirstRun(status="failed", reason=damage, plan=plan)
+    except Exception as error:
+        status, reason = status_of(error, call.device, call.implementation)
+        return FirstRun(status=status, reason=reason, plan=plan)
+    # without a Triton kernel to inspect, the plan describes the launch
+    planned = Launch(kernel=call.implementation, config=dict(plan.config))
+    return FirstRun(status="ran", plan=plan, output=output, memory=memory, launches=tuple(launches) or (planned,))
+
+
+# --- how long a first call, in which kernels are compiled, may take
+
+_AGAIN = 1.0  # s; an exception that a callback swallows is raised once more
+
+
+class TimeIsUp(BaseException):
+    """A first call was stopped.  Not an Exception, because the interrupted library might handle one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deadline:
+    """How long to wait for a first call.  most: seconds for each.  until: the end of the bench, by time.monotonic."""
+
+    most: float = math.inf
+    until: float = math.inf
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the time of the whole bench is over."""
+        return time.monotonic() >= self.until
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, min(self.most, self.until - time.monotonic()))
+
+
+def timed_first_call(run: Callable[[], Output], device: torch.device, deadline: Deadline) -> tuple[Output, FirstCall]:
+    """Make the call and wait for the GPU.  Raises TimeIsUp.
+
+    A call can be stopped between two steps of a compiler, and while it waits for one, but not during the GPU's work.
+    """
+    compiled: dict[str, float] = {}
+    began = time.monotonic()
+    with _noted(compiled), _at_most(deadline.seconds):
+        output = run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return output, FirstCall(seconds=time.monotonic() - began, compiled=compiled)
+
+
+@contextmanager
+def _noted(compiled: dict[str, float]) -> Iterator[None]:
+    """Collects every kernel that Triton compiles in the block, in any thread."""
+
+    def note(*, src: Any, times: triton.knobs.CompileTimes, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            compiled[src.name] = max(times.total / 1e6, compiled.get(src.name, 0.0))
+
+    before = triton.knobs.compilation.listener
+    triton.knobs.compilation.listener = note
+    try:
+        yield
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeIsUp in the block after this number of seconds."""
+    if math.isinf(seconds):
+        yield
+        return
+
+    def ring(*_: object) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6), _AGAIN)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# --- errors in kernels: the status of the case, an unusable GPU, or an interrupt
+
+
+def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fault, str]:
+    """The status of a case whose implementation raised an error, and the reason.
+
+    culprit: the name of the implementation.  Raises what `refuse_if_interrupted` and `refuse_if_lost` raise.
+    """
+    if isinstance(error, CallRejected):
+        return error.status, str(error)
+    if isinstance(error, UnsupportedError):
+        return "refused", str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "out of memory", first_line(error)
+    refuse_if_interrupted(error)
+    refuse_if_lost(device, culprit, error)
+    return "failed", type_and_message(error)
+
+
+def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
+    """Call `work`.  Raises MissingCapabilityError with the culprit's name if `work` makes the GPU unusable."""
+    try:
+        return work()
+    except Exception as error:
+        refuse_if_lost(device, culprit, error)
+        raise
+
+
+def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None:
+    """Raises MissingCapabilityError if the GPU is unusable for this process.
+
+    After a fault in one kernel, all later CUDA calls fail, and other implementations would be blamed."""
+    if not _answers(device):
+        raise MissingCapabilityError(
+            f"{culprit} left the GPU unusable for this process: {first_line(error)}",
+            "Nothing can be measured after that.  Leave it out, and please report it.",
+        ) from error
+
+
+def refuse_if_interrupted(error: Exception) -> None:
+    """Raises KeyboardInterrupt if the error was caused by one.
+
+    If a signal arrives during a callback from C code or from a class body, CPython raises a SystemError or
+    RuntimeError from the KeyboardInterrupt.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        cause = cause.__cause__
+
+
+def _answers(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def type_and_message(error: BaseException) -> str:
+    """ "RuntimeError: CUDA error: an illegal memory access was encountered"."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message that is not empty, or where an error without a message was raised.
+
+    Errors of compilers and of CUDA may fill pages.
+    """
+    lines = (line for line in str(error).splitlines() if line.strip())
+    return next(lines, None) or f"no message, raised {_where(error)}"
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "outside of Python"
+
+
+# --- the Triton kernels that a call launched, and their compiled resources
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """When the block ends, the list has the kernels launched in it, each once, in order of the first launch.
+
+    Stays empty in Triton's interpreter, and for libraries that launch no Triton kernel.
+    """
+    handles: dict[int, None] = {}
+
+    def note(metadata: Any) -> None:
+        handles[metadata.data["function"]] = None
+
+    launches: list[Launch] = []
+    with _at_launch(note):
+        yield launches
+    if handles:
+        loaded = _loaded_kernels()
+        launches += [describe(loaded[handle]) for handle in handles if handle in loaded]
+
+
+@contextmanager
+def counted_launches() -> Iterator[list[Any]]:
+    """The list has one entry for every launch of a Triton kernel in the block."""
+    seen: list[Any] = []
+    with _at_launch(seen.append):
+        yield seen
+
+
+@contextmanager
+def _at_launch(note: Callable[[Any], None]) -> Iterator[None]:
+    """Call `note` with Triton's metadata of every launch in the block."""
+    hooks = triton.knobs.runtime.launch_enter_hook
+    hooks.add(note)
+    try:
+        yield
+    finally:
+        hooks.remove(note)
+
+
+def describe(kernel: Any) -> Launch:
+    """A compiled kernel: its compile-time arguments and options as `config`, its resources as the driver loaded it."""
+    metadata, source = kernel.metadata, kernel.src
+    config: dict[str, int | str | bool] = {}
+    if isinstance(source, ASTSource):
+        for path, value in source.constants.items():
+            parameter = source.fn.params[path[0]]
+            if parameter.is_constexpr and len(path) == 1:
+                config[parameter.name] = value if isinstance(value, int | str) else str(value)
+    config |= {"num_warps": metadata.num_warps, "num_stages": metadata.num_stages}
+    return Launch(
+        kernel=metadata.name,
+        config=config,
+        registers=kernel.n_regs,
+        spills=kernel.n_spills,
+        shared_bytes=metadata.shared,
+    )
+
+
+def _loaded_kernels() -> dict[int, Any]:
+    """Function handle -> compiled kernel.  Triton keeps no list of them, the garbage collector does.
+
+    By exact type, because isinstance asks every object for its __class__, which wakes lazy modules and proxies.
+    """
+    kernels = (thing for thing in gc.get_objects() if type(thing) is CompiledKernel)
+    return {kernel.function: kernel for kernel in kernels if kernel.function is not None}
+
+
+# --- memory
+
+_peaks_before_reset: dict[int, int] = {}  # device index -> bytes
+
+
+def run_and_measure(run: Callable[[], Output], device: torch.device) -> tuple[Output, Memory | None]:
+    """The call's output and, on a GPU, the peak of its allocations through torch.
+
+    Meant for an implementation's first call, which also allocates memory that later calls reuse.  Waits for the GPU, so
+    that an error of a kernel is raised here.
+    """
+    if device.type != "cuda":
+        return run(), None
+    torch.cuda.synchronize(device)
+    _peaks_before_reset[_index(device)] = peak_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    output = run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    outputs = sum(tensor.untyped_storage().nbytes() for tensor in output)
+    return output, Memory(peak_bytes=peak, workspace_bytes=max(0, peak - outputs))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Reset `peak_bytes`."""
+    torch.cuda.reset_peak_memory_stats(device)
+    _peaks_before_reset.pop(_index(device), None)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The peak of torch's allocations on a GPU since `forget_peak`, or since the process began.
+
+    torch's own peak forgets what came before it was last reset, and `run_and_measure` resets it.
+    """
+    return max(_peaks_before_reset.get(_index(device), 0), torch.cuda.max_memory_allocated(device))
+
+
+def outputs_that_fit(inputs: Any) -> int:
+    """The number of outputs that fit in half of the free memory.
+
+    The other half is for an implementation's workspace and for a block of the oracle.
+    """
+    output_bytes = sum(form.nbytes for form in operators.of(inputs).judged.forms(inputs))
+    return free_memory(tensors.device(inputs)) // 2 // output_bytes
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

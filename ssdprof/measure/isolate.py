@@ -1,0 +1,345 @@
+"""Keeps a user's kernel from harming this process and other calls: guards around memory, and a process for first calls.
+
+A call that hangs is stopped; one that crashes takes its own process with it, and its own CUDA context.  All tensors of
+the call lie between guards, which hold bytes of 0xFF, a NaN in every floating dtype, so that reads out of bounds give
+NaN in the output.
+
+    python -m ssdprof.measure.isolate FOLDER
+
+FOLDER holds the call, and gets a `FirstCallVerdict`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssdprof import operators
+from ssdprof.core.base import PrecisionRecord, Record, Status
+from ssdprof.environment import child
+from ssdprof.errors import MissingCapabilityError, how_ended, printable
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.accuracy import fingerprint
+from ssdprof.measure.first_run import Call, CallRejected, FirstRun, call_of, first_run, type_and_message
+from ssdprof.operators import own, tensors
+
+GUARD = 1 << 20  # bytes on each side
+_ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
+_ALLOCATIONS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "zeros", "zeros_like",
+                "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """A block of memory between two guards.  names: of the tensors in it."""
+
+    memory: torch.Tensor
+    start: int
+    stop: int
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, size: int, offset: int, device: torch.device, names: tuple[str, ...]) -> _Block:
+        """size: bytes between the guards.  offset: where the first of them lies within `_ALIGNED` bytes."""
+        start = GUARD + offset
+        whole = -(-(start + size + GUARD) // 8)
+        memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
+        return cls(memory=memory, start=start, stop=start + size, names=names)
+
+    def overrun(self) -> str:
+        """ "before", "behind" or "around", by which guard has changed; empty if none has."""
+        before, behind = (
+            not bool((side == 0xFF).all()) for side in (self.memory[: self.start], self.memory[self.stop :])
+        )
+        return "around" if before and behind else "before" if before else "behind" if behind else ""
+
+
+class GuardedInputs:
+    """A copy of an operator's inputs between guards, with the same strides and alignment.
+
+    inputs: the copy.  Tensors that share memory share it in the copy.
+    """
+
+    def __init__(self, inputs: Any) -> None:
+        given = tensors.tensors(inputs)
+        self._blocks = [_copied(group, given) for group in _sharing(given)]
+        copies = {name: _placed(block, given[name], given) for block in self._blocks for name in block.names}
+        self.inputs = replace(inputs, **copies)
+        self._elements = {name: fingerprint(tensor) for name, tensor in copies.items()}
+        self._bytes = [_bytes(block) for block in self._blocks]
+
+    def out_of_bounds(self) -> str:
+        """A phrase on writes to the inputs or next to them; empty if there were none."""
+        now = tensors.tensors(self.inputs)
+        changed = [name for name, before in self._elements.items() if fingerprint(now[name]) != before]
+        if changed:
+            return f"it changes its inputs: {', '.join(changed)}"
+        for block, before in zip(self._blocks, self._bytes, strict=True):
+            if where := block.overrun():
+                return f"it writes out of bounds, {where} its inputs {', '.join(block.names)}"
+            if _bytes(block) != before:
+                return f"it writes out of bounds, between the elements of its inputs {', '.join(block.names)}"
+        return ""
+
+
+@contextmanager
+def guarded_allocations() -> Iterator[Callable[[], str]]:
+    """While the context is open, torch allocates tensors between guards.
+
+    The value is a function that describes writes next to them, to be called in the context; "" if there were none.
+    """
+    mode = _GuardedAllocations()
+    with mode:
+        yield mode.out_of_bounds
+
+
+class _GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._blocks: list[_Block] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ not in _ALLOCATIONS or made.layout != torch.strided or not made.numel():
+            return made
+        if made.is_meta:  # it has no memory
+            return made
+        shape = f"a tensor of shape {tuple(made.shape)} that it allocates"
+        block = _Block.of(_extent(made), 0, made.device, (shape,))
+        self._blocks.append(block)
+        placed = block.memory[block.start : block.stop].view(made.dtype).as_strided(made.shape, made.stride())
+        return placed.copy_(made) if "empty" not in func.overloadpacket.__name__ else placed
+
+    def out_of_bounds(self) -> str:
+        for block in self._blocks:
+            if where := block.overrun():
+                return f"it writes out of bounds, {where} {block.names[0]}"
+        return ""
+
+
+def unwritten(tensor: torch.Tensor) -> int:
+    """The number of elements whose bytes all equal those of the guards.  In a tensor made under
+    `guarded_allocations`, they were never written.  A NaN that a GPU or torch computes has other bits."""
+    elements = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
+    return int((elements == 0xFF).all(-1).sum())
+
+
+def _sharing(given: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """Names of tensors that share memory, together."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in given.items():
+        groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return [tuple(names) for names in groups.values()]
+
+
+def _copied(names: tuple[str, ...], given: Mapping[str, torch.Tensor]) -> _Block:
+    """The memory from the first to the last byte that the tensors reach."""
+    first = min(given[name].data_ptr() for name in names)
+    size = max(given[name].data_ptr() + _extent(given[name]) for name in names) - first
+    one = given[names[0]]
+    storage = one.untyped_storage()
+    source = torch.empty(0, dtype=torch.uint8, device=one.device)
+    source.set_(storage, first - storage.data_ptr(), (size,), (1,))
+    block = _Block.of(size, first % _ALIGNED, one.device, names)
+    block.memory[block.start : block.stop].copy_(source)
+    return block
+
+
+def _placed(block: _Block, tensor: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor's copy in the block."""
+    start = block.start + tensor.data_ptr() - min(given[name].data_ptr() for name in block.names)
+    return block.memory[start : start + _extent(tensor)].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last element, those between strides counted."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _bytes(block: _Block) -> tuple[int, ...]:
+    """A fingerprint of the block, with its guards."""
+    return fingerprint(block.memory.view(torch.int64))
+
+
+# --- first calls in another process
+
+FIRST_CALL_S = 180.0
+_START_S = 120.0  # for importing torch and loading the inputs, also on a busy machine
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL")
+_STOPPED = 124  # exit code of a process that took too long
+_CALL, _VERDICT, _WORDS = "call.pt", "verdict.json", "words.txt"
+
+
+class FirstCallVerdict(Record):
+    """The result of a first call.  status: "ran" means that the call may be made here."""
+
+    status: Status
+    reason: str = ""
+
+
+class IsolatedFirstCall:
+    """First calls of users' kernels, one for each precision and each form of the inputs.  limit_s: seconds for one."""
+
+    def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
+        self._limit_s = limit_s
+        self._verdicts: dict[Hashable, FirstCallVerdict] = {}
+
+    def require(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> None:
+        """CallRejected if the kernel fails at its first call on inputs of this form, now or earlier."""
+        key = (implementation.version, precision, tensors.form(inputs))
+        if key not in self._verdicts:
+            self._verdicts[key] = _tried(implementation, inputs, precision, self._limit_s)
+        verdict = self._verdicts[key]
+        if verdict.status != "ran":
+            raise CallRejected(verdict.status, verdict.reason)
+
+
+def _tried(implementation: Implementation, inputs: Any, precision: PrecisionRecord, limit_s: float) -> FirstCallVerdict:
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
+        folder = Path(name)
+        request = {
+            "operator": operators.of(inputs).name,
+            "name": implementation.name,
+            "source": implementation.version,
+            "precision": precision.model_dump(),
+            "arguments": tensors.tensors(inputs) | tensors.scalars(inputs),
+            "limit_s": limit_s,
+        }
+        torch.save(request, folder / _CALL)
+        tensors.release_cache(inputs)
+        command = [*child.python("ssdprof.measure.isolate"), name]
+        code = _run(command, folder / _WORDS, limit_s + _START_S)
+        if code == 0 and (folder / _VERDICT).is_file():
+            return FirstCallVerdict.model_validate_json((folder / _VERDICT).read_text(encoding="utf-8"))
+        words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
+    return FirstCallVerdict(
+        status="failed", reason=_death(code, limit_s, next((line for line in words[::-1] if line), ""))
+    )
+
+
+def _run(command: list[str], words: Path, timeout_s: float) -> int:
+    """The exit code of a command, `_STOPPED` if it takes too long.  Its output goes into a file.
+
+    In any case, no process of its group is left.
+    """
+    environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
+    with (
+        words.open("wb") as file,
+        subprocess.Popen(
+            command,
+            env=environment | child.search_path(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return _STOPPED
+        finally:
+            with suppress(ProcessLookupError):  # no process of the group is left
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _death(code: int, limit_s: float, last_words: str) -> str:
+    """The reason why a process with this exit code left no verdict."""
+    if code == _STOPPED:
+        return f"its first call was stopped after {limit_s:g} s"
+    if code < 0:
+        return f"its first call ended its process by {how_ended(code)}"
+    words = printable(last_words)
+    return f"its first call ended its process with {how_ended(code)}{f': {words}' if words else ''}"
+
+
+class BoundKernel:
+    """Makes the calls of one available implementation on the same inputs.
+
+    A user's kernel gets a copy of the inputs between guards, which protects other calls, and makes its first call in a process of its own.
+    """
+
+    def __init__(self, implementation: Implementation, inputs: Any, isolated: IsolatedFirstCall) -> None:
+        self._implementation, self._inputs, self._isolated = implementation, inputs, isolated
+        self._guarded = GuardedInputs(inputs) if implementation.kind == "own" else None
+
+    def call(self, precision: PrecisionRecord, *, label: str = "") -> Call:
+        """label: see `Call`."""
+        implementation = self._implementation
+        if self._guarded is None:
+            return call_of(
+                implementation, self._inputs, precision, label=label, widens=implementation.kind == "library"
+            )
+        return call_of(
+            implementation,
+            self._guarded.inputs,
+            precision,
+            label=label,
+            precheck=partial(self._isolated.require, implementation, self._inputs, precision),
+            out_of_bounds=self._guarded.out_of_bounds,
+        )
+
+
+# --- in the other process
+
+
+def main() -> None:
+    """Make the call that the folder describes, and write the verdict."""
+    folder = Path(sys.argv[1])
+    request = torch.load(folder / _CALL, weights_only=True)
+    operator = operators.get(request["operator"])
+    function = own.load(request["source"])
+    implementation = own.implementation(operator, request["name"], function)
+    inputs = operator.inputs(**request["arguments"])
+    watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
+    watchdog.daemon = True
+    watchdog.start()
+    verdict = judged(implementation, inputs, PrecisionRecord(**request["precision"]))
+    watchdog.cancel()
+    (folder / _VERDICT).write_text(verdict.model_dump_json(), encoding="utf-8")
+
+
+@torch.no_grad()
+def judged(implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> FirstCallVerdict:
+    """Make the first call, and check the memory around its tensors."""
+    guarded = GuardedInputs(inputs)
+    call = call_of(implementation, guarded.inputs, precision, out_of_bounds=guarded.out_of_bounds)
+    with guarded_allocations() as damage:
+        tried = _first_run(call)
+        if tried.output is None:
+            return FirstCallVerdict(status=tried.status, reason=tried.reason)
+        if words := damage():
+            return FirstCallVerdict(status="failed", reason=words)
+    for name, tensor in zip(("out", "final_states"), tried.output, strict=True):
+        if elements := unwritten(tensor):
+            return FirstCallVerdict(status="failed", reason=f"it leaves {elements:,} elements of {name} unwritten")
+    return FirstCallVerdict(status="ran")
+
+
+def _first_run(call: Call) -> FirstRun:
+    try:
+        return first_run(call)
+    except MissingCapabilityError as error:  # the GPU is unusable for this process, which ends here
+        cause = error.__cause__ or error
+        return FirstRun(status="failed", reason=type_and_message(cause))
+
+
+if __name__ == "__main__":
+    main()
