@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ssdprof.schema import CallRef, LayerRef
+from ssdprof.core.subject import CallRef, LayerRef
 
 
 @dataclass(frozen=True, kw_only=True)

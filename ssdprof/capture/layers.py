@@ -18,11 +18,11 @@ from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prefill import Head
 from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
+from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
 from ssdprof.environment.memory import host_memory
 from ssdprof.environment.ranks import started
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.quantities import size_words
-from ssdprof.schema import CallRef, CheckpointRef, LayerRef, Serving
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ssdprof.core.base import first_fault
+from ssdprof.core.subject import CaptureManifest
 from ssdprof.errors import BadInputError, library_message, unreadable
-from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, migrate
-from ssdprof.schema.base import first_fault
+from ssdprof.schema import SCHEMA_VERSION, migrate  # TODO
 
 MANIFEST = "manifest.json"
 AGAIN = "Capture again."

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ssdprof.capture.attention import lower_right_attention
-from ssdprof.schema.serving import split_prompt
+from ssdprof.core.subject import split_prompt
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 from ssdprof.capture import text
 from ssdprof.capture.pieces import pieces
+from ssdprof.core.subject import Prompt
 from ssdprof.errors import BadInputError, unreadable
 from ssdprof.operators.drawing import Tokens
-from ssdprof.schema import Prompt
 
 if TYPE_CHECKING:  # a wrong --seq is refused before torch and transformers are imported
     import torch

@@ -11,9 +11,8 @@ import torch
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.capture.prefill import Head, generate, prefilled
 from ssdprof.capture.sites import Site
+from ssdprof.core.subject import CallRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
-from ssdprof.schema import CallRef, Serving
-from ssdprof.schema.serving import split_prompt
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layout import PromptBuffer, token_major
 from ssdprof.capture.prefill import Feed
 from ssdprof.capture.sites import find_sites
+from ssdprof.core.subject import Serving, split_prompt
 from ssdprof.operators import tensors
-from ssdprof.schema.serving import Serving, split_prompt
 
 _ATTENTION = "ssdprof_rehearsal"
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError
-from ssdprof.schema import LayerRef
 
 _GRAMMAR = (
     "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer numbers and ranges: 3,7 or 0-3."

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from ssdprof import operators
+from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError
-from ssdprof.schema import LayerRef
 
 
 @dataclass(frozen=True, eq=False)

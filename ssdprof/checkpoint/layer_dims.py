@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssdprof.checkpoint.sizes import Sizes
-from ssdprof.schema.sizes import GDNSizes, SSDSizes
+from ssdprof.schema.sizes import GDNSizes, SSDSizes  # TODO
 
 
 @dataclass(frozen=True, kw_only=True)

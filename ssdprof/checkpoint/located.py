@@ -16,8 +16,8 @@ from ssdprof.checkpoint.local import LocalFolder
 from ssdprof.checkpoint.names import DEMOS, close_names, expanded, is_folder, parse_repo
 from ssdprof.checkpoint.source import CONFIG, TOKENIZER_FILES, FileInfo, Source, tokenizer_files
 from ssdprof.checkpoint.weights import INDEX, Weights, find_weights, usual_dtype
+from ssdprof.core.subject import CheckpointRef, LayerRef
 from ssdprof.errors import BadInputError, ModelUnavailableError
-from ssdprof.schema import CheckpointRef, LayerRef
 
 DEMO_FOLDERS = {name: Path(__file__).parent / name for name in DEMOS}
 MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation

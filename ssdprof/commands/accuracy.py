@@ -9,7 +9,7 @@ import typer
 from ssdprof.commands import options, terminal
 
 if TYPE_CHECKING:
-    from ssdprof.schema import RunReport
+    from ssdprof.schema import RunReport  # TODO
 
 
 def accuracy(
@@ -47,8 +47,8 @@ def accuracy(
     from ssdprof.pipeline.request import parse_states
     from ssdprof.report import accuracy_table
     from ssdprof.runs import document
-    from ssdprof.schema import precisions_for
-    from ssdprof.schema.outcome import at_precisions
+    from ssdprof.core.base import precisions_for
+    from ssdprof.schema.outcome import at_precisions  # TODO
     from ssdprof.settings import gates
 
     limits = gates.chosen(config, min_match=min_match, max_rms_ratio=max_rms_ratio)
@@ -70,7 +70,7 @@ def _chosen(report: RunReport, impl: str | None, baseline: str | None) -> RunRep
     """The report with the named implementations alone.  Raises BadInputError for names that the run did not compare."""
     from ssdprof.errors import BadInputError, nearest
     from ssdprof.pipeline.request import parse_implementations
-    from ssdprof.schema.outcome import of_implementations
+    from ssdprof.schema.outcome import of_implementations  # TODO
 
     if baseline not in (None, report.baseline):
         raise BadInputError(

@@ -73,7 +73,7 @@ class ComparisonOptions:
         """Raises BadInputError."""
         from ssdprof.pipeline.answers_request import AnswersRequest, parse_gate
         from ssdprof.pipeline.request import parse_implementations, parse_states
-        from ssdprof.schema import DType, PrecisionRecord, precisions_for
+        from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 
         states = None if self.states is None else parse_states(self.states)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ssdprof.environment.ranks import Ranks
     from ssdprof.operators.drawing import Cell, InputDType, Tokens
     from ssdprof.progress import Watcher
-    from ssdprof.schema import PrecisionRecord
+    from ssdprof.core.base import PrecisionRecord
 
 FIRST_CALL = 180.0  # a library that tunes itself compiles for minutes
 
@@ -131,7 +131,7 @@ class ContenderOptions:
     def precisions(self) -> Callable[[InputDType], tuple[PrecisionRecord, ...]]:
         """The precisions of our implementations for inputs of a dtype.  Raises BadInputError."""
         from ssdprof.pipeline.request import parse_states
-        from ssdprof.schema import precisions_for
+        from ssdprof.core.base import precisions_for
 
         states = None if self.states is None else parse_states(self.states)
         return lambda dtype: precisions_for(dtype, self.dtypes, states)

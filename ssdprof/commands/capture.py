@@ -53,7 +53,7 @@ def capture(
         request, out, overwrite=force, watcher=progress_bars.TerminalWatcher(), subject=subject
     )
     if as_json:
-        from ssdprof.schema.capture import StoredCapture
+        from ssdprof.schema.capture import StoredCapture  # TODO
 
         terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
     else:

@@ -10,7 +10,7 @@ import typer
 from ssdprof.commands import options, terminal
 
 if TYPE_CHECKING:
-    from ssdprof.schema import Gates
+    from ssdprof.schema import Gates  # TODO
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from ssdprof.commands import terminal
 if TYPE_CHECKING:
     from ssdprof.bench.schema import BenchReport
     from ssdprof.report.exports.exported import Exported
-    from ssdprof.schema import RunReport
-    from ssdprof.schema.prefill import PrefillReport
+    from ssdprof.schema import RunReport  # TODO
+    from ssdprof.schema.prefill import PrefillReport  # TODO
 
 
 @dataclass(frozen=True, kw_only=True)

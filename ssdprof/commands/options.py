@@ -14,7 +14,7 @@ from ssdprof.errors import unreadable
 
 if TYPE_CHECKING:
     from ssdprof.environment.ranks import Ranks
-    from ssdprof.schema import PrecisionRecord
+    from ssdprof.core.base import PrecisionRecord
 
 
 def path(text: str) -> Path:
@@ -126,7 +126,7 @@ class PrecisionOptions:
     states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32"
 
     def record(self) -> PrecisionRecord:
-        from ssdprof.schema import PrecisionRecord
+        from ssdprof.core.base import PrecisionRecord
 
         return PrecisionRecord(intermediates=self.dtypes, state_dtype=self.states)
 

@@ -13,7 +13,7 @@ from ssdprof.commands.grouped import grouped
 from ssdprof.commands.model_options import ModelOptions
 
 if TYPE_CHECKING:
-    from ssdprof.schema.prefill import PrefillReport
+    from ssdprof.schema.prefill import PrefillReport  # TODO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def prefill(
     from ssdprof.pipeline.lineup import line_up
     from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
     from ssdprof.runs import prefill_file
-    from ssdprof.schema.prefill_rows import broken_gates
+    from ssdprof.schema.prefill_rows import broken_gates  # TODO
 
     named.refuse_unknown("--impl", names)
     named.refuse_unknown("--baseline", (timed.baseline,))

@@ -15,7 +15,7 @@ from ssdprof.commands.model_options import MODEL_HELP, ServedModelOptions
 
 if TYPE_CHECKING:
     from ssdprof.pipeline.request import CaptureRequest, Keep, ReplayRequest
-    from ssdprof.schema import Gates, RunReport
+    from ssdprof.schema import Gates, RunReport  # TODO
 
 
 @dataclass(frozen=True, kw_only=True)

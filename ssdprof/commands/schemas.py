@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ssdprof.schema import published
+from ssdprof.schema import published  # TODO
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ def documents() -> dict[str, Published]:
     from ssdprof.bench.schema import BenchReport
     from ssdprof.checkpoint.families import FamilyRow
     from ssdprof.environment.checks import Check
-    from ssdprof.schema import RunReport
-    from ssdprof.schema.capture import StoredCapture
-    from ssdprof.schema.comparison import Comparison
-    from ssdprof.schema.listing import ListedRun
-    from ssdprof.schema.plan import DryRun
-    from ssdprof.schema.prefill import PrefillReport
-    from ssdprof.schema.stalls import StallReport
+    from ssdprof.schema import RunReport  # TODO
+    from ssdprof.schema.capture import StoredCapture  # TODO
+    from ssdprof.schema.comparison import Comparison  # TODO
+    from ssdprof.schema.listing import ListedRun  # TODO
+    from ssdprof.schema.plan import DryRun  # TODO
+    from ssdprof.schema.prefill import PrefillReport  # TODO
+    from ssdprof.schema.stalls import StallReport  # TODO
     from ssdprof.tuning.records import PlannedSearch, TuneReport
 
     return {

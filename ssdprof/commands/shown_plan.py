@@ -8,7 +8,7 @@ from ssdprof.commands import terminal
 from ssdprof.quantities import size_words
 from ssdprof.report.placement import placement_words
 from ssdprof.report.serving import serving_words
-from ssdprof.schema.plan import DryRun
+from ssdprof.schema.plan import DryRun  # TODO
 
 
 def show_plan(plan: DryRun, as_json: bool) -> None:

@@ -19,7 +19,7 @@ from rich.text import Text
 from ssdprof.errors import BadInputError, MissingCapabilityError, masked
 
 if TYPE_CHECKING:
-    from ssdprof.schema import RunReport
+    from ssdprof.schema import RunReport  # TODO
 
 WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
@@ -112,7 +112,7 @@ def exit_by(report: RunReport) -> None:
 
     Gates that do not hold are named on stderr.
     """
-    from ssdprof.schema.outcome import outcome
+    from ssdprof.schema.outcome import outcome  # TODO
 
     found = outcome(report)
     if not found.passed:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pynvml
 
-from ssdprof.schema import Clocks
+from ssdprof.core.subject import Clocks
 
 # The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner are not among
 # them: an idle GPU is not in the timed region, and the clocks themselves show the limit.

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
+from ssdprof.core.subject import Environment, Gpu
 from ssdprof.environment.clocks import driver_version
-from ssdprof.schema import Environment, Gpu
 
 _PACKAGES = (
     "torch",

@@ -52,6 +52,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "fused": "fused",
         "recurrent": "recurrent",
         "unfused_step": "unfused_step.two_launches",
+        "recurrent_in_place": "alternatives",
     },
     "gdn": {
         "reference": "reference",
@@ -59,6 +60,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "fused": "fused",
         "recurrent": "recurrent",
         "unfused_step": "unfused_step.three_launches",
+        "fused_portable": "alternatives",
     },
 }
 

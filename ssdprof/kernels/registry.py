@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from ssdprof.kernels.precision import Precision
@@ -30,12 +30,35 @@ class Implementation:
     """`run(inputs, precision)` returns the operator's output tuple; `plan(inputs, precision)` launches nothing.
 
     Both raise UnsupportedError for inputs that the implementation does not support.
+
+    kind: bundled with ssdprof, of another library, or the user's own.
+    version: of a library; module:function of a user's own kernel.
+    absent: why it is unavailable, in a sentence, with `hint` as the remedy; empty if it is available.
+    needs_gpu: whether it runs on an NVIDIA GPU only.
+    precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
     """
 
     operator: str
     name: str
     run: Callable[[Any, Precision], Any]
     plan: Callable[[Any, Precision], Plan]
+    kind: Literal["bundled", "library", "own"] = "bundled"
+    version: str = ""
+    absent: str = ""
+    hint: str = ""
+    needs_gpu: bool = False
+    precisions: Callable[[Any], tuple[Any, ...]] | None = None
+
+
+def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implementation:
+    """A library that cannot be imported here."""
+
+    def refuse(_inputs: Any, _precision: Precision) -> Any:
+        raise UnsupportedError(absent)
+
+    return Implementation(
+        operator=operator, name=name, run=refuse, plan=refuse, kind="library", absent=absent, hint=hint
+    )
 
 
 _implementations: dict[tuple[str, str], Implementation] = {}

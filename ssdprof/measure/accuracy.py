@@ -30,7 +30,7 @@ from ssdprof.core.case import Accuracy, BudgetUse, Deviation, Match
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
-from ssdprof.operators.operator import Judgement, Output, Span
+from ssdprof.operators.operator import OracleSpec, Output, Span
 from ssdprof.operators.rounding import coarsest_rounding
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
@@ -63,20 +63,20 @@ def compare(
 
     on_progress: called with the number of positions done since the last call; there are b * l.
     Raises ValueError if a candidate's tensors lack the shape or dtype of the operator's output; BadInputError for
-    an operator without a judgement.
+    an operator without a oracle.
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
-    judgement = operators.of(inputs).judged
-    form, device = judgement.forms(inputs)[0], tensors.device(inputs)
+    oracle = operators.of(inputs).judged
+    form, device = oracle.forms(inputs)[0], tensors.device(inputs)
     precisions = {candidate.precision for candidate in candidates.values()}
-    rounded = {precision: judgement.rounded(inputs, precision) for precision in precisions}
+    rounded = {precision: oracle.rounded(inputs, precision) for precision in precisions}
     outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates)
     states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates)
     largest_exponent = torch.zeros(form.shape[2], device=device)
-    for block in judgement.blocks(inputs, block_length(judgement, inputs, device)):
+    for block in oracle.blocks(inputs, block_length(oracle, inputs, device)):
         span = Span(sequence=block.sequence, batch=block.batch, start=block.start, stop=block.stop)
-        gate = judgement.gate(inputs, span)
+        gate = oracle.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
         low = {precision: rounded[precision].advance(span, gate) for precision in precisions}
         outs.add(
@@ -92,7 +92,7 @@ def compare(
             )
         if on_progress is not None:
             on_progress(block.stop - block.start)
-    comparisons = {}
+    comparisons: dict[K, tuple[Accuracy, ...]] = {}
     for key, candidate in candidates.items():
         eps = coarsest_rounding(form.dtype, candidate.precision, largest_exponent)
         comparisons[key] = (outs.result(key, eps), states.result(key, eps))
@@ -215,11 +215,12 @@ def check_output(output: Output, inputs: Any) -> None:
             )
 
 
-def block_length(judgement: Judgement[Any], inputs: Any, device: torch.device) -> int:
+def block_length(oracle: OracleSpec[Any], inputs: Any, device: torch.device) -> int:
     """Positions per block: whole chunks, at most 2048 positions, within the working memory."""
-    chunk = judgement.chunk_size(inputs)
-    fitting = _WORKING_BYTES[device.type] // judgement.bytes_per_position(inputs)
-    return max(chunk, min(fitting, 2048) // chunk * chunk)
+    chunk = oracle.chunk_size(inputs)
+    fitting = _WORKING_BYTES[device.type] // oracle.bytes_per_position(inputs)
+    length: int = max(chunk, min(fitting, 2048) // chunk * chunk)
+    return length
 
 
 # --- the difference of two tensors, block by block
@@ -406,9 +407,9 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 def oracle_output(inputs: Any) -> Output:
     """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed in blocks."""
-    judgement, device = operators.of(inputs).judged, tensors.device(inputs)
-    out, final_states = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in judgement.forms(inputs))
-    for block in judgement.blocks(inputs, block_length(judgement, inputs, device)):
+    oracle, device = operators.of(inputs).judged, tensors.device(inputs)
+    out, final_states = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in oracle.forms(inputs))
+    for block in oracle.blocks(inputs, block_length(oracle, inputs, device)):
         out[block.batch, block.start : block.stop] = block.out
         if block.last:
             final_states[block.sequence] = block.state

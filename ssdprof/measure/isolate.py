@@ -35,7 +35,7 @@ from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import fingerprint
 from ssdprof.measure.first_run import Call, CallRejected, FirstRun, call_of, first_run, type_and_message
-from ssdprof.operators import own, tensors
+from ssdprof.operators import implementations, tensors
 
 GUARD = 1 << 20  # bytes on each side
 _ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
@@ -305,8 +305,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     request = torch.load(folder / _CALL, weights_only=True)
     operator = operators.get(request["operator"])
-    function = own.load(request["source"])
-    implementation = own.implementation(operator, request["name"], function)
+    function = implementations.load(request["source"])
+    implementation = implementations.own_implementation(operator, request["name"], function)
     inputs = operator.inputs(**request["arguments"])
     watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
     watchdog.daemon = True

@@ -1,54 +1,62 @@
 """Converts dtypes and precisions between stored records, torch and the kernels."""
 
-from typing import Literal
+from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Literal
 
-from ssdprof import schema
-from ssdprof.kernels.precision import Precision
+from ssdprof.core.base import DType, PrecisionRecord, StoredDType
+from ssdprof.operators.lazy import LazyModule
 
-_BY_NAME: dict[schema.DType, torch.dtype] = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
-_NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
-_INDICES: dict[torch.dtype, schema.StoredDType] = {torch.int32: "int32", torch.int64: "int64"}
-_STORED: dict[str, torch.dtype] = {name: dtype for names in (_NAMES, _INDICES) for dtype, name in names.items()}
+if TYPE_CHECKING:
+    import torch
+
+    from ssdprof.kernels import precision
+    from ssdprof.kernels.precision import Precision
+else:
+    torch = LazyModule("torch")
+    precision = LazyModule("ssdprof.kernels.precision")
+
+_TORCH: dict[StoredDType, str] = {
+    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int32": "int32", "int64": "int64",
+}  # fmt: skip
+_NAMES: dict[str, StoredDType] = {f"torch.{word}": name for name, word in _TORCH.items()}
+_INTEGERS = ("int32", "int64")
 
 
-def dtype_name(dtype: torch.dtype) -> schema.DType:
+def dtype_name(dtype: torch.dtype) -> DType:
     """torch.bfloat16 -> "bf16".  KeyError for a dtype that records do not have."""
-    return _NAMES[dtype]
+    name = _NAMES[str(dtype)]
+    if name in _INTEGERS:
+        raise KeyError(dtype)
+    return name  # type: ignore[return-value]
 
 
-def dtype_named(name: schema.DType) -> torch.dtype:
+def dtype_named(name: DType) -> torch.dtype:
     """ "bf16" -> torch.bfloat16."""
-    return _BY_NAME[name]
+    return getattr(torch, _TORCH[name])  # type: ignore[no-any-return]
 
 
-def input_dtype(name: schema.DType) -> Literal["fp32", "fp16", "bf16"]:
+def input_dtype(name: DType) -> Literal["fp32", "fp16", "bf16"]:
     """The name of the dtype of inputs.  ValueError for fp64, which inputs do not have."""
     if name == "fp64":
         raise ValueError("an operator's inputs are fp32, fp16 or bf16")
     return name
 
 
-def stored_dtype_name(dtype: torch.dtype) -> schema.StoredDType:
+def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
     """As `dtype_name`, also for the integers of `cu_seqlens`."""
-    return _INDICES.get(dtype) or dtype_name(dtype)
+    return _NAMES[str(dtype)]
 
 
-def stored_dtype_named(name: schema.StoredDType) -> torch.dtype:
+def stored_dtype_named(name: StoredDType) -> torch.dtype:
     """The inverse of `stored_dtype_name`."""
-    return _STORED[name]
+    return getattr(torch, _TORCH[name])  # type: ignore[no-any-return]
 
 
-def precision_of(record: schema.PrecisionRecord) -> Precision:
-    return Precision(intermediates=record.intermediates, state_dtype=dtype_named(record.state_dtype))
+def precision_of(record: PrecisionRecord) -> Precision:
+    return precision.Precision(intermediates=record.intermediates, state_dtype=dtype_named(record.state_dtype))
 
 
-def precision_record(precision: Precision) -> schema.PrecisionRecord:
+def precision_record(one: Precision) -> PrecisionRecord:
     """The inverse of `precision_of`."""
-    return schema.PrecisionRecord(intermediates=precision.intermediates, state_dtype=dtype_name(precision.state_dtype))
+    return PrecisionRecord(intermediates=one.intermediates, state_dtype=dtype_name(one.state_dtype))

@@ -1,12 +1,12 @@
 """An operator's record, composed of small parts.  Each stage uses the part that it needs, and no operator's name.
 
-    door        how models call the operator, and how a captured call is stored
-    judgement   the oracle in pieces, and the roundings that a precision allows
+    outline     name, title and stages
+    binding     how models call the operator, and how a captured call is stored
+    oracle      the oracle in pieces, and the roundings that a precision allows
     cost        dims and floating-point operations
-    bench       shapes of models, and how inputs are drawn        `drawing.py`
-    tuning      what `ssdprof tune` may vary                      `tuning.py`
+    generator   shapes of models, and random inputs                  `generate.py`
+    tuning      what `ssdprof tune` may vary                         `tuning.py`
     sharding    what one rank of a tensor-parallel server computes
-    outline     name, title and stages                            `outline.py`, imports no torch
 
 Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype, final_states
 (sequences, h, ...) in fp32.  Reports call them by these names whatever the operator's own names are.
@@ -14,27 +14,113 @@ Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-import torch
-
+from ssdprof import kernels
+from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.precision import Precision
 from ssdprof.operators import tensors
-from ssdprof.operators.drawing import Drawing
-from ssdprof.operators.outline import Outline
-from ssdprof.operators.tuning import Tuning
-from ssdprof.schema import Dims
+from ssdprof.operators.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+
+    from ssdprof.kernels import precision, registry
+    from ssdprof.kernels.precision import Precision
+    from ssdprof.operators.generate import InputGenerator
+    from ssdprof.operators.tuning import Tuning
+else:
+    torch = LazyModule("torch")
+    precision = LazyModule("ssdprof.kernels.precision")
+    registry = LazyModule("ssdprof.kernels.registry")
 
 I = TypeVar("I")
 P = TypeVar("P")
-Output = tuple[torch.Tensor, torch.Tensor]  # out, final_states
+Output: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # out, final_states
 Scalar = int | float | bool | str | None
 
 
-# --- door
+# --- outline
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownSource:
+    """One version of a file of another library's kernels whose stages are known.
+
+    implementation: that launches its kernels; empty for helpers.  version, file: what it is, for people.
+    sha256: of the file: another version has other lines, and another hash.
+    stages: function -> its stage; "caller" for a helper that is inlined into others' stages.
+    starts: line -> the stage that begins there, inside the function.
+    """
+
+    sha256: str
+    version: str
+    file: str
+    implementation: str = ""
+    stages: Mapping[str, str]
+    starts: Mapping[int, str] = field(default_factory=dict)
+
+
+def known_sources(operator: str) -> Mapping[str, KnownSource]:
+    """The files of the operator's table, by their hash."""
+    table = Path(__file__).parent / "known_sources" / f"{operator}.toml"
+    found = [_source(**entry) for entry in tomllib.loads(table.read_text(encoding="utf-8"))["source"]]
+    return {source.sha256: source for source in found}
+
+
+def _source(*, starts: Mapping[str, str] | None = None, **values: object) -> KnownSource:
+    lines = {int(line): stage for line, stage in (starts or {}).items()}
+    return KnownSource(starts=lines, **values)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of the algorithm, as its kernels name them in their STAGES.
+
+    order: stages and their parts ("chunk_scan.previous") in the order of tables.
+    words: a part's name in plain words.
+    ahead: stages whose warps wait because they are ahead, which costs no time.
+    kernels: function name of each bundled kernel -> the implementation that launches it.
+    sources: files of other libraries' kernels whose stages are known, by their hash.
+    """
+
+    order: tuple[str, ...] = ()
+    words: Mapping[str, str] = field(default_factory=dict)
+    ahead: frozenset[str] = frozenset()
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, KnownSource] = field(default_factory=dict)
+
+    @classmethod
+    def together(cls, several: Sequence[Stages]) -> Stages:
+        """The stages of several operators, concatenated."""
+        return cls(
+            order=tuple(name for stages in several for name in stages.order),
+            words={part: words for stages in several for part, words in stages.words.items()},
+            ahead=frozenset().union(*(stages.ahead for stages in several)),
+            kernels={kernel: name for stages in several for kernel, name in stages.kernels.items()},
+            sources={sha256: source for stages in several for sha256, source in stages.sources.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
+
+    largest: sizes of a checkpoint's layer, by name, beyond which no bundled implementation runs.
+    """
+
+    name: str
+    title: str
+    layers: str
+    largest: Mapping[str, int] = field(default_factory=dict)
+    stages: Stages = field(default_factory=Stages)
+
+
+# --- binding
 
 
 @dataclass(frozen=True)
@@ -50,7 +136,7 @@ class BoundCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Door(Generic[I]):
+class CallBinding(Generic[I]):
     """How models call the operator, and how a captured call is stored.
 
     function: the global of a modeling file that a mixer calls for a prompt.
@@ -65,7 +151,7 @@ class Door(Generic[I]):
     per_position: the other tensors (b, l, ...).  What is in neither belongs to the whole call.
     always_fp32: those that a model computes in fp32 whatever its own dtype.
     gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype.
-    stand_in: what computes the operator in the model while its inputs are taken.
+    replacement: what computes the operator in the model while its inputs are taken.
     scalars, arguments: the arguments that are no tensors as JSON's types, and back.
     """
 
@@ -79,12 +165,12 @@ class Door(Generic[I]):
     per_position: tuple[str, ...]
     always_fp32: tuple[str, ...] = ()
     gate_bytes: Callable[[int], int]
-    stand_in: Callable[[I], Output]
+    replacement: Callable[[I], Output]
     scalars: Callable[[I], dict[str, Scalar]] = tensors.scalars
     arguments: Callable[[dict[str, Scalar]], dict[str, Any]] = dict
 
 
-# --- judgement
+# --- oracle
 
 
 class OracleBlock(Protocol):
@@ -146,7 +232,7 @@ class Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement(Generic[I]):
+class OracleSpec(Generic[I]):
     """The oracle, and the roundings that a precision allows (docs/measuring.md).
 
     forms: of out and of final_states.
@@ -199,18 +285,18 @@ class Sharding(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(Generic[I]):
-    """inputs: the type that implementations take.  A part that is None is not implemented.
+    """load_inputs: the type that implementations take.  A part that is None is not implemented.
 
     baseline: the implementation that others are compared with.
     """
 
     outline: Outline
-    inputs: type[I]
-    door: Door[I]
+    load_inputs: Callable[[], type[I]]
+    binding: CallBinding[I]
     cost: Cost[I] | None = None
-    judgement: Judgement[I] | None = None
-    bench: Drawing[I] | None = None
-    tuning: Tuning[I] | None = None
+    oracle: OracleSpec[I] | None = None
+    generator: InputGenerator[I] | None = None
+    load_tuning: Callable[[], Tuning[I]] | None = None
     sharding: Sharding[I] | None = None
     baseline: str = "unfused"
 
@@ -219,9 +305,13 @@ class Operator(Generic[I]):
         return self.outline.name
 
     @property
-    def judged(self) -> Judgement[I]:
-        """The judgement.  BadInputError if there is none."""
-        return self._present(self.judgement, "a rule by which its outputs are judged")
+    def inputs(self) -> type[I]:
+        return self.load_inputs()
+
+    @property
+    def judged(self) -> OracleSpec[I]:
+        """The oracle.  BadInputError if there is none."""
+        return self._present(self.oracle, "a rule by which its outputs are judged")
 
     @property
     def costed(self) -> Cost[I]:
@@ -229,16 +319,41 @@ class Operator(Generic[I]):
         return self._present(self.cost, "a count of its bytes and operations")
 
     @property
-    def drawing(self) -> Drawing[I]:
+    def generated(self) -> InputGenerator[I]:
         """The interface of `bench`.  BadInputError if there is none."""
-        return self._present(self.bench, "inputs that a bench could draw")
+        return self._present(self.generator, "inputs that a bench could draw")
 
     @property
     def tunable(self) -> Tuning[I]:
         """The interface of `tune`.  BadInputError if there is none."""
-        return self._present(self.tuning, "configurations that could be tuned")
+        return self._present(self.load_tuning, "configurations that could be tuned")()
 
     def _present(self, part: P | None, words: str) -> P:
         if part is None:
             raise BadInputError(f"ssdprof does not have {words} for {self.outline.layers} layers ({self.name}) yet.")
         return part
+
+
+# --- our kernels in a model
+
+_PREFERRED = ("fused", "unfused")
+
+
+def run_kernels(operator: str, inputs: Any, device: torch.device) -> Output:
+    """Run the first of our implementations that supports `inputs`, with exact intermediates and fp32 states.
+
+    Raises BadInputError with the reason of each refusal.
+    """
+    refusals = []
+    with torch.cuda.device(device):
+        for name in _PREFERRED:
+            if name not in kernels.names(operator):
+                refusals.append(f"{name}: there is none")
+                continue
+            try:
+                out, final_states = kernels.get(operator, name).run(inputs, precision.Precision())
+            except registry.UnsupportedError as error:
+                refusals.append(f"{name}: {error}")
+            else:
+                return out, final_states
+    raise BadInputError(f"No {operator.upper()} implementation runs this model's layers ({'; '.join(refusals)}).")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from ssdprof.operators.lazy import LazyModule
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
 
 
 def tensors(inputs: Any) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.schema import Intermediates, Record
+from ssdprof.core.base import Intermediates, Record
 
 I = TypeVar("I", contravariant=True)
 Config = Any  # a frozen dataclass with a field `reason`; hashable

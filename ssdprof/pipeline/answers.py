@@ -19,7 +19,7 @@ from ssdprof.pipeline.request import CaptureRequest, Keep
 from ssdprof.pipeline.subject import Subject
 from ssdprof.progress import Watcher
 from ssdprof.runs.record import Recorder, draft, recorded
-from ssdprof.schema import Asked, RunReport
+from ssdprof.schema import Asked, RunReport  # TODO
 
 
 def answers(

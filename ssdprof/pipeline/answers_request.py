@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.errors import BadInputError
 from ssdprof.pipeline.request import COMPARED, parse_percent
-from ssdprof.schema import DType, PrecisionRecord
-from ssdprof.schema.answers import AnswerGate
+from ssdprof.schema.answers import AnswerGate  # TODO
 
 Reference = Literal["auto", "oracle", "unfused"]
 Weights = Literal["auto", "own", "fp32"]

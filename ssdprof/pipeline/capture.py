@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ssdprof.capture import store
+from ssdprof.core.subject import CaptureManifest
 from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.model import load, run_model, store_in
@@ -14,7 +15,6 @@ from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.subject import Subject, find
 from ssdprof.progress import Watcher
 from ssdprof.report.format import plural
-from ssdprof.schema import CaptureManifest
 
 
 def capture(

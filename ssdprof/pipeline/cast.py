@@ -10,9 +10,9 @@ import torch
 
 from ssdprof import operators
 from ssdprof.capture.layout import token_major
+from ssdprof.core.base import DType
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import DType
 
 
 def cast(inputs: Any, to: DType | None) -> tuple[Any, str]:

@@ -17,6 +17,8 @@ from ssdprof.capture.head import hidden_states, logits
 from ssdprof.capture.prefill import greedy
 from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.case import Answers, Generated
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.measure.answers import Comparison, bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.faults import first_line, status_of
@@ -28,8 +30,7 @@ from ssdprof.pipeline.model import Loaded
 from ssdprof.pipeline.subject import Subject
 from ssdprof.pipeline.substitute import Compute, by_layer, implemented, precisions_of, substituted
 from ssdprof.progress import Watcher
-from ssdprof.schema import EXACT_FP32, PrecisionRecord
-from ssdprof.schema.answers import AnswerCase, Answers, AnswerStatus, Generated
+from ssdprof.schema.answers import AnswerCase, AnswerStatus  # TODO
 
 OnAnswers = Callable[[Answers], object]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssdprof.checkpoint.fetched import check_space
+from ssdprof.core.subject import Placement
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.files import why
 from ssdprof.pipeline import limits, placement
@@ -12,8 +13,7 @@ from ssdprof.pipeline.model import build_prompts
 from ssdprof.pipeline.request import CaptureRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.pipeline.subject import Stored, Subject
-from ssdprof.schema.placement import Placement
-from ssdprof.schema.plan import DryRun, PlannedFile
+from ssdprof.schema.plan import DryRun, PlannedFile  # TODO
 
 _BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
 

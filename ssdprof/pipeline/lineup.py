@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ssdprof import operators
+from ssdprof.core.base import DType
+from ssdprof.core.subject import LayerRef
 from ssdprof.operators.named import Named, Roster
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.request import STEPS, ReplayRequest
-from ssdprof.schema import Asked, DType, LayerRef, Participant
+from ssdprof.schema import Asked, Participant  # TODO
 
 
 @dataclass(frozen=True, kw_only=True)

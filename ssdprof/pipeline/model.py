@@ -20,13 +20,12 @@ from ssdprof.capture.prompt import build_prompt
 from ssdprof.capture.prompt_run import check_ids
 from ssdprof.checkpoint.fetched import LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer
 from ssdprof.checkpoint.load import DType, load_model
+from ssdprof.core.subject import Placement, Prompt
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject
 from ssdprof.progress import Watcher
 from ssdprof.report.placement import placement_words
-from ssdprof.schema import Prompt
-from ssdprof.schema.placement import Placement
 
 OnLayer = Callable[[CapturedLayer], object]
 

@@ -12,9 +12,10 @@ from torch import nn
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.sites import Site, is_attention
 from ssdprof.capture.surroundings import CONVOLUTION, gated_norms
+from ssdprof.core.base import PartName
+from ssdprof.core.case import KernelTime, PartTime
 from ssdprof.measure.gpu_trace import Work, marked
 from ssdprof.pipeline.substitute import Compute
-from ssdprof.schema.prefill import KernelTime, PartName, PartTime
 
 _SHOWN = 3  # kernels of a part
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")

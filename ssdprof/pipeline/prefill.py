@@ -17,6 +17,9 @@ from ssdprof import __version__, environment, operators
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.sites import Site, find_sites
 from ssdprof.capture.surroundings import BundledSurroundings
+from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
+from ssdprof.core.case import Prefill
+from ssdprof.core.report import StepTime
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import installed_version
 from ssdprof.environment.present import require_gpu
@@ -37,9 +40,9 @@ from ssdprof.pipeline.subject import find as find_layers
 from ssdprof.progress import Watcher
 from ssdprof.runs import RunFolder
 from ssdprof.runs.notes import notes, of_absent
-from ssdprof.schema import EXACT_FP32, DType, Gates, PrecisionRecord, RunReport
-from ssdprof.schema.gates import NO_GATES
-from ssdprof.schema.prefill import Prefill, PrefillReport, StepTime, Surroundings
+from ssdprof.schema import Gates, RunReport  # TODO
+from ssdprof.schema.gates import NO_GATES  # TODO
+from ssdprof.schema.prefill import PrefillReport, Surroundings  # TODO
 
 NEEDS_GPU = (
     "Prefill times need",

@@ -13,6 +13,8 @@ from ssdprof.capture.intercept import CallCount, OperatorCall, Result
 from ssdprof.capture.prefill import prefill
 from ssdprof.capture.sites import Site
 from ssdprof.capture.surroundings import BundledSurroundings
+from ssdprof.core.base import PrecisionRecord
+from ssdprof.core.subject import LayerRef, split_prompt
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
@@ -21,9 +23,7 @@ from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.named import Named
 from ssdprof.pipeline.parts import marking, parts_marked
 from ssdprof.pipeline.substitute import Compute, substituted
-from ssdprof.schema import LayerRef, PrecisionRecord
-from ssdprof.schema.prefill import Surroundings
-from ssdprof.schema.serving import split_prompt
+from ssdprof.schema.prefill import Surroundings  # TODO
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ssdprof.core.base import Status
+from ssdprof.core.case import PartTime
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.amdahl import predicted_speedup
 from ssdprof.measure.faults import status_of
 from ssdprof.measure.statistics import Samples, median_interval, median_us, ratio, ratio_interval
 from ssdprof.pipeline.prefill_contender import Contender
-from ssdprof.schema import Status
-from ssdprof.schema.prefill import CallTime, PartTime, PrefillCase, PrefillSpeedup
+from ssdprof.schema.prefill import CallTime, PrefillCase, PrefillSpeedup  # TODO
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,7 @@ from ssdprof.pipeline.prefill_contender import Contender, Prompted
 from ssdprof.pipeline.prefill_found import Found, case_of, compared, judging
 from ssdprof.pipeline.prefill_layer import try_operators
 from ssdprof.pipeline.step_clock import StepClock
-from ssdprof.schema.prefill import PrefillCase, PrefillLength
+from ssdprof.schema.prefill import PrefillCase, PrefillLength  # TODO
 
 Profile = Callable[[Callable[[], object]], Trace]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ssdprof.core.report import StepTime
 from ssdprof.pipeline.prefill_length import LengthTimer
-from ssdprof.schema.prefill import LeftOutLength, PrefillLength, PrefillReport, StepTime, Surroundings
+from ssdprof.schema.prefill import LeftOutLength, PrefillLength, PrefillReport, Surroundings  # TODO
 
 Keep = Callable[[PrefillReport], object]
 

@@ -16,11 +16,11 @@ from ssdprof.capture.head import hidden_states
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.prompt_run import PromptRun
 from ssdprof.capture.sites import Site
+from ssdprof.core.base import EXACT_FP32
 from ssdprof.measure.oracle import oracle_output
 from ssdprof.operators import tensors
 from ssdprof.pipeline.answers_request import Reference as Wanted
 from ssdprof.pipeline.substitute import Compute, implemented
-from ssdprof.schema import EXACT_FP32
 
 LONGEST_S = 300.0  # limit of the oracle's time for all runs of a prompt, estimated from a piece
 PIECE = 2048  # tokens from which the estimate is made

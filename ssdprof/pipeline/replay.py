@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from ssdprof import kernels, operators
+from ssdprof.core.base import PrecisionRecord
+from ssdprof.core.subject import CallRef, Ceilings, LayerRef
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.measure.accuracy import Comparison
 from ssdprof.measure.attempt import Attempt, attempt
@@ -27,7 +29,7 @@ from ssdprof.operators import tensors
 from ssdprof.operators.named import Roster
 from ssdprof.pipeline.request import COMPARED
 from ssdprof.progress import Advance, Unwatched, Watcher
-from ssdprof.schema import CallRef, CaseResult, Ceilings, LayerRef, PrecisionRecord
+from ssdprof.schema import CaseResult  # TODO
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from ssdprof.capture.prompt import parse_packed, parse_seq
+from ssdprof.core.base import EXACT_FP32, DType, PlacementKind, PrecisionRecord, precisions_for
+from ssdprof.core.subject import Cast
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import Tokens
-from ssdprof.schema import EXACT_FP32, NO_GATES, Cast, DType, Gates, PrecisionRecord, StepsAsked, precisions_for
-from ssdprof.schema.placement import PlacementKind
+from ssdprof.schema import NO_GATES, Gates, StepsAsked  # TODO
 
 Dtypes = Literal["exact", "relaxed", "all"]
 COMPARED = ("unfused", "fused")  # implementations; the first is the baseline

@@ -15,6 +15,7 @@ import numpy as np
 from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.captured import CapturedLayer
+from ssdprof.core.base import DType
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.ranks import Ranks
 from ssdprof.environment.toolchain import unusable_gpu
@@ -38,7 +39,7 @@ from ssdprof.progress import Watcher
 from ssdprof.report.format import plural
 from ssdprof.runs.record import Recorder, draft, recorded
 from ssdprof.runs.shared import opened_by_first, recorder_of
-from ssdprof.schema import DType, RunReport
+from ssdprof.schema import RunReport  # TODO
 
 
 def run(

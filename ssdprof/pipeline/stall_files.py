@@ -12,8 +12,8 @@ from ssdprof.operators import outlines
 from ssdprof.operators.outline import Stages
 from ssdprof.report import markdown, stall_document
 from ssdprof.report.plots import stalls as plots
-from ssdprof.schema import migrate
-from ssdprof.schema.stalls import STALLS_VERSION, StallReport
+from ssdprof.schema import migrate  # TODO
+from ssdprof.schema.stalls import STALLS_VERSION, StallReport  # TODO
 
 FOLDER = "stalls"  # in a run's folder
 RECORD = "stalls.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssdprof.core.base import PrecisionRecord
 from ssdprof.pipeline.request import COMPARED
-from ssdprof.schema import PrecisionRecord
 from ssdprof.stalls import collect
 
 

@@ -16,6 +16,8 @@ import torch
 
 from ssdprof import environment, files, operators, runs
 from ssdprof.capture.manifest import read_manifest
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.subject import CheckpointRef
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.operators.named import kind_of
 from ssdprof.pipeline import limits, stall_files, stall_inputs
@@ -24,8 +26,8 @@ from ssdprof.pipeline.stall_inputs import Captured
 from ssdprof.pipeline.stall_request import StallRequest
 from ssdprof.pipeline.stored_dims import stored_dims
 from ssdprof.progress import Watcher
-from ssdprof.schema import EXACT_FP32, CheckpointRef, RunReport
-from ssdprof.schema.stalls import Launched, Profiled, Recorded, StallReport
+from ssdprof.schema import RunReport  # TODO
+from ssdprof.schema.stalls import Launched, Profiled, Recorded, StallReport  # TODO
 from ssdprof.stalls import collect, ncu
 from ssdprof.stalls.analyse import analyse
 from ssdprof.stalls.open import open_report

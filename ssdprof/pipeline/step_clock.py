@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ssdprof.schema.prefill import StepTime
+from ssdprof.core.report import StepTime
 
 
 class StepClock:

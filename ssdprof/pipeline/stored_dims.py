@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ssdprof import operators
+from ssdprof.core.subject import Dims, LayerCapture
 from ssdprof.errors import BadInputError, library_message
 from ssdprof.operators.dtypes import stored_dtype_named
-from ssdprof.schema import Dims, LayerCapture
 
 
 def stored_dims(capture: LayerCapture) -> Dims:

@@ -12,10 +12,10 @@ from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.capture.prompt import LONGEST_SEQLEN
 from ssdprof.capture.select import select_layers
 from ssdprof.checkpoint.located import Located, locate
+from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import boundaries
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest
-from ssdprof.schema import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, Serving
 
 SEED = 0  # of the lengths of packed sequences
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from ssdprof import operators
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.capture.sites import Site
+from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.named import resolve
-from ssdprof.schema import DType, PrecisionRecord
 
 Compute = Callable[[OperatorCall], Result]  # out, and final states in fp32, or None if the call does not need them
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from ssdprof import operators
 from ssdprof.capture.layout import token_major
+from ssdprof.core.subject import CheckpointRef, LayerRef
 from ssdprof.errors import BadInputError
 from ssdprof.report.format import words
-from ssdprof.schema import CheckpointRef, LayerRef
 
 
 def refuse(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int) -> None:

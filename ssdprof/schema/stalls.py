@@ -9,11 +9,11 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from ssdprof.schema.base import PrecisionRecord, Record
-from ssdprof.schema.checkpoint import LayerRef
-from ssdprof.schema.dims import Dims
-from ssdprof.schema.machine import Environment
-from ssdprof.schema.speed import Launch
+from ssdprof.core.base import PrecisionRecord, Record
+from ssdprof.core.subject import LayerRef
+from ssdprof.core.subject import Dims
+from ssdprof.core.subject import Environment
+from ssdprof.core.case import Launch
 
 STALLS_VERSION: Final = 2
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ssdprof import __version__, operators
 from ssdprof.operators.outline import Stages
-from ssdprof.schema.stalls import KernelStalls, Profiled, Recorded, StallReport
+from ssdprof.schema.stalls import KernelStalls, Profiled, Recorded, StallReport  # TODO
 from ssdprof.stalls import checks, facts
 from ssdprof.stalls.attribute import attribute
 from ssdprof.stalls.hints import hints

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ssdprof.operators.outline import Stages
-from ssdprof.schema.stalls import Line, Stage
+from ssdprof.schema.stalls import Line, Stage  # TODO
 from ssdprof.stalls.raw import Point, RawKernel, base_name
 from ssdprof.stalls.sources import Sources
 from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN, Place

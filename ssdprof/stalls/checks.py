@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ssdprof.schema.stalls import Launched, SelfCheck
+from ssdprof.schema.stalls import Launched, SelfCheck  # TODO
 from ssdprof.stalls.attribute import Attribution
 from ssdprof.stalls.raw import RawKernel, RawReport
 from ssdprof.stalls.sources import Sources

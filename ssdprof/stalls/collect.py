@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ssdprof.core.base import PrecisionRecord
 from ssdprof.environment import child
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.schema import PrecisionRecord
-from ssdprof.schema.stalls import Launched, Refusal
+from ssdprof.schema.stalls import Launched, Refusal  # TODO
 from ssdprof.stalls import ncu
 
 TIMEOUT_S = 300.0

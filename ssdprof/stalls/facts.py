@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ssdprof.schema.stalls import Resources, Throughput
+from ssdprof.schema.stalls import Resources, Throughput  # TODO
 from ssdprof.stalls.raw import RawKernel
 from ssdprof.stalls.reasons import canonical
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ssdprof.schema.stalls import Hint, KernelStalls, Line, Stage
+from ssdprof.schema.stalls import Hint, KernelStalls, Line, Stage  # TODO
 
 _MOST = 6
 _WORTH_PCT = 5.0  # of the busy samples: a smaller share is not worth a change

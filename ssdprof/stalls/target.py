@@ -17,6 +17,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.capture import store
+from ssdprof.core.base import PrecisionRecord
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.measure.call import Call, call_of
@@ -24,8 +25,7 @@ from ssdprof.measure.launches import counted_launches, recorded_launches
 from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.operators.dtypes import precision_record
 from ssdprof.operators.named import Named, resolve
-from ssdprof.schema import PrecisionRecord
-from ssdprof.schema.stalls import Launched, Refusal
+from ssdprof.schema.stalls import Launched, Refusal  # TODO
 from ssdprof.stalls import call_sites
 from ssdprof.stalls.ncu import RANGE
 from ssdprof.tuning.use import use_file

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ssdprof.core.base import DType, Intermediates, precisions_for
+from ssdprof.core.subject import LayerCapture
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssdprof import runs, schema
+from ssdprof import runs
 from ssdprof.bench.grid import parse_dtypes
 from ssdprof.capture import store
 from ssdprof.capture.manifest import is_capture
@@ -72,7 +75,7 @@ def captured(
             f"It holds {', '.join(map(str, sorted({stored.seqlen for stored in layers}))) or 'none'}.",
         )
 
-    def inputs_of(stored: schema.LayerCapture) -> Any:
+    def inputs_of(stored: LayerCapture) -> Any:
         return read(stored, device).inputs
 
     sources = []
@@ -90,9 +93,7 @@ def captured(
     return tuple(sources)
 
 
-def problems(
-    operator: Operator[Any], sources: Sequence[Workload], intermediates: schema.Intermediates
-) -> Iterator[Problem]:
+def problems(operator: Operator[Any], sources: Sequence[Workload], intermediates: Intermediates) -> Iterator[Problem]:
     """The problems of one layer's sources: one for each, or one for all if they share a find."""
     waiting: dict[str, list[tuple[Workload, Any]]] = {}
     for source in sources:
@@ -108,7 +109,7 @@ def problems(
 
 
 def _problem(
-    operator: Operator[Any], loaded: Sequence[tuple[Workload, Any]], kernel: str, intermediates: schema.Intermediates
+    operator: Operator[Any], loaded: Sequence[tuple[Workload, Any]], kernel: str, intermediates: Intermediates
 ) -> Problem:
     tuning, dims = operator.tunable, operator.costed.dims
     loaded = sorted(loaded, key=lambda one: dims(one[1]).seqlen)
@@ -125,8 +126,8 @@ def _problem(
     )
 
 
-def _precision(dtype: schema.DType, intermediates: schema.Intermediates) -> Precision:
+def _precision(dtype: DType, intermediates: Intermediates) -> Precision:
     """fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench."""
     (own,) = parse_dtypes(dtype)
-    (wanted,) = schema.precisions_for(own, intermediates, None)
+    (wanted,) = precisions_for(own, intermediates, None)
     return precision_of(wanted)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from ssdprof.operators.tuning import Calls, Settings, Use
-from ssdprof.schema import Environment, Intermediates, Interval, Record
+from ssdprof.core.base import Intermediates, Record
+from ssdprof.core.case import Interval
+from ssdprof.core.subject import Environment
 
 
 class Find(Record):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ssdprof.core.base import Intermediates
+
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ssdprof import __version__, environment, schema
+from ssdprof import __version__, environment
 from ssdprof.environment.present import require_gpu
 from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.faults import first_line
@@ -28,7 +30,7 @@ class TuneRequest:
 
     operator: Operator[Any]
     sources: tuple[Workload, ...]
-    intermediates: tuple[schema.Intermediates, ...]
+    intermediates: tuple[Intermediates, ...]
     budget: float | None = None
     command: tuple[str, ...] = ()
 
@@ -84,7 +86,7 @@ def listed(request: TuneRequest) -> Iterator[Problem]:
         yield from problems(request.operator, sources, intermediates)
 
 
-def _groups(request: TuneRequest) -> Iterator[tuple[Sequence[Workload], schema.Intermediates]]:
+def _groups(request: TuneRequest) -> Iterator[tuple[Sequence[Workload], Intermediates]]:
     """Sources grouped by layer; those of a layer share a find if the portable kernel runs them."""
     for _, same_layer in groupby(request.sources, key=lambda source: source.layer):
         sources = tuple(same_layer)

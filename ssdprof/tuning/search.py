@@ -19,7 +19,8 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.statistics import Samples, median_us, ratio, ratio_interval
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.tuning import Calls, Config
-from ssdprof.schema import Intermediates, Verdict
+from ssdprof.core.base import Intermediates
+from ssdprof.core.report import Verdict
 from ssdprof.tuning.records import Find, Outcome, Trial
 
 MARGIN = 0.01  # a find is faster by more than this, with 95 % confidence: times of a GPU vary as much between days

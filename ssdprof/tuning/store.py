@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ssdprof import __version__, files, operators
 from ssdprof.environment.machine import installed_version, kernels_hash
-from ssdprof.schema import Environment, Gpu, migrate
+from ssdprof.core.subject import Environment, Gpu
+from ssdprof.schema import migrate  # TODO
 from ssdprof.tuning.records import Finds, Outcome
 
 

@@ -10,7 +10,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
 from ssdprof.kernels.gdn.variants import PORTABLE, Call, Launch, Variant
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 
 
 class _Forced:
@@ -47,5 +47,4 @@ class _Forced:
             raise UnsupportedError(f"{self._name}: {why}")
 
 
-_FUSED_PORTABLE = _Forced(PORTABLE).implementation
-ALTERNATIVES = {_FUSED_PORTABLE.name: _FUSED_PORTABLE}
+register(_Forced(PORTABLE).implementation)

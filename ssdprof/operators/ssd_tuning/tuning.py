@@ -22,7 +22,7 @@ from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.ssd.tuning.candidates import Axis, Config, axes
 from ssdprof.operators.ssd.tuning.settings import config_of, settings_of
 from ssdprof.operators.tuning import Calls, Settings, Use, Value
-from ssdprof.schema import Intermediates
+from ssdprof.core.base import Intermediates
 
 CHECKED_CHUNKS = 16  # of 64 positions, on which a candidate is first verified
 

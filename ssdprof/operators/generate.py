@@ -6,15 +6,40 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
 
-from ssdprof.operators.shapes import Shape, Shapes
-from ssdprof.schema import PrecisionRecord
+from ssdprof.core.base import PrecisionRecord
+from ssdprof.operators.lazy import LazyModule
 
-if TYPE_CHECKING:  # the command line checks shapes before torch is imported
+if TYPE_CHECKING:
     import torch
 
     from ssdprof.kernels.registry import Implementation
+else:
+    torch = LazyModule("torch")
+
+
+class Shape(Protocol):
+    """The sizes of a layer; hashable.  str() gives them in words: "80x64, N 128, G 1"."""
+
+    @property
+    def name(self) -> str:
+        """The name that the user typed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """shapes: of models, by the name of a model that has them; the first is the default.
+
+    parse: sizes as a user writes them -> Shape; None for text of another form.  Raises BadInputError for impossible
+        sizes.
+    grammar: how sizes are written: "heads x P x N x groups, such as 80x64x128x1".
+    """
+
+    shapes: Mapping[str, Shape]
+    parse: Callable[[str], Shape | None]
+    grammar: str
+
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 I = TypeVar("I")
@@ -68,7 +93,7 @@ class Cell:
     """One cell of a bench.
 
     layout: contiguous tensors, or views of a wide projection, as a model passes them.
-    drawn: the `Drawing.ways` in which the inputs differ from the default.
+    drawn: the `InputGenerator.ways` in which the inputs differ from the default.
     """
 
     shape: Shape
@@ -82,7 +107,7 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer:
+class LoadedLibrary:
     """Another library.  precisions: its precisions for inputs of a dtype, at the library's defaults."""
 
     implementation: Implementation
@@ -91,7 +116,7 @@ class Peer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerSource:
+class Library:
     """How to load another library.
 
     load: (checkout, or None for an installed library) -> the peer.  Raises ImportError.
@@ -100,7 +125,7 @@ class PeerSource:
     needs_gpu: whether its kernels run on an NVIDIA GPU only.
     """
 
-    load: Callable[[Path | None], Peer]
+    load: Callable[[Path | None], LoadedLibrary]
     hint: str
     from_checkout: bool = False
     where: str = ""
@@ -108,15 +133,15 @@ class PeerSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing(Shapes, Generic[I]):
-    """draw: inputs distributed as in a trained layer, the same at every call.
+class InputGenerator(Shapes, Generic[I]):
+    """draw: random inputs with gates as models are initialised, the same at every call.
 
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     with_chunk_size: the same inputs with another chunk size.
     chunks_itself: names of implementations that choose their own chunk size.
-    alternatives: other forms of our implementations, which run only when they are named.
-    peers: other libraries by name.
+    alternatives: names of other forms of our implementations, which run only when they are named.
+    libraries: other libraries by name.
     """
 
     draw: Callable[[Cell, torch.device], I]
@@ -124,14 +149,12 @@ class Drawing(Shapes, Generic[I]):
     chunk_sizes: tuple[int, ...] = ()
     with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
     chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
-    alternatives: Mapping[str, Implementation] = field(default_factory=dict)
-    peers: Mapping[str, PeerSource] = field(default_factory=dict)
+    alternatives: tuple[str, ...] = ()
+    libraries: Mapping[str, Library] = field(default_factory=dict)
 
 
 def boundaries(tokens: Tokens, seed: int) -> list[int]:
     """Boundaries of the sequences; lengths of packed ones are uniform between the shortest and the longest."""
-    import torch
-
     lengths = [tokens.seqlen] * tokens.sequences
     if tokens.shortest is not None:
         generator = torch.Generator().manual_seed(seed)

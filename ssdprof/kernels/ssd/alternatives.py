@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd import recurrent
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
@@ -27,4 +27,4 @@ def _plan(inputs: SSDInputs, precision: Precision) -> Plan:
     return replace(plan, launches=2, reason=f"each call begins with a copy of the state, in its time; {plan.reason}")
 
 
-ALTERNATIVES = {_IN_PLACE: Implementation(operator="ssd", name=_IN_PLACE, run=_run, plan=_plan)}
+register(Implementation(operator="ssd", name=_IN_PLACE, run=_run, plan=_plan))

@@ -17,7 +17,7 @@ from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.gdn.tuning.candidates import Axis, axes
 from ssdprof.operators.gdn.tuning.settings import KERNEL, config_of, settings_of
 from ssdprof.operators.tuning import Calls, Settings, Use, Value
-from ssdprof.schema import Intermediates
+from ssdprof.core.base import Intermediates
 
 CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
 

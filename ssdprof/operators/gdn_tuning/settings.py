@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.operators.tuning import Settings
-from ssdprof.schema import Record
+from ssdprof.core.base import Record
 
 KERNEL = "portable"
 NotNegative = Annotated[int, Field(ge=0)]

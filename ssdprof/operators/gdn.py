@@ -1,0 +1,656 @@
+"""The operator "gdn".  Imports torch at first use only.
+
+The gated delta rule in one precision: rounded at every place where that precision allows a rounding.
+
+This is the `lo` of the comparison (docs/measuring.md).  It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024
+(arXiv:2412.06464), section 3.3, with chunks of 64 positions whatever the call's chunk size, in plain torch.  Everything
+is computed in fp32 and rounded
+
+    where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as tensor cores take it:
+                                        q and k (normalised ones too), the inverse, beta times v and beta times decay
+                                        times k, w, u, the state, what a chunk writes, the scores
+    in products between the inverse's 16-row blocks     cut to tf32; for fp32 inputs to two tf32 numbers
+    where states pass from chunk to chunk, and at the end     to the state dtype
+    as the output     to the input's dtype
+    if relaxed: decays, q k^T, beta and their products, and what a chunk writes   to 16 bit (the input's dtype;
+                                        bfloat16 for fp32 inputs), and fp32 operands, too
+
+k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  No kernel is imitated beyond
+that and nothing here is fitted: an implementation that rounds at fewer places only gets closer to the oracle.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ssdprof import kernels
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.subject import Dims
+from ssdprof.errors import BadInputError
+from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Layout, Library, LoadedLibrary, boundaries
+from ssdprof.operators.lazy import LazyModule
+from ssdprof.operators.operator import (
+    BoundCall,
+    CallBinding,
+    Cost,
+    Form,
+    Operator,
+    OracleSpec,
+    Outline,
+    Output,
+    Sharding,
+    Span,
+    Stages,
+    known_sources,
+    run_kernels,
+)  # fmt: skip
+from ssdprof.operators.rounding import RoundedForm, gpu_exp, split_chunks, two_tf32
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ssdprof.kernels.gdn import reference
+    from ssdprof.kernels.gdn.adapters import fla, flash_qla, flashinfer, packages
+    from ssdprof.kernels.gdn.inputs import GDNInputs
+    from ssdprof.kernels.oracle_blocks import Block
+    from ssdprof.kernels.precision import Precision
+    from ssdprof.operators import gdn_tuning
+else:
+    torch = LazyModule("torch")
+    reference = LazyModule("ssdprof.kernels.gdn.reference")
+    gdn_tuning = LazyModule("ssdprof.operators.gdn_tuning")
+    fla, flash_qla, flashinfer, packages = (
+        LazyModule(f"ssdprof.kernels.gdn.adapters.{name}") for name in ("fla", "flash_qla", "flashinfer", "packages")
+    )
+
+
+# --- outline
+
+STAGES = Stages(
+    order=(
+        "setup",
+        "setup.load",
+        "setup.store",
+        "ticket",
+        "loads",
+        "waiting",
+        "waiting.chunk",
+        "waiting.inverse",
+        "waiting.weights",
+        "waiting.update",
+        "qk_l2norm",
+        "gate_cumsum",
+        "scaled_dot_kkt",
+        "solve_tril",
+        "recompute_w_u",
+        "state_factor",
+        "out_factor",
+        "rows",
+        "warm_up",
+        "chunk_state",
+        "chunk_state.residual",
+        "chunk_state.update",
+        "chunk_output",
+        "recurrence",
+        "step_write",
+        "step_state",
+        "step_output",
+        "ahead",
+    ),
+    words={
+        "setup.load": "loading the initial state",
+        "setup.store": "storing the final state",
+        "waiting.chunk": "for a chunk and its gates",
+        "waiting.inverse": "for the inverse",
+        "waiting.weights": "for the weights of the output",
+        "waiting.update": "for the weights of the update",
+        "ahead": "roles that are ahead",
+        "chunk_state.residual": "residual",
+        "chunk_state.update": "update of the state",
+    },
+    ahead=frozenset({"ahead"}),
+    kernels={
+        "_gdn_qk_l2norm_kernel": "unfused",
+        "_gdn_gate_cumsum_kernel": "unfused",
+        "_gdn_scaled_dot_kkt_kernel": "unfused",
+        "_gdn_solve_tril_kernel": "unfused",
+        "_gdn_recompute_w_u_kernel": "unfused",
+        "_gdn_chunk_state_kernel": "unfused",
+        "_gdn_chunk_output_kernel": "unfused",
+        "_gdn_factors_kernel": "fused",
+        "_gdn_scan_kernel": "fused",
+        "_gdn_recurrent_kernel": "recurrent",
+        "_gdn_step_write_kernel": "unfused_step",
+        "_gdn_step_state_kernel": "unfused_step",
+        "_gdn_step_output_kernel": "unfused_step",
+        "_prep_kernel": "fused",
+        "_parts_kernel": "fused",
+        "_combine_kernel": "fused",
+        "_hopper_kernel": "fused",
+    },
+    sources=known_sources("gdn"),
+)
+
+OUTLINE = Outline(
+    name="gdn", title="GDN", layers="Gated-DeltaNet", largest={"key_dim": 256, "value_dim": 256}, stages=STAGES
+)
+
+
+# --- shapes of models
+
+GRAMMAR = "key heads / value heads x K x V, such as 16/32x128x128"
+_ORDER = "Order: key heads / value heads x K x V."
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDNShape:
+    """The sizes of a layer: q and k are (B, T, key_heads, key_dim), v is (B, T, value_heads, value_dim).
+
+    name: as the user typed it.  largest_beta: 2 if eigenvalues may be negative.
+    """
+
+    name: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    largest_beta: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.key_heads}/{self.value_heads} heads, K {self.key_dim}, V {self.value_dim}"
+
+
+_BY_MODEL = {  # H, HV, K, V, largest beta, as in the models' configs
+    "qwen3-next-80b": (16, 32, 128, 128, 1.0),
+    "qwen3.5-0.8b": (16, 16, 128, 128, 1.0),
+    "qwen3.5-9b": (16, 32, 128, 128, 1.0),
+    "qwen3.5-27b": (16, 48, 128, 128, 1.0),
+    "qwen3.5-397b": (16, 64, 128, 128, 1.0),
+    "qwen3.5-397b-tp8": (2, 8, 128, 128, 1.0),  # one rank of eight
+    "olmo-hybrid-7b": (30, 30, 96, 192, 2.0),
+}
+SHAPES = {
+    name: GDNShape(name=name, key_heads=h, value_heads=hv, key_dim=k, value_dim=v, largest_beta=beta)
+    for name, (h, hv, k, v, beta) in _BY_MODEL.items()
+}
+
+
+def parse(text: str) -> GDNShape | None:
+    """ "16/32x128x128": key heads / value heads x K x V; None if it has another form.
+
+    Raises BadInputError for impossible sizes.
+    """
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})x(\d{1,5})x(\d{1,5})", text)
+    if match is None:
+        return None
+    key_heads, value_heads, key_dim, value_dim = map(int, match.groups())
+    if not min(key_heads, value_heads, key_dim, value_dim) or value_heads % key_heads:
+        raise BadInputError(
+            f"{text} is not a GDN shape: sizes must be positive, and key heads must divide value heads.", _ORDER
+        )
+    shape = GDNShape(name=text, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
+    if any(getattr(shape, name) > most for name, most in OUTLINE.largest.items()):
+        largest = OUTLINE.largest
+        raise BadInputError(
+            f"{text} is not measured: K is at most {largest['key_dim']}, V at most {largest['value_dim']}.", _ORDER
+        )
+    return shape
+
+
+# --- how a model calls it
+
+
+def bind(
+    mixer: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    chunk_size: int = 64,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    **dropped: Any,  # noqa: ARG001
+) -> BoundCall:
+    """The call of `mixer` as inputs; arguments of its forward that have no effect on the operator are dropped."""
+    copies = _head_copies(mixer, q, k, v)
+    inputs = kernels.GDNInputs(
+        q=q[:, :, ::copies],
+        k=k[:, :, ::copies],
+        v=v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm_in_kernel,
+        chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens,
+    )
+    remark = ""
+    if copies > 1:
+        remark = (
+            f"The model repeats each query and key head {copies} times before the operator; each was taken once, as "
+            "kernels take it."
+        )
+    return BoundCall(inputs, output_final_state, remark)
+
+
+def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """How often the mixer repeated each q and k head before the call, from the number of its own key heads.
+
+    Up to transformers 5.22 mixers repeat them to the number of value heads; kernels take them once.  The strides of
+    such a capture are those of every n-th head.  Raises ValueError if the heads are not copies.
+    """
+    own_heads = getattr(mixer, "num_k_heads", q.shape[2])
+    if q.shape[2] == own_heads or q.shape[2] != v.shape[2] or v.shape[2] % own_heads:
+        return 1
+    copies = v.shape[2] // own_heads
+    for tensor in (q, k):
+        per_head = tensor.view(*tensor.shape[:2], own_heads, copies, tensor.shape[3])
+        if not all(torch.equal(per_head[:, :, :, 0], per_head[:, :, :, i]) for i in range(1, copies)):
+            raise ValueError(f"q and k have {q.shape[2]} heads that are not copies of {own_heads}")
+    return copies
+
+
+def replacement(inputs: GDNInputs) -> Output:
+    """Our kernels on a GPU, the chunked form in fp32 elsewhere."""
+    if inputs.v.device.type == "cuda":
+        return run_kernels("gdn", inputs, inputs.v.device)
+    out, final_states = reference.gdn_chunked(inputs, dtype=torch.float32)
+    return out.to(inputs.v.dtype), final_states
+
+
+BINDING = CallBinding(
+    function="torch_chunk_gated_delta_rule",
+    step="torch_recurrent_gated_delta_rule",
+    bind=bind,
+    bind_step=bind,
+    refused=(
+        "cp_context",
+        "head_first",
+        "use_gate_in_kernel",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "transpose_state_layout",
+        "state_v_first",
+    ),
+    always_a_pair=True,
+    views=("q", "k", "v"),
+    per_position=("g", "beta"),
+    always_fp32=("g",),
+    gate_bytes=lambda item: item + 4,  # beta, and g in fp32
+    replacement=replacement,
+)
+
+
+# --- the oracle, and the roundings that a precision allows
+
+
+def forms(inputs: GDNInputs) -> tuple[Form, Form]:
+    """out is as v; final states are (sequences, HV, K, V) in fp32."""
+    return (
+        Form(shape=tuple(inputs.v.shape), dtype=inputs.v.dtype),
+        Form(shape=inputs.states_shape, dtype=torch.float32),
+    )
+
+
+def blocks(inputs: GDNInputs, length: int) -> Iterator[Block]:
+    """The oracle, `length` positions at a time."""
+    return reference.gdn_blocks(inputs, torch.float64, block=length)
+
+
+def bytes_per_position(inputs: GDNInputs) -> int:
+    """The rounded form holds about eight fp32 rows of K, V or CHUNK; the oracle about ten fp64 rows of K + V + 64."""
+    heads, value_dim = inputs.v.shape[2:]
+    width = inputs.q.shape[3] + value_dim + CHUNK
+    return int(heads * (8 * 4 * width + 10 * 8 * width))
+
+
+CHUNK = 64
+_LEAF = 16  # rows of the blocks that are inverted in fp32
+_FORGOTTEN = -110.0  # a decay of exp(-110) is zero in fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDNGate:
+    """Shared by all precisions: the running sum of g in each chunk, (c, h, CHUNK) in fp32; the padding has g = 0."""
+
+    g_cumsum: torch.Tensor
+
+    @classmethod
+    def of(cls, inputs: GDNInputs, span: Span) -> GDNGate:
+        g = inputs.g[span.batch, span.start : span.stop].float().clamp(_FORGOTTEN, 0)
+        g = split_chunks(g, CHUNK).transpose(1, 2)
+        running = [g[..., 0]]
+        for i in range(1, CHUNK):
+            running.append(running[-1] + g[..., i])
+        return cls(g_cumsum=torch.stack(running, -1))
+
+    def largest_exponent(self) -> torch.Tensor:
+        """max |g_cumsum| of each head, (h); 0 without positions."""
+        if len(self.g_cumsum) == 0:
+            return self.g_cumsum.new_zeros(self.g_cumsum.shape[1])
+        return self.g_cumsum.abs().amax((0, 2))
+
+
+class RoundedGDN(RoundedForm[GDNGate]):
+    """The operator in one precision: see the module."""
+
+    def __init__(self, inputs: GDNInputs, precision: Precision) -> None:
+        super().__init__(inputs.v, inputs.initial_state, inputs.states_shape, precision)
+        self._inputs = inputs
+
+    def _chunks(self, span: Span, gate: GDNGate) -> torch.Tensor:
+        inputs, operand, intermediate = self._inputs, self._operand_rounded, self._intermediate_rounded
+        positions = slice(span.start, span.stop)
+        q, k = (self._queries_or_keys(tensor[span.batch, positions]) for tensor in (inputs.q, inputs.k))  # (c, h, i, K)
+        v = split_chunks(inputs.v[span.batch, positions].float(), CHUNK).transpose(1, 2)  # (c, h, i, V)
+        beta = split_chunks(inputs.beta[span.batch, positions].float(), CHUNK).transpose(1, 2)[..., None]
+        g = gate.g_cumsum
+
+        decay = gpu_exp((g[..., :, None] - g[..., None, :]).clamp(max=0)).tril()  # (c, h, i, j)
+        inverse = operand(self._inverse(((k @ k.mT) * decay * beta).tril(-1)))
+        beta, since_start = intermediate(beta), intermediate(gpu_exp(g))[..., None]
+        u = operand(inverse @ operand(beta * v))
+        w = operand(inverse @ operand(intermediate(beta * since_start) * k))
+
+        last = g[..., -1:]
+        to_end = intermediate(gpu_exp((last - g).clamp(max=0)))[..., None]
+        chunk_decay = gpu_exp(last)[..., None]
+        scores = operand(intermediate(intermediate(q @ k.mT) * intermediate(decay)))
+        out = torch.empty_like(v)
+        for c in range(len(v)):
+            entering = operand(self._state)
+            written = intermediate(u[c] - w[c] @ entering)
+            out[c] = since_start[c] * (q[c] @ entering) + scores[c] @ operand(written)
+            added = k[c].mT @ operand(written * to_end[c])
+            self._state = self._state_rounded(self._state * chunk_decay[c] + added)
+        out = out * inputs.scale_or_default
+        return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
+
+    def _queries_or_keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(l, H, K) as an operand, (c, h, CHUNK, K)."""
+        tensor = tensor.float()
+        if self._inputs.use_qk_l2norm:
+            tensor = tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        tensor = self._operand_rounded(tensor).repeat_interleave(self._inputs.values_per_key, 1)
+        return split_chunks(tensor, CHUNK).transpose(1, 2)
+
+    def _inverse(self, system: torch.Tensor) -> torch.Tensor:
+        """(I + system)^-1 by blocks: those on the diagonal in fp32, then pairs of neighbours."""
+        product = _tf32 if self._operand_dtype != torch.float32 else two_tf32
+        identity = torch.eye(_LEAF, device=system.device)
+        leaves = _blocks_below(system, _LEAF, 0)
+        inverse: torch.Tensor = torch.linalg.solve_triangular(
+            leaves, identity.expand_as(leaves), upper=False, unitriangular=True
+        )
+        half = _LEAF
+        while half < CHUNK:
+            top, bottom, between = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :], _blocks_below(system, half, 1)
+            corner = -product(bottom) @ product(product(between) @ product(top))
+            upper, lower = torch.cat([top, torch.zeros_like(top)], -1), torch.cat([corner, bottom], -1)
+            inverse = torch.cat([upper, lower], -2)
+            half *= 2
+        return inverse.squeeze(-3)
+
+
+def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:
+    """(..., CHUNK, CHUNK) -> (..., n, size, size): blocks on the diagonal, or the one below each even block of it."""
+    count = CHUNK // size
+    blocks = system.reshape(*system.shape[:-2], count, size, count, size)
+    on_or_below = [blocks[..., i + below, :, i, :] for i in range(0, count, 1 + below)]
+    return torch.stack(on_or_below, -3)
+
+
+def _tf32(tensor: torch.Tensor) -> torch.Tensor:
+    """An fp32 operand as a tensor core reads it: without its low 13 bits."""
+    return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+ORACLE = OracleSpec(
+    forms=forms,
+    blocks=blocks,
+    gate=GDNGate.of,
+    rounded=RoundedGDN,
+    bytes_per_position=bytes_per_position,
+    chunk_size=lambda _inputs: CHUNK,
+)
+
+
+# --- cost
+
+SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
+
+
+def dims(inputs: GDNInputs) -> Dims:
+    """A call's sizes; `sizes` has key_heads, value_heads, key_dim and value_dim."""
+    batch, seqlen, key_heads, key_dim = inputs.q.shape
+    value_heads, value_dim = inputs.v.shape[2:]
+    return Dims(
+        operator="gdn",
+        batch=batch,
+        seqlen=seqlen,
+        chunk_size=inputs.chunk_size,
+        dtype=dtype_name(inputs.q.dtype),
+        sizes={"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim},
+        words=f"{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}",
+    )
+
+
+def bytes_moved(inputs: GDNInputs) -> int:
+    """Every input read once; out and the fp32 final states written once."""
+    return tensors.nbytes(inputs) + sum(form.nbytes for form in forms(inputs))
+
+
+def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
+    """Multiplications and additions of the chunked form's matrix products.
+
+    Per position, with (C + 1) / 2 sources per position on average in a chunk of C positions (the causal half):
+
+        k k^T, q k^T                       2 H K (C + 1) / 2 each
+        the inverse, times what is written, and scores times what is written
+                                           2 HV V (C + 1) / 2 each
+        k S, q S, and the state's update   2 HV K V each
+
+    It grows with C.  The default, the smallest chunk that fills a tensor core's tile, is the least that any chunked
+    kernel does, so that no choice of chunk beats the floor.  The inverse itself, decays and norms are not counted.
+    """
+    names = ("key_heads", "value_heads", "key_dim", "value_dim")
+    key_heads, heads, key_dim, value_dim = (dims.sizes[name] for name in names)
+    sources = chunk_size + 1
+    per_position = 2 * sources * (key_heads * key_dim + heads * value_dim) + 6 * heads * key_dim * value_dim
+    return dims.batch * dims.seqlen * per_position
+
+
+COST = Cost(dims=dims, bytes_moved=bytes_moved, flops=flops)
+
+
+# --- random inputs
+
+SEED = 0
+SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
+STEPS = (1e-3, 1e-1)  # softplus(a + dt_bias) at a = 0: log-uniform
+NORMALISED, QUARTER_UNGATED = "normalised", "quarter-ungated"
+WAYS = {
+    NORMALISED: "q and k are normalised before the call and not inside",
+    QUARTER_UNGATED: "every fourth value head has no gate: g = 0",
+}
+
+
+def draw(cell: Cell, device: torch.device) -> GDNInputs:
+    """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias); beta = sigmoid(N(0, 1)) times its maximum.
+
+    "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.  Packed and very
+    short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes.
+    """
+    shape, dtype = cell.shape, dtype_named(cell.dtype)
+    assert isinstance(shape, GDNShape)
+    generator = torch.Generator(device).manual_seed(SEED)
+    bounds = boundaries(cell.tokens, SEED)
+    batch, length = (1, bounds[-1]) if cell.tokens.packed else (cell.tokens.sequences, cell.tokens.seqlen)
+    heads = shape.value_heads
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device=device, generator=generator)
+
+    def uniform(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(heads, device=device, generator=generator)
+
+    q, k, v = _tensors(shape, cell.layout, batch, length, device, dtype)
+    for tensor in (q, k, v):
+        tensor.normal_(generator=generator)
+    step = uniform(*map(math.log, STEPS)).exp()
+    dt_bias = step + torch.log(-torch.expm1(-step))  # the inverse softplus
+    A = uniform(SLOWEST, FASTEST)
+    g = -A * torch.nn.functional.softplus(normal(batch, length, heads) + dt_bias)
+    if QUARTER_UNGATED in cell.drawn:
+        g[..., ::4] = 0
+    if NORMALISED in cell.drawn:
+        for tensor in (q, k):
+            tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
+    states = (cell.tokens.sequences, heads, shape.key_dim, shape.value_dim)
+    return kernels.GDNInputs(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=(shape.largest_beta * normal(batch, length, heads).sigmoid()).to(dtype),
+        use_qk_l2norm=NORMALISED not in cell.drawn,
+        initial_state=normal(*states) if cell.tokens.states else None,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device) if cell.tokens.packed else None,
+    )
+
+
+def _tensors(
+    shape: GDNShape, layout: Layout, batch: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised q, k and v."""
+    key, value = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.value_dim)
+    sizes = (key, key, value)
+    if layout == "contiguous":
+        q, k, v = (torch.empty(batch, length, *size, dtype=dtype, device=device) for size in sizes)
+        return q, k, v
+    widths = [math.prod(size) for size in sizes]
+    convolved = torch.empty(batch, length, sum(widths), dtype=dtype, device=device)
+    parts = torch.split(convolved, widths, -1)
+    q, k, v = (part.view(batch, length, *size) for part, size in zip(parts, sizes, strict=True))
+    return q, k, v
+
+
+# --- other libraries
+
+_NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is imported
+
+
+def _fla(_checkout: Path | None) -> LoadedLibrary:
+    return LoadedLibrary(implementation=fla.load(_fla_operator()), version=fla.version(), precisions=_states_as_inputs)
+
+
+def _fla_recurrent(_checkout: Path | None) -> LoadedLibrary:
+    return LoadedLibrary(
+        implementation=fla.load_recurrent(_fla_operator()), version=fla.version(), precisions=_fp32_states
+    )
+
+
+def _fla_operator() -> ModuleType:
+    """fla's operator, with its calls to other libraries turned off, so that fla's own kernels are timed.
+
+    Raises ImportError if it is not installed, and if it was imported before with these calls on.
+    """
+    if fla.OPERATOR in sys.modules and os.environ.get(_NO_DISPATCH) != "1":
+        raise ImportError(f"fla was imported before {_NO_DISPATCH}=1 was set, and may call other libraries")
+    os.environ[_NO_DISPATCH] = "1"
+    return import_module(fla.OPERATOR)
+
+
+def _flash_qla(_checkout: Path | None) -> LoadedLibrary:
+    return LoadedLibrary(
+        implementation=flash_qla.load(), version=packages.version("flash_qla"), precisions=_fp32_states
+    )
+
+
+def _flashinfer(_checkout: Path | None) -> LoadedLibrary:
+    version = packages.version("flashinfer-python")
+    return LoadedLibrary(implementation=flashinfer.load(), version=version, precisions=_fp32_states)
+
+
+def _states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+    return (PrecisionRecord(intermediates="exact", state_dtype=dtype),)
+
+
+def _fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+    return (EXACT_FP32,)
+
+
+_FLA_HINT = "pip install flash-linear-attention, or leave it out."
+LIBRARIES = {
+    "fla": Library(load=_fla, hint=_FLA_HINT),
+    "fla_recurrent": Library(load=_fla_recurrent, hint=_FLA_HINT),
+    "flash_qla": Library(load=_flash_qla, hint="pip install flash-qla, or leave it out."),
+    "flashinfer": Library(load=_flashinfer, hint="pip install flashinfer-python, or leave it out."),
+}
+
+
+GENERATOR = InputGenerator(
+    shapes=SHAPES,
+    parse=parse,
+    grammar=GRAMMAR,
+    draw=draw,
+    ways=WAYS,
+    alternatives=("fused_portable",),
+    libraries=LIBRARIES,
+)
+
+
+# --- tensor-parallel ranks
+
+
+def refusal(sizes: Mapping[str, int], ranks: int) -> str:
+    """Every rank takes the same number of key heads, with their value heads."""
+    heads = sizes["key_heads"]
+    return f"its {heads} key heads cannot be divided by {ranks}" if heads % ranks else ""
+
+
+def first_rank(inputs: GDNInputs, ranks: int) -> GDNInputs:
+    """The first key heads with their value heads."""
+    keys, values = inputs.q.shape[2] // ranks, inputs.v.shape[2] // ranks
+    state = inputs.initial_state
+    return replace(
+        inputs,
+        q=inputs.q[:, :, :keys],
+        k=inputs.k[:, :, :keys],
+        v=inputs.v[:, :, :values],
+        g=inputs.g[:, :, :values],
+        beta=inputs.beta[:, :, :values],
+        initial_state=None if state is None else state[:, :values],
+    )
+
+
+SHARDING = Sharding(refusal=refusal, first_rank=first_rank)
+
+
+OPERATOR = Operator(
+    outline=OUTLINE,
+    load_inputs=lambda: kernels.GDNInputs,
+    binding=BINDING,
+    cost=COST,
+    oracle=ORACLE,
+    generator=GENERATOR,
+    load_tuning=lambda: gdn_tuning.TUNING,
+    sharding=SHARDING,
+)

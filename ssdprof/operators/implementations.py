@@ -1,0 +1,325 @@
+"""Resolves names of implementations.
+
+unfused, fused, ...      an implementation of ssdprof's, or an alternative form of one
+mamba_ssm, fla, ...      another library, as installed
+published=~/mamba        another library, in a checkout
+my_kernel                an entry point of the group `ssdprof.implementations`
+my_module:my_function    the user's own kernel; its module may lie in the current directory
+
+The second half of this file loads a user's kernel: an importable function of the operator's inputs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from functools import reduce
+from importlib import import_module, metadata
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ssdprof import kernels, operators
+from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
+from ssdprof.errors import BadInputError, MissingCapabilityError, library_message, nearest
+from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import input_dtype
+from ssdprof.operators.generate import Library
+from ssdprof.operators.lazy import LazyModule
+from ssdprof.operators.operator import Operator, Output
+
+if TYPE_CHECKING:
+    import torch
+
+    from ssdprof.kernels import registry
+    from ssdprof.kernels.precision import Precision
+    from ssdprof.kernels.registry import Implementation, Plan
+else:
+    torch = LazyModule("torch")
+    registry = LazyModule("ssdprof.kernels.registry")
+
+GROUP = "ssdprof.implementations"
+Kind = Literal["bundled", "library", "own"]
+
+
+def required(implementation: Implementation) -> Implementation:
+    """The same.  Raises MissingCapabilityError if it is unavailable."""
+    if implementation.absent:
+        raise MissingCapabilityError(implementation.absent, implementation.hint)
+    return implementation
+
+
+def own_precisions(
+    implementation: Implementation, dtype: DType, wanted: tuple[PrecisionRecord, ...]
+) -> tuple[PrecisionRecord, ...]:
+    """Its precisions for inputs of this dtype: `wanted`, unless it has precisions of its own."""
+    return wanted if implementation.precisions is None else implementation.precisions(input_dtype(dtype))
+
+
+class ImplementationCache:
+    """Resolves names for one device, each once, so that a library that tunes itself keeps its configurations."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[tuple[str, str], Implementation] = {}
+
+    def get(self, operator: Operator[Any], word: str) -> Implementation:
+        """As `resolve`; unavailable if it cannot run on this kind of device.
+
+        A library with a checkout can be named without it later.  BadInputError for a second checkout of a library.
+        """
+        key = (operator.name, word)
+        if key not in self._known:
+            found = resolve(operator, word)
+            if found.needs_gpu and not found.absent and self._device.type != "cuda":
+                why = f"{found.name} needs an NVIDIA GPU, and this machine has none."
+                found = replace(found, absent=why, hint="Leave it out.")
+            if (operator.name, found.name) in self._known:
+                raise _two_checkouts(found.name)
+            self._known[key] = self._known[operator.name, found.name] = found
+        return self._known[key]
+
+
+def refuse_two_checkouts(words: Iterable[str]) -> None:
+    """Raises BadInputError if two words name one library, because reports identify implementations by name."""
+    names = [word.partition("=")[0] for word in dict.fromkeys(words)]
+    for name in names:
+        if names.count(name) > 1:
+            raise _two_checkouts(name)
+
+
+def _two_checkouts(name: str) -> BadInputError:
+    return BadInputError(f"{name} is named with two checkouts.", "Measure each of them in a command of its own.")
+
+
+def known(operator: Operator[Any]) -> tuple[str, ...]:
+    """Every name that can be resolved for the operator, except module:function."""
+    generator = operator.generator
+    libraries = tuple(generator.libraries) if generator else ()
+    return tuple(dict.fromkeys((*kernels.names(operator.name), *libraries, *entry_points())))
+
+
+def knows(operator: Operator[Any], word: str) -> bool:
+    """Whether `resolve` knows the name, available or not.  Any MODULE:FUNCTION is known."""
+    return ":" in word or word.partition("=")[0] in known(operator)
+
+
+def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...] = ()) -> None:
+    """Raise BadInputError for words of an option that no operator knows, and for those in `besides`.
+
+    Nothing is imported: an implementation that is known may still be missing on this machine.
+    """
+    records = [operators.get(name) for name in operators.names()]
+    unknown = [word for word in words if word in besides or not any(knows(one, word) for one in records)]
+    if unknown:
+        names = dict.fromkeys(name for one in records for name in known(one) if name not in besides)
+        raise BadInputError(
+            f"{option} does not know {', '.join(map(repr, unknown))}.",
+            f"{nearest(unknown[0], names)}  A kernel of your own is MODULE:FUNCTION.",
+        )
+
+
+def kind_of(operator: Operator[Any], word: str) -> Kind:
+    """The kind of implementation of a known name, without importing anything."""
+    name, generator = word.partition("=")[0], operator.generator
+    if generator and name in generator.libraries:
+        return "library"
+    return "bundled" if name in kernels.names(operator.name) else "own"
+
+
+def resolve(operator: Operator[Any], word: str) -> Implementation:
+    """Resolve `word` among the implementations of the operator.  Bundled ones and libraries come first.
+
+    An unavailable library is not an error: the result has the reason.  Raises BadInputError for an unknown name, a
+    library without its checkout or with one that is not a folder, and an own kernel that cannot be imported or takes
+    another operator's inputs.
+    """
+    name, _, checkout = word.partition("=")
+    generator = operator.generator
+    if generator and name in generator.libraries:
+        return _library(
+            operator.name, name, generator.libraries[name], Path(checkout).expanduser() if checkout else None
+        )
+    if checkout:
+        raise BadInputError(
+            f"{name!r} is not a library of {operator.name}, and only libraries are loaded from a checkout.",
+            f"Libraries are: {', '.join(generator.libraries) if generator else 'none'}.",
+        )
+    if name in kernels.names(operator.name):
+        return kernels.get(operator.name, name)
+    if ":" in name:
+        return _own(operator, name, name)
+    if name in entry_points():
+        return _own(operator, name, entry_point(name))
+    others = [one for one in operators.names() if name in known(operators.get(one))]
+    raise BadInputError(
+        f"There is no implementation {name!r} of {operator.name}{f': it is one of {others[0]}' if others else ''}.",
+        f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
+    )
+
+
+def _library(operator: str, name: str, source: Library, checkout: Path | None) -> Implementation:
+    if source.from_checkout and checkout is None:
+        raise BadInputError(
+            f"No package contains the {name} kernel.", f"Give a checkout of {source.where}: {name}=DIRECTORY."
+        )
+    if checkout is not None and not source.from_checkout:
+        raise BadInputError(f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}.")
+    if checkout is not None and not checkout.is_dir():
+        raise BadInputError(f"There is no folder {checkout}.", f"Give a checkout of {source.where}.")
+    try:
+        peer = source.load(checkout)
+    except ImportError as error:
+        where = " from its checkout" if checkout else ""
+        why = f"{name} cannot be imported{where}: {str(error).rstrip('.')}."
+        return registry.unavailable(operator, name, absent=why, hint=source.hint)
+    return replace(
+        peer.implementation,
+        kind="library",
+        version=peer.version,
+        needs_gpu=source.needs_gpu,
+        precisions=peer.precisions,
+    )
+
+
+def _own(operator: Operator[Any], name: str, reference: str) -> Implementation:
+    try:
+        function = load(reference)
+    except BadInputError as error:
+        if name == reference:
+            raise
+        raise BadInputError(
+            f"The entry point {name!r} cannot be loaded.  {error.message}",
+            "Leave it out, or repair the package that registers it.",
+        ) from error
+    refuse_other_operator(operator, name, function)
+    return replace(own_implementation(operator, name, function), version=reference)
+
+
+# --- the user's own kernel
+
+
+def entry_points() -> tuple[str, ...]:
+    """The names that installed packages register."""
+    return tuple(sorted(metadata.entry_points(group=GROUP).names))
+
+
+def entry_point(name: str) -> str:
+    """The module:function that a package registers under `name`.  BadInputError if several packages register one."""
+    found = sorted({point.value for point in metadata.entry_points(group=GROUP, name=name)})
+    if len(found) > 1:
+        raise BadInputError(f"Several installed packages register {name!r}.", f"Name one of: {', '.join(found)}.")
+    return found[0]
+
+
+def load(reference: str) -> Callable[..., Any]:
+    """The function "module:function".  Raises BadInputError with the message of a failed import."""
+    name, _, attribute = reference.partition(":")
+    if not name or not attribute:
+        missing = "function" if name else "module"
+        raise BadInputError(f"{reference!r} names no {missing}.", "Give MODULE:FUNCTION.")
+    try:
+        import_module("ssdprof.kernels._triton")  # sets interpreter mode before the user's kernels are defined
+        with _current_directory_first(), redirect_stdout(sys.stderr):  # keep stdout free for the command's data
+            module = import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # any exit of the user's module: pytest's skip is not an Exception
+        raise BadInputError(
+            f"The module of {reference} cannot be imported: {library_message(error)}.",
+            "Give MODULE:FUNCTION, where MODULE is importable, also from the current directory.",
+        ) from error
+    try:
+        function = reduce(getattr, attribute.split("."), module)
+    except AttributeError:
+        file = getattr(module, "__file__", None) or "built in"
+        raise BadInputError(f"The module {name} ({file}) has no {attribute!r}.", "Give MODULE:FUNCTION.") from None
+    if not callable(function):
+        raise BadInputError(
+            f"{reference} is not a function, but of type {type(function).__name__}.",
+            "Name a function of the operator's inputs: docs/your-own-kernel.md.",
+        )
+    return function
+
+
+def own_implementation(operator: Operator[Any], name: str, function: Callable[..., Any]) -> Implementation:
+    """The function as an implementation of the operator."""
+    has_precision = takes_precision(function)
+
+    def run(inputs: Any, precision: Precision) -> Output:
+        with torch.cuda.device(_index(inputs)):  # Triton launches on the current GPU
+            return _pair(name, function(inputs, precision=precision) if has_precision else function(inputs))
+
+    def plan(_inputs: Any, _precision: Precision) -> Plan:
+        return registry.Plan(variant=name, launches=0)
+
+    return registry.Implementation(
+        operator=operator.name,
+        name=name,
+        run=run,
+        plan=plan,
+        kind="own",
+        version=name,
+        precisions=None if has_precision else lambda _dtype: (EXACT_FP32,),
+    )
+
+
+def takes_precision(function: Callable[..., Any]) -> bool:
+    """Whether the function has a parameter `precision`, and so runs at every requested precision."""
+    try:
+        return "precision" in signature(function).parameters
+    except ValueError:  # a built-in has no signature
+        return False
+
+
+def refuse_other_operator(operator: Operator[Any], name: str, function: Callable[..., Any]) -> None:
+    """BadInputError if the function's annotations name the inputs of another operator."""
+    types = {str(getattr(note, "__name__", note)).rpartition(".")[2] for note in _annotations(function)}
+    for other in map(operators.get, operators.names()):
+        if other.name != operator.name and other.inputs.__name__ in types:
+            raise BadInputError(
+                f"{name} takes {other.inputs.__name__}, and these layers are {operator.outline.layers} layers.",
+                f"Name a function that takes {operator.inputs.__name__}, or run a model with other layers.",
+            )
+
+
+def _annotations(function: Callable[..., Any]) -> list[Any]:
+    try:
+        return [parameter.annotation for parameter in signature(function).parameters.values()]
+    except ValueError:
+        return []
+
+
+def _index(inputs: Any) -> int:
+    """The index of the inputs' GPU; -1 on a CPU, for which `torch.cuda.device` does nothing."""
+    index = tensors.device(inputs).index
+    return -1 if index is None else index
+
+
+def _pair(name: str, output: Any) -> Output:
+    if not isinstance(output, tuple | list) or len(output) != 2:
+        raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
+    for what, tensor in zip(("out", "final_states"), output, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
+    return output[0], output[1]
+
+
+def _type(thing: Any) -> str:
+    size = f" of {len(thing)}" if isinstance(thing, tuple | list) else ""
+    return f"{type(thing).__name__}{size}"
+
+
+@contextmanager
+def _current_directory_first() -> Iterator[None]:
+    """Put the current directory first on sys.path, as for a script; afterwards last, for later imports."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+        if here not in sys.path:
+            sys.path.append(here)
