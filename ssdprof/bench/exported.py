@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ssdprof.bench import gate, render
 from ssdprof.bench.rows import of_bench
 from ssdprof.bench.schema import BenchReport
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.exports.exported import Exported
 
 _PLACE = (

@@ -9,7 +9,7 @@ from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport, Compiled, Ke
 from ssdprof.bench.tables_of_choices import chunk_sizes, relaxed_over_exact
 from ssdprof.bench.tables_of_matches import matches
 from ssdprof.bench.tables_of_warm import by_warm_clock
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.tables.run import tuned
 from ssdprof.report.tables.table import Table, columns
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ssdprof.bench.grouping import MOST_ROWS, grouped
 from ssdprof.bench.schema import BenchCell, BenchReport
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.schema import TOLERANCES, Deviation, TensorAccuracy
 

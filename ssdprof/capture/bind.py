@@ -23,11 +23,11 @@ def bind(
 
     Raises BadInputError for a call that the operator's inputs cannot express; the message names the argument.
     """
-    door = operators.get(operator).door
-    binder = door.bind_step if step else door.bind
+    binding = operators.get(operator).binding
+    binder = binding.bind_step if step else binding.bind
     if binder is None:
         raise BadInputError(f"Decode steps of {operator} layers cannot be captured.", "Leave out --decode.")
-    for name in door.refused:
+    for name in binding.refused:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise BadInputError(f"{type(mixer).__name__} passes {name} to its operator, which a capture cannot hold.")
     try:

@@ -78,7 +78,7 @@ def capture_bytes_per_token(site: Site) -> int:
     """Bytes of the operator's inputs for one position."""
     item = next(site.mixer.parameters()).element_size()
     heads = site.mixer.A_log.numel()  # type: ignore[operator]
-    per_head = operators.get(site.operator).door.gate_bytes(item)
+    per_head = operators.get(site.operator).binding.gate_bytes(item)
     return item * _conv_width(site.mixer) + per_head * heads
 
 

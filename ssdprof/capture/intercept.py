@@ -30,9 +30,9 @@ class OperatorCall:
     remark: str  # of `BoundCall`
     original: Callable[[], Any]
 
-    def stand_in(self) -> Result:
+    def replacement(self) -> Result:
         """The operator, computed by ssdprof and not by transformers."""
-        result: Result = operators.get(self.site.operator).door.stand_in(self.inputs)
+        result: Result = operators.get(self.site.operator).binding.replacement(self.inputs)
         return result
 
     def run_original(self) -> Result:
@@ -70,7 +70,7 @@ def intercept(sites: Sequence[Site], handler: Handler, on_step: OnStep | None = 
         for site in sites:
             restore.callback(site.mixer.register_forward_pre_hook(wrappers.entered(site)).remove)
         for site in {(id(site.namespace), site.function): site for site in sites}.values():
-            namespace, step = site.namespace, operators.get(site.operator).door.step
+            namespace, step = site.namespace, operators.get(site.operator).binding.step
             replace(namespace, site.function, wrappers.operator(site.function, namespace[site.function]))
             if step in namespace:
                 replace(namespace, step, wrappers.step(namespace[step]))
@@ -106,7 +106,7 @@ class _Wrappers:
             out, final_state = self._handler(call)
             if call.wants_final_state:
                 return out, final_state
-            return (out, None) if operators.get(site.operator).door.always_a_pair else out
+            return (out, None) if operators.get(site.operator).binding.always_a_pair else out
 
         return call_handler
 

@@ -19,10 +19,10 @@ from ssdprof.capture.prefill import Head
 from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
 from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
+from ssdprof.core.words import size_words
 from ssdprof.environment.memory import host_memory
-from ssdprof.environment.ranks import started
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.quantities import size_words
+from ssdprof.store.ranks import started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer
         layer = wanted.get(call.site.layer_index)
         if layer is not None:
             on_layer(_taken(prompt, call, layer, next(upcoming[layer.index], None)))
-        return call.stand_in()
+        return call.replacement()
 
     return prompt.run(handler, _on_step(prompt, wanted, on_layer))
 
@@ -118,7 +118,7 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
                 model_strides[index] = strides(call.inputs)
                 remarks[index] = call.remark
             filled[index] += buffers[index].write(call.inputs, filled[index])
-        return call.stand_in()
+        return call.replacement()
 
     calls = prompt.run(handler, _on_step(prompt, wanted, on_layer))
     (whole,) = prompt.calls(decode=False)

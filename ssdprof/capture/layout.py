@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ssdprof import operators
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import device, tensors
-from ssdprof.quantities import size_words
 
 
 def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
@@ -46,14 +46,14 @@ class PromptBuffer:
     """
 
     def __init__(self, first: Any, seqlen: int, device: torch.device, *, on_disk: bool = False) -> None:
-        door = operators.of(first).door
+        binding = operators.of(first).binding
         given = tensors(first)
-        if "cu_seqlens" in given and given[door.views[0]].shape[1] != seqlen:
+        if "cu_seqlens" in given and given[binding.views[0]].shape[1] != seqlen:
             raise BadInputError(
                 "The model packs sequences (cu_seqlens), which cannot be captured in segments.",
                 "Give --segment the length of the whole prompt.",
             )
-        views = {name: given[name] for name in door.views}
+        views = {name: given[name] for name in binding.views}
         one = next(iter(views.values()))
         batch, dtype = one.shape[0], one.dtype
         self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
@@ -62,7 +62,7 @@ class PromptBuffer:
         self._buffer = room((batch, seqlen, conv_dim), dtype=dtype)
         self._per_position = {
             name: room((batch, seqlen, *given[name].shape[2:]), dtype=given[name].dtype)
-            for name in door.per_position
+            for name in binding.per_position
             if name in given
         }
         positioned = {*views, *self._per_position}

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ssdprof.core.base import first_fault
+from ssdprof.core.base import VERSION, first_fault
 from ssdprof.core.subject import CaptureManifest
 from ssdprof.errors import BadInputError, library_message, unreadable
-from ssdprof.schema import SCHEMA_VERSION, migrate  # TODO
 
 MANIFEST = "manifest.json"
 AGAIN = "Capture again."
@@ -35,12 +34,10 @@ def read_manifest(folder: Path) -> CaptureManifest:
         raise unreadable(str(path), error, "Name a folder of captures.") from error
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path} is damaged: it is not JSON: {library_message(error)}.", AGAIN) from error
-    version = content.get("schema_version") if isinstance(content, dict) else None
-    if version == migrate.OLDEST:
-        content = migrate.manifest(content)
-    elif version != SCHEMA_VERSION:
+    version = content.get("version") if isinstance(content, dict) else None
+    if version != VERSION:
         raise BadInputError(
-            f"{path} has schema version {version}; this ssdprof reads versions {migrate.OLDEST} and {SCHEMA_VERSION}.",
+            f"{path} has version {version}; this ssdprof reads version {VERSION}.",
             "Capture again, or read it with the ssdprof that wrote it.",
         )
     try:

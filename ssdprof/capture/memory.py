@@ -8,9 +8,9 @@ from typing import Any
 from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
 from ssdprof.capture.sites import find_sites
 from ssdprof.core.subject import LayerRef
+from ssdprof.core.words import size_words
 from ssdprof.environment.memory import free_memory
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.quantities import size_words
 
 SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)
 

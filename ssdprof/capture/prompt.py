@@ -13,7 +13,7 @@ from ssdprof.capture import text
 from ssdprof.capture.pieces import pieces
 from ssdprof.core.subject import Prompt
 from ssdprof.errors import BadInputError, unreadable
-from ssdprof.operators.drawing import Tokens
+from ssdprof.operators.generate import Tokens
 
 if TYPE_CHECKING:  # a wrong --seq is refused before torch and transformers are imported
     import torch

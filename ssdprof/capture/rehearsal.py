@@ -89,7 +89,7 @@ def rehearse(
             counted.peak = max(counted.peak, counted.now + taken[form])
             return _outputs(call)
         peak, counted.peak, before = counted.peak, counted.now, counted.now
-        result = call.stand_in()
+        result = call.replacement()
         taken[form] = counted.peak - before
         counted.peak = max(peak, counted.peak)
         return result

@@ -38,7 +38,7 @@ def find_sites(model: nn.Module) -> tuple[Site, ...]:
     Raises BadInputError if there is none, or if two share a decoder layer.
     """
     # The variants for a single token are other functions, which are not replaced.
-    functions = {operators.get(name).door.function: name for name in operators.names()}
+    functions = {operators.get(name).binding.function: name for name in operators.names()}
     sites: dict[int, Site] = {}
     for name, module in model.named_modules():
         forward = _forward(module)

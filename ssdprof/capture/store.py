@@ -25,13 +25,22 @@ from ssdprof import operators
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.layout import PromptBuffer
 from ssdprof.capture.manifest import AGAIN, MANIFEST, is_capture, read_manifest
-from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, TensorRecord
+from ssdprof.core.base import VERSION
+from ssdprof.core.subject import (
+    CallRef,
+    CaptureManifest,
+    CheckpointRef,
+    LayerCapture,
+    LayerRef,
+    Prompt,
+    TensorRecord,
+    scalars_hash,
+)
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
 from ssdprof.kernels.oracle_blocks import sequences
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema.capture import scalars_hash  # TODO
 
 
 class Loader(Protocol):
@@ -89,7 +98,12 @@ class CaptureWriter:
         self.folder = folder
         self._overwrite = overwrite
         self.manifest = CaptureManifest(
-            checkpoint=checkpoint, prompts=tuple(prompts), segment_length=segment_length, layers=(), complete=False
+            version=VERSION,
+            checkpoint=checkpoint,
+            prompts=tuple(prompts),
+            segment_length=segment_length,
+            layers=(),
+            complete=False,
         )
 
     def __enter__(self) -> CaptureWriter:
@@ -115,7 +129,7 @@ class CaptureWriter:
         file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
-        scalars = operators.of(captured.inputs).door.scalars(captured.inputs)
+        scalars = operators.of(captured.inputs).binding.scalars(captured.inputs)
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
@@ -195,7 +209,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
         )
     try:
         operator = operators.get(capture.layer.operator)
-        arguments = operator.door.arguments(capture.scalars)
+        arguments = operator.binding.arguments(capture.scalars)
         _check_types(operator.inputs, arguments)
         inputs = operator.inputs(**found, **arguments)
         if (bounds := found.get("cu_seqlens")) is not None:

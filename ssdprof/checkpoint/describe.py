@@ -12,9 +12,8 @@ from ssdprof.checkpoint import original
 from ssdprof.checkpoint.layer_dims import LayerDims
 from ssdprof.checkpoint.model_types import MODEL_TYPES, OTHER_SCANS, ModelType
 from ssdprof.checkpoint.sizes import Sizes, shown
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.subject import DECODED_ON_LOAD, LayerRef
 from ssdprof.errors import BadInputError, library_message
-from ssdprof.schema.checkpoint import DECODED_ON_LOAD  # TODO
 
 # Methods that transformers loads.  It ignores others with a warning, and would load the codes as weights.
 QUANT_METHODS = DECODED_ON_LOAD | {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssdprof.checkpoint.layer_dims import LayerDims, SSDLayerDims
-from ssdprof.schema.sizes import GDNSizes  # TODO
+from ssdprof.checkpoint.sizes_of_layers import GDNSizes  # TODO
 
 CARD = "rounded figure of the name or model card"
 FILE_SIZE = "size of the weights on the hub, 2 bytes each"

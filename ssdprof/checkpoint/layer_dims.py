@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ssdprof.checkpoint.sizes import Sizes
-from ssdprof.schema.sizes import GDNSizes, SSDSizes  # TODO
+from ssdprof.checkpoint.sizes_of_layers import GDNSizes, SSDSizes  # TODO
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from ssdprof.checkpoint.fetched import LocalCheckpoint
 from ssdprof.checkpoint.integrity import broken_file
 from ssdprof.checkpoint.sizes import LIMIT, shown
 from ssdprof.checkpoint.weights import is_needed
+from ssdprof.core.subject import DECODED_ON_LOAD
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
-from ssdprof.schema.checkpoint import DECODED_ON_LOAD  # TODO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ from typing import Any
 from ssdprof.checkpoint.describe import Description
 from ssdprof.checkpoint.layer_kinds import ZAMBA2_DEFAULT_KINDS
 from ssdprof.checkpoint.weights import INDEX, is_needed
-from ssdprof.schema.checkpoint import DECODED_ON_LOAD  # TODO
+from ssdprof.core.subject import DECODED_ON_LOAD
 
 _PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")

@@ -44,7 +44,7 @@ def accuracy(
     a case was inaccurate, not finite or refused, that a gate does not hold, or that the run is partial.
     """
     from ssdprof import runs
-    from ssdprof.pipeline.request import parse_states
+    from ssdprof.jobs.request import parse_states
     from ssdprof.report import accuracy_table
     from ssdprof.runs import document
     from ssdprof.core.base import precisions_for
@@ -69,7 +69,7 @@ def accuracy(
 def _chosen(report: RunReport, impl: str | None, baseline: str | None) -> RunReport:
     """The report with the named implementations alone.  Raises BadInputError for names that the run did not compare."""
     from ssdprof.errors import BadInputError, nearest
-    from ssdprof.pipeline.request import parse_implementations
+    from ssdprof.jobs.request import parse_implementations
     from ssdprof.schema.outcome import of_implementations  # TODO
 
     if baseline not in (None, report.baseline):

@@ -12,7 +12,7 @@ from ssdprof.commands.grouped import grouped
 from ssdprof.commands.model_options import PlacedModelOptions
 
 if TYPE_CHECKING:
-    from ssdprof.pipeline.answers_request import AnswersRequest
+    from ssdprof.jobs.answers_request import AnswersRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class ComparisonOptions:
 
     def request(self) -> AnswersRequest:
         """Raises BadInputError."""
-        from ssdprof.pipeline.answers_request import AnswersRequest, parse_gate
-        from ssdprof.pipeline.request import parse_implementations, parse_states
+        from ssdprof.jobs.answers_request import AnswersRequest, parse_gate
+        from ssdprof.jobs.request import parse_implementations, parse_states
         from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 
         states = None if self.states is None else parse_states(self.states)
@@ -107,8 +107,8 @@ def answers(
     Exit code 0 says that every case was compared and within the limits of --max-kl, --min-top1 and
     --max-perplexity-increase, if given.  Exit code 1 says that one was not.
     """
-    from ssdprof.pipeline.request import Keep
-    from ssdprof.pipeline.subject import find, refuse_large
+    from ssdprof.jobs.request import Keep
+    from ssdprof.jobs.subject import find, refuse_large
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
 
@@ -117,13 +117,13 @@ def answers(
     wanted = comparison.request()
     subject = find(request, whole=True)
     refuse_large(subject)
-    from ssdprof.pipeline.answers import answers as compare  # imports torch, so after all checks that do not need it
-    from ssdprof.pipeline.answers import check, loaded_as
+    from ssdprof.jobs.answers import answers as compare  # imports torch, so after all checks that do not need it
+    from ssdprof.jobs.answers import check, loaded_as
 
     subject = loaded_as(subject, wanted)
     if dry_run:
         from ssdprof.commands.shown_plan import show_plan
-        from ssdprof.pipeline.dry_run import check_start, plan
+        from ssdprof.jobs.dry_run import check_start, plan
 
         planned = plan(subject, request)
         show_plan(planned, as_json)

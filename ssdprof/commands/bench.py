@@ -123,14 +123,14 @@ class ContenderOptions:
 
     def names(self) -> tuple[str, ...]:
         """All implementations, other libraries first.  Raises BadInputError."""
-        from ssdprof.pipeline.request import parse_implementations
+        from ssdprof.jobs.request import parse_implementations
 
         further = parse_implementations("--also", self.also) if self.also else ()
         return (*self.libraries, *parse_implementations("--impl", self.impl), *further)
 
     def precisions(self) -> Callable[[InputDType], tuple[PrecisionRecord, ...]]:
         """The precisions of our implementations for inputs of a dtype.  Raises BadInputError."""
-        from ssdprof.pipeline.request import parse_states
+        from ssdprof.jobs.request import parse_states
         from ssdprof.core.base import precisions_for
 
         states = None if self.states is None else parse_states(self.states)

@@ -32,22 +32,22 @@ def capture(
 
     One layer of a large model takes gigabytes at 128k tokens.
     """
-    from ssdprof.pipeline.subject import find
+    from ssdprof.jobs.subject import find
 
     options.refuse_ranks("ssdprof capture")
     request = model.request()
     subject = find(request)
     if dry_run:
         from ssdprof.commands.shown_plan import show_plan
-        from ssdprof.pipeline import limits
-        from ssdprof.pipeline.dry_run import check_start, plan
+        from ssdprof.jobs import limits
+        from ssdprof.jobs.dry_run import check_start, plan
 
         planned = plan(subject, request)
         show_plan(planned, as_json)
         limits.check_capture()
         check_start(planned, subject, request)
         return
-    from ssdprof.pipeline.capture import capture as store_captures  # imports torch
+    from ssdprof.jobs.capture import capture as store_captures  # imports torch
 
     folder, manifest = store_captures(
         request, out, overwrite=force, watcher=progress_bars.TerminalWatcher(), subject=subject

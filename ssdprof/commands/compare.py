@@ -49,7 +49,7 @@ def compare(
     from ssdprof.compare import conditions
     from ssdprof.compare.read import read
     from ssdprof.errors import BadInputError
-    from ssdprof.pipeline.request import parse_percent
+    from ssdprof.jobs.request import parse_percent
     from ssdprof.report import comparison, markdown
     from ssdprof.report import terminal as tables
     from ssdprof.settings import find

@@ -11,7 +11,7 @@ import typer
 from ssdprof.commands.options import existing_file
 
 if TYPE_CHECKING:
-    from ssdprof.pipeline.request import CaptureRequest
+    from ssdprof.jobs.request import CaptureRequest
 
 MODEL_HELP = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo-gdn[/bold]."
 
@@ -60,7 +60,7 @@ class ModelOptions:
         from ssdprof.capture.prompt import parse_seq, parse_seqs
         from ssdprof.capture.select import check_layers
         from ssdprof.errors import BadInputError
-        from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+        from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
 
         if self.prompt_file is not None and self.prompt == "random":
             raise BadInputError("--prompt random and --prompt-file cannot be combined.", "Give one of them.")
@@ -123,7 +123,7 @@ class ServedModelOptions(PlacedModelOptions):
     ] = 0
 
     def request(self) -> CaptureRequest:
-        from ssdprof.pipeline.request import parse_serving
+        from ssdprof.jobs.request import parse_serving
 
         serving = parse_serving(
             self.batch, self.packed, self.chunked_prefill, self.decode, seq=self.seq, segment=self.segment

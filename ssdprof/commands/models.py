@@ -31,7 +31,7 @@ def models(as_json: options.Json = False) -> None:
 
 def _table(row: FamilyRow) -> Table:
     from ssdprof import operators
-    from ssdprof.report.format import MISSING
+    from ssdprof.core.words import MISSING
     from ssdprof.report.tables import Table
 
     return Table(

@@ -147,7 +147,7 @@ class TimingOptions:
 
     def smallest(self) -> float:
         """The smallest relative difference of two times that counts.  Raises BadInputError."""
-        from ssdprof.pipeline.request import parse_percent
+        from ssdprof.jobs.request import parse_percent
 
         return parse_percent("--smallest-difference", self.smallest_difference)
 

@@ -38,7 +38,7 @@ class PrefillOptions(options.PrecisionOptions):
 
     def names(self) -> tuple[str, ...]:
         """All implementations to time.  Raises BadInputError."""
-        from ssdprof.pipeline.request import parse_implementations
+        from ssdprof.jobs.request import parse_implementations
 
         return parse_implementations("--impl", f"{self.impl},{self.against}" if self.against else self.impl)
 
@@ -73,7 +73,7 @@ def prefill(
     NVIDIA GPU.  Exit code 1 says that an implementation failed, or that --min-speedup does not hold.
     """
     from ssdprof import files
-    from ssdprof.pipeline.request import parse_percent
+    from ssdprof.jobs.request import parse_percent
     from ssdprof.settings import gates
 
     options.refuse_ranks("ssdprof prefill")
@@ -88,8 +88,8 @@ def prefill(
     # these import torch, so after all checks that do not need it
     from ssdprof.environment.present import require_gpu
     from ssdprof.operators import named
-    from ssdprof.pipeline.lineup import line_up
-    from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
+    from ssdprof.jobs.lineup import line_up
+    from ssdprof.jobs.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills
     from ssdprof.runs import prefill_file
     from ssdprof.schema.prefill_rows import broken_gates  # TODO
 

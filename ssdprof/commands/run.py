@@ -14,7 +14,7 @@ from ssdprof.commands.grouped import grouped
 from ssdprof.commands.model_options import MODEL_HELP, ServedModelOptions
 
 if TYPE_CHECKING:
-    from ssdprof.pipeline.request import CaptureRequest, Keep, ReplayRequest
+    from ssdprof.jobs.request import CaptureRequest, Keep, ReplayRequest
     from ssdprof.schema import Gates, RunReport  # TODO
 
 
@@ -52,7 +52,7 @@ class ReplayOptions:
 
     def request(self, timing: options.TimingOptions, gates: Gates) -> ReplayRequest:
         """Raises BadInputError."""
-        from ssdprof.pipeline.request import ReplayRequest, parse_implementations, parse_states
+        from ssdprof.jobs.request import ReplayRequest, parse_implementations, parse_states
 
         return ReplayRequest(
             intermediates=self.dtypes,
@@ -87,15 +87,15 @@ class ResultOptions:
     ] = False
 
     def keep(self) -> Keep:
-        from ssdprof.pipeline.request import Keep
+        from ssdprof.jobs.request import Keep
 
         return Keep(out=self.out, save_captures=self.save_captures, command=terminal.command_line())
 
     def check(self, request: CaptureRequest, replay: ReplayRequest) -> None:
         """Raises BadInputError if the added results cannot be combined with the replay."""
         from ssdprof.errors import BadInputError
-        from ssdprof.pipeline.request import ServingRequest
-        from ssdprof.pipeline.subject import captures_of
+        from ssdprof.jobs.request import ServingRequest
+        from ssdprof.jobs.subject import captures_of
 
         added = {"--answers": self.answers, "--prefill": self.prefill, "--stalls": self.stalls}
         given = [option for option, wanted in added.items() if wanted]
@@ -137,7 +137,7 @@ def run(
     not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
     interrupted.
     """
-    from ssdprof.pipeline.subject import find_to_replay
+    from ssdprof.jobs.subject import find_to_replay
     from ssdprof.report import brief
     from ssdprof.report import terminal as tables
     from ssdprof.runs import document
@@ -154,14 +154,14 @@ def run(
         }
     )
     found = find_to_replay(request, save_captures=result.save_captures, whole=result.answers)
-    from ssdprof.pipeline.run import check  # imports torch, so after all checks that do not need it
-    from ssdprof.pipeline.run import run as run_model
+    from ssdprof.jobs.run import check  # imports torch, so after all checks that do not need it
+    from ssdprof.jobs.run import run as run_model
     from ssdprof.progress import Unwatched
 
     reports = ranks is None or ranks.first  # the first rank reports for all
     if dry_run and reports:
         from ssdprof.commands.shown_plan import show_plan
-        from ssdprof.pipeline.dry_run import check_start, plan
+        from ssdprof.jobs.dry_run import check_start, plan
 
         planned = plan(found, request, tensor_parallel=replay.tensor_parallel)
         show_plan(planned, as_json)
@@ -191,7 +191,7 @@ def run(
 def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, report: RunReport) -> RunReport:
     """Add prefill times to the run's report.  If this machine cannot time them, prints why and leaves the run."""
     from ssdprof.errors import SsdprofError
-    from ssdprof.pipeline.prefill import prefill_of_run
+    from ssdprof.jobs.prefill import prefill_of_run
 
     try:
         with terminal.only_data_on_stdout():
@@ -204,8 +204,8 @@ def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, 
 def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Path | None, as_json: bool) -> None:
     """Profile, show and store stalls.  If this machine cannot profile, prints why and leaves the run."""
     from ssdprof.errors import SsdprofError
-    from ssdprof.pipeline import stall_files
-    from ssdprof.pipeline.stalls import profile_run
+    from ssdprof.jobs import stall_files
+    from ssdprof.jobs.stalls import profile_run
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
 

@@ -48,6 +48,14 @@ class Drawn(Record):
     checked: int | None = None
 
 
+def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
+    """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens"."""
+    size = tokens(seqlen, batch)
+    if call is None:
+        return size
+    return f"{size} {call}" if call.kind == "packed" else f"{size}, {call}"
+
+
 class Match(Record):
     tolerance: float  # atol = rtol
     match_pct: Percent
@@ -254,6 +262,7 @@ class Answers(Record):
     weights: DType
     own_weights: bool = True
     layers: tuple[int, ...]
+    segment_length: Size
     change: str = ""
     alone: int | None = None
     bands: tuple[AnswerBand, ...] = ()
@@ -391,17 +400,12 @@ class Case(Record):
             alone = "" if self.answers.alone is None else f" of layer {self.answers.alone} alone"
             return ", ".join(filter(None, (f"answers{alone}", self.answers.change)))
         assert self.prefill
-        return f"prefill, {self.prefill.conv_and_norm} surroundings"
+        return f"prefill, {self.prefill.conv_and_norm} convolution and norm"
 
     @property
     def size(self) -> str:
         """ "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens": which call it is, as no other one of its layer."""
-        if self.drawn:
-            return self.drawn.tokens
-        size = tokens(self.seqlen, self.batch)
-        if self.call is None:
-            return size
-        return f"{size} {self.call}" if self.call.kind == "packed" else f"{size}, {self.call}"
+        return self.drawn.tokens if self.drawn else call_size(self.seqlen, self.batch, self.call)
 
     @property
     def place(self) -> str:

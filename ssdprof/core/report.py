@@ -212,6 +212,22 @@ class Report(Record):
         found = self.speedup(case, clock, over)
         return found.verdict(self.smallest_difference) if found else None
 
+    def predicted(self, case: Case) -> float | None:
+        """The speedup of a prefill over its baseline by Amdahl's law: from the share of the operator in the baseline's
+        time and its own speedup, both from device times of one layer alone.  None if that layer was not timed.
+
+        With f = part / whole and s = part / faster this is 1 / (1 - f + f / s).
+        """
+        base = self.rival(case)
+        if not (base and base.call_us and case.prefill and base.prefill):
+            return None
+        part, faster = base.prefill.alone_us, case.prefill.alone_us
+        if part is None or faster is None:
+            return None
+        whole = base.call_us.value
+        left = whole - case.prefill.operator_calls * (part - faster)
+        return whole / left if left > 0 else None
+
     # --- completeness
 
     @cached_property

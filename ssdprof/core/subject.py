@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, computed_field
 
 from ssdprof.core.base import VERSION, Count, DType, PlacementKind, Record, Size, StoredDType
+
+
+# Quantisations whose weights transformers decodes to 16 bit on loading.
+DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 
 
 class LayerRef(Record):
@@ -259,3 +265,45 @@ class CaptureManifest(Record):
     segment_length: Size  # tokens per forward call of the model
     layers: tuple[LayerCapture, ...]
     complete: bool
+
+
+def scalars_hash(scalars: Mapping[str, int | float | bool | str | None]) -> str:
+    """SHA-256 of names, types and values, in the order of names: 1, 1.0 and true differ."""
+    return hashlib.sha256(json.dumps(dict(scalars), sort_keys=True).encode()).hexdigest()
+
+
+# --- dry runs
+
+
+class PlannedFile(Record):
+    name: str
+    size_bytes: int
+    cached: bool  # it need not be downloaded
+
+
+class DryRun(Record):
+    """What a run would download and load.
+
+    weight_bytes: once loaded.  free_bytes: memory of `device` now.
+    placement: None for stored captures, and if no placement fits.
+    batch, serving: of each prompt.  tensor_parallel: as in a report.
+    """
+
+    checkpoint: CheckpointRef
+    layers: tuple[LayerRef, ...]
+    dims: str
+    seqlens: tuple[int, ...]
+    batch: int = 1
+    serving: Serving = Serving()
+    tensor_parallel: int = 1
+    files: tuple[PlannedFile, ...]
+    weight_bytes: int
+    device: str
+    free_bytes: int
+    placement: Placement | None = None
+    notes: tuple[str, ...] = ()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def download_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files if not file.cached)

@@ -19,7 +19,7 @@ from ssdprof.environment.clocks import current_uuid, read
 from ssdprof.environment.machine import gpu, installed_version
 from ssdprof.environment.toolchain import needs, others_on_gpu, unusable_gpu
 from ssdprof.errors import MissingCapabilityError, masked
-from ssdprof.quantities import size_words
+from ssdprof.core.words import size_words
 
 _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ssdprof.environment.ranks import started
+from ssdprof.store.ranks import started
 from ssdprof.errors import MissingCapabilityError
 
 _MEMINFO = Path("/proc/meminfo")

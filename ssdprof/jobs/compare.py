@@ -49,7 +49,7 @@ class BudgetSpent(Exception):
     """The time of the whole job ended during a first call.  The message names it."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Entry:
     """One implementation at one precision and chunk size, on one call.
 

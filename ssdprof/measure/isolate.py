@@ -273,7 +273,8 @@ def _death(code: int, limit_s: float, last_words: str) -> str:
 class BoundKernel:
     """Makes the calls of one available implementation on the same inputs.
 
-    A user's kernel gets a copy of the inputs between guards, which protects other calls, and makes its first call in a process of its own.
+    A user's kernel gets a copy of the inputs between guards, which protects other calls, and makes its first call in a
+    process of its own.
     """
 
     def __init__(self, implementation: Implementation, inputs: Any, isolated: IsolatedFirstCall) -> None:

@@ -162,12 +162,12 @@ class Sampled:
     device: Recordings
 
     def records(self, process: str) -> tuple[Samples, Samples]:
-        """For a case.  process: the name of this one."""
-        return _record(process, "call", self.call), _record(process, "device", self.device)
+        """Those of both clocks, for a case."""
+        return record(process, "call", self.call), record(process, "device", self.device)
 
 
-def _record(process: str, clock: Clock, sampled: Recordings) -> Samples:
-    """To five significant digits, the resolution of the clocks."""
+def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
+    """For a case, to five significant digits, the resolution of the clocks.  process: the name of this one."""
     rounds = tuple(tuple(float(f"{us:.5g}") for us in recording) for recording in sampled)
     return Samples(process=process, clock=clock, us=rounds)
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ssdprof.kernels.precision import Precision
 from ssdprof.core.base import Intermediates, Record
+from ssdprof.kernels.precision import Precision
 
 I = TypeVar("I", contravariant=True)
 Config = Any  # a frozen dataclass with a field `reason`; hashable

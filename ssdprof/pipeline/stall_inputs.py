@@ -13,9 +13,9 @@ from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.core.subject import CaptureManifest, LayerCapture
 from ssdprof.errors import BadInputError
 from ssdprof.operators.named import knows
-from ssdprof.pipeline.capture import capture
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest, ServingRequest
-from ssdprof.pipeline.stall_request import StallRequest
+from ssdprof.jobs.capture import capture
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest, ServingRequest
+from ssdprof.jobs.stall_request import StallRequest
 from ssdprof.progress import Watcher
 from ssdprof.schema import RunReport  # TODO
 

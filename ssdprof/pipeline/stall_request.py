@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssdprof.core.base import PrecisionRecord
-from ssdprof.pipeline.request import COMPARED
+from ssdprof.jobs.request import COMPARED
 from ssdprof.stalls import collect
 
 

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ssdprof.errors import BadInputError
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report import terminal
 from ssdprof.report.case_words import trouble_words
 from ssdprof.report.caveats import caveats

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report import terminal
 from ssdprof.report.caveats import caveats
 from ssdprof.report.document import heading

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.groups import Series
 from ssdprof.schema import CaseResult, PrecisionRecord
 from ssdprof.schema.outcome import exact_answer_is_finite

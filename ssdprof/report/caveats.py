@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.case_words import case_words, precision_words
 from ssdprof.report.groups import Group, groups, precision_order
 from ssdprof.schema import CaseResult, Clocks, PrecisionRecord, RunReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.document import Document, Section
 from ssdprof.report.statements import Statement
 from ssdprof.report.tables import Note, Table

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.caveats import caveats
 from ssdprof.report.groups import Group, groups, tokens
 from ssdprof.report.origin import meanings, origin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.schema import CallRef, CaseResult, LayerRef, PrecisionRecord, RunReport
 from ssdprof.schema.base import kernel_name
 from ssdprof.schema.serving import call_words

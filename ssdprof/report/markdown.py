@@ -6,7 +6,7 @@ import re
 
 from tabulate import tabulate
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.document import Document, Section, compose
 from ssdprof.report.tables import Figure, Note, Table
 from ssdprof.schema import RunReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.groups import Group, Series
 from ssdprof.report.pooled import Pooled, nan_is_worst, pool
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.caveats import throttled
 from ssdprof.report.document import Document, Section, prefill_sections
 from ssdprof.report.origin import weights, when

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.document import Depth, Document, Section
 from ssdprof.report.stall_groups import Design, designs
 from ssdprof.report.statements import Statement

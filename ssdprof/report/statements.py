@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report import merged_statement
 from ssdprof.report.case_words import precision_words, trouble_words
 from ssdprof.report.groups import Group, Series, groups, precision_order

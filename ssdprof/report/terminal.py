@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ssdprof.report.document import Document, Section, compose
-from ssdprof.report.format import MISSING
+from ssdprof.core.words import MISSING
 from ssdprof.report.tables import Figure, Note, Table
 from ssdprof.report.verdict import GOOD, verdict_lines
 from ssdprof.schema import RunReport

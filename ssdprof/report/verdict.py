@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.case_words import case_words, layer_words
 from ssdprof.report.tables import answers
 from ssdprof.schema import CaseResult, RunReport

@@ -19,7 +19,7 @@ from ssdprof.capture import store
 from ssdprof.capture.manifest import is_capture
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
-from ssdprof.operators.drawing import Cell
+from ssdprof.operators.generate import Cell
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Operator
 from ssdprof.tuning.search import Problem

@@ -15,8 +15,8 @@ import torch
 
 from ssdprof import __version__, environment
 from ssdprof.environment.present import require_gpu
-from ssdprof.measure.bench import CudaBench
-from ssdprof.measure.faults import first_line
+from ssdprof.measure.timing import CudaBench
+from ssdprof.measure.first_run import first_line
 from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 from ssdprof.tuning.problems import Workload, problems

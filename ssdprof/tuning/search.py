@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
-from ssdprof.measure.attempt import attempt
-from ssdprof.measure.bench import Bench
-from ssdprof.measure.call import Call
+from ssdprof.measure.first_run import attempt
+from ssdprof.measure.timing import Bench
+from ssdprof.measure.first_run import Call
 from ssdprof.measure.engine import device_times, objection, verify
-from ssdprof.measure.faults import type_and_message
+from ssdprof.measure.first_run import type_and_message
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.statistics import Samples, median_us, ratio, ratio_interval
+from ssdprof.core.statistics import Samples, median_us, ratio, ratio_interval
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.tuning import Calls, Config
 from ssdprof.core.base import Intermediates

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.report.terminal import SplitTable
 from ssdprof.tuning.records import Outcome, PlannedSearch, Trial, TuneReport

@@ -1,5 +1,5 @@
 """The configurations of the fused GDN kernels that `ssdprof tune` may vary."""
 
-from ssdprof.operators.gdn.tuning.tuning import TUNING
+from ssdprof.operators.gdn_tuning.tuning import TUNING
 
 __all__ = ["TUNING"]

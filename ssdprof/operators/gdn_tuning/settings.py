@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ssdprof.core.base import Record
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.operators.tuning import Settings
-from ssdprof.core.base import Record
 
 KERNEL = "portable"
 NotNegative = Annotated[int, Field(ge=0)]

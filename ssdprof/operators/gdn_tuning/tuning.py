@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ssdprof.core.base import Intermediates
 from ssdprof.errors import BadInputError
 from ssdprof.kernels._launch import LaunchCache
 from ssdprof.kernels.gdn import tuned, variants
@@ -14,10 +15,9 @@ from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.gdn.tuning.candidates import Axis, axes
-from ssdprof.operators.gdn.tuning.settings import KERNEL, config_of, settings_of
+from ssdprof.operators.gdn_tuning.candidates import Axis, axes
+from ssdprof.operators.gdn_tuning.settings import KERNEL, config_of, settings_of
 from ssdprof.operators.tuning import Calls, Settings, Use, Value
-from ssdprof.core.base import Intermediates
 
 CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
 

@@ -1,5 +1,5 @@
 """The configurations of the fused SSD kernels that `ssdprof tune` may vary."""
 
-from ssdprof.operators.ssd.tuning.tuning import TUNING
+from ssdprof.operators.ssd_tuning.tuning import TUNING
 
 __all__ = ["TUNING"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ssdprof.core.base import Intermediates
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import tuned
@@ -19,10 +20,9 @@ from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
 from ssdprof.kernels.ssd.tuned import nchunks
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.ssd.tuning.candidates import Axis, Config, axes
-from ssdprof.operators.ssd.tuning.settings import config_of, settings_of
+from ssdprof.operators.ssd_tuning.candidates import Axis, Config, axes
+from ssdprof.operators.ssd_tuning.settings import config_of, settings_of
 from ssdprof.operators.tuning import Calls, Settings, Use, Value
-from ssdprof.core.base import Intermediates
 
 CHECKED_CHUNKS = 16  # of 64 positions, on which a candidate is first verified
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import get_args
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.exports.exported import Exported
 from ssdprof.schema import TOLERANCES, Interval, Match, Spread, WarmSpeedup, WarmTiming
 from ssdprof.schema.prefill import PartName

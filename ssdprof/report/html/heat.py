@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.groups import Group
 from ssdprof.report.pooled import nan_is_worst, pool
 from ssdprof.report.tables.accuracy import floor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.groups import Group, Series
 from ssdprof.report.plots.canvas import COLORS, GREY, NARROW, draw, legend_below, plain
 from ssdprof.report.tables.accuracy import floor, vs_oracle

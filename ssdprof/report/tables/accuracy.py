@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.groups import Group, Series, baselines
 from ssdprof.report.pooled import Pooled, TensorName, pool
 from ssdprof.report.tables.table import Note, Table, columns

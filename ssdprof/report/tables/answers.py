@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.tables.table import Note, Table, columns
 from ssdprof.schema import AnswerCase, Answers, Interval
 from ssdprof.schema.answers import AnswerBand

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.groups import Group, Series
 from ssdprof.report.pooled import Pooled, pool
 from ssdprof.report.tables.accuracy import floor, vs_baseline, vs_oracle

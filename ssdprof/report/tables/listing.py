@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.origin import when
 from ssdprof.report.tables.table import Table
 from ssdprof.schema.listing import ListedRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.groups import Group, Series, baselines
 from ssdprof.report.tables.table import Note, Table, columns
 from ssdprof.report.total_speed import TotalSpeed, total_speed

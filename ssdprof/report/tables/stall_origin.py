@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.tables import run
 from ssdprof.report.tables.table import Table
 from ssdprof.schema.stalls import KernelStalls, SelfCheck, StallReport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report.groups import Group
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.report.total_speed import total_speed

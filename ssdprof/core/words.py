@@ -1,0 +1,204 @@
+"""Numbers and records in words, as messages and reports show them.  A missing value is "-"."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from decimal import ROUND_DOWN, Decimal
+
+from ssdprof.core.statistics import Estimate
+from ssdprof.core.subject import Held, Placement, Serving
+from ssdprof.core.subject import tokens as tokens
+
+MISSING = "-"
+
+
+def duration(us: float | None) -> str:
+    """Microseconds with three digits, in the unit that fits: "9.87 µs", "187 µs", "1.93 ms", "2.10 s"."""
+    if us is None:
+        return MISSING
+    for unit, factor in (("µs", 1.0), ("ms", 1e3)):
+        text = three_digits(us / factor)
+        if abs(float(text)) < 1000:
+            return f"{text} {unit}"
+    return f"{three_digits(us / 1e6)} s"
+
+
+def ratio(value: float | None) -> str:
+    """ "1.52x"; small and large ratios keep three digits."""
+    return MISSING if value is None else f"{_ratio(value)}x"
+
+
+def speedup(found: Estimate | None) -> str:
+    """A ratio and its interval: "1.52x [1.49, 1.55]"."""
+    return MISSING if found is None else f"{ratio(found.value)} [{_ratio(found.low)}, {_ratio(found.high)}]"
+
+
+def counts(smallest_difference: float) -> str:
+    """A sentence that says which ratios are called faster or slower."""
+    much = f"differs from 1 by more than {100 * smallest_difference:g}%" if smallest_difference else "excludes 1"
+    return f"Faster or slower: the whole interval {much}."
+
+
+def percent(value: float | None, decimals: int = 3) -> str:
+    """Rounded towards zero, so that 100 % means all and 0 % means none: a share above zero is at least "<0.001%"."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return small(value)
+    step = Decimal(1).scaleb(-decimals)
+    rounded = Decimal(repr(value)).quantize(step, rounding=ROUND_DOWN)
+    if value > 0 and rounded == 0:
+        return f"<{step}%"
+    return f"{rounded}%"
+
+
+def share(value: float | None, decimals: int = 0) -> str:
+    """Percent of a whole, rounded to the nearest, so that parts add up: "16.8%", "<0.1%"."""
+    if value is None:
+        return MISSING
+    rounded = f"{value:.{decimals}f}"
+    return f"<{10**-decimals:.{decimals}f}%" if value > 0 and float(rounded) == 0 else f"{rounded}%"
+
+
+def small(value: float | None) -> str:
+    """Three digits, with an exponent where that is shorter: "2.13e-3", "0.125", "0", "NaN"."""
+    if value is None:
+        return MISSING
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if value == 0:
+        return "0"
+    if 0.01 <= abs(value) < 1000:
+        return f"{value:.3g}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def tolerance(value: float) -> str:
+    """ "0", "1e-3", "1e-2"."""
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def count(value: int | None) -> str:
+    """ "131,072"."""
+    return MISSING if value is None else f"{value:,}"
+
+
+def size(value: int | None) -> str:
+    """Bytes in binary units: "12.3 MiB"."""
+    return MISSING if value is None else size_words(value)
+
+
+def position(index: tuple[int, ...] | None) -> str:
+    """An index into a tensor: "(0, 1234, 3, 5)"."""
+    return MISSING if index is None else f"({', '.join(str(i) for i in index)})"
+
+
+def indices(values: Iterable[int]) -> str:
+    """Layer numbers, runs of them shortened: "0-3, 9"."""
+    runs: list[list[int]] = []
+    for value in sorted(set(values)):
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in runs) or MISSING
+
+
+def words(items: Iterable[str], last: str = "and") -> str:
+    """ "a, b and c"."""
+    *first, end = list(items)
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
+def plural(number: int, noun: str) -> str:
+    """ "1 layer", "4 layers"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if 0.1 <= value < 100 else small(value) if value < 0.1 else f"{value:.0f}"
+
+
+def size_words(size: int) -> str:
+    """Bytes in binary units, with three digits: "12.3 MiB"."""
+    if size < 1024:
+        return f"{size} B"
+    scaled = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        scaled /= 1024
+        if float(three_digits(scaled)) < 1000 or unit == "TiB":
+            break
+    return f"{three_digits(scaled)} {unit}"
+
+
+def three_digits(value: float) -> str:
+    """ "12.3", "0.00123"; larger numbers keep all digits before the point: "12345"."""
+    if value == 0:
+        return "0"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    rounded = round(value, digits)  # may carry into the next power of ten: 9.996 -> 10.0
+    decimals = max(0, 2 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:.{decimals}f}"
+
+
+# --- placements of weights
+
+_PLACES = {"cpu": "in main memory", "disk": "on the disk"}
+
+
+def placement_words(placement: Placement) -> str:
+    """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
+    held = ", ".join(_held(held) for held in placement.held)
+    words = [held if placement.kind == "one-gpu" and placement.device == "cpu" else f"{placement.kind}: {held}"]
+    if placement.streamed_layer_bytes:
+        words.append(_cost(placement))
+    if placement.predicted_peak_bytes is not None:
+        words.append(
+            f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} before replaying"
+        )
+    return "; ".join(words)
+
+
+def _held(held: Held) -> str:
+    layers = f"{held.layers} layer{'s' * (held.layers != 1)} ({size_words(held.weight_bytes)})"
+    return f"{layers} {_PLACES.get(held.place, f'on {held.place}')}"
+
+
+def _cost(placement: Placement) -> str:
+    size, seconds = size_words(placement.streamed_layer_bytes), placement.seconds_per_layer
+    how_often = f"for each of {placement.forward_calls} forward calls" if placement.forward_calls > 1 else "once"
+    if seconds is None or placement.bytes_per_s is None:
+        return f"a layer of {size} is read {how_often}, at a speed that is measured after the download"
+    speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"
+    return f"a layer of {size} is read {how_often}, in {seconds:.2g} s at the measured {speed}"
+
+
+# --- how prompts were run
+
+
+def serving_words(serving: Serving, *, batch: int = 1, tensor_parallel: int = 1) -> str:
+    """ "8 prompts side by side; 4 decode steps"; empty for a single prompt in one call on one GPU."""
+    return "; ".join(_parts(serving, batch, tensor_parallel))
+
+
+def _parts(serving: Serving, batch: int, tensor_parallel: int) -> Iterator[str]:
+    if batch > 1:
+        yield f"{batch} prompts side by side"
+    if lengths := serving.packed:
+        yield (
+            f"{len(lengths)} packed sequences of {min(lengths):,} to {max(lengths):,} tokens, run one by one and "
+            "concatenated"
+        )
+    if serving.chunk is not None:
+        yield f"chunked prefill, {serving.chunk:,} tokens a call"
+    if serving.decode:
+        yield f"{plural(serving.decode, 'decode step')}, computed by the whole model"
+    if tensor_parallel > 1:
+        yield f"the first of {tensor_parallel} tensor-parallel ranks"

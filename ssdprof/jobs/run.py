@@ -1,0 +1,443 @@
+"""`ssdprof run`: from a model or stored captures to a report.
+
+locate -> fetch -> build prompts -> load -> capture each layer -> compare on it -> compare answers, if requested
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssdprof import kernels, operators
+from ssdprof.capture import store as captures
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.layout import token_major
+from ssdprof.core.base import DType, PrecisionRecord
+from ssdprof.core.case import Case, call_size
+from ssdprof.core.report import Report, Requested
+from ssdprof.core.subject import CallRef, LayerRef, Prompt, split_prompt
+from ssdprof.environment import ClockWatch, collect
+from ssdprof.environment.toolchain import unusable_gpu
+from ssdprof.errors import BadInputError
+from ssdprof.jobs import limits, notes
+from ssdprof.jobs.answers import compare_answers
+from ssdprof.jobs.compare import Comparer, Entry, wanted_pairs
+from ssdprof.jobs.model import OnLayer, load, run_model, store_in
+from ssdprof.jobs.plan import refuse_sharding, stored_dims
+from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, CaptureRequest, OutputOptions, ReplayRequest, Steps
+from ssdprof.jobs.subject import Stored, Subject, find_to_replay, refuse_larger
+from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.first_run import forget_peak, peak_bytes
+from ssdprof.measure.isolate import BoundKernel, IsolatedFirstCall
+from ssdprof.measure.roofline import measure_ceilings, work_of
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CudaTimer
+from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
+from ssdprof.progress import Watcher
+from ssdprof.store.ranks import Ranks
+from ssdprof.store.reports import Writer, draft, opened
+from ssdprof.store.reports import load as load_report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The implementations of a job, by name.
+
+    found: of each operator, in the requested order.  baselines: of each operator.
+    """
+
+    cache: ImplementationCache
+    found: tuple[Implementation, ...]
+    baselines: tuple[Implementation, ...]
+
+    @property
+    def baseline(self) -> str:
+        """Its name in reports."""
+        return self.baselines[0].name
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """A sentence for each unavailable implementation."""
+        return tuple(dict.fromkeys(one.absent for one in (*self.found, *self.baselines) if one.absent))
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Names of the available implementations; the baseline only if it was named among them."""
+        return tuple(dict.fromkeys(one.name for one in self.found if not one.absent))
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """Names for the comparison of a model's answers: all except libraries."""
+        return tuple(dict.fromkeys(one.name for one in self.found if one.kind != "library"))
+
+    def pairs(
+        self, operator: str, dtype: DType, wanted: tuple[PrecisionRecord, ...], names: Sequence[str], baseline: str
+    ) -> list[tuple[Implementation, PrecisionRecord, PrecisionRecord]]:
+        """`wanted_pairs` of an operator, with the implementations."""
+        record = operators.get(operator)
+        compared = [one for one in (self.cache.get(record, name) for name in names) if not one.absent]
+        known = {one.name: one for one in (*compared, self.cache.get(record, baseline))}
+        fixed = {name: own_precisions(one, dtype, ()) for name, one in known.items() if one.precisions is not None}
+        first = self.cache.get(record, baseline).name
+        pairs = wanted_pairs(wanted, [one.name for one in compared], first, fixed)
+        return [(known[name], precision, base) for name, precision, base in pairs]
+
+
+def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequence[LayerRef]) -> Resolved:
+    """Resolve the names for the operators of the layers.
+
+    Raises BadInputError for an unknown name and an own kernel that cannot be imported, MissingCapabilityError if the
+    baseline is unavailable, or all that would be compared with it.
+    """
+    cache = ImplementationCache(limits.device())
+    records = [operators.get(name) for name in dict.fromkeys(layer.operator for layer in layers)]
+    found = [cache.get(record, word) for record in records for word in names]
+    baselines = [cache.get(record, baseline) for record in records]
+    compared = [one for one in found if one.name != baselines[0].name]
+    for one in baselines if any(not one.absent for one in compared) else [*baselines, *compared]:
+        required(one)
+    return Resolved(cache=cache, found=tuple(found), baselines=tuple(baselines))
+
+
+def unsupported_reason(operator: str, implementations: Sequence[str] = COMPARED) -> str:
+    """Why the operator cannot be replayed; empty if it can."""
+    record = operators.get(operator)
+    if record.oracle is None or record.cost is None:
+        return "ssdprof cannot judge what its kernels compute"
+    missing = [name for name in implementations if name not in kernels.names(operator)]
+    return f"there is no {' or '.join(map(repr, missing))} implementation of {operator}" if missing else ""
+
+
+def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = None) -> Resolved:
+    """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run` calls it too.
+
+    ranks: processes that share the layers.
+    Loads nothing.  `placement.choose` decides whether a model's weights fit.
+    """
+    if ranks is not None and ranks.count > (layers := len(found.layers)):
+        raise BadInputError(
+            f"{ranks.count} ranks cannot share {layers} layer{'s' * (layers != 1)}.",
+            f"Start torchrun --nproc-per-node {layers}, or take more layers.",
+        )
+    for name in dict.fromkeys(layer.operator for layer in found.layers):
+        if why := unsupported_reason(name):
+            raise BadInputError(
+                f"{found.ref.repo_id} has {operators.outline(name).layers} layers: their inputs can be captured, but "
+                f"not be replayed yet, because {why}.",
+                "Use 'ssdprof capture' for now, or run a model with other layers.",
+            )
+        if found.serving.decode and (why := unsupported_reason(name, STEPS.implementations)):
+            raise BadInputError(f"Decode steps cannot be replayed: {why}.", "Leave out --decode.")
+    resolved = resolve_implementations(replay.implementations, replay.baseline, found.layers)
+    limits.check_replay(found.seqlens, found.batch)
+    if isinstance(found, Subject):
+        for layer in found.layers:
+            refuse_sharding(found.ref, layer, vars(found.located.dims(layer)), replay.tensor_parallel)
+    else:
+        for capture in found.chosen:
+            sizes = stored_dims(capture).sizes
+            refuse_larger(found.ref, capture.layer, sizes)
+            refuse_sharding(found.ref, capture.layer, sizes, replay.tensor_parallel)
+    return resolved
+
+
+def run(
+    request: CaptureRequest,
+    replay: ReplayRequest,
+    keep: OutputOptions,
+    watcher: Watcher,
+    *,
+    found: Subject | Stored | None = None,
+    ranks: Ranks | None = None,
+) -> tuple[Path, Report]:
+    """Capture a model's layers on each prompt, or open stored captures, and compare implementations on them.
+
+    found: the result of `find_to_replay` for the request, if it was called before.
+    ranks: processes that share the layers.  The first one returns the report of all.
+    Returns the run's folder and its report.
+    """
+    found = found or find_to_replay(request, save_captures=keep.save_captures)
+    if why := unusable_gpu():
+        watcher.say(f"This run uses the CPU.  {why}")
+    resolved = check(found, replay, ranks)
+    folder = (
+        _of_stored(found, replay, keep, watcher, resolved, ranks)
+        if isinstance(found, Stored)
+        else _of_model(request, found, replay, keep, watcher, resolved, ranks)
+    )
+    return load_report(folder)
+
+
+def _of_model(
+    request: CaptureRequest,
+    subject: Subject,
+    replay: ReplayRequest,
+    keep: OutputOptions,
+    watcher: Watcher,
+    resolved: Resolved,
+    ranks: Ranks | None,
+) -> Path:
+    loaded = load(request, subject, watcher)
+    dtype = dtype_name(loaded.model.dtype)
+    header = _header(subject, replay, resolved, keep, loaded.prompts, dtype).changed(
+        segment_length=max(loaded.segment_lengths), placement=loaded.placement
+    )
+    header = header.changed(notes=(*header.notes, *notes.of_placement(loaded.placement)))
+    with opened(keep.out, header, watcher, ranks) as writer:
+        mine = replace(subject, layers=ranks.share(subject.layers)) if ranks else subject
+        with _replaying(writer, replay, resolved, dtype, loaded.prompts, watcher, mine.calls) as on_layer:
+            if keep.save_captures:
+                with store_in(writer.captures, mine, loaded) as kept:
+                    run_model(mine, loaded, kept.add, on_layer)
+            else:
+                run_model(mine, loaded, on_layer)
+        if subject.whole and not subject.serving.decode:  # with --decode the model is whole, but none are compared
+            wanted = AnswersRequest(precisions=replay.precisions, implementations=resolved.answering, weights="own")
+            compare_answers(loaded, subject, wanted, watcher, writer)
+    return writer.folder
+
+
+def _of_stored(
+    stored: Stored,
+    replay: ReplayRequest,
+    keep: OutputOptions,
+    watcher: Watcher,
+    resolved: Resolved,
+    ranks: Ranks | None,
+) -> Path:
+    manifest, load_layer = captures.load(stored.folder)
+    dtype = stored_dims(stored.chosen[0]).dtype
+    mine = ranks.share(stored.layers) if ranks else stored.layers
+    chosen = [capture for capture in stored.chosen if capture.layer in mine]
+    header = _header(stored, replay, resolved, keep, manifest.prompts, dtype).changed(
+        segment_length=manifest.segment_length, capture_complete=manifest.complete
+    )
+    with (
+        opened(keep.out, header, watcher, ranks) as writer,
+        _replaying(writer, replay, resolved, dtype, manifest.prompts, watcher, len(chosen)) as on_layer,
+    ):
+        for capture in chosen:
+            on_layer(load_layer(capture, limits.device()))
+    return writer.folder
+
+
+def _header(
+    found: Subject | Stored,
+    replay: ReplayRequest,
+    resolved: Resolved,
+    keep: OutputOptions,
+    prompts: Sequence[Prompt],
+    dtype: DType,
+) -> Report:
+    cast = replay.cast_from(dtype)
+    return draft(
+        "run",
+        found.ref.repo_id,
+        keep.command,
+        model=found.ref,
+        environment=collect(),
+        requested=tuple(_requested(found.layers, prompts, replay, resolved, cast.to if cast else dtype)),
+        conditions=replay.conditions,
+        baseline=resolved.baseline,
+        matched_with=resolved.baseline,
+        smallest_difference=replay.smallest_difference,
+        prompts=tuple(prompts),
+        cast=cast,
+        tensor_parallel=replay.tensor_parallel,
+        absent=resolved.absent,
+        notes=(
+            *notes.of_absent(resolved.absent),
+            *notes.notes(found.ref, prompts),
+            *notes.of_ranks(replay.tensor_parallel),
+            *notes.of_cast(cast),
+        ),
+    )
+
+
+def _requested(
+    layers: Sequence[LayerRef], prompts: Sequence[Prompt], replay: ReplayRequest, resolved: Resolved, dtype: DType
+) -> Iterator[Requested]:
+    """Every implementation at every precision, in every call of every layer, on every prompt."""
+    for prompt in prompts:
+        for layer in layers:
+            for call in prompt.serving.calls(prompt.seqlen, prompt.batch):
+                of = steps_of(replay, call)
+                pairs = resolved.pairs(
+                    layer.operator, dtype, of.precisions or replay.precisions(dtype), of.implementations, of.baseline
+                )
+                for implementation, precision, _ in pairs:
+                    size = call_size(_seqlen(prompt, call), prompt.batch, call)
+                    yield Requested(f"layer {layer.index}, {size}", implementation.name, str(precision))
+
+
+def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
+    """Tokens of each sequence in the call; of all packed sequences together."""
+    if call is None or call.kind == "packed":
+        return prompt.seqlen
+    if call.kind == "decode":
+        return 1
+    chunks = prompt.serving.chunk
+    assert chunks is not None
+    start, stop = split_prompt(prompt.seqlen, chunks)[call.number - 1]
+    return stop - start
+
+
+def steps_of(replay: ReplayRequest, call: CallRef | None) -> Steps:
+    """What is compared in a call: decode steps have implementations of their own."""
+    if call is not None and call.kind == "decode":
+        return STEPS
+    return Steps(implementations=replay.implementations, precisions=(), baseline=replay.baseline)
+
+
+@contextmanager
+def _replaying(
+    writer: Writer,
+    wanted: ReplayRequest,
+    resolved: Resolved,
+    dtype: DType,
+    prompts: Sequence[Prompt],
+    watcher: Watcher,
+    calls: int,
+) -> Iterator[OnLayer]:
+    """The context's value compares implementations on a layer.  dtype: of the model.  calls: expected number."""
+    cast_to = cast.to if (cast := wanted.cast_from(dtype)) else None
+    gpu = limits.device() if limits.device().type == "cuda" else None
+    isolated = IsolatedFirstCall(wanted.first_call_s)
+    inputs_of = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in prompts}
+    with (
+        limits.memory_errors(),
+        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in any case.
+        np.errstate(invalid="ignore", over="ignore"),
+        ClockWatch() as clocks,
+        watcher.step("Replaying", calls, unit="calls") as advance,
+    ):
+        if gpu:
+            writer.update(ceilings=measure_ceilings(gpu))
+            forget_peak(gpu)
+        comparer = Comparer(
+            timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
+            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
+            process=writer.process,
+            watcher=watcher,
+        )
+
+        def replay(captured: CapturedLayer) -> None:
+            inputs = first_rank(captured.inputs, wanted.tensor_parallel)
+            inputs, lost = cast_inputs(inputs, cast_to)
+            where = f"{captured.layer.name}, {captured.call}" if captured.call else captured.layer.name
+            writer.captured(captured.layer, captured.remark)
+            if lost:
+                writer.note(f"{where}: {lost}")
+            dims = operators.of(inputs).costed.dims(inputs)
+            of = steps_of(wanted, captured.call)
+            pairs = resolved.pairs(
+                captured.layer.operator, dims.dtype, of.precisions or wanted.precisions(dims.dtype), of.implementations,
+                of.baseline,
+            )  # fmt: skip
+            prompt = (dims.seqlen, dims.batch)
+            if (call := captured.call) is not None:
+                prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
+            common = Case(
+                layer=captured.layer,
+                call=captured.call,
+                dims=dims,
+                batch=dims.batch,
+                seqlen=dims.seqlen,
+                inputs=inputs_of.get(prompt, ""),
+                implementation="",
+                precision=pairs[0][1],
+                status="ran",
+                work=work_of(inputs),
+            )
+            for case in comparer.compare(entries_of(inputs, common, pairs, isolated), captured.layer.name):
+                writer.case(case)
+                if case.samples:
+                    clocks.poll()
+            del inputs
+            if gpu:
+                writer.update(clocks=clocks.clocks)
+                writer.peaked(peak_bytes(gpu))
+            advance(1)
+
+        yield replay
+
+
+def entries_of(
+    inputs: Any,
+    common: Case,
+    pairs: Sequence[tuple[Implementation, PrecisionRecord, PrecisionRecord]],
+    isolated: IsolatedFirstCall,
+) -> list[Entry]:
+    """An entry for each pair of `Resolved.pairs`; those with one baseline are timed together.
+
+    common: what all cases have in common.
+    """
+    names = {implementation.name: implementation for implementation, _, _ in pairs}
+    bound = {name: BoundKernel(implementation, inputs, isolated) for name, implementation in names.items()}
+    baseline = pairs[0][0].name
+    entries: dict[tuple[str, PrecisionRecord], Entry] = {}
+    for implementation, precision, group in pairs:
+        first = entries.get((baseline, group))
+        entries[implementation.name, precision] = Entry(
+            case=common.changed(
+                implementation=implementation.name,
+                kind=implementation.kind,
+                version=implementation.version,
+                precision=precision,
+                baseline="" if first is None else baseline,
+            ),
+            call=bound[implementation.name].call(precision),
+            baseline=first,
+            turns=group,
+        )
+    return list(entries.values())
+
+
+# --- what is done to captured inputs
+
+
+def first_rank(inputs: Any, ranks: int) -> Any:
+    """The first rank's share of an operator's inputs, in the layout of the rank's own projection."""
+    if ranks == 1:
+        return inputs
+    sharding = operators.of(inputs).sharding
+    assert sharding is not None, "refused before anything was loaded"
+    return token_major(sharding.first_rank(inputs, ranks))
+
+
+def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
+    """The inputs with the model's activations in dtype `to`, in the layout that a model of that dtype would give them.
+
+    Activations are the tensors with a position that the model computed in its own dtype.  Tensors of the
+    whole call (A, D, dt_bias, initial states), and those that every model computes in fp32, are not changed.
+    The second value is a sentence for the report on elements that `to` cannot represent; empty if there are none.
+    to: None changes nothing.
+    """
+    if to is None:
+        return inputs, ""
+    binding, given, dtype = operators.of(inputs).binding, tensors.tensors(inputs), dtype_named(to)
+    own = given[binding.views[0]].dtype
+    names = [n for n in (*binding.views, *binding.per_position) if n in given and n not in binding.always_fp32]
+    changed = {name: given[name].to(dtype) for name in names if given[name].dtype == own}
+    lost = [words for name, tensor in changed.items() for words in _lost(name, given[name], tensor)]
+    remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
+    return token_major(replace(inputs, **changed)), remark
+
+
+def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
+    """A phrase on numbers that became infinite or 0."""
+    infinite = int((before.isfinite() & ~after.isfinite()).sum())
+    zero = int(((before != 0) & (after == 0)).sum())
+    if infinite:
+        yield f"{infinite:,} of {name} became infinite"
+    if zero:
+        yield f"{zero:,} of {name} became 0"

@@ -1,0 +1,186 @@
+"""Finds the subject of a request.  Runs before torch is imported, so that a wrong name or layer is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from ssdprof import operators
+from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
+from ssdprof.capture.prompt import LONGEST_SEQLEN
+from ssdprof.capture.select import select_layers
+from ssdprof.checkpoint.located import Located, locate
+from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, Serving
+from ssdprof.errors import BadInputError
+from ssdprof.jobs.request import CaptureRequest, ModelRequest
+from ssdprof.operators.generate import boundaries
+
+SEED = 0  # of the lengths of packed sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The subject of a request: a checkpoint, its selected layers, and the prompt lengths.
+
+    seqlens: tokens of each row of a prompt; of all sequences together if they are packed.
+    whole: the whole model is needed, with its language-model head; else only the layers up to the last selected one.
+    head: the language-model head is needed; it is, if `whole`.
+    dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
+    """
+
+    located: Located
+    layers: tuple[LayerRef, ...]
+    seqlens: tuple[int, ...]
+    batch: int = 1
+    serving: Serving = field(default_factory=Serving)
+    whole: bool = False
+    head: bool = False
+    dtype: str | None = None
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return self.located.ref
+
+    @property
+    def deepest_layer(self) -> int | None:
+        return None if self.whole else max(layer.index for layer in self.layers)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the needed weights, once loaded."""
+        return self.located.weight_bytes(self.deepest_layer, head=self.head, dtype=self.dtype)
+
+    @property
+    def calls(self) -> int:
+        """Expected number of captures: all layers on all prompts."""
+        return len(self.layers) * sum(len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """The subject of a request for stored captures: the selected layers of each prompt."""
+
+    folder: Path
+    manifest: CaptureManifest
+    chosen: tuple[LayerCapture, ...]
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return self.manifest.checkpoint
+
+    @property
+    def layers(self) -> tuple[LayerRef, ...]:
+        return tuple(dict.fromkeys(capture.layer for capture in self.chosen))
+
+    @property
+    def seqlens(self) -> tuple[int, ...]:
+        """The distinct lengths of the prompts in tokens."""
+        found = (capture.call.prompt_seqlen if capture.call else capture.seqlen for capture in self.chosen)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def prompt(self) -> Prompt:
+        """One of the prompts: all are served in the same way."""
+        return self.manifest.prompts[0]
+
+    @property
+    def batch(self) -> int:
+        return self.prompt.batch
+
+    @property
+    def serving(self) -> Serving:
+        return self.prompt.serving
+
+
+def captures_of(request: CaptureRequest) -> Path | None:
+    """The folder of stored captures, if the request names one."""
+    folder = Path(request.model.model).expanduser()
+    return folder if is_capture(folder) else None
+
+
+def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) -> Subject:
+    """Locate the model and select its layers; downloads small files.
+
+    whole, head: see `Subject`.
+    """
+    model = request.model
+    located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
+    layers = select_layers(request.layers, located.ref.layers)
+    asked = request.prompt.serving
+    from ssdprof.jobs import limits  # imports torch, so after all other checks
+
+    whole = whole or asked.decode > 0  # a model that generates tokens
+    lengths: tuple[int, ...] = ()
+    if asked.packed is not None:
+        _refuse_too_many(asked.packed.at_least)  # drawing a million lengths takes seconds
+        lengths = tuple(stop - start for start, stop in pairwise(boundaries(asked.packed, SEED)))
+    seqlens = (sum(lengths),) if lengths else request.prompt.seqlens or limits.default_seqlens()
+    _refuse_too_many(asked.batch * max(seqlens))
+    return Subject(
+        located=located,
+        layers=layers,
+        seqlens=seqlens,
+        batch=asked.batch,
+        serving=Serving(packed=lengths, chunk=asked.chunk, decode=asked.decode),
+        whole=whole,
+        head=whole or head,
+    )
+
+
+def _refuse_too_many(tokens: int) -> None:
+    if tokens > LONGEST_SEQLEN:
+        raise BadInputError(
+            f"{tokens:,} tokens are too many for one call.",
+            f"Give fewer or shorter sequences, of {LONGEST_SEQLEN:,} tokens together.",
+        )
+
+
+def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whole: bool = False) -> Subject | Stored:
+    """As `find`, or the wanted layers of stored captures.
+
+    BadInputError for options that do not apply to stored captures, and for a model whose layers are too large for
+    every implementation.
+    """
+    folder = captures_of(request)
+    if folder is not None:
+        if whole:
+            raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
+        return _find_stored(folder, request, save_captures=save_captures)
+    subject = find(request, whole=whole)
+    refuse_large(subject)
+    return subject
+
+
+def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) -> Stored:
+    plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
+    if request != plain or save_captures:
+        raise BadInputError(
+            f"{folder} holds stored captures: their model, prompt and segments cannot be changed.",
+            "--layers is the only model option that applies to stored captures.",
+        )
+    manifest = read_manifest(folder)
+    if not manifest.prompts:
+        raise BadInputError(f"The manifest in {folder} is damaged: it names no prompt.", AGAIN)
+    layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
+    chosen = tuple(stored for stored in manifest.layers if stored.layer in layers)
+    if not chosen:
+        raise BadInputError(f"{folder} holds no layer: its capture was interrupted.", "Capture again.")
+    return Stored(folder=folder, manifest=manifest, chosen=chosen)
+
+
+def refuse_large(subject: Subject) -> None:
+    """BadInputError for layers that are too large for bundled implementations (`largest` of the operator's outline)."""
+    for layer in subject.layers:
+        refuse_larger(subject.ref, layer, vars(subject.located.dims(layer)))
+
+
+def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:
+    """BadInputError for a layer with a size above the maximum of the bundled implementations."""
+    for name, most in operators.outline(layer.operator).largest.items():
+        if sizes[name] > most:
+            raise BadInputError(
+                f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels take at most {most}.",
+                "Choose a model with smaller layers.",
+            )

@@ -1,4 +1,0 @@
-"""The pipeline, with one file per job.
-
-locate -> fetch -> build prompts -> load -> capture each layer -> replay it -> record
-"""
