@@ -11,7 +11,7 @@ from ssdprof.files import why
 from ssdprof.jobs import limits, placement
 from ssdprof.jobs.model import build_prompts
 from ssdprof.jobs.request import CaptureRequest
-from ssdprof.jobs.stored_dims import stored_dims
+from ssdprof.jobs.plan import stored_dims
 from ssdprof.jobs.subject import Stored, Subject
 
 _BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
