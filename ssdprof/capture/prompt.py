@@ -6,11 +6,11 @@ import hashlib
 import io
 import re
 from collections.abc import Callable, Sequence
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from ssdprof.capture import text
-from ssdprof.capture.pieces import pieces
 from ssdprof.errors import BadInputError, unreadable
 from ssdprof.operators.drawing import Tokens
 from ssdprof.schema import Prompt
@@ -111,11 +111,11 @@ def build_prompt(
             "The checkpoint has no tokenizer.", "Name one with --tokenizer, or take random tokens: --prompt random."
         )
     elif file is not None:
-        cut, how = pieces(tokenizer, _file_ids(tokenizer, file, lengths, advice), lengths)
+        cut, how = _pieces(tokenizer, _file_ids(tokenizer, file, lengths, advice), lengths)
         ids, source = torch.tensor(cut), f"the user's file {file.name}{how}"
     else:
         stream = io.StringIO(text.load().decode("utf-8"))
-        cut, how = pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text", advice), lengths)
+        cut, how = _pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text", advice), lengths)
         ids, source = torch.tensor(cut), f"ssdprof's default text: reference documentation of CPython 3.11.7{how}"
     prompt = Prompt(
         kind=kind,
@@ -177,3 +177,34 @@ def _first_ids(
             f"{advice(len(ids))}, give a longer text with --prompt-file, or take --prompt random for times alone.",
         )
     return ids[:seqlen]
+
+
+def _pieces(tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
+    """Pieces of a text's `ids` with these lengths, and a phrase that says how they were cut.
+
+    They follow each other in the text.  If it is too short for that, they begin at equal distances and overlap.
+    Every piece begins with the special tokens that the tokenizer puts before a text.
+    """
+    if len(lengths) == 1:
+        return list(ids[: lengths[0]]), ""
+    opening = _opening(tokenizer, ids)
+    body = ids[len(opening) :]
+    inside = [max(length - len(opening), 0) for length in lengths]
+    starts = [0, *accumulate(inside[:-1])]
+    together, longest = sum(inside), max(inside)
+    overlap = together > len(body)
+    if overlap:
+        starts = [start * (len(body) - longest) // (together - longest) for start in starts]
+    cut = [
+        token
+        for start, length, whole in zip(starts, inside, lengths, strict=True)
+        for token in (*opening[:whole], *body[start : start + length])
+    ]
+    how = "that overlap, because the text is too short for all of them" if overlap else "one after the other"
+    return cut, f", {len(lengths)} pieces of it {how}"
+
+
+def _opening(tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
+    """The special tokens with which a text begins; a tokenizer may put others behind it."""
+    alone = tokenizer.encode("")
+    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))]

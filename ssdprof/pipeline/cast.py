@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ssdprof import operators
-from ssdprof.capture.layout import token_major
+from ssdprof.capture.store import token_major
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import DType

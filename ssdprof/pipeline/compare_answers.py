@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssdprof.capture.head import hidden_states, logits
-from ssdprof.capture.prefill import greedy
-from ssdprof.capture.prompt_run import PromptRun, check_ids
-from ssdprof.capture.sites import find_sites, match_layers
+from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
+from ssdprof.checkpoint.meta import find_mixers, match_layers
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.measure.answers import Comparison, bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.faults import first_line, status_of
@@ -60,7 +58,7 @@ def compare_answers(
     ):
         for ids, segment_length in zip(loaded.ids, loaded.segment_lengths, strict=True):
             check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
-            sites = find_sites(loaded.model)
+            sites = find_mixers(loaded.model)
             match_layers(sites, subject.layers, subject.ref.model_type)
             prompt = PromptRun(loaded.model, ids.to(loaded.model.device), segment_length, sites, subject.ref.model_type)
             layers = frozenset(layer.index for layer in subject.layers)
@@ -119,7 +117,7 @@ class PromptAnswers:
 
     def _cases(self) -> Iterator[Case]:
         """The cases: first noise, then all layers together, then each layer alone."""
-        sites = self._prompt.sites
+        sites = self._prompt.mixers
         noises = {
             "last bit of its inputs moved": reference.with_moved_bits,
             "in chunks of half the length": reference.in_other_chunks,
@@ -149,7 +147,7 @@ class PromptAnswers:
 
     def _reference_runs(self, cases: Sequence[Case]) -> float:
         """Runs of the model on the reference: its own, and for each case the share of layers left to the reference."""
-        layers = len({site.layer_index for site in self._prompt.sites})
+        layers = len({site.layer_index for site in self._prompt.mixers})
         return 1 + bool(self._request.generate) + sum(1 - len(case.layers) / layers for case in cases)
 
     def _compare(self, case: Case) -> AnswerCase:
@@ -165,7 +163,7 @@ class PromptAnswers:
             )
 
         try:
-            handler = by_layer(self._prompt.sites, case.compute, layers=case.layers, elsewhere=self._reference.compute)
+            handler = by_layer(self._prompt.mixers, case.compute, layers=case.layers, elsewhere=self._reference.compute)
             found = self._comparison(hidden_states(self._prompt, handler))
             if (position := first_nonfinite(found)) is not None:
                 return result("nonfinite", f"the distribution at position {position:,} is not finite")
@@ -200,5 +198,5 @@ class PromptAnswers:
         if not self._request.generate:
             return ()
         prompt = self._prompt
-        with substituted(prompt.sites, compute, layers=layers, elsewhere=self._reference.compute):
+        with substituted(prompt.mixers, compute, layers=layers, elsewhere=self._reference.compute):
             return greedy(self._model, prompt.ids, self._request.generate, prompt.segment_length)

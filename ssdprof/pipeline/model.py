@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from ssdprof.capture import store
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.head import logits
+from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prompt import build_prompt
-from ssdprof.capture.prompt_run import check_ids
-from ssdprof.checkpoint.fetched import LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer
-from ssdprof.checkpoint.load import DType, load_model
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.checkpoint.load import DType, LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer, load_model
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject
@@ -111,7 +109,7 @@ def _prompt(
         build_prompt,
         tokenizer.folder if tokenizer else None,
         seqlen,
-        vocab_size=subject.located.description.vocab_size,
+        vocab_size=subject.located.vocab_size,
         batch=subject.batch,
         packed=subject.serving.packed,
     )
@@ -119,7 +117,7 @@ def _prompt(
         ids, prompt = build(kind="file", file=wanted.text)
     else:
         ids, prompt = build(kind=wanted.text)
-    if (vocabulary := subject.located.description.vocab_size) is not None:
+    if (vocabulary := subject.located.vocab_size) is not None:
         check_ids(vocabulary, ids)
     words = f"{tokenizer.name}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
     return ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ssdprof import __version__, environment, operators
+from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.sites import Site, find_sites
-from ssdprof.capture.surroundings import BundledSurroundings
+from ssdprof.checkpoint.meta import Mixer, find_mixers
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.machine import installed_version
 from ssdprof.environment.present import require_gpu
@@ -98,13 +98,13 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher, k
     with clock.step("Loading the model"):
         # Otherwise moving weights or activations would be part of the time.
         loaded = load(replace(request.model, placement="one-gpu"), subject, watcher)
-    sites = find_sites(loaded.whole)
+    sites = find_mixers(loaded.whole)
     remarks = (*of_absent(request.lineup.absent), *notes(subject.ref, loaded.prompts))
     report = GrowingReport(_draft(request, subject, loaded.whole, sites, remarks), keep)
     add_step = report.step
     report.step(*loading)
     bench, profile = CudaBench(device), partial(traced, device=device)
-    bundled = BundledSurroundings(sites if "bundled" in request.surroundings else ())
+    bundled = ConvAndNorm(sites if "bundled" in request.surroundings else ())
     dtype, rehearsals = _dtype(loaded.whole), Rehearsals(request.first_call_s)
     with ClockWatch() as clocks, limits.memory_errors():
         prompts = {ids.shape[1]: ids for ids in loaded.ids}
@@ -174,7 +174,7 @@ def prefill_of_run(
 
 
 def contenders(
-    request: PrefillRequest, sites: Sequence[Site], dtype: DType, surroundings: Surroundings, rehearsals: Rehearsals
+    request: PrefillRequest, sites: Sequence[Mixer], dtype: DType, surroundings: Surroundings, rehearsals: Rehearsals
 ) -> Iterator[Contender]:
     """The baseline first, then the others.  dtype: of the model.
 
@@ -198,7 +198,7 @@ def contenders(
 
 
 def _draft(
-    request: PrefillRequest, subject: Subject, model: Any, sites: Sequence[Site], remarks: Sequence[str]
+    request: PrefillRequest, subject: Subject, model: Any, sites: Sequence[Mixer], remarks: Sequence[str]
 ) -> PrefillReport:
     config = model.config.get_text_config()
     return PrefillReport(

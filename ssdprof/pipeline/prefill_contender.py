@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from ssdprof.capture.conv_and_norm import ConvAndNorm
+from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result
-from ssdprof.capture.prefill import prefill
-from ssdprof.capture.sites import Site
-from ssdprof.capture.surroundings import BundledSurroundings
+from ssdprof.checkpoint.meta import Mixer
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
@@ -58,12 +58,12 @@ class Contender:
 
     def rehearse(self, call: OperatorCall) -> None:
         """Raises UnfitError for a user's kernel that fails at its first call."""
-        named = self.named[call.site.operator]
+        named = self.named[call.mixer.operator]
         if named.kind == "own":
             self.rehearsals.require(named, call.inputs, self.precision)
 
     def implementation(self, call: OperatorCall) -> Implementation:
-        return self.named[call.site.operator].present
+        return self.named[call.mixer.operator].present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,9 @@ class Prompted:
     model: Any
     ids: torch.Tensor
     segment_length: int
-    sites: tuple[Site, ...]
+    sites: tuple[Mixer, ...]
     layer: LayerRef
-    bundled: BundledSurroundings
+    bundled: ConvAndNorm
 
     @property
     def segments(self) -> int:

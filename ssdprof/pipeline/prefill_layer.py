@@ -45,7 +45,7 @@ def try_operators(found: Mapping[Contender, Found], prompted: Prompted, bench: B
                 _first_call(contender, own, call, bench.device, clock)
         if not passed():
             raise _Enough
-        if call.site.layer_index != prompted.layer.index:
+        if call.mixer.layer_index != prompted.layer.index:
             return passed()[0].compute(call)
         with clock.step("one layer's operator alone"):
             _time_alone(passed(), found, call, bench)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ssdprof import operators
-from ssdprof.capture.head import hidden_states
+from ssdprof.capture.forward import PromptRun, hidden_states
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.prompt_run import PromptRun
-from ssdprof.capture.sites import Site
+from ssdprof.checkpoint.meta import Mixer
 from ssdprof.measure.oracle import oracle_output
 from ssdprof.operators import tensors
 from ssdprof.pipeline.answers_request import Reference as Wanted
@@ -41,12 +40,12 @@ def oracle(call: OperatorCall) -> Result:
     return oracle_output(call.inputs)
 
 
-def baseline(sites: Sequence[Site]) -> Compute:
+def baseline(sites: Sequence[Mixer]) -> Compute:
     """The operator's baseline implementation, exact, with fp32 states."""
     return implemented(baseline_name(sites), EXACT_FP32, sites)
 
 
-def baseline_name(sites: Sequence[Site]) -> str:
+def baseline_name(sites: Sequence[Mixer]) -> str:
     """The name of the baseline: a model has one kind of operator."""
     return operators.get(sites[0].operator).baseline
 
@@ -70,7 +69,9 @@ def choose(wanted: Wanted, prompt: PromptRun, runs: float) -> Reference:
 
 
 def _baseline(prompt: PromptRun, remark: str) -> Reference:
-    return Reference(compute=baseline(prompt.sites), name=f"{baseline_name(prompt.sites)} {EXACT_FP32}", remark=remark)
+    return Reference(
+        compute=baseline(prompt.mixers), name=f"{baseline_name(prompt.mixers)} {EXACT_FP32}", remark=remark
+    )
 
 
 def _oracle_seconds(prompt: PromptRun) -> float:
@@ -96,7 +97,7 @@ def with_moved_bits(compute: Compute) -> Compute:
         return torch.where(tensor == 0, tensor, (bits ^ 1).view(tensor.dtype))
 
     def run(call: OperatorCall) -> Result:
-        views = operators.get(call.site.operator).door.views
+        views = operators.get(call.mixer.operator).door.views
         changed = {name: moved(tensor) for name, tensor in tensors.tensors(call.inputs).items() if name in views}
         return compute(replace(call, inputs=replace(call.inputs, **changed)))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ssdprof import operators
 from ssdprof.capture import store
-from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.store import CapturedLayer
 from ssdprof.environment import ClockWatch
 from ssdprof.environment.ranks import Ranks
 from ssdprof.environment.toolchain import unusable_gpu
@@ -152,7 +152,7 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Subject):
         for layer in found.layers:
-            tensor_parallel.refuse(found.ref, layer, vars(found.located.dims(layer)), replay.tensor_parallel)
+            tensor_parallel.refuse(found.ref, layer, found.located.sizes(layer), replay.tensor_parallel)
     else:
         for capture in found.chosen:
             sizes = stored_dims(capture).sizes

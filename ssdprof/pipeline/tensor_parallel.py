@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ssdprof import operators
-from ssdprof.capture.layout import token_major
+from ssdprof.capture.store import token_major
 from ssdprof.errors import BadInputError
 from ssdprof.report.format import words
 from ssdprof.schema import CheckpointRef, LayerRef

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ssdprof import operators
-from ssdprof.capture.bind import bind
-from ssdprof.capture.layout import PromptBuffer, token_major
+from ssdprof.capture.intercept import bind
+from ssdprof.capture.store import PromptBuffer, token_major
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs

@@ -16,10 +16,9 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.manifest import MANIFEST, is_capture
-from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, load
+from ssdprof.capture.store import CapturedLayer, CaptureWriter, check_folder, default_folder, load
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.tensors import tensors

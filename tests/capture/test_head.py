@@ -6,17 +6,15 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture.head import hidden_states, logits
-from ssdprof.capture.prefill import greedy
-from ssdprof.capture.prompt_run import PromptRun
-from ssdprof.capture.sites import find_sites
+from ssdprof.capture.forward import PromptRun, greedy, hidden_states, logits
+from ssdprof.checkpoint.meta import find_mixers
 
 LENGTH = 70
 
 
 def hidden(model: Any, segment_length: int) -> torch.Tensor:
-    prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, find_sites(model), "tiny")
-    return hidden_states(prompt, lambda call: call.stand_in() if segment_length < LENGTH else call.run_original())
+    prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, find_mixers(model), "tiny")
+    return hidden_states(prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original())
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)

@@ -7,9 +7,9 @@ import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
 
-from ssdprof.capture.cache import cache_name
+from ssdprof.capture.forward import cache_name
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.sites import find_sites
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 
 LENGTH = 70  # two chunks and a part of one
@@ -24,12 +24,12 @@ def logits(model: Any, **kwargs: Any) -> torch.Tensor:
 def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name: str) -> None:
     model = tiny_models.shared(name)
     before = logits(model)
-    sites = find_sites(model)
+    sites = find_mixers(model)
     seen = []
 
     def observe(call: OperatorCall) -> Result:
         out, final_state = call.run_original()
-        seen.append(call.site)
+        seen.append(call.mixer)
         assert difference(out, oracle(call.inputs)[0]) < FP32_ROUNDING
         assert final_state is None
         return out, final_state
@@ -45,7 +45,7 @@ def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name:
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_on_our_operator_logits_are_the_same_to_rounding(name: str) -> None:
     model = tiny_models.shared(name)
-    with intercept(find_sites(model), lambda call: call.stand_in()) as count:
+    with intercept(find_mixers(model), lambda call: call.replacement()) as count:
         ours = logits(model)
     assert count.calls == len(tiny_models.OPERATOR_LAYERS[name])
     assert difference(ours, logits(model)) < FP32_ROUNDING
@@ -59,14 +59,14 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
 
     def handler(call: OperatorCall) -> Result:
         assert call.wants_final_state
-        out, final_state = call.stand_in()
+        out, final_state = call.replacement()
         returned.append(final_state)
         return out, final_state
 
-    with torch.no_grad(), intercept(find_sites(model), handler):
+    with torch.no_grad(), intercept(find_mixers(model), handler):
         output = model(ids, use_cache=True)
     cache = output[cache_name(model)]
-    for site, final_state in zip(find_sites(model), returned, strict=True):
+    for site, final_state in zip(find_mixers(model), returned, strict=True):
         assert torch.equal(cache.layers[site.layer_index].recurrent_states[0], final_state)
 
 
@@ -74,7 +74,7 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
 def test_our_handler_runs_whatever_was_bound_at_import(name: str) -> None:
     """With hub kernels installed, the global is a module of another package, which must not be called."""
     model = tiny_models.build(name)
-    site = find_sites(model)[0]
+    site = find_mixers(model)[0]
 
     class HubKernel(torch.nn.Module):
         def forward(self, *_: Any, **__: Any) -> None:
@@ -83,7 +83,7 @@ def test_our_handler_runs_whatever_was_bound_at_import(name: str) -> None:
     fallback, kernel = site.namespace[site.function], HubKernel()
     site.namespace[site.function] = kernel
     try:
-        with intercept(find_sites(model), lambda call: call.stand_in()):
+        with intercept(find_mixers(model), lambda call: call.replacement()):
             ours = logits(model)
         assert site.namespace[site.function] is kernel
     finally:
@@ -95,7 +95,7 @@ def test_a_call_from_an_unknown_mixer_is_an_error() -> None:
     model = tiny_models.shared("mamba2")
     with (
         pytest.raises(BadInputError, match="mamba2_chunk_scan was called outside the mixers"),
-        intercept(find_sites(model)[:1], lambda call: call.stand_in()),
+        intercept(find_mixers(model)[:1], lambda call: call.replacement()),
     ):
         logits(model)
 
@@ -103,13 +103,13 @@ def test_a_call_from_an_unknown_mixer_is_an_error() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_everything_is_restored_after_an_error(error: type[BaseException]) -> None:
     model = tiny_models.build("zamba2")
-    sites = find_sites(model)
+    sites = find_mixers(model)
     before, original = logits(model), sites[0].namespace[sites[0].function]
 
     def fail(call: OperatorCall) -> Result:
-        if call.site is sites[2]:
+        if call.mixer is sites[2]:
             raise error("stop")
-        return call.stand_in()
+        return call.replacement()
 
     with pytest.raises(error, match="stop"), intercept(sites, fail):
         logits(model)

@@ -7,9 +7,9 @@ import tiny_models
 import torch
 
 from ssdprof import kernels
-from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.sites import find_sites
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.checkpoint.meta import find_mixers
 
 
 def captured_without_transformers_operator(
@@ -18,7 +18,7 @@ def captured_without_transformers_operator(
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("transformers' own operator ran")
 
-    site = find_sites(model)[0]
+    site = find_mixers(model)[0]
     monkeypatch.setitem(site.namespace, site.function, forbidden)
     layers: list[CapturedLayer] = []
     capture_layers(

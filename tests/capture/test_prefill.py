@@ -6,10 +6,9 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture.attention import lower_right_attention
+from ssdprof.capture.forward import lower_right_attention, prefill
 from ssdprof.capture.intercept import intercept
-from ssdprof.capture.prefill import prefill
-from ssdprof.capture.sites import find_sites
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.schema.serving import split_prompt
 
@@ -32,7 +31,7 @@ def test_split(seqlen: int, segment_length: int, segments: list[tuple[int, int]]
 
 
 def run(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
-    with intercept(find_sites(model), lambda call: call.stand_in()):
+    with intercept(find_mixers(model), lambda call: call.replacement()):
         return prefill(model, ids, segment_length)
 
 

@@ -8,10 +8,10 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.sites import find_sites
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.schema import Serving
 
 LENGTH = 40
@@ -24,7 +24,7 @@ BEFORE = "        beta = b.sigmoid()\n"
 def repeating(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tiny model whose mixers repeat heads: transformers' forward with the line from older versions."""
     model = tiny_models.build(name)
-    mixer = type(find_sites(model)[0].mixer)
+    mixer = type(find_mixers(model)[0].module)
     forward = inspect.unwrap(mixer.forward)
     source = inspect.getsource(forward)
     assert source.count(BEFORE) == 1
@@ -89,7 +89,7 @@ def test_a_repeating_model_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> No
 
     with torch.no_grad():
         before = model(ids, use_cache=False).logits
-        with intercept(find_sites(model), observe):
+        with intercept(find_mixers(model), observe):
             during = model(ids, use_cache=False).logits
     assert torch.equal(before, during)
     assert seen == [(1, LENGTH, 2, 16)] * 3
@@ -99,12 +99,12 @@ def test_equal_heads_that_the_model_made_itself_are_kept() -> None:
     """The mixer's number of key heads decides, never equal values: Olmo-Hybrid repeats no heads."""
     model = tiny_models.build("olmo_hybrid")
     with torch.no_grad():
-        for site in find_sites(model):
-            for projection in (site.mixer.q_proj, site.mixer.k_proj):  # all heads of q are equal, and all heads of k
+        for site in find_mixers(model):
+            for projection in (site.module.q_proj, site.module.k_proj):  # all heads of q are equal, and all heads of k
                 heads = projection.weight.view(4, -1, projection.weight.shape[1])
                 heads[:] = heads[:1].clone()
-            width = site.mixer.key_dim
-            kernel = site.mixer.conv1d.weight
+            width = site.module.key_dim
+            kernel = site.module.conv1d.weight
             for start in (0, width):
                 heads = kernel[start : start + width].view(4, -1, 1, 4)
                 heads[:] = heads[:1].clone()

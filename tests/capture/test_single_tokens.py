@@ -7,10 +7,10 @@ import tiny_models
 import torch
 
 from ssdprof import operators
-from ssdprof.capture.cache import cache_name
+from ssdprof.capture.forward import cache_name
 from ssdprof.capture.intercept import intercept
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.sites import find_sites
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 
 LENGTH = 40
@@ -19,14 +19,14 @@ LENGTH = 40
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_it_is_counted_and_left_to_the_model(name: str) -> None:
     model = tiny_models.shared(name)
-    sites = find_sites(model)
+    sites = find_mixers(model)
     step = sites[0].namespace[operators.get(sites[0].operator).door.step]
     ids = tiny_models.prompt(LENGTH + 1)
     with torch.no_grad():
         cached = model(ids[:, :-1], use_cache=True)
         key = cache_name(model)
         alone = model(ids[:, -1:], use_cache=True, **{key: copy.deepcopy(cached[key])}).logits
-        with intercept(sites, lambda call: call.stand_in()) as count:
+        with intercept(sites, lambda call: call.replacement()) as count:
             observed = model(ids[:, -1:], use_cache=True, **{key: cached[key]}).logits
     assert (count.calls, count.steps) == (0, len(sites))
     assert torch.equal(observed, alone)

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ssdprof.checkpoint.fetched import fetch
-from ssdprof.checkpoint.integrity import read_header, stays_inside
-from ssdprof.checkpoint.located import locate
-from ssdprof.checkpoint.weights import INDEX, is_needed
+from ssdprof.checkpoint.hub import read_header
+from ssdprof.checkpoint.load import fetch
+from ssdprof.checkpoint.model import open_model
+from ssdprof.checkpoint.weights import INDEX, is_needed, stays_inside
 from ssdprof.errors import BadInputError, ExitCode, ModelUnavailableError, SsdprofError
 
 
 def failure(folder: Path, deepest_layer: int | None = None) -> SsdprofError:
     with pytest.raises(SsdprofError) as caught:
-        fetch(locate(str(folder)), deepest_layer=deepest_layer)
+        fetch(open_model(str(folder)), deepest_layer=deepest_layer)
     assert caught.value.hint
     return caught.value
 
@@ -51,7 +51,7 @@ def test_a_truncated_shard_cannot_be_had(copied: Callable[[str], Path], keep: in
 
 def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Callable[[str], Path]) -> None:
     folder = copied("mamba2")
-    located = locate(str(folder))
+    located = open_model(str(folder))
     unneeded = {info.name for info in located.files(2)} - {info.name for info in located.files(0)}
     assert unneeded
     for name in unneeded:

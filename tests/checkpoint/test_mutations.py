@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mutations import Mutation, damaged, outcome, try_all
 
-from ssdprof.checkpoint.located import DEMO_FOLDERS
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.errors import BadInputError, SsdprofError
 
 
@@ -90,5 +90,5 @@ def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Callable[[str], P
 
 
 def test_a_config_that_cannot_be_used_costs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdprof.checkpoint.fetched.check_space", lambda *_, **__: pytest.fail("downloads"))
+    monkeypatch.setattr("ssdprof.checkpoint.load.check_space", lambda *_, **__: pytest.fail("downloads"))
     assert "hidden_act" in refused("config.json", hidden_act="swish_7").hint

@@ -12,14 +12,12 @@ import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
 
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.head import logits
+from ssdprof.capture.forward import Feed, logits
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.prefill import Feed
-from ssdprof.checkpoint.fetched import fetch, meta_model
-from ssdprof.checkpoint.load import load_model
-from ssdprof.checkpoint.located import Located, locate
-from ssdprof.checkpoint.placing import DeviceMap, infer, largest_streamed, weights_by_place
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.checkpoint.meta import DeviceMap, infer, largest_streamed, meta_model, weights_by_place
+from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import Serving
 
@@ -53,7 +51,7 @@ def check_same(found: list[tuple[str, dict[str, torch.Tensor]]], expected: list[
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def some_room(located: Located) -> tuple[Any, DeviceMap]:
+def some_room(located: Model) -> tuple[Any, DeviceMap]:
     """The model on the meta device, and a map with room for the embedding, two layers, and one streamed layer."""
     model = meta_model(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
@@ -68,7 +66,7 @@ def some_room(located: Located) -> tuple[Any, DeviceMap]:
 def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
     saved: Saved, name: str, segment_length: int
 ) -> None:
-    located = locate(str(saved(name)))
+    located = open_model(str(saved(name)))
     local = fetch(located)
     _, mapped = some_room(located)
     whole = load_model(local, device="cpu")
@@ -81,7 +79,7 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
 def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str) -> None:
     """As with a GPU: the layers' weights are in main memory and move to the computing device, here the CPU."""
-    local = fetch(locate(str(saved(name))), head=True)
+    local = fetch(open_model(str(saved(name))), head=True)
     whole, offloaded = (load_model(local, device="cpu") for _ in range(2))
     base = offloaded.base_model_prefix
     places = {f"{base}.{child}": CPU for child, _ in offloaded.base_model.named_children() if child != "layers"}
@@ -112,7 +110,7 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
 
 
 def test_what_lies_where(saved: Saved) -> None:
-    located = locate(str(saved("granitemoehybrid")))
+    located = open_model(str(saved("granitemoehybrid")))
     model, mapped = some_room(located)
     found = weights_by_place(model, mapped)
     assert {place: layers for place, (layers, _) in found.items()} == {"cpu": 2, "disk": 2}
@@ -124,7 +122,7 @@ def test_what_lies_where(saved: Saved) -> None:
 
 
 def test_places_of_gpus_come_first(saved: Saved) -> None:
-    located = locate(str(saved("granitemoehybrid")))
+    located = open_model(str(saved("granitemoehybrid")))
     model, _ = some_room(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
@@ -140,5 +138,5 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
 
 @pytest.mark.parametrize("room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}])
 def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
-    model = meta_model(locate(str(saved("granitemoehybrid"))))
+    model = meta_model(open_model(str(saved("granitemoehybrid"))))
     assert infer(model, room) is None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdprof.capture.sites import Site
+from ssdprof.checkpoint.meta import Mixer
 from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
 from ssdprof.kernels.mixer.gated_rms_norm import gated_rms_norm
 from ssdprof.kernels.registry import UnsupportedError
@@ -36,9 +36,9 @@ class NormForm:
     eps: float
 
 
-def gated_norms(site: Site) -> list[nn.Module]:
+def gated_norms(mixer: Mixer) -> list[nn.Module]:
     """Modules of the mixer whose forward takes a gate."""
-    return [module for module in site.mixer.children() if "gate" in inspect.signature(module.forward).parameters]
+    return [module for module in mixer.module.children() if "gate" in inspect.signature(module.forward).parameters]
 
 
 def norm_form(module: nn.Module) -> NormForm | None:
@@ -59,19 +59,19 @@ def norm_form(module: nn.Module) -> NormForm | None:
     return None
 
 
-class BundledSurroundings:
+class ConvAndNorm:
     """Replaces a model's convolutions and gated norms by the bundled kernels.
 
     left_to_model: descriptions of the parts that are not replaced.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._namespaces = {id(site.namespace): site.namespace for site in sites}.values()
+    def __init__(self, mixers: Sequence[Mixer]) -> None:
+        self._namespaces = {id(mixer.namespace): mixer.namespace for mixer in mixers}.values()
         forms: dict[Any, NormForm | None] = {}
         self._norms: list[tuple[nn.Module, NormForm]] = []
         left = []
-        for site in sites:
-            for module in gated_norms(site):
+        for mixer in mixers:
+            for module in gated_norms(mixer):
                 kind = (type(module), *sorted((key, value) for key, value in vars(module).items() if _is_plain(value)))
                 if kind not in forms:
                     forms[kind] = norm_form(module)
