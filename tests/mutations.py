@@ -118,7 +118,7 @@ def outcome(folder: Path) -> SsdprofError | None:
     import torch
 
     from ssdprof.capture.layers import capture_layers
-    from ssdprof.capture.prompt import build_prompt
+    from ssdprof.capture.tokenizer import build_prompt
     from ssdprof.checkpoint.load import fetch, fetch_tokenizer, load_model
     from ssdprof.checkpoint.model import open_model
 

@@ -277,7 +277,6 @@ def _forward(module: nn.Module) -> FunctionType | None:
 # --- places
 
 Place = int | str  # the index of a GPU, "cpu" or "disk"
-STREAMED = ("cpu", "disk")  # weights are stored there, and a GPU computes
 
 
 @dataclass(frozen=True)
@@ -300,10 +299,6 @@ class DeviceMap:
         while path not in self.places:
             path = path.rpartition(".")[0]
         return self.places[path]
-
-    def streams(self, place: Place) -> bool:
-        """Whether weights that lie at `place` are brought to `main` for each forward call."""
-        return place in STREAMED and place != self.main
 
 
 def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None:
@@ -351,7 +346,7 @@ def largest_streamed(model: PreTrainedModel, mapped: DeviceMap) -> tuple[int, in
     layers: Counter[object] = Counter()
     modules: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        if mapped.streams(mapped.place(name)):
+        if mapped.place(name) in {"cpu", "disk"} - {mapped.main}:  # brought to `main` for each forward call
             index = layer_index(name)
             layers[name if index is None else index] += parameter.nbytes
             modules[name.rpartition(".")[0]] += parameter.nbytes

@@ -102,7 +102,8 @@ class Model:
         from ssdprof.checkpoint import meta  # imports transformers: a wrong name or layer is refused before that
 
         meta.check_known(self.config, self.where)
-        model = meta.build(self.cut_config(), self.source.label)
+        plain = {key: value for key, value in self.cut_config().items() if key != "quantization_config"}
+        model = meta.build(plain, self.source.label)
         return model, meta.mixers_of(model)
 
     @property

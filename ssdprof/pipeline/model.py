@@ -15,8 +15,8 @@ from ssdprof.capture import store
 from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.prompt import build_prompt
 from ssdprof.capture.store import CapturedLayer
+from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint.load import DType, LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer, load_model
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.request import CaptureRequest, PromptRequest

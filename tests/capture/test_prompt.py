@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ssdprof.capture import text
-from ssdprof.capture.prompt import LONGEST_SEQLEN, _pieces, build_prompt, parse_seq, parse_seqs
+from ssdprof.capture.prompt import LONGEST_SEQLEN, parse_seq, parse_seqs
+from ssdprof.capture.tokenizer import _pieces, build_prompt
 from ssdprof.errors import BadInputError, ExitCode
 
 DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"

@@ -426,13 +426,13 @@ def test_operator_calls_of_one_form_are_tried_once(
         shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     wanted = {site.layer_index for site in find_mixers(shapes)}
     tried: list[int] = []  # not the calls, because a call holds its tensors
-    stand_in = OperatorCall.stand_in
+    stand_in = OperatorCall.replacement
 
     def counting(call: OperatorCall) -> Result:
         tried.append(call.mixer.layer_index)
         return stand_in(call)
 
-    monkeypatch.setattr(OperatorCall, "stand_in", counting)
+    monkeypatch.setattr(OperatorCall, "replacement", counting)
 
     def predicted() -> tuple[int, int]:
         tried.clear()

@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from torch import nn
 
-from ssdprof.capture.conv_and_norm import CONVOLUTION, ConvAndNorm, NormForm, gated_norms, norm_form
+from ssdprof.capture.conv_and_norm import CONVOLUTION, ConvAndNorm, gated_norms, norm_form
 from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.kernels import UnsupportedError
@@ -50,7 +50,7 @@ def test_the_form_is_found_by_a_probe(name: str, form: tuple[int, bool]) -> None
     (norm,) = gated_norms(find_mixers(tiny_models.shared(name))[0])
     found = norm_form(norm)
     assert found is not None
-    assert (found.group_size, found.norm_first) == form
+    assert (found["group_size"], found["norm_first"]) == form
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
@@ -116,4 +116,4 @@ def test_a_form_is_no_guess() -> None:
     (norm,) = gated_norms(find_mixers(tiny_models.build("mamba2"))[0])
     norm.group_size = 32  # this also changes the module's output
     found = norm_form(norm)
-    assert found == NormForm(32, norm_first=False, eps=norm.variance_epsilon)  # type: ignore[arg-type]
+    assert found == {"group_size": 32, "norm_first": False, "eps": norm.variance_epsilon}

@@ -3,6 +3,8 @@
 import errno
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from dataclasses import fields
 from pathlib import Path
@@ -277,6 +279,12 @@ def test_a_token_beyond_the_vocabulary() -> None:
         capture("mamba2", ids=ids)
     with pytest.raises(BadInputError, match="token id -1"):
         capture("mamba2", ids=torch.full((1, 4), -1))
+
+
+def test_importing_capture_imports_no_transformers() -> None:
+    """Replays of stored captures need none."""
+    code = "import sys, ssdprof.capture.layers, ssdprof.checkpoint.load; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_no_prompt_and_no_layer() -> None:

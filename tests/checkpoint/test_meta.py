@@ -1,4 +1,4 @@
-"""Weights in several places: the place of each weight, and the same bits in the model's output."""
+"""The model without weights: its mixers, and a place for each part of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,68 @@ import tiny_models
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
+from torch import nn
 
 from ssdprof.capture.forward import Feed, logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.store import CapturedLayer
 from ssdprof.checkpoint.load import fetch, load_model
-from ssdprof.checkpoint.meta import DeviceMap, infer, largest_streamed, meta_model, weights_by_place
+from ssdprof.checkpoint.meta import (
+    DeviceMap,
+    find_mixers,
+    infer,
+    largest_streamed,
+    match_layers,
+    meta_model,
+    weights_by_place,
+)
 from ssdprof.checkpoint.model import Model, open_model
+from ssdprof.errors import BadInputError
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import Serving
+from ssdprof.schema import LayerRef, Serving
+
+# --- mixers
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_every_mixer_is_found(name: str) -> None:
+    for model in (tiny_models.shared(name), tiny_models.shared(name).base_model):
+        sites = find_mixers(model)
+        assert tuple(site.layer_index for site in sites) == tiny_models.OPERATOR_LAYERS[name]
+        assert {site.operator for site in sites} == {"ssd" if name in tiny_models.SSD else "gdn"}
+        assert all(model.get_submodule(site.name) is site.module for site in sites)
+
+
+def test_a_model_without_an_operator_is_refused() -> None:
+    with pytest.raises(BadInputError, match="No layer of Linear"):
+        find_mixers(nn.Linear(2, 2))
+
+
+def test_a_mixer_outside_numbered_layers_is_refused() -> None:
+    mixer = find_mixers(tiny_models.shared("mamba2"))[0].module
+    with pytest.raises(BadInputError, match="'lonely' is in no numbered decoder layer"):
+        find_mixers(nn.ModuleDict({"lonely": mixer}))
+
+
+def test_two_mixers_in_one_decoder_layer_are_refused() -> None:
+    mixers = [site.module for site in find_mixers(tiny_models.shared("mamba2"))[:2]]
+    layer = nn.ModuleDict({"first": mixers[0], "second": mixers[1]})
+    with pytest.raises(BadInputError, match="Decoder layer 0 has two mixers"):
+        find_mixers(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
+
+
+def test_a_layer_of_another_operator_is_refused() -> None:
+    sites = find_mixers(tiny_models.shared("granitemoehybrid"))
+    attention = LayerRef(index=2, name="model.layers.2.mamba", operator="ssd")
+    with pytest.raises(BadInputError, match=r"2 of this granitemoehybrid model has no operator, not ssd; .*0, 1"):
+        match_layers(sites, [attention], "granitemoehybrid")
+    gdn = LayerRef(index=1, name="model.layers.1.linear_attn", operator="gdn")
+    with pytest.raises(BadInputError, match=r"Layer 1 .* has ssd, not gdn"):
+        match_layers(sites, [gdn], "granitemoehybrid")
+
+
+# --- places: the place of each weight, and the same bits in the model's output
+
 
 Saved = Callable[[str], Path]
 CPU = torch.device("cpu")
