@@ -305,6 +305,8 @@ def _described(source: Source, **given: Any) -> Model:
     config = configs.convert_config(stored, where) if original else stored
     model_type = configs.check_model_type(config, where)
     text = configs.text_config(config)
+    if text is not None:
+        configs.check_model_type(text, where)
     quantization = configs.quant_method(text or config, where)
     listed = configs.listed_layers(text or config, where)
     configs.ConfigReader(text or config, where).check_sizes()
