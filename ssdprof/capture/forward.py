@@ -229,23 +229,18 @@ class PromptRun:
         """
         raised: list[BaseException] = []
 
-        def watched(call: OperatorCall) -> Result:
-            try:
-                return handler(call)
-            except BaseException as error:
-                raised.append(error)
-                raise
+        def watched(handle: Callable[[OperatorCall], Any]) -> Callable[[OperatorCall], Any]:
+            def call_handle(call: OperatorCall) -> Any:
+                try:
+                    return handle(call)
+                except BaseException as error:
+                    raised.append(error)
+                    raise
 
-        def watched_step(call: OperatorCall) -> None:
-            assert on_step is not None
-            try:
-                on_step(call)
-            except BaseException as error:
-                raised.append(error)
-                raise
+            return call_handle
 
         try:
-            with intercept(self.mixers, watched, watched_step if on_step else None) as count:
+            with intercept(self.mixers, watched(handler), on_step and watched(on_step)) as count:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(

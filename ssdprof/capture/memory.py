@@ -39,6 +39,7 @@ _REPLAY_PER_CAPTURE = 6
 _BLOCK = 2048
 _BLOCK_TENSORS = 10
 _OUTPUT_PROJECTIONS = ("out_proj", "o_proj")
+SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,21 @@ class MemoryEstimate:
             self.one_shot(seqlen) if length >= seqlen else self.segmented(seqlen, length) for length in segment_lengths
         )
 
+    def shortest(self, seqlen: int) -> int:
+        """The smallest of the peaks that all allowed lengths give."""
+        return self.least(seqlen, (seqlen, *(length for length in SEGMENT_LENGTHS if length < seqlen)))
+
 
 def estimate_memory(model: Any, wanted: set[int], *, depth: int) -> MemoryEstimate:
     """The memory for decoder layers 0 to `depth` while the operators of the decoder layers `wanted` are captured."""
     mixers = [mixer for mixer in find_mixers(model) if mixer.layer_index <= depth]
     item = next(model.parameters()).element_size()
     hidden = model.get_input_embeddings().embedding_dim
-    kv = [_kv_width(module) * item for module in _attention_layers(model, depth)]
+    kv = [
+        item * sum(linear.out_features for key, linear in _linears(module).items() if key in ("k_proj", "v_proj"))
+        for name, module in model.named_modules()
+        if is_attention(module) and (layer_index(f"{name}.") or 0) <= depth
+    ]
     widest = max(
         [_mixer_bytes(mixer, hidden, item) for mixer in mixers] + [_block_bytes(model, mixers, hidden, item, depth)]
     )
@@ -114,11 +123,8 @@ def _mixer_bytes(mixer: Mixer, hidden: int, item: int) -> int:
     the convolution (x, B, C or q, k, v are views), the operator's output, and three fp32 tensors of the norm.
     """
     inner = _inner_width(mixer.module)
-    projected = sum(
-        module.out_features
-        for name, module in mixer.module.named_children()
-        if isinstance(module, nn.Linear) and name not in _OUTPUT_PROJECTIONS
-    )
+    linears = _linears(mixer.module).items()
+    projected = sum(linear.out_features for name, linear in linears if name not in _OUTPUT_PROJECTIONS)
     return item * (2 * hidden + projected + _conv_width(mixer.module) + inner) + 3 * 4 * inner
 
 
@@ -144,29 +150,13 @@ def _block_bytes(model: Any, mixers: list[Mixer], hidden: int, item: int, depth:
     return item * (2 * hidden + widest)
 
 
-def _attention_layers(model: nn.Module, depth: int) -> list[nn.Module]:
-    return [
-        module
-        for name, module in model.named_modules()
-        if is_attention(module) and (layer_index(f"{name}.") or 0) <= depth
-    ]
-
-
-def _kv_width(attention: nn.Module) -> int:
-    return sum(
-        module.out_features
-        for name, module in attention.named_children()
-        if isinstance(module, nn.Linear) and name in ("k_proj", "v_proj")
-    )
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
 
 
 def _inner_width(mixer: nn.Module) -> int:
     """Channels of the operator's output, which the mixer projects back to the hidden size."""
-    return next(
-        module.in_features
-        for name, module in mixer.named_children()
-        if isinstance(module, nn.Linear) and name in _OUTPUT_PROJECTIONS
-    )
+    return next(linear.in_features for name, linear in _linears(mixer).items() if name in _OUTPUT_PROJECTIONS)
 
 
 def _conv_width(mixer: nn.Module) -> int:
@@ -174,8 +164,6 @@ def _conv_width(mixer: nn.Module) -> int:
 
 
 # --- the length of segments
-
-SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)
 
 
 def choose_segment_length(
@@ -191,36 +179,24 @@ def choose_segment_length(
     for length in (seqlen, *SEGMENT_LENGTHS):
         if length <= seqlen and batch * need.least(seqlen, (length,)) <= free:
             return length
-    raise too_small(model, seqlen, need, batch=batch, free_bytes=free)
+    raise _too_small(model, seqlen, need, batch=batch, free_bytes=free)
 
 
-def too_small(model: Any, seqlen: int, need: MemoryEstimate, *, batch: int, free_bytes: int) -> MissingCapabilityError:
+def _too_small(model: Any, seqlen: int, need: MemoryEstimate, *, batch: int, free_bytes: int) -> MissingCapabilityError:
     """The error for a prompt that does not fit at any segment length."""
     fits = []
-    if shorter := _longest_prompt(seqlen, need, batch, free_bytes):
+    shorter = 1 << (seqlen - 1).bit_length() - 1  # powers of two of at least 1024
+    while shorter >= SEGMENT_LENGTHS[-1] and batch * need.shortest(shorter) > free_bytes:
+        shorter //= 2
+    if shorter >= SEGMENT_LENGTHS[-1]:
         fits.append(f"--seq {shorter}")
     if layers := _most_layers(model, seqlen, batch, free_bytes):
         fits.append(f"--layers first:{layers}")
-    needed = batch * need.least(seqlen, _lengths(seqlen))
+    needed, free = (f"{size_words(size)} ({size:,} bytes)" for size in (batch * need.shortest(seqlen), free_bytes))
     return MissingCapabilityError(
-        f"A prompt of {seqlen:,} tokens needs {_in_words(needed)} besides the model's weights on {model.device}; "
-        f"{_in_words(free_bytes)} are free.",
+        f"A prompt of {seqlen:,} tokens needs {needed} besides the model's weights on {model.device}; {free} are free.",
         f"What fits: {' or '.join(fits)}." if fits else "No --seq or --layers fits: take a smaller model.",
     )
-
-
-def _lengths(seqlen: int) -> tuple[int, ...]:
-    return (seqlen, *(length for length in SEGMENT_LENGTHS if length < seqlen))
-
-
-def _longest_prompt(seqlen: int, need: MemoryEstimate, batch: int, free_bytes: int) -> int | None:
-    """The largest power of two of at least 1024 below `seqlen` that fits."""
-    shorter = 1 << (seqlen - 1).bit_length() - 1
-    while shorter >= SEGMENT_LENGTHS[-1]:
-        if batch * need.least(shorter, _lengths(shorter)) <= free_bytes:
-            return shorter
-        shorter //= 2
-    return None
 
 
 def _most_layers(model: Any, seqlen: int, batch: int, free_bytes: int) -> int | None:
@@ -231,13 +207,9 @@ def _most_layers(model: Any, seqlen: int, batch: int, free_bytes: int) -> int | 
         wanted = set(indices[:count])
         saved = sum(size for index, size in weights.items() if index > max(wanted))
         need = estimate_memory(model, wanted, depth=max(wanted))
-        if batch * need.least(seqlen, _lengths(seqlen)) <= free_bytes + saved:
+        if batch * need.shortest(seqlen) <= free_bytes + saved:
             return count
     return None
-
-
-def _in_words(size: int) -> str:
-    return f"{size_words(size)} ({size:,} bytes)"
 
 
 # --- on the meta device

@@ -13,6 +13,8 @@ from mutations import Mutation, damaged, outcome, try_all
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.errors import BadInputError, SsdprofError
 
+Save = Callable[[str], Path]
+
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_damage_ends_in_an_internal_error(seed: int) -> None:
@@ -78,7 +80,7 @@ def test_what_is_no_json_object(file: str, content: bytes) -> None:
     assert file.removesuffix("_config.json").removesuffix(".json") in error.message
 
 
-def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Callable[[str], Path]) -> None:
+def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Save) -> None:
     """Frequencies of rotary positions are computed, not loaded."""
     folder = copied("qwen3_next")
     config = json.loads((folder / "config.json").read_text())
