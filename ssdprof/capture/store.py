@@ -33,16 +33,24 @@ from safetensors.torch import save_file
 
 from ssdprof import operators
 from ssdprof.capture.manifest import AGAIN, MANIFEST, is_capture, read_manifest
+from ssdprof.core.base import VERSION
+from ssdprof.core.subject import (
+    CallRef,
+    CaptureManifest,
+    CheckpointRef,
+    LayerCapture,
+    LayerRef,
+    Prompt,
+    TensorRecord,
+    scalars_hash,
+)
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
 from ssdprof.kernels.oracle_blocks import sequences
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import device as device_of
 from ssdprof.operators.tensors import tensors
-from ssdprof.core.words import size_words
-from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, TensorRecord
-from ssdprof.core.base import VERSION
-from ssdprof.core.subject import scalars_hash
 
 
 @dataclass(frozen=True, kw_only=True)

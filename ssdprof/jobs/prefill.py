@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from ssdprof import operators
+from ssdprof.capture.conv_and_norm import ConvAndNorm
+from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import Mixer, find_mixers
-from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.core import statistics
-from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, KernelOrigin, DType, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, DType, KernelOrigin, PrecisionRecord
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Condition, LeftOut, Report, Requested, StepTime
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt

@@ -16,8 +16,7 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
-from ssdprof.capture.store import CapturedLayer
-from ssdprof.capture.store import token_major
+from ssdprof.capture.store import CapturedLayer, token_major
 from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.report import Report, Requested
