@@ -1,0 +1,147 @@
+"""Mutants of the package, and the tests that kill them: the proof that a smaller suite is as strong.
+
+    python tests/mutants.py RESULTS [ROOM ...] [--jobs N] [--limit SECONDS]
+
+`mutants.jsonl` lists them, one a line: a statement (of a compound one the header), as `ast.unparse` writes it, and what
+replaces it.  The operators of mutmut 3.8.1 drew them once, with the seed 43; those "by hand" are kinds of error that
+tests let live before.  A mutant follows its statement, in whatever file it stands.
+
+Each is applied in a copy of the tree, and judged by the tests of its room alone: first those that name its module.
+RESULTS gets a line for each: killed, and by which test; survived; timeout; not found; broken, if that test fails
+without the mutant too.  Mutants that RESULTS has are skipped, so that a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from subprocess import PIPE, Popen, TimeoutExpired
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = ROOT / "tests" / "mutants.jsonl"
+# Files and folders of the tests of each room, in today's layout and in the one that the moves lead to.
+TESTS = {"kernels": "kernels", "report": "report", "stalls": "stalls"} | {
+    "pipeline": "pipeline jobs test_ranks.py test_placed_run.py test_answers.py test_served_run.py test_end_to_end.py",
+    "operators": "operators kernels/test_legal_sizes.py",
+    "checkpoint": "checkpoint test_hub_end_to_end.py",
+    "measure": "measure test_implementations.py",
+    "commands": "commands test_cli.py compare bench settings stalls runs tuning jobs test_end_to_end.py",
+    "capture": "capture test_served_run.py",
+    "schema": "schema core report compare measure capture bench stalls test_schemas.py",
+    "bench": "bench jobs",
+    "environment": "environment test_environment.py test_toolchain.py test_ranks.py",
+    "tuning": "tuning jobs",
+    "store": "store settings compare runs core",
+}
+Mutant = dict[str, str]
+
+
+def header(statement: ast.stmt) -> str:
+    text = ast.unparse(statement)
+    return text.splitlines()[0] if hasattr(statement, "body") else text
+
+
+def statements(tree: ast.AST, name: str = "") -> list[tuple[str, ast.stmt]]:
+    """Every statement, with the name of its function."""
+    found = [(name, child) for child in ast.iter_child_nodes(tree) if isinstance(child, ast.stmt)]
+    for child in ast.iter_child_nodes(tree):
+        found += statements(child, child.name if isinstance(child, ast.FunctionDef | ast.ClassDef) else name)
+    return found
+
+
+def place(mutant: Mutant, tree: Path) -> tuple[Path, ast.stmt] | None:
+    """Where the statement stands; of several places, that in the function and the file of the mutant."""
+    found = []
+    for file in sorted((tree / "ssdprof").rglob("*.py")):
+        for name, statement in statements(ast.parse(file.read_text(encoding="utf-8"))):
+            if header(statement) == mutant["original"]:
+                alike = name == mutant["function"].split(".")[-1], file == tree / mutant["file"]
+                found.append((alike, file, statement))
+    return max(found, key=lambda one: one[0])[1:] if found else None
+
+
+def mutated(mutant: Mutant, source: str, statement: ast.stmt) -> str:
+    """The source with the statement, or its header, replaced."""
+    lines, first = source.splitlines(), statement.lineno - 1
+    inner = getattr(statement, "body", None)
+    last = statement.end_lineno if inner is None else max(first + 1, inner[0].lineno - 1)
+    indent, word = re.match(r"(\s*)(el(?=if ))?", lines[first]).groups(default="")
+    return "\n".join([*lines[:first], indent + word + mutant["mutated"], *lines[last:], ""])
+
+
+def tests_of(mutant: Mutant, tree: Path, module: str) -> list[str]:
+    """The test files of the mutant's room: first those that name its module, and the short before the long ones."""
+    paths = [tree / "tests" / word for word in TESTS[mutant["room"]].split()]
+    files = [file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path] * path.exists())]
+    texts = {str(file.relative_to(tree)): file.read_text(encoding="utf-8") for file in files}
+    return sorted(texts, key=lambda file: (not re.search(rf"\b{module}\b", texts[file]), len(texts[file])))
+
+
+def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int | None, str]:
+    """pytest's exit code, None after the limit, and the first test that failed."""
+    env = os.environ | {"PYTHONPATH": f"{tree}:{tree}/tests", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE", *tests]
+    with Popen(command, cwd=tree, env=env, start_new_session=True, text=True, stdout=PIPE) as process:
+        try:
+            out = process.communicate(timeout=limit_s)[0]
+        except TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return None, ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
+    return process.returncode, failed[1] if failed else ""
+
+
+def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
+    """The mutant's status, and the test that kills it."""
+    if (found := place(mutant, tree)) is None:
+        return "not found", ""
+    file, before = found[0], found[0].read_text(encoding="utf-8")
+    file.write_text(mutated(mutant, before, found[1]), encoding="utf-8")
+    code, test = run_tests(tree, tests_of(mutant, tree, file.stem), limit_s)
+    file.write_text(before, encoding="utf-8")
+    if code in (0, None):
+        return ("timeout", "") if code is None else ("survived", "")
+    without = run_tests(tree, [test.split("[")[0]], limit_s)[0] if test else 0
+    return ("broken" if without else "killed"), test
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("results", type=Path)
+    parser.add_argument("rooms", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=240.0)
+    wanted = parser.parse_args()
+    listed = [json.loads(line) for line in LIST.read_text(encoding="utf-8").splitlines()]
+    known = {json.loads(line)["mutated"] for line in wanted.results.open()} if wanted.results.exists() else set()
+    left = [one for one in listed if one["mutated"] not in known and one["room"] in (wanted.rooms or TESTS)]
+    with tempfile.TemporaryDirectory(prefix="ssdprof-mutants-") as folder, ThreadPoolExecutor(wanted.jobs) as pool:
+        trees: Queue[Path] = Queue()
+        for job in range(wanted.jobs):
+            unwanted = shutil.ignore_patterns(".git", "__pycache__", "runs", ".*_cache")
+            trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(job), ignore=unwanted)))
+
+        def one(mutant: Mutant) -> None:
+            tree, began = trees.get(), time.monotonic()
+            status, test = judge(mutant, tree, wanted.limit)
+            trees.put(tree)
+            line = mutant | {"status": status, "test": test, "seconds": round(time.monotonic() - began)}
+            with wanted.results.open("a") as file:
+                print(json.dumps(line), file=file)
+
+        list(pool.map(one, left))
+
+
+if __name__ == "__main__":
+    main()
