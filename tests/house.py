@@ -303,8 +303,9 @@ def _is_captured(value: object) -> bool:
 def import_seconds() -> float:
     """The median of five imports of the command line, each in a process of its own."""
     code = "import time; began = time.perf_counter(); import ssdprof.cli; print(time.perf_counter() - began)"
-    once = lambda: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: E731
-    return round(statistics.median(float(once().stdout) for _ in range(5)), 2)
+    command = [sys.executable, "-c", code]
+    taken = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(5)]
+    return round(statistics.median(map(float, taken)), 2)
 
 
 def main() -> int:
