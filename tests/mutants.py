@@ -19,14 +19,13 @@ import json
 import os
 import re
 import shutil
-import signal
+import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
-from subprocess import PIPE, Popen, TimeoutExpired
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.jsonl"
@@ -80,26 +79,24 @@ def mutated(mutant: Mutant, source: str, statement: ast.stmt) -> str:
     return "\n".join([*lines[:first], indent + word + mutant["mutated"], *lines[last:], ""])
 
 
-def tests_of(mutant: Mutant, tree: Path, module: str) -> list[str]:
-    """The test files of the mutant's room: first those that name its module, and the short before the long ones."""
+def tests_of(mutant: Mutant, tree: Path, module: Path) -> list[str]:
+    """The test files of the mutant's room: first those that name its module or what it defines, and the short ones."""
     paths = [tree / "tests" / word for word in TESTS[mutant["room"]].split()]
     files = [file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path] * path.exists())]
     texts = {str(file.relative_to(tree)): file.read_text(encoding="utf-8") for file in files}
-    return sorted(texts, key=lambda file: (not re.search(rf"\b{module}\b", texts[file]), len(texts[file])))
+    names = re.findall(r"^(?:def|class) ([A-Za-z]\w+)", module.read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.compile(rf"\b({'|'.join([module.stem, *names])})\b")
+    return sorted(texts, key=lambda file: ("_gpu" in file, not named.search(texts[file]), len(texts[file])))
 
 
-def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int | None, str]:
-    """pytest's exit code, None after the limit, and the first test that failed."""
+def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int, str]:
+    """pytest's exit code, 128 or more after the limit of processor time, and the first test that failed."""
     env = os.environ | {"PYTHONPATH": f"{tree}:{tree}/tests", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", "--tb=no", "-rfE", *tests]
-    with Popen(command, cwd=tree, env=env, start_new_session=True, text=True, stdout=PIPE) as process:
-        try:
-            out = process.communicate(timeout=limit_s)[0]
-        except TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return None, ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
-    return process.returncode, failed[1] if failed else ""
+    limits = f"prlimit --cpu={limit_s:.0f} timeout -s KILL {5 * limit_s:.0f} {sys.executable}"
+    command = [*f"{limits} -m pytest -x -n 0 -p no:cacheprovider --tb=no -rfE".split(), *tests]
+    ran = subprocess.run(command, cwd=tree, env=env, text=True, stdout=subprocess.PIPE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    return ran.returncode, failed[1] if failed else ""
 
 
 def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
@@ -108,11 +105,11 @@ def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
         return "not found", ""
     file, before = found[0], found[0].read_text(encoding="utf-8")
     file.write_text(mutated(mutant, before, found[1]), encoding="utf-8")
-    code, test = run_tests(tree, tests_of(mutant, tree, file.stem), limit_s)
+    code, test = run_tests(tree, tests_of(mutant, tree, file), limit_s)
     file.write_text(before, encoding="utf-8")
-    if code in (0, None):
-        return ("timeout", "") if code is None else ("survived", "")
-    without = run_tests(tree, [test.split("[")[0]], limit_s)[0] if test else 0
+    if code == 0 or code >= 128:
+        return ("timeout" if code else "survived"), ""
+    without = test and run_tests(tree, [test.split("[")[0]], limit_s)[0]  # no test: nothing can be imported
     return ("broken" if without else "killed"), test
 
 
