@@ -20,10 +20,7 @@ from ssdprof.measure.timing import time_in_turns
 from ssdprof.pipeline.replay import ReplayOptions, replay_layer
 from ssdprof.schema import EXACT_FP32, LayerRef, PrecisionRecord
 
-PRECISIONS = (
-    EXACT_FP32,
-    PrecisionRecord(intermediates="relaxed", state_dtype="fp32"),
-)
+PRECISIONS = (EXACT_FP32, PrecisionRecord(intermediates="relaxed", state_dtype="fp32"))
 
 
 def layer(bench: CudaBench, shape: str, seqlen: int) -> Row:

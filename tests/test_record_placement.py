@@ -74,9 +74,7 @@ def test_offloaded_weights_give_the_same_captures(recorded: Recorded) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_raises_is_a_failure_and_the_next_one_is_made(
-    recorded: Recorded,
-) -> None:
+def test_a_run_that_raises_is_a_failure_and_the_next_one_is_made(recorded: Recorded) -> None:
     (failure,), document, page = recorded
     assert list(document["runs"]) == ["one-gpu", "cpu-offload", "disk-offload"]
     assert failure.startswith("cpu-offload: MissingCapabilityError: --placement cpu-offload needs an NVIDIA GPU")

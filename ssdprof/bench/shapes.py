@@ -18,7 +18,6 @@ def _shape(known: Shapes, name: str) -> Shape:
     found = known.shapes.get(name) or known.parse(name)
     if found is None:
         raise BadInputError(
-            f"{name!r} is not a known shape.",
-            f"Known are {', '.join(known.shapes)} and all; or give {known.grammar}.",
+            f"{name!r} is not a known shape.", f"Known are {', '.join(known.shapes)} and all; or give {known.grammar}."
         )
     return found

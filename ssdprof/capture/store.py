@@ -30,15 +30,7 @@ from ssdprof.files import check_writable, locked, put
 from ssdprof.kernels.oracle_blocks import sequences
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import (
-    CallRef,
-    CaptureManifest,
-    CheckpointRef,
-    LayerCapture,
-    LayerRef,
-    Prompt,
-    TensorRecord,
-)
+from ssdprof.schema import CallRef, CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, TensorRecord
 from ssdprof.schema.capture import scalars_hash
 
 

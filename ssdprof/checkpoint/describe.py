@@ -18,7 +18,7 @@ from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 
 # Methods that transformers loads.  It ignores others with a warning, and would load the codes as weights.
 QUANT_METHODS = DECODED_ON_LOAD | {
-    *("compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto"),
+    *("compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto")
 }
 
 

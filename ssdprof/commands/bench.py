@@ -31,8 +31,7 @@ class DrawnOptions:
     operator: options.Operator
     shape: options.Shape = None
     seq: Annotated[
-        str,
-        typer.Option(metavar="N[,N...]", help="Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."),
+        str, typer.Option(metavar="N[,N...]", help="Sequence lengths: 1k,16k.  1k,...,256k doubles at each step.")
     ] = "1k,4k,16k,64k"
     batch: Annotated[str, typer.Option(metavar="B[,B...]", help="Batch sizes, each combined with every length.")] = "1"
     cells: Annotated[str, typer.Option(metavar="BxN[,...]", help="Additional pairs of batch x length: 8x4k,32x1k.")] = (

@@ -29,10 +29,9 @@ class ModelOptions:
             show_default="16k on a GPU, 512 without",
         ),
     ] = None
-    layers: Annotated[
-        str,
-        typer.Option(metavar="WHICH", help="all, first:N, every:K, or layer numbers: 3,7, 0-3."),
-    ] = "all"
+    layers: Annotated[str, typer.Option(metavar="WHICH", help="all, first:N, every:K, or layer numbers: 3,7, 0-3.")] = (
+        "all"
+    )
     prompt: Annotated[
         Literal["default", "random"],
         typer.Option(help="The built-in text, or random tokens, which are unlike a real prompt."),

@@ -82,8 +82,7 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="FILE", parser=path, help="The file to write.", show_default="stdout"),
 ]
 RunFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", parser=path, help="Folder of the run.", show_default="runs/<time>-<model>"),
+    Path | None, typer.Option(metavar="DIR", parser=path, help="Folder of the run.", show_default="runs/<time>-<model>")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
 Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]

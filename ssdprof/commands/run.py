@@ -23,8 +23,7 @@ class SubjectOptions(ServedModelOptions):
     """A model on a prompt, or stored captures."""
 
     model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a folder of stored captures.", show_default=False),
+        str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a folder of stored captures.", show_default=False)
     ]
 
 
@@ -80,10 +79,9 @@ class ResultOptions:
     answers: Annotated[
         bool, typer.Option("--answers", help="Also compare the model's answers: see 'ssdprof answers'.")
     ] = False
-    stalls: Annotated[
-        bool,
-        typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'."),
-    ] = False
+    stalls: Annotated[bool, typer.Option("--stalls", help="Also profile one layer with ncu: see 'ssdprof stalls'.")] = (
+        False
+    )
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Also time the whole model's prefill: see 'ssdprof prefill'.")
     ] = False

@@ -12,8 +12,7 @@ from ssdprof.commands import options, terminal
 
 def runs(
     folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="DIR", parser=options.path, help="A folder of runs.", show_default="runs"),
+        Path | None, typer.Argument(metavar="DIR", parser=options.path, help="A folder of runs.", show_default="runs")
     ] = None,
     as_json: options.Json = False,
 ) -> None:

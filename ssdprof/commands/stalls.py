@@ -19,9 +19,7 @@ class ProfileOptions:
     where: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN|MODEL",
-            help="A run, a model, or a folder of stored captures.",
-            show_default="the latest run",
+            metavar="RUN|MODEL", help="A run, a model, or a folder of stored captures.", show_default="the latest run"
         ),
     ] = None
     layer: Annotated[

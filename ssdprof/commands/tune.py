@@ -73,8 +73,7 @@ class SearchOptions:
         if self.where is not None:
             if self.shape is not None or self.batch is not None or self.dtype is not None:
                 raise BadInputError(
-                    "Captured inputs have their own shape, batch and dtype.",
-                    "Leave out --shape, --batch and --dtype.",
+                    "Captured inputs have their own shape, batch and dtype.", "Leave out --shape, --batch and --dtype."
                 )
             seqlens = None if self.seq is None else lengths(self.seq)
         else:

@@ -64,10 +64,7 @@ class Comparison:
 
 
 def compare(
-    inputs: Any,
-    candidates: Mapping[K, Candidate[K]],
-    *,
-    on_progress: Callable[[int], None] | None = None,
+    inputs: Any, candidates: Mapping[K, Candidate[K]], *, on_progress: Callable[[int], None] | None = None
 ) -> dict[K, Comparison]:
     """Judge every candidate in one pass over the oracle of the operator that takes these inputs.
 

@@ -69,9 +69,7 @@ class Sampled:
             return None
         interval = ratio_interval(baseline.warm, self.warm)
         return WarmSpeedup(
-            ratio=ratio(baseline.warm, self.warm),
-            interval=interval,
-            verdict=interval.verdict(smallest_difference),
+            ratio=ratio(baseline.warm, self.warm), interval=interval, verdict=interval.verdict(smallest_difference)
         )
 
 

@@ -157,11 +157,7 @@ class LengthTimer:
         if base is None or own.status != "passed":
             return case
         return compared(
-            case,
-            own,
-            base,
-            operator_calls=self.prompted.operator_calls,
-            smallest_difference=self.smallest_difference,
+            case, own, base, operator_calls=self.prompted.operator_calls, smallest_difference=self.smallest_difference
         )
 
 

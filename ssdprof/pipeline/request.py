@@ -17,11 +17,7 @@ Dtypes = Literal["exact", "relaxed", "all"]
 COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 # A step is computed in fp32 throughout, whatever the precision of the prompt.
-STEPS = StepsAsked(
-    implementations=("unfused_step", "recurrent"),
-    precisions=(EXACT_FP32,),
-    baseline="unfused_step",
-)
+STEPS = StepsAsked(implementations=("unfused_step", "recurrent"), precisions=(EXACT_FP32,), baseline="unfused_step")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,10 +192,7 @@ def _replaying(
         )
 
         of_steps = replace(
-            options,
-            precisions=STEPS.precisions,
-            implementations=STEPS.implementations,
-            baseline=STEPS.baseline,
+            options, precisions=STEPS.precisions, implementations=STEPS.implementations, baseline=STEPS.baseline
         )
 
         def replay(captured: CapturedLayer) -> None:

@@ -145,13 +145,7 @@ def groups(report: RunReport) -> tuple[Group, ...]:
         prompt = call.prompt_seqlen if call else size[0]
         found.setdefault((prompt, not (call and call.kind == "decode"), *size), []).append(case)
     return tuple(
-        Group(
-            seqlen,
-            batch,
-            tuple(cases),
-            baseline=report.baseline_of(cases[0].call),
-            call=cases[0].call,
-        )
+        Group(seqlen, batch, tuple(cases), baseline=report.baseline_of(cases[0].call), call=cases[0].call)
         for (_, _, seqlen, batch), cases in sorted(found.items(), key=lambda item: item[0], reverse=True)
     )
 

@@ -153,11 +153,7 @@ def command(
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a child process: without variables that might be secrets, and with line information on."""
     passed = {name: value for name, value in environ.items() if _PASSED.fullmatch(name) and not _SECRET.search(name)}
-    return passed | {
-        "CUDA_INJECTION64_PATH": "none",
-        "HF_HUB_OFFLINE": "1",
-        "TRITON_DISABLE_LINE_INFO": "0",
-    }
+    return passed | {"CUDA_INJECTION64_PATH": "none", "HF_HUB_OFFLINE": "1", "TRITON_DISABLE_LINE_INFO": "0"}
 
 
 def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str]) -> str:
@@ -200,8 +196,7 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
     last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
     how = how_ended(returncode)
     return MissingCapabilityError(
-        f"A process of the profile failed ({how}){f': {last[:300]}' if last else '.'}",
-        "ssdprof doctor may say why.",
+        f"A process of the profile failed ({how}){f': {last[:300]}' if last else '.'}", "ssdprof doctor may say why."
     )
 
 

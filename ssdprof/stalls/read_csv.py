@@ -151,13 +151,7 @@ def _listing(kernel: str, rows: Sequence[tuple[str, dict[str, list[str]]]]) -> R
     for point in points:
         for reason, count in point.samples.items():
             totals[reason] = totals.get(reason, 0) + count
-    return RawKernel(
-        function=kernel,
-        metrics={},
-        totals=totals,
-        points=points,
-        excerpts=texts,
-    )
+    return RawKernel(function=kernel, metrics={}, totals=totals, points=points, excerpts=texts)
 
 
 def _samples(cells: Mapping[str, list[str]]) -> dict[str, int]:

@@ -28,9 +28,7 @@ class Sources:
     """
 
     def __init__(
-        self,
-        recorded: Mapping[str, str],
-        excerpts: Mapping[str, Mapping[int, str]] = MappingProxyType({}),
+        self, recorded: Mapping[str, str], excerpts: Mapping[str, Mapping[int, str]] = MappingProxyType({})
     ) -> None:
         self._recorded = recorded
         self._excerpts = excerpts

@@ -108,10 +108,7 @@ def problems(
 
 
 def _problem(
-    operator: Operator[Any],
-    loaded: Sequence[tuple[Workload, Any]],
-    kernel: str,
-    intermediates: schema.Intermediates,
+    operator: Operator[Any], loaded: Sequence[tuple[Workload, Any]], kernel: str, intermediates: schema.Intermediates
 ) -> Problem:
     tuning, dims = operator.tunable, operator.costed.dims
     loaded = sorted(loaded, key=lambda one: dims(one[1]).seqlen)

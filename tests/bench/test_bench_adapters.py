@@ -97,11 +97,7 @@ def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
     for precision, given, words in (
         (Precision(intermediates="relaxed"), inputs(), "exact intermediates only"),
         (Precision(), inputs(), "this version"),
-        (
-            Precision(state_dtype=torch.bfloat16),
-            inputs(cu_seqlens=torch.tensor([0, 8])),
-            "packed sequence",
-        ),
+        (Precision(state_dtype=torch.bfloat16), inputs(cu_seqlens=torch.tensor([0, 8])), "packed sequence"),
         (Precision(state_dtype=torch.bfloat16), inputs(chunk_size=24), "chunk_size must be a power of two, not 24"),
     ):
         with pytest.raises(UnsupportedError, match=words):

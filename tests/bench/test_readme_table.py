@@ -51,10 +51,7 @@ def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchRepor
         "a.json": report(cells=cells),
         "b.json": report(cells=(cells[0].model_copy(update={"cases": (*cells[0].cases[:2], relaxed)}),)),
     }
-    models = [
-        ["sequences x tokens", "mamba2-2.7b", "nemotron-3-nano"],
-        ["1 x 1,024", "3.00x / 2.82x", "-"],
-    ]
+    models = [["sequences x tokens", "mamba2-2.7b", "nemotron-3-nano"], ["1 x 1,024", "3.00x / 2.82x", "-"]]
     assert rows_of(readme_table.section(reports)) == models
     page = readme_table.page(reports)
     assert rows_of(selection(reports)) == [

@@ -47,13 +47,7 @@ def test_the_request_of_a_chunked_prefill() -> None:
 
 def test_the_request_of_a_replay() -> None:
     options = ReplayOptions(
-        tensor_parallel=2,
-        dtypes="relaxed",
-        states="bf16",
-        cast="fp16",
-        impl="fused,fla",
-        baseline="fla",
-        first_call=7,
+        tensor_parallel=2, dtypes="relaxed", states="bf16", cast="fp16", impl="fused,fla", baseline="fla", first_call=7
     )
     gates = Gates(min_speedup=2)
     assert options.request(TimingOptions(clock="warm", smallest_difference="3%"), gates) == ReplayRequest(

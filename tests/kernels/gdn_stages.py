@@ -39,12 +39,7 @@ def solve_tril(L: torch.Tensor, a: Arithmetic = FP64) -> torch.Tensor:
 
 
 def recompute_w_u(
-    A: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    g_cumsum: torch.Tensor,
-    a: Arithmetic = FP64,
+    A: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g_cumsum: torch.Tensor, a: Arithmetic = FP64
 ) -> tuple[torch.Tensor, torch.Tensor]:
     beta, since_start = a.of(beta), a.of(g_cumsum).exp()
     w = a.operand(a.of(A) * a.intermediate(beta * since_start)[:, None, :]) @ a.operand(k)

@@ -102,8 +102,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> list[SSDInputs]:
 def in_sequences(inputs: SSDInputs) -> SSDInputs:
     tokens = {name: getattr(inputs, name) for name in ("x", "dt", "B", "C", "z")}
     return replace(
-        inputs,
-        **{name: t.unflatten(1, (SEQUENCES, SEQLEN))[0] for name, t in tokens.items() if t is not None},
+        inputs, **{name: t.unflatten(1, (SEQUENCES, SEQLEN))[0] for name, t in tokens.items() if t is not None}
     )
 
 

@@ -74,9 +74,7 @@ def test_a_state_in_blocks_of_n(block_n: int, p_rows: bool) -> None:
     [
         # the default tier: every precision for bf16 inputs; for other inputs, states of the inputs' dtype
         pytest.param(
-            dtype,
-            precision,
-            marks=() if dtype in (torch.bfloat16, precision.state_dtype) else pytest.mark.slow,
+            dtype, precision, marks=() if dtype in (torch.bfloat16, precision.state_dtype) else pytest.mark.slow
         )
         for dtype in DTYPES
         for precision in PRECISIONS

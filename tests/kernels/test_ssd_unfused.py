@@ -140,10 +140,7 @@ def test_repeated_runs_agree_in_every_bit() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (dict(headdim=129), "headdim is at most 128, not 129"),
-        (dict(dstate=257), "dstate is at most 256, not 257"),
-    ],
+    [(dict(headdim=129), "headdim is at most 128, not 129"), (dict(dstate=257), "dstate is at most 256, not 257")],
 )
 def test_what_it_does_not_do_it_refuses_by_name(options: dict[str, int], message: str) -> None:
     implementation = get("ssd", "unfused")

@@ -100,10 +100,7 @@ def test_the_rounded_exact_answer_passes(make_inputs: MakeInputs, dtype: torch.d
 @precisions
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
 def test_a_wrong_output_fails(
-    make_inputs: MakeInputs,
-    dtype: torch.dtype,
-    precision: Precision,
-    change: Callable[[SSDInputs, torch.Tensor], None],
+    make_inputs: MakeInputs, dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, torch.Tensor], None]
 ) -> None:
     inputs = make_inputs(dtype=dtype)
     output = right_answer(inputs)

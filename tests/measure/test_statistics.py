@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from ssdprof.measure import statistics
-from ssdprof.measure.statistics import (
-    median_error,
-    median_interval,
-    median_us,
-    ratio,
-    ratio_interval,
-    settled,
-    steady,
-)
+from ssdprof.measure.statistics import median_error, median_interval, median_us, ratio, ratio_interval, settled, steady
 from ssdprof.schema import Interval
 
 

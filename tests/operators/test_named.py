@@ -95,10 +95,7 @@ def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.Mo
     assert list(map(str, found.precisions("fp16", (EXACT_FP32, RELAXED)))) == ["exact, fp16 states"]
     assert found.on(torch.device("cuda")) is found
     absent = found.on(torch.device("cpu"))
-    assert (absent.implementation, absent.absent) == (
-        None,
-        "mamba_ssm needs an NVIDIA GPU, and this machine has none.",
-    )
+    assert (absent.implementation, absent.absent) == (None, "mamba_ssm needs an NVIDIA GPU, and this machine has none.")
 
 
 def test_a_checkout_is_named_with_the_library(here: Path) -> None:

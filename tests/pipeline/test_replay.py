@@ -232,10 +232,7 @@ def test_an_interruption_keeps_what_is_finished(
     finished: list[CaseResult] = []
     with pytest.raises(KeyboardInterrupt):
         replay_layer(LAYER, inputs, options("a", "stopped", on_case=finished.append))
-    assert [(result.implementation, result.status) for result in finished] == [
-        ("reference", "passed"),
-        ("a", "passed"),
-    ]
+    assert [(result.implementation, result.status) for result in finished] == [("reference", "passed"), ("a", "passed")]
 
 
 # --- timing

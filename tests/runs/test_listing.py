@@ -69,12 +69,7 @@ def test_the_table_says_it_in_words(runs):
     file = io.StringIO()
     Console(file=file, width=140).print(SplitTable(tables.runs(listed(runs))))
     text = file.getvalue()
-    for words in (
-        "2026-01-04 00:00 UTC",
-        "h-small, random weights",
-        "1,024, 131,072",
-        "incomplete, partial",
-    ):
+    for words in ("2026-01-04 00:00 UTC", "h-small, random weights", "1,024, 131,072", "incomplete, partial"):
         assert words in text
     assert "e-damaged: " in text
 

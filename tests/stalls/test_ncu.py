@@ -156,12 +156,7 @@ def test_a_profile_without_a_report_is_an_error(tmp_path: Path, monkeypatch: pyt
 
 def job(folder: Path) -> collect.Job:
     return collect.Job(
-        folder=folder,
-        cache=folder / "cache",
-        layer=0,
-        seqlen=1,
-        implementation="fused",
-        precision=EXACT_FP32,
+        folder=folder, cache=folder / "cache", layer=0, seqlen=1, implementation="fused", precision=EXACT_FP32
     )
 
 

@@ -19,23 +19,14 @@ from ssdprof.schema.stalls import StallReport
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.ncu,
-    pytest.mark.skipif(find_ncu() is None, reason="needs Nsight Compute"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.ncu, pytest.mark.skipif(find_ncu() is None, reason="needs Nsight Compute")]
 
 
 @pytest.mark.parametrize("gate", [False, True], ids=["hopper if there is one", "portable"])
 def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: bool) -> None:
     case = Case(seqlen=16384, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16, gate=gate)
     captures = store_layers(tmp_path / "captures", case)
-    request = StallRequest(
-        where=str(captures),
-        layer=5,
-        precision=EXACT_FP32,
-        out=tmp_path / "run",
-    )
+    request = StallRequest(where=str(captures), layer=5, precision=EXACT_FP32, out=tmp_path / "run")
     folder, report = profile(request, Unwatched())
     assert report.missing == ""
     checks = [*report.checks, *(check for kernel in report.kernels for check in kernel.checks)]

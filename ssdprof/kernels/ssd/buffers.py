@@ -37,11 +37,7 @@ class BufferSizes:
     @classmethod
     def of(cls, inputs: SSDInputs, precision: Precision, *, states: int, sync: int, gates: int = 0) -> BufferSizes:
         return cls(
-            final_states=inputs.states_shape,
-            states=states,
-            state_dtype=precision.state_dtype,
-            sync=sync,
-            gates=gates,
+            final_states=inputs.states_shape, states=states, state_dtype=precision.state_dtype, sync=sync, gates=gates
         )
 
     def allocate(self, x: torch.Tensor) -> Buffers:

@@ -210,9 +210,7 @@ _WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where
 _SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
 CHUNK_SCAN = (
     Row(
-        wide=True,
-        take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2),
-        why=_LARGE,
+        wide=True, take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2), why=_LARGE
     ),
     Row(
         gate=False,

@@ -85,11 +85,5 @@ def _tensors(
 
 
 DRAWING = Drawing(
-    shapes=SHAPES,
-    parse=parse,
-    grammar=GRAMMAR,
-    draw=draw,
-    ways=WAYS,
-    alternatives=ALTERNATIVES,
-    peers=PEERS,
+    shapes=SHAPES, parse=parse, grammar=GRAMMAR, draw=draw, ways=WAYS, alternatives=ALTERNATIVES, peers=PEERS
 )

@@ -28,9 +28,7 @@ def _selective_state_update(_checkout: Path | None) -> Peer:
 def _published(checkout: Path | None) -> Peer:
     assert checkout is not None
     return Peer(
-        implementation=published.load(checkout),
-        version=published.version(checkout),
-        precisions=_published_precisions,
+        implementation=published.load(checkout), version=published.version(checkout), precisions=_published_precisions
     )
 
 

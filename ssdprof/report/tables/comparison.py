@@ -193,12 +193,7 @@ def facts(comparison: Comparison) -> Table:
 
 
 def _table(
-    title: str,
-    headers: Sequence[str],
-    cells: Sequence[tuple[str, ...]],
-    pairs: Sequence[Pair],
-    *,
-    words: int = 0,
+    title: str, headers: Sequence[str], cells: Sequence[tuple[str, ...]], pairs: Sequence[Pair], *, words: int = 0
 ) -> Table | None:
     """A row for each pair.  words: number of text columns after the names; the others are numbers."""
     if not pairs:

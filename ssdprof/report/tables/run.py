@@ -251,13 +251,7 @@ def _cases(report: RunReport, title: str, wanted: Callable[[CaseResult], bool]) 
 
 
 def _case(case: CaseResult) -> tuple[str, ...]:
-    return (
-        case.implementation,
-        case.precision.short,
-        case.status,
-        _shortened(case.reason),
-        _first_nonfinite(case),
-    )
+    return (case.implementation, case.precision.short, case.status, _shortened(case.reason), _first_nonfinite(case))
 
 
 def _first_nonfinite(case: CaseResult) -> str:

@@ -97,9 +97,7 @@ class HopperLaunch:
         }
         self._slow_heads = SlowHeads(inputs, config, self._places, scalars, options)
         self._main = Launcher(
-            _hopper_kernel,
-            (*gate_strides, *scalars),
-            options | {"STAYS": config.stays > 0, "LEADS": config.leads},
+            _hopper_kernel, (*gate_strides, *scalars), options | {"STAYS": config.stays > 0, "LEADS": config.leads}
         )
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:

@@ -13,11 +13,7 @@ From one state to the next, two products depend on each other: K S and X^T Y.  S
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ssdprof.kernels._gluon import arrive, product_layout, role_barrier, scalar
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DECAY, DIM, FROM_STATE, TO_OUTPUT

@@ -8,17 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels.ssd.hopper.rings import (
-    CHUNK,
-    ENTERING,
-    KEY,
-    ROW,
-    WEIGHT,
-    add,
-    phase,
-    place_in,
-    reinterpret,
-)
+from ssdprof.kernels.ssd.hopper.rings import CHUNK, ENTERING, KEY, ROW, WEIGHT, add, phase, place_in, reinterpret
 from ssdprof.kernels.ssd.hopper.weights import two_parts
 
 LOG2_E = gl.constexpr(1.4426950408889634)

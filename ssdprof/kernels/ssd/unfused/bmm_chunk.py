@@ -101,12 +101,7 @@ def _bmm_chunk_kernel(
 
 
 def bmm_chunk(
-    C: torch.Tensor,
-    B: torch.Tensor,
-    chunks: Chunks,
-    *,
-    precision: Precision,
-    config: BmmChunkConfig | None = None,
+    C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Precision, config: BmmChunkConfig | None = None
 ) -> torch.Tensor:
     """Launch the kernel.  Shapes are in the module docstring; `SSDInputs` has checked them."""
     batch, seqlen, ngroups, dstate = B.shape

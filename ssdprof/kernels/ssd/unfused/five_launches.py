@@ -72,20 +72,11 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     """`run` without checks, on the current device."""
     chunks = Chunks.of(inputs)
     dt, dA_cumsum_log2 = chunk_cumsum(
-        inputs.dt,
-        inputs.A,
-        chunks,
-        dt_bias=inputs.dt_bias,
-        dt_softplus=inputs.dt_softplus,
-        dt_limit=inputs.dt_limit,
+        inputs.dt, inputs.A, chunks, dt_bias=inputs.dt_bias, dt_softplus=inputs.dt_softplus, dt_limit=inputs.dt_limit
     )
     states = chunk_state(inputs.x, inputs.B, dt, dA_cumsum_log2, chunks, precision=precision)
     prev_states, final_states = state_passing(
-        states,
-        dA_cumsum_log2,
-        chunks,
-        initial_states=inputs.initial_states,
-        state_dtype=precision.state_dtype,
+        states, dA_cumsum_log2, chunks, initial_states=inputs.initial_states, state_dtype=precision.state_dtype
     )
     del states  # CB can reuse its memory
     CB = bmm_chunk(inputs.C, inputs.B, chunks, precision=precision)
@@ -120,10 +111,7 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
-    for name, value, limit in (
-        ("headdim", inputs.x.shape[3], MAX_HEADDIM),
-        ("dstate", inputs.B.shape[3], MAX_DSTATE),
-    ):
+    for name, value, limit in (("headdim", inputs.x.shape[3], MAX_HEADDIM), ("dstate", inputs.B.shape[3], MAX_DSTATE)):
         if value > limit:
             raise UnsupportedError(f"unfused: {name} is at most {limit}, not {value}")
     tensors = [value for value in vars(inputs).values() if isinstance(value, torch.Tensor)]
