@@ -30,8 +30,8 @@ from queue import Queue
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.jsonl"
 # Files and folders of the tests of each room, in today's layout and in the one that the moves lead to.
-TESTS = {"kernels": "kernels", "report": "report", "stalls": "stalls"} | {
-    "pipeline": "pipeline jobs test_ranks.py test_placed_run.py test_answers.py test_served_run.py test_end_to_end.py",
+TESTS = {"kernels": "kernels", "stalls": "stalls", "report": "report stalls compare bench runs test_cli.py"} | {
+    "pipeline": "pipeline jobs compare test_cli.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
     "operators": "operators kernels/test_legal_sizes.py",
     "checkpoint": "checkpoint test_hub_end_to_end.py",
     "measure": "measure test_implementations.py",
