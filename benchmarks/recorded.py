@@ -1,8 +1,8 @@
 """The recorded results of `ssdprof bench`: a line per bench and per case in results/<gpu>.jsonl.
 
-    python benchmarks/recorded.py FILE.json ...
+    python benchmarks/recorded.py [NAME=]FILE.json ...
 
-Adds what `ssdprof bench --out` wrote to the file of its GPU, under its own name, and removes what it supersedes:
+Adds what `ssdprof bench --out` wrote to the file of its GPU, under NAME or FILE's name, and removes what it supersedes:
 older cells with the same inputs whose cases were all measured again, with newer kernels.  Other scripts and the tests
 read these files.
 """
@@ -308,15 +308,16 @@ def file_of(gpu: str) -> Path:
     return RESULTS / f"{gpu.removeprefix('NVIDIA ').split()[0].lower()}.jsonl"
 
 
-def main(files: Sequence[Path]) -> None:
-    for file in files:
-        new = read(file)
+def main(words: Sequence[str]) -> None:
+    for word in words:
+        name, _, file = word.rpartition("=")
+        name = name or Path(file).stem
+        new = recorded(name, bench.load(Path(file).read_text(encoding="utf-8")))
         target = file_of(new[0].bench.gpu)
         before = read(target) if target.is_file() else []
-        others = [cell for cell in before if cell.bench.name != file.stem]
-        write_text(target, text_of(current([*others, *new])))
-        print(f"{target}: {len(new)} cells of {file.stem}")
+        write_text(target, text_of(current([*(cell for cell in before if cell.bench.name != name), *new])))
+        print(f"{target}: {len(new)} cells of {name}")
 
 
 if __name__ == "__main__":
-    main([Path(word) for word in sys.argv[1:]])
+    main(sys.argv[1:])

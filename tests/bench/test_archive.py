@@ -63,8 +63,10 @@ def test_a_new_bench_is_added_to_the_file_of_its_gpu(
     monkeypatch.setattr(recorded, "file_of", lambda _: tmp_path / "gpu.jsonl")
     (tmp_path / "b.json").write_text(dump(done))
     for _ in range(2):
-        recorded.main([tmp_path / "b.json"])
+        recorded.main([str(tmp_path / "b.json")])
         assert recorded.read(tmp_path / "gpu.jsonl") == recorded.recorded("b", done)
+    recorded.main([f"a={tmp_path / 'b.json'}"])
+    assert [cell.bench.name for cell in recorded.read(tmp_path / "gpu.jsonl")] == ["a", "b"]
 
 
 def test_the_committed_lines_are_whole_and_none_is_superseded() -> None:
