@@ -21,6 +21,7 @@ from pydantic import Field
 from ssdprof.bench import schema as bench
 from ssdprof.files import write_text
 from ssdprof.schema import Ceilings, Clocks, Environment, Gates, Launch, Memory, Record, TensorAccuracy
+from ssdprof.schema.accuracy import Deviation
 from ssdprof.schema.speed import Interval
 
 RESULTS = Path(__file__).parent / "results"
@@ -277,8 +278,8 @@ def _errors(case: bench.BenchCase) -> Iterator[tuple[str, Error]]:
         )
 
 
-def _matches(deviation: object) -> Triple:
-    zero, small, large = (_digits(one.match_pct, TIME_DIGITS) for one in deviation.matches)  # type: ignore[attr-defined]
+def _matches(deviation: Deviation) -> Triple:
+    zero, small, large = (_digits(one.match_pct, TIME_DIGITS) for one in deviation.matches)
     return zero, small, large
 
 
