@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
-from ssdprof.schema.rows import JUDGED, Errors, Row, errors
+from ssdprof.schema.rows import JUDGED, Row, errors
 
 
 def of_bench(report: BenchReport) -> tuple[Row, ...]:
@@ -29,18 +27,9 @@ def _row(report: BenchReport, cell: BenchCell, case: BenchCase) -> Row:
         roofline=case.roofline,
         memory=case.memory,
         launches=tuple(kernel.launch for kernel in case.kernels),
-        out=_errors(case, "out"),
-        final_states=_errors(case, "final_states"),
+        out=errors(case.accuracy, "out"),
+        final_states=errors(case.accuracy, "final_states"),
     )
-
-
-def _errors(case: BenchCase, tensor: Literal["out", "final_states"]) -> Errors | None:
-    """Older results have RMS errors only."""
-    if case.accuracy or case.error is None:
-        return errors(case.accuracy, tensor)
-    if tensor == "out":
-        return Errors(rms_ratio=case.error.out, floor_rms_ratio=case.error.out_floor)
-    return Errors(rms_ratio=case.error.final_states, floor_rms_ratio=case.error.final_states_floor)
 
 
 def where(cell: BenchCell) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 from pydantic import ValidationError, model_validator
@@ -25,7 +24,6 @@ from ssdprof.schema import (
     Status,
     TensorAccuracy,
     Timing,
-    migrate,
 )
 from ssdprof.schema.base import first_fault, kernel_name
 
@@ -77,8 +75,7 @@ class BenchCase(Record):
 
     chunk_size: None if the implementation chooses its own.
     sloppy: why another library's output is outside the error budget, if it is close enough to be timed anyway.
-    accuracy: of out and of final_states; their `vs_baseline` is against `BenchReport.matched_with`.  Empty in results
-        from before it was recorded.
+    accuracy: of out and of final_states; their `vs_baseline` is against `BenchReport.matched_with`.
     speedups: over the fastest case of each other implementation in the cell.
     over_exact: of relaxed intermediates, over the exact ones of the same implementation and states.
     """
@@ -144,9 +141,9 @@ class LeftOut(Record):
 
 
 class BenchReport(Record):
-    """kernels: hash of their sources; "" in results from before it was recorded.
+    """kernels: hash of their sources.
     peers: other libraries and their versions.  baseline: speedups in tables are over this implementation.
-    matched_with: the implementation that every output is matched with; "" in results from before it was recorded.
+    matched_with: the implementation that every output is matched with.
     absent: one sentence for each requested implementation that is unavailable.
     """
 
@@ -154,7 +151,7 @@ class BenchReport(Record):
     kind: Literal["bench"] = "bench"
     operator: str
     ssdprof_version: str
-    kernels: str = ""
+    kernels: str
     created: str  # ISO 8601, UTC
     command: tuple[str, ...]
     state: Literal["complete", "partial"] = "partial"
@@ -164,7 +161,7 @@ class BenchReport(Record):
     peers: dict[str, str]
     absent: tuple[str, ...] = ()
     baseline: str
-    matched_with: str = ""
+    matched_with: str
     gates: Gates = NO_GATES
     ceilings: Ceilings | None = None
     clocks: Clocks | None = None
@@ -178,13 +175,8 @@ def dump(report: BenchReport) -> str:
 
 
 def load(text: str) -> BenchReport:
-    """Reads the output of `dump`, also of schema version 1.  Raises BadInputError for anything else."""
+    """Reads the output of `dump`.  Raises BadInputError for anything else."""
     try:
-        document = json.loads(text)
-        if isinstance(document, dict) and document.get("schema_version") == migrate.OLDEST:
-            text = json.dumps(migrate.bench_report(document))
         return BenchReport.model_validate_json(text)
-    except json.JSONDecodeError as error:
-        raise BadInputError(f"The file is not a result of ssdprof bench: {error}.", _AGAIN) from error
     except ValidationError as error:
         raise BadInputError(f"The file is not a result of ssdprof bench: {first_fault(error)}.", _AGAIN) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ssdprof.errors import BadInputError, library_message, unreadable
-from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, migrate
+from ssdprof.schema import SCHEMA_VERSION, CaptureManifest
 from ssdprof.schema.base import first_fault
 
 MANIFEST = "manifest.json"
@@ -35,11 +35,9 @@ def read_manifest(folder: Path) -> CaptureManifest:
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path} is damaged: it is not JSON: {library_message(error)}.", AGAIN) from error
     version = content.get("schema_version") if isinstance(content, dict) else None
-    if version == migrate.OLDEST:
-        content = migrate.manifest(content)
-    elif version != SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise BadInputError(
-            f"{path} has schema version {version}; this ssdprof reads versions {migrate.OLDEST} and {SCHEMA_VERSION}.",
+            f"{path} has schema version {version}; this ssdprof reads version {SCHEMA_VERSION}.",
             "Capture again, or read it with the ssdprof that wrote it.",
         )
     try:

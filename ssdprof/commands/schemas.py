@@ -1,11 +1,14 @@
-"""The schema of every command's --json.  `python -m ssdprof.commands.schemas` writes them."""
+"""`ssdprof schemas`: the JSON schema of every command's --json."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from ssdprof.schema import published
+import typer
+
+from ssdprof.errors import BadInputError, nearest
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,21 @@ class Published:
 
     @property
     def schema(self) -> dict[str, Any]:
-        return published.json_schema(self.kind, self.title)
+        from pydantic import TypeAdapter
+        from pydantic.json_schema import GenerateJsonSchema
+
+        class Generator(GenerateJsonSchema):
+            """Numbers that JSON does not have are stored as strings: see `schema.Record`."""
+
+            def float_schema(self, schema: Any) -> dict[str, Any]:
+                return {"anyOf": [super().float_schema(schema), {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+
+        generated = TypeAdapter(self.kind).json_schema(mode="serialization", schema_generator=Generator)
+        return {"$schema": GenerateJsonSchema.schema_dialect, **generated, "title": self.title}
 
 
 def documents() -> dict[str, Published]:
-    """File name -> schema.  A version in a name is also a field of the document."""
+    """Name -> schema.  A version in a name is also a field of the document."""
     from ssdprof.bench.schema import BenchReport
     from ssdprof.checkpoint.families import FamilyRow
     from ssdprof.environment.checks import Check
@@ -35,29 +48,32 @@ def documents() -> dict[str, Published]:
     from ssdprof.schema.stalls import StallReport
     from ssdprof.tuning.records import PlannedSearch, TuneReport
 
+    dry = ("run --dry-run", "capture --dry-run", "answers --dry-run")
     return {
-        "report-v2.json": Published("ssdprof report", ("run", "accuracy", "answers", "export"), RunReport),
-        "dry-run.json": Published(
-            "ssdprof dry run", ("run --dry-run", "capture --dry-run", "answers --dry-run"), DryRun
-        ),
-        "capture.json": Published("ssdprof capture", ("capture",), StoredCapture),
-        "comparison-v1.json": Published("ssdprof comparison", ("compare",), Comparison),
-        "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
-        "prefill-v1.json": Published("ssdprof prefill", ("prefill", "export"), PrefillReport),
-        "stalls-v2.json": Published("ssdprof stalls", ("stalls",), StallReport),
-        "bench-v2.json": Published("ssdprof bench", ("bench", "export"), BenchReport),
-        "tune-v2.json": Published("ssdprof tune", ("tune",), TuneReport),
-        "tune-dry-run.json": Published("ssdprof tune dry run", ("tune --dry-run",), tuple[PlannedSearch, ...]),
-        "models.json": Published("ssdprof models", ("models",), tuple[FamilyRow, ...]),
-        "doctor.json": Published("ssdprof doctor", ("doctor",), tuple[Check, ...]),
+        "report-v2": Published("ssdprof report", ("run", "accuracy", "answers", "export"), RunReport),
+        "dry-run": Published("ssdprof dry run", dry, DryRun),
+        "capture": Published("ssdprof capture", ("capture",), StoredCapture),
+        "comparison-v1": Published("ssdprof comparison", ("compare",), Comparison),
+        "runs": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
+        "prefill-v1": Published("ssdprof prefill", ("prefill", "export"), PrefillReport),
+        "stalls-v2": Published("ssdprof stalls", ("stalls",), StallReport),
+        "bench-v2": Published("ssdprof bench", ("bench", "export"), BenchReport),
+        "tune-v2": Published("ssdprof tune", ("tune",), TuneReport),
+        "tune-dry-run": Published("ssdprof tune dry run", ("tune --dry-run",), tuple[PlannedSearch, ...]),
+        "models": Published("ssdprof models", ("models",), tuple[FamilyRow, ...]),
+        "doctor": Published("ssdprof doctor", ("doctor",), tuple[Check, ...]),
     }
 
 
-def publish() -> None:
-    """Write every file."""
-    for name, document in documents().items():
-        (published.FOLDER / name).write_text(published.as_text(document.schema), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    publish()
+def schemas(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which schema; without it, list them.")] = None,
+) -> None:
+    """Print the JSON schema of what a command prints with --json."""
+    found = documents()
+    if name is None:
+        for one, document in found.items():
+            typer.echo(f"{one:15} {', '.join(document.printed_by)}")
+        return
+    if name not in found:
+        raise BadInputError(f"There is no schema {name!r}.", nearest(name, found))
+    typer.echo(json.dumps(found[name].schema, indent=1, sort_keys=True))

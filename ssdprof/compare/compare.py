@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from ssdprof.compare import conditions, pairs, stages
 from ssdprof.compare.read import Subject
 from ssdprof.errors import BadInputError
-from ssdprof.schema import published
-from ssdprof.schema.comparison import COMPARISON_VERSION, Comparison
-
-SCHEMA_FILE = published.FOLDER / f"comparison-v{COMPARISON_VERSION}.json"
+from ssdprof.schema.comparison import Comparison
 
 
 def compare(
@@ -40,5 +37,5 @@ def compare(
 
 
 def dump(comparison: Comparison) -> str:
-    """One JSON document of the schema `SCHEMA_FILE`."""
+    """One JSON document; `ssdprof schemas comparison-v1` prints its schema."""
     return comparison.model_dump_json(indent=1)

@@ -8,11 +8,8 @@ from pathlib import Path
 
 from ssdprof import files
 from ssdprof.errors import BadInputError
-from ssdprof.operators import outlines
-from ssdprof.operators.outline import Stages
 from ssdprof.report import markdown, stall_document
 from ssdprof.report.plots import stalls as plots
-from ssdprof.schema import migrate
 from ssdprof.schema.stalls import STALLS_VERSION, StallReport
 
 FOLDER = "stalls"  # in a run's folder
@@ -32,10 +29,6 @@ def load(file: Path) -> StallReport:
         text = file.read_text(encoding="utf-8")
         document = json.loads(text)
         version = document.get("stalls_version")
-        if version == migrate.OLDEST:
-            return StallReport.model_validate(
-                migrate.stall_report(document, Stages.together([one.stages for one in outlines()]).words)
-            )
         if version != STALLS_VERSION:
             raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
         return StallReport.model_validate_json(text)

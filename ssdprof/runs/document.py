@@ -7,24 +7,22 @@ import json
 from pydantic import ValidationError
 
 from ssdprof.errors import BadInputError
-from ssdprof.schema import SCHEMA_VERSION, RunReport, migrate, published
+from ssdprof.schema import SCHEMA_VERSION, RunReport
 from ssdprof.schema.base import first_fault
 
-SCHEMA_FILE = published.FOLDER / f"report-v{SCHEMA_VERSION}.json"
 _OTHERS = {"cells": "bench", "prefill_version": "prefill"}  # a key that identifies each other kind of result
 _AGAIN = "Use the ssdprof that wrote it, or run again."
 
 
 def dump(report: RunReport) -> str:
-    """One indented JSON document of the schema `SCHEMA_FILE`, which `load` reads."""
+    """One indented JSON document, which `load` reads; `ssdprof schemas report-v2` prints its schema."""
     return report.model_dump_json(indent=1)
 
 
 def load(text: str) -> RunReport:
     """Reads the output of `dump`.
 
-    A report of schema version 1 is read as one of version 2.  Raises BadInputError if the text is not JSON, has another
-    version, or does not fit the schema.
+    Raises BadInputError if the text is not JSON, has another version, or does not fit the schema.
     """
     try:
         document = json.loads(text)
@@ -41,15 +39,11 @@ def load(text: str) -> RunReport:
     version = document.get("schema_version")
     if version is None:
         raise BadInputError("The JSON is not a report of ssdprof: it has no schema_version.", _AGAIN)
-    if version not in (migrate.OLDEST, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         raise BadInputError(
-            f"The report has schema version {version}; this ssdprof reads versions {migrate.OLDEST} and "
-            f"{SCHEMA_VERSION}.",
-            _AGAIN,
+            f"The report has schema version {version}; this ssdprof reads version {SCHEMA_VERSION}.", _AGAIN
         )
     try:
-        if version == migrate.OLDEST:
-            text = json.dumps(migrate.run_report(document))
         return RunReport.model_validate_json(text)
     except ValidationError as error:
         raise BadInputError(f"The report is damaged at {first_fault(error)}.", _AGAIN) from error

@@ -22,7 +22,7 @@ class Deviation(Record):
 
     scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs.
     along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; of a tensor without a
-        position axis, and in reports from before it was recorded, it is empty.
+        position axis it is empty.
     """
 
     against: str  # "fp64 oracle", "unfused exact, fp16 states", ...

@@ -27,7 +27,7 @@ class LayerCapture(Record):
     call: which one; None: the whole of a prompt.
     remark: a sentence for the report if the inputs differ from the model's call or its config.
     scalars: arguments that are not tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
-    scalars_sha256: `scalars_hash` of them; None in captures of schema version 1, which had none.
+    scalars_sha256: `scalars_hash` of them.
     """
 
     layer: LayerRef
@@ -37,7 +37,7 @@ class LayerCapture(Record):
     tensors: dict[str, TensorRecord]
     remark: str = ""
     scalars: dict[str, Scalar]
-    scalars_sha256: str | None
+    scalars_sha256: str
 
     @property
     def whole(self) -> bool:

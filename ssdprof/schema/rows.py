@@ -20,7 +20,7 @@ Measured = tuple[float, Interval]
 
 
 class Errors(Record):
-    """The errors of a tensor.  Matches are empty if they were not recorded, as in older benches."""
+    """The errors of a tensor.  Matches are empty for what is compared with itself."""
 
     rms_ratio: float  # rms(out - oracle) / rms(oracle)
     floor_rms_ratio: float  # the same of the oracle, rounded to the output's dtype

@@ -105,7 +105,7 @@ class RunReport(Record):
     created: str  # ISO 8601, UTC
     command: tuple[str, ...]  # as typed, without tokens
     state: Literal["complete", "partial"]
-    asked: Asked | None = None  # None in reports from before it was recorded
+    asked: Asked | None = None  # None in recorded runs that hold none
     capture_complete: bool = True  # False: the replayed capture was interrupted
     checkpoint: CheckpointRef
     environment: Environment

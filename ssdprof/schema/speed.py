@@ -53,7 +53,7 @@ class Timing(Record):
     device_interval_us: Interval
     recordings: int = 1  # number of recordings
     samples: int  # replays, of all recordings
-    call_spread: Spread | None = None  # None in reports from before it was recorded
+    call_spread: Spread | None = None  # None in recorded runs that hold no samples
     device_spread: Spread | None = None
     warm: WarmTiming | None = None  # if requested
 
@@ -74,7 +74,7 @@ class Speedup(Record):
     baseline: str
     call_ratio: float
     call_interval: Interval
-    call_verdict: Verdict | None = None  # None in reports from before call times had one
+    call_verdict: Verdict | None = None  # None in recorded runs that hold none
     device_ratio: float
     device_interval: Interval
     verdict: Verdict  # by device time

@@ -23,7 +23,7 @@ Samples = dict[str, int]  # stall reason -> warp samples
 class Launched(Record):
     """The launches of one call of an implementation.
 
-    precision: at which it ran; None in reports from before every implementation had its own.
+    precision: at which it ran; None in recorded reports that do not hold it.
     """
 
     implementation: str

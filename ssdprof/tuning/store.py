@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ssdprof import __version__, files, operators
 from ssdprof.environment.machine import installed_version, kernels_hash
-from ssdprof.schema import Environment, Gpu, migrate
+from ssdprof.schema import Environment, Gpu
 from ssdprof.tuning.records import Finds, Outcome
 
 
@@ -30,10 +30,7 @@ def load(gpu: Gpu) -> tuple[Finds | None, str]:
     if not file.is_file():
         return None, ""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(document, dict) and document.get("schema_version") == migrate.OLDEST:
-            return None, f"an older ssdprof kept them ({document.get('ssdprof_version')}, now {__version__})"
-        finds = Finds.model_validate(document)
+        finds = Finds.model_validate(json.loads(file.read_text(encoding="utf-8")))
         for find in finds.finds:
             operators.get(find.calls.operator).tunable.check(find.settings)
     except (OSError, ValueError) as error:

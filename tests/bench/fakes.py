@@ -177,6 +177,8 @@ def report(*cases: BenchCase, **fields: Any) -> BenchReport:
         "environment": schema.Environment(gpu=None, cpu="a processor", platform="Linux", python="3.11", packages={}),
         "peers": {"mamba_ssm": "2.3"},
         "baseline": "mamba_ssm",
+        "kernels": "",
+        "matched_with": "unfused",
         "ceilings": CEILINGS,
         "cells": (cell,),
     }

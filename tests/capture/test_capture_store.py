@@ -24,6 +24,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt, Serving
+from ssdprof.schema.capture import scalars_hash
 
 LENGTH = 50
 
@@ -223,29 +224,11 @@ def test_a_capture_with_the_dims_of_another_operator(tmp_path: Path) -> None:
         read_all(tmp_path)
 
 
-@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
+@pytest.mark.parametrize("version", [0, 1, SCHEMA_VERSION + 1, None, "1"])
 def test_another_schema_version(stored: Path, version: Any) -> None:
     edit(stored, lambda manifest: manifest.update(schema_version=version, new_field=1))
-    with pytest.raises(
-        BadInputError, match=f"schema version {version}; this ssdprof reads versions 1 and {SCHEMA_VERSION}"
-    ):
+    with pytest.raises(BadInputError, match=f"schema version {version}; this ssdprof reads version {SCHEMA_VERSION}"):
         load(stored)
-
-
-def test_a_manifest_of_version_1_is_read(stored: Path) -> None:
-    """Version 1 had no hash of the scalars."""
-    before = load(stored)[0]
-
-    def older(manifest: dict[str, Any]) -> None:
-        manifest["schema_version"] = 1
-        for layer in manifest["layers"]:
-            del layer["scalars_sha256"]
-
-    edit(stored, older)
-    found = load(stored)[0]
-    assert found.schema_version == SCHEMA_VERSION
-    assert [layer.tensors for layer in found.layers] == [layer.tensors for layer in before.layers]
-    read_all(stored)
 
 
 def test_a_damaged_manifest(stored: Path) -> None:
@@ -299,14 +282,12 @@ def test_a_changed_scalar(stored: Path, change: dict[str, Any], message: str) ->
     ],
 )
 def test_a_scalar_of_another_type(stored: Path, change: dict[str, Any], message: str) -> None:
-    """In a capture of schema version 1, which has no hash of the scalars."""
+    """In a capture whose hash of the scalars fits."""
 
     def damage(manifest: dict[str, Any]) -> None:
-        manifest["layers"][0]["scalars"].update(change)
-        manifest["layers"][0].pop("scalars_sha256")
-        manifest["schema_version"] = 1
-        for layer in manifest["layers"][1:]:
-            layer.pop("scalars_sha256")
+        layer = manifest["layers"][0]
+        layer["scalars"].update(change)
+        layer["scalars_sha256"] = scalars_hash(layer["scalars"])
 
     edit(stored, damage)
     with pytest.raises(BadInputError, match=message):

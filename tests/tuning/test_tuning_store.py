@@ -123,13 +123,6 @@ def test_settings_that_no_kernel_takes_are_not_read(broken: tuple[str, str]) -> 
     assert "is not what 'ssdprof tune' writes" in said
 
 
-def test_finds_of_an_older_ssdprof_are_not_read(cache: Path) -> None:
-    cache.mkdir(parents=True)
-    (cache / "NVIDIA-Test.json").write_text('{"schema_version": 1, "ssdprof_version": "0.0.9"}')
-    (said,) = used()
-    assert "ignored: an older ssdprof kept them (0.0.9, now" in said
-
-
 def test_clear_forgets() -> None:
     kept = store.keep(environment(), [outcome()])
     assert store.clear() == (kept,)
