@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ssdprof import runs
 from ssdprof.files import write_text
-from ssdprof.pipeline import stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.report import html
 
 RESULTS = Path(__file__).parent / "results"

@@ -26,7 +26,7 @@ from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.tables import fastest
 from ssdprof.commands.progress_bars import TerminalWatcher
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import write_text
 from ssdprof.kernels.gdn.inputs import GDNInputs

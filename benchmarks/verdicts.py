@@ -32,8 +32,8 @@ import torch
 from layer_cost import layer
 from verdict_comparisons import DIFFERENCE, OPERATOR, Place, Row, different, same
 
-from ssdprof import __version__, environment
-from ssdprof.environment.machine import kernels_hash
+from ssdprof import __version__
+from ssdprof.environment.machine import collect, kernels_hash
 from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.pipeline.request import COMPARED
@@ -56,7 +56,7 @@ def main() -> None:
         "command": f"python benchmarks/verdicts.py {' '.join(sys.argv[1:])}",
         "ssdprof_version": __version__,
         "kernels": kernels_hash(OPERATOR),
-        "environment": environment.collect().model_dump(mode="json"),
+        "environment": collect().model_dump(mode="json"),
         "seconds": time.monotonic() - began,
         "difference": DIFFERENCE,
         **found,

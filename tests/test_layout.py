@@ -19,30 +19,31 @@ from ssdprof.cli import app
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ssdprof"
 
-MEASURING = {"errors", "schema", "quantities", "progress", "capture", "environment", "operators", "kernels", "measure"}
+MEASURING = {"errors", "schema", "core", "progress", "capture", "environment", "operators", "kernels", "measure"}
 STAGES = MEASURING | {"checkpoint", "stalls", "runs", "files"}
 # The parts of ssdprof that each part may import, in addition to itself, in the order of the data.
 MAY_IMPORT = {
     "errors": set(),
     "schema": set(),
-    "quantities": set(),
+    "core": set(),
     "progress": set(),
     "files": {"errors"},
     "kernels": set(),
     "operators": {"errors", "schema", "kernels"},
-    "checkpoint": {"errors", "schema", "quantities", "progress"},
-    "capture": {"errors", "schema", "quantities", "progress", "files", "operators", "kernels", "environment"},
-    "environment": {"errors", "schema", "quantities", "kernels"},
+    "checkpoint": {"errors", "schema", "core", "progress"},
+    "capture": {"errors", "schema", "core", "progress", "files", "operators", "kernels", "environment"},
+    "environment": {"errors", "schema", "core", "kernels"},
     "measure": {"errors", "schema", "operators", "kernels", "environment"},
     "stalls": MEASURING | {"tuning"},
     "bench": MEASURING | {"report", "files"},
     "tuning": MEASURING | {"report", "bench", "runs", "files"},
-    "report": {"errors", "schema", "quantities"},
+    "report": {"errors", "schema", "core"},
     "runs": {"errors", "schema", "progress", "files", "environment"},
     "pipeline": STAGES | {"report"},
+    "jobs": STAGES | {"report", "pipeline"},
     "settings": {"errors", "schema"},
-    "compare": {"errors", "schema", "runs", "report", "bench", "pipeline"},
-    "commands": STAGES | {"report", "bench", "tuning", "pipeline", "settings", "compare"},
+    "compare": {"errors", "schema", "runs", "report", "bench", "jobs"},
+    "commands": STAGES | {"report", "bench", "tuning", "pipeline", "jobs", "settings", "compare"},
 }
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

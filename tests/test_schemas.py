@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ssdprof.bench import schema as bench_schema
 from ssdprof.cli import app
 from ssdprof.commands.schemas import documents
-from ssdprof.pipeline import stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.runs import REPORT, document
 from ssdprof.schema import SCHEMA_VERSION, published
 
@@ -68,7 +68,7 @@ def test_what_a_command_prints_keeps_to_its_schema(
 
 def test_recorded_results_keep_to_the_schemas_once_they_are_read() -> None:
     stalls = stall_files.load(RESULTS / "h200-granite-4.0-h-1b-128k-stalls" / "stalls.json")
-    keeps_to("stalls-v2.json", stall_files.dump(stalls))
+    keeps_to("stalls-v3.json", stall_files.dump(stalls))
     bench = bench_schema.load((RESULTS / "bench-ssd-h200.json").read_text(encoding="utf-8"))
     keeps_to("bench-v2.json", bench_schema.dump(bench))
 

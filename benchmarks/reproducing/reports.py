@@ -12,7 +12,7 @@ from ssdprof.bench.rows import of_bench
 from ssdprof.bench.schema import BenchCell, BenchReport
 from ssdprof.bench.schema import load as load_bench
 from ssdprof.errors import unreadable
-from ssdprof.pipeline import stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.runs import document, prefill_file
 from ssdprof.schema.outcome import outcome
 from ssdprof.schema.prefill import PrefillReport

@@ -9,7 +9,7 @@ from typing import Any
 from reproducing.published import EndToEnd, Match, Published, Ratio, Stall
 from reproducing.reports import Case, Report, cases
 from ssdprof.schema.prefill import PrefillReport
-from ssdprof.schema.stalls import KernelStalls, Stage, StallReport
+from ssdprof.schema.stalls import KernelStalls, StallReport
 
 PICKS: dict[str, Any] = {"least": min, "greatest": max, "mean": fmean}
 
@@ -78,32 +78,31 @@ def _stall(value: Stall, report: Report) -> float | None:
     own = [kernel for kernel in report.kernels if kernel.implementation == value.of]
     if not own:
         return None
-    kernel = max(own, key=lambda one: one.throughput.duration_us or 0)
+    kernel = max(own, key=lambda one: one.duration_us or 0)
     if value.resource:
-        source = kernel.resources if value.resource == "occupancy_pct" else kernel.throughput
-        found: float | None = getattr(source, value.resource)
+        found: float | None = getattr(kernel, value.resource)
         return found
     return _share(value, kernel)
 
 
 def _share(value: Stall, kernel: KernelStalls) -> float | None:
     """None if no warp was sampled, or if the kernel's source has other stages."""
-    counted = [stage for stage in kernel.stages if not stage.idle]
-    inside = [stage for stage in counted if _within(stage, value.stages or (stage.name,), value.without)]
+    counted = [stage for stage in kernel.stages if stage not in kernel.idle]
+    inside = [stage for stage in counted if _within(stage, value.stages or (stage,), value.without)]
     if not kernel.busy_samples or not inside:
         return None
     samples = sum(
         count
         for stage in inside
-        for reason, count in stage.samples.items()
+        for reason, count in kernel.stages[stage].items()
         if not value.reasons or reason in value.reasons
     )
     return 100 * samples / kernel.busy_samples
 
 
-def _within(stage: Stage, names: Iterable[str], without: Iterable[str]) -> bool:
+def _within(stage: str, names: Iterable[str], without: Iterable[str]) -> bool:
     def is_part(of: str) -> bool:
-        return stage.name == of or stage.name.startswith(f"{of}.")
+        return stage == of or stage.startswith(f"{of}.")
 
     return any(map(is_part, names)) and not any(map(is_part, without))
 

@@ -17,7 +17,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `reproducing`; Python sea
 from reproducing import judging, published, rendering
 from reproducing import result as results
 
-from ssdprof import __version__, environment
+from ssdprof import __version__
+from ssdprof.environment import machine
 from ssdprof.errors import BadInputError
 from ssdprof.files import write_text
 
@@ -49,7 +50,7 @@ class Result:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": results.typed(words),
             "ssdprof_version": __version__,
-            "environment": environment.collect().model_dump(mode="json"),
+            "environment": machine.collect().model_dump(mode="json"),
             "seconds": round(self.seconds, 1),
             "values": self.values,
             "missing": self.missing,

@@ -25,7 +25,7 @@ def documents() -> dict[str, Published]:
     """File name -> schema.  A version in a name is also a field of the document."""
     from ssdprof.bench.schema import BenchReport
     from ssdprof.checkpoint.families import FamilyRow
-    from ssdprof.environment.checks import Check
+    from ssdprof.environment.doctor import Check
     from ssdprof.schema import RunReport
     from ssdprof.schema.capture import StoredCapture
     from ssdprof.schema.comparison import Comparison
@@ -33,6 +33,7 @@ def documents() -> dict[str, Published]:
     from ssdprof.schema.plan import DryRun
     from ssdprof.schema.prefill import PrefillReport
     from ssdprof.schema.stalls import StallReport
+    from ssdprof.settings import ProjectSettings
     from ssdprof.tuning.records import PlannedSearch, TuneReport
 
     return {
@@ -44,11 +45,12 @@ def documents() -> dict[str, Published]:
         "comparison-v1.json": Published("ssdprof comparison", ("compare",), Comparison),
         "runs.json": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
         "prefill-v1.json": Published("ssdprof prefill", ("prefill", "export"), PrefillReport),
-        "stalls-v2.json": Published("ssdprof stalls", ("stalls",), StallReport),
+        "stalls-v3.json": Published("ssdprof stalls", ("stalls",), StallReport),
         "bench-v2.json": Published("ssdprof bench", ("bench", "export"), BenchReport),
         "tune-v2.json": Published("ssdprof tune", ("tune",), TuneReport),
         "tune-dry-run.json": Published("ssdprof tune dry run", ("tune --dry-run",), tuple[PlannedSearch, ...]),
         "models.json": Published("ssdprof models", ("models",), tuple[FamilyRow, ...]),
+        "settings-v1.json": Published("ssdprof settings", (), ProjectSettings),
         "doctor.json": Published("ssdprof doctor", ("doctor",), tuple[Check, ...]),
     }
 

@@ -5,7 +5,6 @@ Version 1 knew one operator: `dims` held the sizes of SSD, without naming it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 OLDEST = 1
@@ -26,12 +25,6 @@ def bench_report(document: dict[str, Any]) -> dict[str, Any]:
     """A BenchReport of version 1."""
     cells = _each(document, "cells", lambda cell: _with_dims(cell) | {"sizes": _brief(cell.get("dims"))})
     return document | {"schema_version": 2, "operator": "ssd", "kind": "bench", "cells": cells}
-
-
-def stall_report(document: dict[str, Any], words: Mapping[str, str]) -> dict[str, Any]:
-    """A StallReport of version 1.  words: of stages, which a report of version 2 holds itself."""
-    subject = document.get("subject")
-    return document | {"stalls_version": 2, "subject": subject and _with_dims(subject), "words": dict(words)}
 
 
 def _each(document: dict[str, Any], name: str, change: Any) -> Any:

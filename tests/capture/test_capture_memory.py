@@ -14,11 +14,11 @@ from ssdprof.capture.footprint import Footprint, capture_bytes_per_token, decode
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.sites import find_sites
-from ssdprof.environment import memory
-from ssdprof.environment.memory import free_memory, host_memory
+from ssdprof.core.words import size_words
+from ssdprof.environment import machine as memory
+from ssdprof.environment.machine import free_memory, host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
-from ssdprof.quantities import size_words
 
 GIB = 2**30
 
@@ -190,7 +190,7 @@ def test_free_memory_of_the_host() -> None:
 
 def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each rank would use half of it for captured inputs, and all of it for a model without a GPU."""
-    monkeypatch.setattr(memory, "_available", lambda: 8000)
+    monkeypatch.setattr(memory, "_left_in_groups", lambda: [8000])
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert host_memory() == free_memory(torch.device("cpu")) == 1000
 

@@ -12,7 +12,7 @@ from reproducing.values import values
 from ssdprof.bench.schema import BenchCase, BenchReport, ChunkTrial
 from ssdprof.schema import EXACT_FP32, Interval, LayerRef, Spread
 from ssdprof.schema.prefill import CallTime, PartTime, Prefill, PrefillCase, PrefillLength, PrefillReport
-from ssdprof.schema.stalls import KernelStalls, Resources, Stage, StallReport, Throughput
+from ssdprof.schema.stalls import KernelStalls, StallReport
 
 
 def value(kind: str, report: reports.Report, **fields: Any) -> dict[str, float]:
@@ -88,18 +88,15 @@ def test_each_makes_a_value_of_every_combination() -> None:
 
 
 def stalled() -> StallReport:
-    def stage(name: str, idle: bool = False, **samples: int) -> Stage:
-        return Stage(name=name, samples=samples, idle=idle)
-
-    stages = (
-        stage("state_passing", barrier=10, wait=5),
-        stage("state_passing.wait", long_scoreboard=5),
-        stage("chunk_scan.current", long_scoreboard=30, barrier=50),
-        stage("ahead", idle=True, barrier=900),
-    )
+    stages = {
+        "state_passing": {"barrier": 10, "wait": 5},
+        "state_passing.wait": {"long_scoreboard": 5},
+        "chunk_scan.current": {"long_scoreboard": 30, "barrier": 50},
+        "ahead": {"barrier": 900},
+    }
     kernel = KernelStalls(
-        kernel="k", implementation="fused", resources=Resources(occupancy_pct=25.0), stages=stages, lines=(),
-        throughput=Throughput(duration_us=9.0, compute_pct=45.0), sample_count=1000, samples={},
+        kernel="k", implementation="fused", occupancy_pct=25.0, stages=stages, idle=("ahead",),
+        duration_us=9.0, compute_pct=45.0, sample_count=1000,
     )  # fmt: skip
     return StallReport(ssdprof_version="0", sources={}, gpu=H200, kernels=(kernel,))
 

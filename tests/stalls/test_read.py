@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.stalls import unpack
-from ssdprof.stalls.analyse import stalls_of
-from ssdprof.stalls.raw import RawKernel
-from ssdprof.stalls.read import read
+from ssdprof.stalls.facts import stalls_of
+from ssdprof.stalls.read import RawKernel, launches, parse, read
 
 SOURCE = "@jit\ndef _mine(x):\n    return x\n"
 PCSAMP = "smsp__pcsamp_warps_issue_stalled"
@@ -55,8 +53,8 @@ class Metric:
 
 def launch_of(*metrics: Metric) -> RawKernel:
     """One launch after it was written to the child process's file and read again."""
-    (kernel,) = unpack.kernels(module(*metrics), Path("r.ncu-rep"))
-    (read_again,) = unpack.parse(json.dumps([asdict(kernel)]))
+    (kernel,) = launches(module(*metrics), Path("r.ncu-rep"))
+    (read_again,) = parse(json.dumps([asdict(kernel)]))
     assert read_again == kernel
     return kernel
 
@@ -135,8 +133,8 @@ def test_a_launch_becomes_plain_values() -> None:
 
 def test_a_launch_without_source_counters_has_no_stages() -> None:
     found = stalls_of(launch_of(Metric("gpu__time_duration.sum", 7.0, "ns")))
-    assert found.throughput.duration_us == 0.007
-    assert (found.sample_count, found.stages, found.lines) == (None, (), ())
+    assert found.duration_us == 0.007
+    assert (found.sample_count, found.stages, found.lines) == (None, {}, ())
     assert {"stall reasons", "source lines"} <= set(found.not_collected)
     assert {check.status for check in found.checks} == {"not checked"}
 

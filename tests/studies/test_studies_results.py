@@ -23,10 +23,10 @@ from selective_scan.contenders import SEQUENTIAL, both, forward, tile, tiles
 from selective_scan.peer import NAME as PEER
 from selective_scan.quoted import quoted
 
-from ssdprof.environment.checks import find_ncu
+from ssdprof.environment.toolchain import find_ncu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.report.plots.canvas import draw
-from ssdprof.stalls.raw import RawKernel
+from ssdprof.stalls.read import RawKernel
 
 STUDIES = ("scan-002", "scan-003")
 

@@ -19,13 +19,14 @@ from inter_chunk.contenders import diagonal as diagonal_contenders
 from inter_chunk.inputs import draw
 from selective_scan.contenders import SEQUENTIAL, tile
 
-from ssdprof import cli, environment
+from ssdprof import cli
+from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.measure.bench import Recording
 from ssdprof.schema import Launch
 
 STUDIES: dict[ModuleType, type[study.Study[Any]]] = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
-ENVIRONMENT = environment.collect()  # before torch is patched to have a GPU
+ENVIRONMENT = machine.collect()  # before torch is patched to have a GPU
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted here")
 
 
@@ -73,7 +74,7 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module, "recorded_launches", launches.recorded)
     monkeypatch.setattr(module, "counted_launches", launches.counted)
     monkeypatch.setattr(module, "timed", timed)
-    monkeypatch.setattr("study_result.environment.collect", lambda: ENVIRONMENT)
+    monkeypatch.setattr("study_result.machine.collect", lambda: ENVIRONMENT)
     for name, size in (("BATCH", 1), ("HEADS", 1), ("DSTATE", 4)):
         monkeypatch.setattr(module, name, size, raising=False)
     if module is scan_002:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.stalls import facts, ncu, read
-from ssdprof.stalls.raw import RawKernel
+from ssdprof.stalls.read import RawKernel
 
 TARGET = Path(__file__).parent.parent / "scan_002_target.py"
 SECTIONS = ("LaunchStats", "Occupancy", "SpeedOfLight", "MemoryWorkloadAnalysis_Tables")
@@ -61,23 +61,23 @@ def records(watched: Sequence[Watched], kernels: Sequence[RawKernel]) -> list[di
         record: dict[str, Any] = {"contender": one.contender, "chunks": one.chunks, "dim": one.dim}
         sums: defaultdict[str, float] = defaultdict(float)
         for kernel in own:
-            speed = facts.throughput(kernel)
+            speed = facts.numbers(kernel)
             for name, value in (
                 ("l2_read_sectors", kernel.number(L2_READS)),
-                ("dram_read_bytes", speed.dram_read_bytes),
-                ("dram_write_bytes", speed.dram_write_bytes),
-                ("l2_bytes", speed.l2_bytes),
-                ("ncu_us", speed.duration_us),
+                ("dram_read_bytes", speed["dram_read_bytes"]),
+                ("dram_write_bytes", speed["dram_write_bytes"]),
+                ("l2_bytes", speed["l2_bytes"]),
+                ("ncu_us", speed["duration_us"]),
             ):
                 sums[name] += float("nan") if value is None else value
-        used = facts.resources(own[0])
+        used = facts.numbers(own[0])
         record |= {name: value for name, value in sums.items() if value == value}  # NaN: not collected
         record |= {
-            "occupancy_pct": used.occupancy_pct,
-            "occupancy_limit_pct": used.occupancy_limit_pct,
-            "limited_by": list(used.limited_by),
-            "registers": used.registers,
-            "shared_bytes": used.shared_bytes,
+            "occupancy_pct": used["occupancy_pct"],
+            "occupancy_limit_pct": used["occupancy_limit_pct"],
+            "limited_by": list(used["limited_by"]),
+            "registers": used["registers"],
+            "shared_bytes": used["shared_bytes"],
         }
         found.append(record)
     return found

@@ -1,4 +1,4 @@
-"""Reads and writes stall reports: JSON, Markdown and pictures."""
+"""Reads and writes stall reports: JSON, Markdown and pictures.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from pathlib import Path
 
 from ssdprof import files
 from ssdprof.errors import BadInputError
-from ssdprof.operators import outlines
-from ssdprof.operators.outline import Stages
 from ssdprof.report import markdown, stall_document
 from ssdprof.report.plots import stalls as plots
-from ssdprof.schema import migrate
 from ssdprof.schema.stalls import STALLS_VERSION, StallReport
 
 FOLDER = "stalls"  # in a run's folder
@@ -30,12 +27,7 @@ def load(file: Path) -> StallReport:
     """Reads the output of `dump`.  Raises BadInputError if it cannot be read or has another version."""
     try:
         text = file.read_text(encoding="utf-8")
-        document = json.loads(text)
-        version = document.get("stalls_version")
-        if version == migrate.OLDEST:
-            return StallReport.model_validate(
-                migrate.stall_report(document, Stages.together([one.stages for one in outlines()]).words)
-            )
+        version = json.loads(text).get("stalls_version")
         if version != STALLS_VERSION:
             raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
         return StallReport.model_validate_json(text)
