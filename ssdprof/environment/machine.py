@@ -233,11 +233,13 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
 
 
 def host_memory() -> int:
-    """Bytes of main memory available to this process: its share, if torchrun started several.
+    """Bytes of main memory available to this process: its share, if torchrun started several."""
+    return _available() // started()
 
-    Linux's estimate, or less if a control group limits it.
-    """
-    return min((_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_groups())) // started()
+
+def _available() -> int:
+    """Linux's estimate, or less if a control group limits it."""
+    return min((_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_groups()))
 
 
 def _left_in_groups() -> Iterator[int]:

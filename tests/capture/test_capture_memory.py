@@ -190,7 +190,7 @@ def test_free_memory_of_the_host() -> None:
 
 def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each rank would use half of it for captured inputs, and all of it for a model without a GPU."""
-    monkeypatch.setattr(memory, "_left_in_groups", lambda: [8000])
+    monkeypatch.setattr(memory, "_available", lambda: 8000)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert host_memory() == free_memory(torch.device("cpu")) == 1000
 
