@@ -15,7 +15,7 @@ from ssdprof.operators.outline import Stages
 from ssdprof.schema.stalls import KernelStalls, Launched, SelfCheck, StallReport
 from ssdprof.stalls.attribute import UNKNOWN, Sources, attribute, is_idle, ordered
 from ssdprof.stalls.hints import hints
-from ssdprof.stalls.read import RawKernel, RawReport, canonical
+from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
 # field of KernelStalls -> metrics with its value, best first
 _RESOURCES = {
@@ -214,7 +214,7 @@ def average(kernel: RawKernel) -> dict[str, float]:
     for name in kernel.metrics:
         match, value = _AVERAGE.fullmatch(name), kernel.number(name)
         if match and value:
-            reason = canonical(match[1])
+            reason = CANONICAL.get(match[1], match[1])
             found[reason] = found.get(reason, 0.0) + value
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 

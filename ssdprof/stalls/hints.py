@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
-from ssdprof.schema.stalls import KernelStalls, Line
+from ssdprof.schema.stalls import KernelStalls
 
 _MOST = 6
 _WORTH_PCT = 5.0  # of the busy samples: a smaller share is not worth a change
@@ -38,9 +37,7 @@ ADVICE = {
 }
 
 
-def hints(
-    kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-) -> dict[str, float | None]:
+def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]]) -> dict[str, float | None]:
     """Hints by stage and reason, the largest first, then those about the whole kernel: see `KernelStalls`.
 
     fillers: stage of waiting -> functions that end the wait.
@@ -51,19 +48,16 @@ def hints(
             share = 100 * count / kernel.busy_samples
             if share < _WORTH_PCT:
                 continue
-            line = _hottest(kernel, stage, reason)
-            advice = _advice(kernel, stage, reason, line.text if line else "", fillers.get(stage, ()))
+            of_stage = (line for line in kernel.lines if line.stage == stage)
+            samples_of, line = max(((one.samples.get(reason, 0), one) for one in of_stage), key=lambda pair: pair[0])
+            advice = _advice(kernel, stage, reason, line.text, fillers.get(stage, ()))
             if advice:
+                quote = line.text if len(line.text) <= _LONGEST_QUOTE else f"{line.text[: _LONGEST_QUOTE - 3]}..."
                 evidence = f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples"
-                found.append((count, f"{evidence}{_where(line, reason, count)}{advice}", share))
+                where = f"{100 * samples_of / count:.0f} % of them on {line.file}:{line.line}"
+                found.append((count, f"{evidence}, {where}{f' `{quote}`' if quote else ''}{advice}", share))
     found.sort(key=lambda hint: -hint[0])
     return {text: share for _, text, share in found[:_MOST]} | dict.fromkeys(_whole(kernel))
-
-
-def _hottest(kernel: KernelStalls, stage: str, reason: str) -> Line | None:
-    """The line of the stage with the most samples of the reason."""
-    lines = (line for line in kernel.lines if line.stage == stage and line.samples.get(reason))
-    return max(lines, key=lambda line: line.samples[reason], default=None)
 
 
 def _advice(kernel: KernelStalls, stage: str, reason: str, text: str, late: tuple[str, ...]) -> str:
@@ -107,14 +101,6 @@ def _global_load(kernel: KernelStalls) -> str:
     if (kernel.l2_hit_pct or 0) >= _MOST_HIT_PCT:
         return f"{evidence}  Bound by the latency of L2, not by a bandwidth: fewer re-reads, or {rest}"
     return f"{evidence}  Bound by the latency of loads, not by a bandwidth: more warps per SM, or {rest}"
-
-
-def _where(line: Line | None, reason: str, count: int) -> str:
-    if line is None:
-        return ""
-    text = line.text if len(line.text) <= _LONGEST_QUOTE else f"{line.text[: _LONGEST_QUOTE - 3]}..."
-    quoted = f" `{text}`" if text else ""
-    return f", {100 * line.samples[reason] / count:.0f} % of them on {line.file}:{line.line}{quoted}"
 
 
 def _whole(kernel: KernelStalls) -> Iterator[str]:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,24 +16,19 @@ from pathlib import Path
 from ssdprof.environment import child
 from ssdprof.environment.toolchain import find_ncu
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError, how_ended
-from ssdprof.schema import PrecisionRecord
+from ssdprof.schema import PrecisionRecord, Record
 from ssdprof.schema.stalls import Launched
 
 TIMEOUT_S = 300.0
 OLDEST = (2023, 1)  # the first with complete counters for Hopper
 RANGE = "ssdprof"  # NVTX range around the one call that is profiled
 SECTIONS = (
-    "LaunchStats",
-    "Occupancy",
-    "SpeedOfLight",
+    "LaunchStats", "Occupancy", "SpeedOfLight",
     "SpeedOfLight_RooflineChart",  # fp32 arithmetic
-    "SpeedOfLight_HierarchicalTensorRooflineChart",
-    "MemoryWorkloadAnalysis",
+    "SpeedOfLight_HierarchicalTensorRooflineChart", "MemoryWorkloadAnalysis",
     "MemoryWorkloadAnalysis_Tables",  # bytes of DRAM and L2
-    "SchedulerStats",
-    "WarpStateStats",
-    "SourceCounters",
-)
+    "SchedulerStats", "WarpStateStats", "SourceCounters",
+)  # fmt: skip
 _REMEDIES = (
     "Run as root (in a container: with --cap-add=SYS_ADMIN), or let every user read them: put 'options nvidia "
     "NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and load the driver again."
@@ -94,8 +88,7 @@ ERRORS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Record):
     """folder: of captures, which hold `layer` (its index) with `seqlen` tokens.  cache: a folder for compiled kernels,
     for `launch` and `profile` of such jobs only: kernels compiled elsewhere may lack their lines.
     tuned: a file with configurations for the kernels.
@@ -112,17 +105,7 @@ class Job:
 
 def target(job: Job, launched: Path) -> tuple[str, ...]:
     """The command of the process that runs the job once inside the range, and writes its launches."""
-    return (
-        *child.python("ssdprof.stalls.target"),
-        str(job.folder),
-        *("--layer", str(job.layer)),
-        *("--seqlen", str(job.seqlen)),
-        *("--implementation", job.implementation),
-        *("--intermediates", job.precision.intermediates),
-        *("--state-dtype", job.precision.state_dtype),
-        *("--launched", str(launched)),
-        *(("--tuned", str(job.tuned)) if job.tuned else ()),
-    )
+    return (*child.python("ssdprof.stalls.target"), job.model_dump_json(), str(launched))
 
 
 def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
@@ -164,12 +147,11 @@ def profile(
     *,
     sections: Sequence[str] = SECTIONS,
     timeout_s: float = TIMEOUT_S,
-) -> float:
-    """Let ncu profile the job's launches into `report`.  Returns the seconds that this took.
+) -> None:
+    """Let ncu profile the job's launches into `report`.
 
     Raises MissingCapabilityError with the reason if ncu fails.
     """
-    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         names = [launch.kernel for launch in launched.launches]
         inner = target(job, Path(folder) / "launched.json")
@@ -177,7 +159,6 @@ def profile(
         output = run(words, timeout_s=timeout_s, environ=_environment(job))
     if not report.is_file():
         raise explain(output, 0)
-    return time.monotonic() - start
 
 
 def _environment(job: Job) -> dict[str, str]:
@@ -198,20 +179,15 @@ def find() -> Program:
         raise MissingCapabilityError(
             f"ncu does not run: {str(error).rstrip('.')}.", "Reinstall Nsight Compute."
         ) from error
-    return Program(Path(found), check_version(answer))
-
-
-def check_version(answer: str) -> str:
-    """The version in the output of `ncu --version`.  Raises MissingCapabilityError if it is too old or missing."""
-    version = re.search(r"Version (\d+)\.(\d+)(\.\d+)*", answer)
+    version = re.search(r"Version ((\d+)\.(\d+)(\.\d+)*)", answer)
     if version is None:
         raise MissingCapabilityError("ncu does not report its version.", "Reinstall Nsight Compute.")
-    if (int(version[1]), int(version[2])) < OLDEST:
+    if (int(version[2]), int(version[3])) < OLDEST:
         raise MissingCapabilityError(
-            f"ncu {version[0].split()[1]} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
+            f"ncu {version[1]} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
             "Install a newer Nsight Compute; it need not be that of the CUDA toolkit.",
         )
-    return version[0].split()[1]
+    return Program(Path(found), version[1])
 
 
 def command(
@@ -229,23 +205,13 @@ def command(
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     return (
-        str(ncu.path),
-        *("--config-file", "off"),
-        "-f",
-        *("-o", str(report)),
-        *("--target-processes", "application-only"),
-        "--nvtx",
-        *("--nvtx-include", f"{RANGE}/"),  # the slash marks a push-pop range
-        *("-k", f"regex:^({names})$"),
-        *("-c", str(launches)),
+        str(ncu.path), "--config-file", "off", "-f", "-o", str(report), "--target-processes", "application-only",
+        "--nvtx", "--nvtx-include", f"{RANGE}/",  # the slash marks a push-pop range
+        "-k", f"regex:^({names})$", "-c", str(launches),
         *(word for section in sections for word in ("--section", section)),
-        *("--import-source", "yes"),
-        *("--clock-control", "none"),
-        *("--cache-control", "all"),
-        *("--replay-mode", "kernel"),
-        *("--check-exit-code", "yes"),
-        *target,
-    )
+        "--import-source", "yes", "--clock-control", "none", "--cache-control", "all", "--replay-mode", "kernel",
+        "--check-exit-code", "yes", *target,
+    )  # fmt: skip
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
 
 Value = int | float | str
 _SAMPLED = "smsp__pcsamp_warps_issue_stalled_"  # + a reason; with "_not_issued" after it, a part of the same samples
-_OTHER_NAMES = {"gmma": "warpgroup_arrive", "no_instruction": "no_instructions"}  # of stall reasons
+CANONICAL = {"gmma": "warpgroup_arrive", "no_instruction": "no_instructions"}  # other names of stall reasons
 _TO_NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0, "second": 1e9, "msecond": 1e6, "usecond": 1e3, "nsecond": 1.0}
 _NOT_INSTALLED = 9  # exit code
 _MAGIC = b"NVR\0"
@@ -85,11 +85,6 @@ class RawReport:
 def base_name(path: str) -> str:
     """The last part of a path of any operating system."""
     return PurePosixPath(path.replace("\\", "/")).name
-
-
-def canonical(reason: str) -> str:
-    """One name for a stall reason that ncu's samples and averages name differently.  An unknown one keeps its own."""
-    return _OTHER_NAMES.get(reason, reason)
 
 
 def read(path: Path) -> RawReport:
@@ -224,7 +219,8 @@ def _launch(action: Any) -> RawKernel:
     for name in (name for name in action.metric_names() if "TriageCompute" not in name):
         metric = action.metric_by_name(name)
         if name.startswith(_SAMPLED) and not name.endswith("_not_issued"):
-            reason = canonical(name.removeprefix(_SAMPLED))
+            reason = name.removeprefix(_SAMPLED)
+            reason = CANONICAL.get(reason, reason)
             totals[reason] += int(metric.value() or 0)
             addresses = metric.correlation_ids()
             for k in range(metric.num_instances()):

@@ -1,6 +1,6 @@
 """The process that ncu profiles: one layer's captured tensors, and one call inside an NVTX range.
 
-    python -m ssdprof.stalls.target FOLDER --layer N --seqlen N --implementation NAME --launched FILE
+    python -m ssdprof.stalls.target JOB FILE         JOB: an `ncu.Job`, as JSON
 
 Small, because ncu saves and restores the device memory that the process can reach between its passes.  FILE gets, as
 JSON, a `Launched` with the launches of the call, or the message, hint and exit code of an error.
@@ -17,7 +17,6 @@ line table changes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -40,8 +39,8 @@ from ssdprof.operators.dtypes import precision_record
 from ssdprof.operators.named import Named, resolve
 from ssdprof.schema import PrecisionRecord
 from ssdprof.schema.stalls import Launched
+from ssdprof.stalls import ncu
 from ssdprof.stalls.attribute import UNKNOWN, Sources
-from ssdprof.stalls.ncu import RANGE
 from ssdprof.stalls.read import base_name
 from ssdprof.tuning.use import use_file
 
@@ -49,30 +48,20 @@ DEVICE = "cuda"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--layer", type=int, required=True)
-    parser.add_argument("--seqlen", type=int, required=True)
-    parser.add_argument("--implementation", required=True)
-    parser.add_argument("--intermediates", choices=("exact", "relaxed"), default="exact")
-    parser.add_argument("--state-dtype", choices=("fp32", "fp16", "bf16"), default="fp32")
-    parser.add_argument("--launched", type=Path, required=True)
-    parser.add_argument("--tuned", type=Path)
-    given = parser.parse_args()
-    precision = PrecisionRecord(intermediates=given.intermediates, state_dtype=given.state_dtype)
+    job, out = ncu.Job.model_validate_json(sys.argv[1]), Path(sys.argv[2])
     install()
-    if given.tuned:
-        use_file(given.tuned)
+    if job.tuned:
+        use_file(job.tuned)
     try:
-        inputs = load(given.folder, given.layer, given.seqlen, DEVICE)
-        named = resolve(operators.of(inputs), given.implementation)
-        call = call_at(named, inputs, precision)
+        inputs = load(job.folder, job.layer, job.seqlen, DEVICE)
+        named = resolve(operators.of(inputs), job.implementation)
+        call = call_at(named, inputs, job.precision)
         launched = warm_up(named, call)
     except (SsdprofError, UnsupportedError, torch.OutOfMemoryError) as error:
         refusal = refusal_of(error)
-        given.launched.write_text(json.dumps(refusal) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(refusal) + "\n", encoding="utf-8")
         sys.exit(f"Error: {refusal['message']}")
-    given.launched.write_text(launched.model_dump_json() + "\n", encoding="utf-8")
+    out.write_text(launched.model_dump_json() + "\n", encoding="utf-8")
     profiled(call)
 
 
@@ -135,7 +124,7 @@ def warm_up(named: Named, call: Call) -> Launched:
 def profiled(call: Call) -> None:
     """The call that ncu profiles."""
     torch.cuda.synchronize()
-    torch.cuda.nvtx.range_push(RANGE)  # type: ignore[no-untyped-call]
+    torch.cuda.nvtx.range_push(ncu.RANGE)  # type: ignore[no-untyped-call]
     call.run()
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

@@ -55,12 +55,10 @@ def test_the_command_line_is_exactly_this() -> None:
 
 def test_the_target_gets_the_layer_and_nothing_else() -> None:
     precision = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
-    wanted = replace(job(Path("/c")), layer=3, seqlen=1024, precision=precision)
-    assert ncu.target(wanted, Path("/t/launched.json")) == (
-        sys.executable, "-P", "-m", "ssdprof.stalls.target", "/c", "--layer", "3", "--seqlen", "1024",
-        "--implementation", "fused", "--intermediates", "relaxed", "--state-dtype", "fp16",
-        "--launched", "/t/launched.json",
-    )  # fmt: skip
+    wanted = job(Path("/c")).model_copy(update={"layer": 3, "precision": precision})
+    *python, given, launched = ncu.target(wanted, Path("/t/launched.json"))
+    assert python == [sys.executable, "-P", "-m", "ssdprof.stalls.target"]
+    assert (ncu.Job.model_validate_json(given), launched) == (wanted, "/t/launched.json")
 
 
 def test_no_secret_reaches_the_child() -> None:
@@ -192,8 +190,8 @@ def test_a_target_that_writes_no_launches_is_explained(
 @pytest.mark.usefixtures("users_folder")
 def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path) -> None:
     (tmp_path / "statistics.py").write_text("raise SystemExit('a script of the user')")
-    words = (*ncu.target(job(tmp_path), tmp_path / "launched.json")[:4], "--help")
-    assert "usage:" in ncu.run(words, timeout_s=120, environ=ncu._environment(job(tmp_path)))
+    with pytest.raises(SsdprofError, match="manifest"):
+        ncu.launch(job(tmp_path))
 
 
 # --- the process that ncu profiles
@@ -229,8 +227,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def words_for(folder: Path, layer: int, out: Path) -> list[str]:
-    words = f"--layer {layer} --seqlen 32 --implementation fused".split()
-    return ["target", str(folder), *words, "--launched", str(out)]
+    wanted = job(folder).model_copy(update={"layer": layer, "seqlen": 32})
+    return ["target", wanted.model_dump_json(), str(out)]
 
 
 def test_one_call_is_profiled_and_those_before_it_are_not(
