@@ -81,23 +81,24 @@ def require_toolchain() -> None:
 
 def unusable_gpu() -> str:
     """Why torch uses no GPU although the driver has one, with a hint; empty if it uses one or there is none."""
-    if torch.cuda.is_available() or (driver := _driver()) is None or not driver.gpus:
+    version, uuids = (None if torch.cuda.is_available() else ask_nvml(_driver)) or (0, [])
+    if not uuids:
         return ""
-    (major, minor), gpus = driver.cuda, len(driver.gpus)
-    there = f"{gpus} NVIDIA GPU{'s' * (gpus > 1)}"
+    there = f"{len(uuids)} NVIDIA GPU{'s' * (len(uuids) > 1)}"
     other = (
         f"pip install uv && uv pip install --python {sys.executable} --torch-backend auto "
         "--reinstall-package torch torch"
     )
     if torch.version.cuda is None:
         return f"The driver has {there}, and this torch is built without CUDA.  Run: {other}"
-    if int(torch.version.cuda.split(".")[0]) > major:
+    if int(torch.version.cuda.split(".")[0]) > version // 1000:
+        cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
         return (
-            f"The driver has {there} and runs CUDA {major}.{minor}, and this torch is built for CUDA "
-            f"{torch.version.cuda}.  Update NVIDIA's driver, or run: {other}"
+            f"The driver has {there} and runs {cuda}, and this torch is built for CUDA {torch.version.cuda}.  Update "
+            f"NVIDIA's driver, or run: {other}"
         )
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None and not driver.has(shown.split(",")[0].strip()):
+    if shown is not None and not _is_gpu(shown.split(",")[0].strip(), uuids):
         return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
     return f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; torch.cuda.init()'"
 
@@ -213,34 +214,21 @@ def _installer() -> str:
     return _INSTALLERS[_manager()]
 
 
-@dataclass(frozen=True)
-class _Driver:
-    """cuda: the latest version that it supports.  gpus: their UUIDs."""
-
-    cuda: tuple[int, int]
-    gpus: tuple[str, ...]
-
-    def has(self, entry: str) -> bool:
-        """Whether the first entry of CUDA_VISIBLE_DEVICES names a GPU: by its number, its UUID or the beginning of it,
-        or the UUID of a slice.  CUDA reads the entries up to the first that names none.
-        """
-        if entry.isdecimal():
-            return int(entry) < len(self.gpus)
-        if not entry.startswith(("GPU-", "MIG-")):
-            return False
-        return any(gpu.startswith(entry) for gpu in self.gpus) or _has_device(entry)
+def _driver(nvml: Any) -> tuple[int, list[str]]:
+    """The latest version of CUDA that the driver supports, 12040 for 12.4, and the UUIDs of its GPUs."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    return nvml.nvmlSystemGetCudaDriverVersion_v2(), [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
 
 
-def _driver() -> _Driver | None:
-    """None without a driver, or if it does not answer."""
-
-    def describe(nvml: Any) -> _Driver:
-        version: int = nvml.nvmlSystemGetCudaDriverVersion_v2()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        uuids = tuple(str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles)
-        return _Driver((version // 1000, version % 1000 // 10), uuids)
-
-    return ask_nvml(describe)
+def _is_gpu(entry: str, uuids: Sequence[str]) -> bool:
+    """Whether the first entry of CUDA_VISIBLE_DEVICES names a GPU: by its number, its UUID or the beginning of it, or
+    the UUID of a slice.  CUDA reads the entries up to the first that names none.
+    """
+    if entry.isdecimal():
+        return int(entry) < len(uuids)
+    if not entry.startswith(("GPU-", "MIG-")):
+        return False
+    return any(uuid.startswith(entry) for uuid in uuids) or _has_device(entry)
 
 
 def _has_device(uuid: str) -> bool:
