@@ -11,6 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from fake_nvml import FakeNvml
 
 from ssdprof.environment import doctor, machine, toolchain
 from ssdprof.environment.machine import ClockWatch, Reading
@@ -121,46 +122,6 @@ def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch, bits: int, word
     assert watch.clocks.throttle_reasons == words
 
 
-class FakeNvml:
-    """Replaces pynvml, with one device."""
-
-    NVMLError = pynvml.NVMLError
-    NVML_ERROR_FUNCTION_NOT_FOUND = pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
-
-    def __init__(self, broken: bool = False, old: bool = False) -> None:
-        self.open, self.broken, self.old = 0, broken, old
-
-    def nvmlInit(self) -> None:
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if self.broken:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return uuid
-
-    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
-        assert handle == "GPU-1234"
-        return {1: 1980, 2: 3201}[kind]
-
-    def nvmlDeviceGetTemperature(self, _handle: str, _sensor: int) -> int:
-        return 41
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, _handle: str) -> int:
-        if self.old:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return 0x40
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle: str) -> int:
-        return 0x40
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-
-
 def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "pynvml", FakeNvml())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -177,7 +138,7 @@ def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch
 def test_nvml_is_asked_for_the_device_that_torch_means(
     monkeypatch: pytest.MonkeyPatch, broken: bool, old: bool
 ) -> None:
-    nvml = FakeNvml(broken, old)
+    nvml = FakeNvml(broken=broken, old=old)
     monkeypatch.setattr(machine, "pynvml", nvml)
     monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
     expected = Reading(1980, 3201, 41, 0x40)

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import pytest
 import torch
+from fake_nvml import FakeNvml
 from triton import knobs
 
 from ssdprof.environment import doctor, machine, toolchain
@@ -23,45 +23,6 @@ from ssdprof.pipeline import limits
 from ssdprof.pipeline.capture import capture
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest
 from ssdprof.progress import Unwatched
-
-
-class FakeNvml:
-    """Replaces pynvml, on a machine with some GPUs."""
-
-    NVMLError = pynvml.NVMLError
-    NVML_ERROR_NOT_FOUND = pynvml.NVML_ERROR_NOT_FOUND
-
-    def __init__(self, gpus: int = 1, cuda: int = 12040, processes: int = 1) -> None:
-        self.gpus, self.cuda, self.processes = gpus, cuda, processes
-
-    def nvmlInit(self) -> None:
-        if self.gpus < 0:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    def nvmlShutdown(self) -> None:
-        pass
-
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
-        if not self.cuda:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return self.cuda
-
-    def nvmlDeviceGetCount(self) -> int:
-        return self.gpus
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
-        return f"GPU-{index}234"
-
-    def nvmlDeviceGetUUID(self, handle: str) -> str:
-        return handle
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid.endswith("gone"):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return uuid
-
-    def nvmlDeviceGetComputeRunningProcesses(self, _handle: str) -> list[int]:
-        return [0] * self.processes
 
 
 def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
