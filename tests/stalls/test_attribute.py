@@ -91,6 +91,9 @@ def test_every_sample_goes_to_one_stage() -> None:
 def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last() -> None:
     stages, _, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), SSD_STAGES)
     assert list(stages) == ["loads", "chunk_scan.current", "ahead", IDLE_WARPS]
+    known = Stages(order=("ahead", "chunk_scan.current", "loads"), ahead=frozenset({"ahead"}))
+    stages, _, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), known)
+    assert list(stages) == ["chunk_scan.current", "loads", "ahead", IDLE_WARPS]
     assert stalls_of(synthetic.kernel()).idle == ("ahead", IDLE_WARPS)
 
 
