@@ -60,29 +60,21 @@ def load(file: Path | None = None) -> ProjectSettings:
     folders = (Path.cwd(), *Path.cwd().parents)
     near = (path for folder in folders for path in (folder / "ssdprof.toml", folder / _PROJECT) if path.is_file())
     for candidate in [file] if file else near:
-        values = _values(candidate)
-        if values is not None:
-            return _parse(values, f"{candidate}: [tool.ssdprof]" if candidate.name == _PROJECT else str(candidate))
+        try:
+            found = tomllib.loads(candidate.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise unreadable(str(candidate), error, "Name a TOML file.") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            hint = "Correct it, or name another file with --config."
+            raise BadInputError(f"{candidate} is not TOML: {error}.", hint) from error
+        if candidate.name != _PROJECT:
+            return _parse(found, str(candidate))
+        tool = found.get("tool")
+        if isinstance(tool, dict) and isinstance(tool.get("ssdprof"), dict):
+            return _parse(tool["ssdprof"], f"{candidate}: [tool.ssdprof]")
     if file is not None:
         raise BadInputError(f"{file} has no [tool.ssdprof].", "Add it, or name another file with --config.")
     return ProjectSettings()
-
-
-def _values(file: Path) -> dict[str, Any] | None:
-    """The table of ssdprof; None if a pyproject.toml has none."""
-    try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise unreadable(str(file), error, "Name a TOML file.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInputError(
-            f"{file} is not TOML: {error}.", "Correct it, or name another file with --config."
-        ) from error
-    if file.name != _PROJECT:
-        return document
-    tool = document.get("tool", {})
-    found = tool.get("ssdprof") if isinstance(tool, dict) else None
-    return found if isinstance(found, dict) else None
 
 
 def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
