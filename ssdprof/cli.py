@@ -28,6 +28,7 @@ from ssdprof.commands import (
     prefill,
     run,
     runs,
+    schemas,
     stalls,
     terminal,
     tune,
@@ -131,6 +132,7 @@ _COMMANDS: tuple[Callable[..., None], ...] = (
     tune.tune,
     models.models,
     doctor.doctor,
+    schemas.schemas,
 )
 for _command in _COMMANDS:
     app.command(help=_help(_command))(_command)

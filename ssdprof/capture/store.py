@@ -340,7 +340,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
             raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
         if _sha256(tensor) != record.sha256:
             raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)
-    if capture.scalars_sha256 not in (None, scalars_hash(capture.scalars)):
+    if capture.scalars_sha256 != scalars_hash(capture.scalars):
         raise BadInputError(
             f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were written.", AGAIN
         )

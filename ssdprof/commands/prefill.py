@@ -86,7 +86,7 @@ def prefill(
             files.check_target(file, replace=force)
 
     # these import torch, so after all checks that do not need it
-    from ssdprof.environment.present import require_gpu
+    from ssdprof.environment.toolchain import require_gpu
     from ssdprof.operators import named
     from ssdprof.jobs.lineup import line_up
     from ssdprof.jobs.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills

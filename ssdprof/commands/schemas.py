@@ -25,14 +25,14 @@ def documents() -> dict[str, Published]:
     """File name -> schema.  A version in a name is also a field of the document."""
     from ssdprof.bench.schema import BenchReport
     from ssdprof.checkpoint.names import Family
-    from ssdprof.environment.checks import Check
+    from ssdprof.environment.doctor import Check
     from ssdprof.schema import RunReport  # TODO
     from ssdprof.schema.capture import StoredCapture  # TODO
     from ssdprof.schema.comparison import Comparison  # TODO
     from ssdprof.schema.listing import ListedRun  # TODO
     from ssdprof.schema.plan import DryRun  # TODO
     from ssdprof.schema.prefill import PrefillReport  # TODO
-    from ssdprof.schema.stalls import StallReport  # TODO
+    from ssdprof.core.stalls import StallReport  # TODO
     from ssdprof.tuning.records import PlannedSearch, TuneReport
 
     return {

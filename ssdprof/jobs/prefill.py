@@ -32,9 +32,8 @@ from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Condition, LeftOut, Report, Requested, StepTime
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
 from ssdprof.core.subject import tokens as tokens_of
-from ssdprof.environment import ClockWatch, collect
-from ssdprof.environment.machine import installed_version
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.machine import ClockWatch, collect, installed_version
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits, notes
 from ssdprof.jobs.compare import device_times

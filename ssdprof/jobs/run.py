@@ -21,7 +21,7 @@ from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import CallRef, LayerRef, Prompt, split_prompt
-from ssdprof.environment import ClockWatch, collect
+from ssdprof.environment.machine import ClockWatch, collect
 from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits, notes

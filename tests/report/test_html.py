@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import render_results
 from report.make import (
     ALL_PRECISIONS,
     RELAXED_FP16,
@@ -17,7 +16,7 @@ from report.make import (
 from report.pages import Page
 
 from ssdprof import runs
-from ssdprof.pipeline import stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.report import html
 from ssdprof.report.groups import groups
 from ssdprof.report.html.cells import sort_key, view
@@ -263,12 +262,13 @@ def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt():
     assert "position in the chunk, tokens" in Page(plots.along_positions(chunks)).words
 
 
-def test_the_pages_of_recorded_runs_are_there_and_are_of_their_runs():
-    """Not word for word: benchmarks/render_results.py renders the pages again after a change of the report."""
-    files = list(render_results.pages())
-    assert len(files) >= 2
-    for file in files:
-        page, (_, report) = Page(file.read_text(encoding="utf-8")), runs.read(file.parent)
-        assert page.asked == ["data:,"]
-        for words in (*verdict_lines(report), *(value for _, value in origin(report)), *report.notes):
-            assert " ".join(words.split()) in page.words
+@pytest.mark.parametrize(
+    "folder", sorted(file.parent for file in RESULTS.glob("*/report.json")), ids=lambda one: one.name
+)
+def test_the_pages_of_recorded_runs_are_of_their_runs(folder):
+    record = folder.with_name(f"{folder.name}-stalls") / "stalls.json"
+    _, report = runs.read(folder)
+    page = Page(html.render(report, stall_files.load(record) if record.is_file() else None))
+    assert page.asked == ["data:,"]
+    for words in (*verdict_lines(report), *(value for _, value in origin(report)), *report.notes):
+        assert " ".join(words.split()) in page.words
