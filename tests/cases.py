@@ -53,19 +53,22 @@ SIZES = {"nheads": 128, "headdim": 64, "ngroups": 1, "dstate": 128}
 FASTER = {"exact": 2.0, "relaxed": 2.5}  # than the baseline, by device time
 CALL_US = 20.0  # more than the device time
 _T = 4.303 / math.sqrt(3)  # of three recordings
-_PATTERNS = {"device": (1.0, -1.0, 0.0), "call": (0.0, 1.0, -1.0)}
+_PATTERN = (1.0, -1.0, 0.0)
 
 
-def samples(clock: str, us: float, width: float = 0.005, process: str = "p") -> Samples:
-    """Three recordings whose 95 % interval is about us x (1 +- width)."""
-    steps = (us * math.exp(width / _T * one) for one in _PATTERNS[clock])
+def samples(clock: str, us: float, width: float = 0.005, process: str = "p", turn: int = 0) -> Samples:
+    """Three recordings whose 95 % interval is about us x (1 +- width).  turn: rotates them: their ratio to others that
+    are not rotated has an interval too."""
+    steps = (us * math.exp(width / _T * _PATTERN[(number + turn) % 3]) for number in range(3))
     return Samples.model_validate({"process": process, "clock": clock, "us": tuple((one,) * 3 for one in steps)})
 
 
-def timed(device_us: float | None, call_us: float | None = None, width: float = 0.005) -> tuple[Samples, ...]:
+def timed(
+    device_us: float | None, call_us: float | None = None, width: float = 0.005, turn: int = 0
+) -> tuple[Samples, ...]:
     """Samples of both clocks, or of one."""
     found = {"device": device_us, "call": call_us}
-    return tuple(samples(clock, us, width) for clock, us in found.items() if us is not None)
+    return tuple(samples(clock, us, width, turn=turn) for clock, us in found.items() if us is not None)
 
 
 def layer(index: int = 0, operator: str = "ssd") -> LayerRef:
@@ -178,7 +181,7 @@ def calls(
                 layer=layer(index),
                 seqlen=seqlen,
                 variant=("hopper" if name == "fused" else "unfused") if gpu else "interpreter",
-                samples=timed(us, us + CALL_US) if gpu else (),
+                samples=timed(us, us + CALL_US, turn=name == "unfused") if gpu else (),
                 work=Work(bytes_moved=10**9, flops=10**11),
                 memory=Memory(peak_bytes=3 << 20, workspace_bytes=(1 if name == "fused" else 2) << 20),
                 launches=(
@@ -278,7 +281,7 @@ def cell(seqlen: int = 1024, times: dict[str, float] | None = None, **fields: An
     made = []
     for name, us in (times or {"fla": 80.0, "unfused": 100.0, "fused": 50.0}).items():
         library = {"kind": "library", "version": "0.4"} if name == "fla" else {}
-        own = {"samples": timed(us, us + CALL_US), "work": Work(bytes_moved=10**7, flops=10**9)}
+        own = {"samples": timed(us, us + CALL_US, turn=name != "fused"), "work": Work(bytes_moved=10**7, flops=10**9)}
         made.append(
             case(
                 name,
@@ -316,7 +319,7 @@ def of_prefill(implementation: str = "fused", call_us: float | None = 1000.0, **
             for name, us in (("operator", 0.3 * (call_us or 1.0)), ("mixer", 0.5 * (call_us or 1.0)))
         ),
     }
-    found = {"samples": timed(None, call_us), "prefill": Prefill(**(prefill | own))}
+    found = {"samples": timed(None, call_us, turn=implementation == "unfused"), "prefill": Prefill(**(prefill | own))}
     return case(implementation, **(found | fields))
 
 
