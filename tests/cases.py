@@ -227,7 +227,7 @@ def report(
 def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
     """A complete report of one process.  fields: of the report, or of its process (`ProcessLine`)."""
     own = {name: fields.pop(name) for name in set(fields) & set(ProcessLine.model_fields) - {"notes"}}
-    process = {
+    process: dict[str, Any] = {
         "process": "p",
         "complete": True,
         "clocks": clocks(),
@@ -280,8 +280,11 @@ def cell(seqlen: int = 1024, times: dict[str, float] | None = None, **fields: An
     """A bench's cases on the same inputs.  times: device time of each implementation."""
     made = []
     for name, us in (times or {"fla": 80.0, "unfused": 100.0, "fused": 50.0}).items():
-        library = {"kind": "library", "version": "0.4"} if name == "fla" else {}
-        own = {"samples": timed(us, us + CALL_US, turn=name != "fused"), "work": Work(bytes_moved=10**7, flops=10**9)}
+        library: dict[str, Any] = {"kind": "library", "version": "0.4"} if name == "fla" else {}
+        own: dict[str, Any] = {
+            "samples": timed(us, us + CALL_US, turn=name != "fused"),
+            "work": Work(bytes_moved=10**7, flops=10**9),
+        }
         made.append(
             case(
                 name,
@@ -319,7 +322,10 @@ def of_prefill(implementation: str = "fused", call_us: float | None = 1000.0, **
             for name, us in (("operator", 0.3 * (call_us or 1.0)), ("mixer", 0.5 * (call_us or 1.0)))
         ),
     }
-    found = {"samples": timed(None, call_us, turn=implementation == "unfused"), "prefill": Prefill(**(prefill | own))}
+    found: dict[str, Any] = {
+        "samples": timed(None, call_us, turn=implementation == "unfused"),
+        "prefill": Prefill(**(prefill | own)),
+    }
     return case(implementation, **(found | fields))
 
 
@@ -355,7 +361,7 @@ def of_answers(implementation: str = "fused", precision: PrecisionRecord = EXACT
         "segment_length": 1100,
         "bands": (band(), band(0, 275), band(275, 1100)),
     }
-    answers = {"answers": Answers(**(found | own)), "seqlen": 1100, "baseline": "", "variant": ""}
+    answers: dict[str, Any] = {"answers": Answers(**(found | own)), "seqlen": 1100, "baseline": "", "variant": ""}
     return case(implementation, precision, **(answers | fields))
 
 
