@@ -58,7 +58,7 @@ class ModelOptions:
     def request(self) -> CaptureRequest:
         """Raises BadInputError."""
         from ssdprof.capture.prompt import parse_seq, parse_seqs
-        from ssdprof.capture.select import check_layers
+        from ssdprof.checkpoint.names import check_layers
         from ssdprof.errors import BadInputError
         from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
 

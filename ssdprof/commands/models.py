@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ssdprof.commands import options, terminal
 
 if TYPE_CHECKING:
-    from ssdprof.checkpoint.families import FamilyRow
+    from ssdprof.checkpoint.names import Family
     from ssdprof.report.tables import Table
 
 
@@ -17,7 +17,7 @@ def models(as_json: options.Json = False) -> None:
 
     Other checkpoints of a listed model type work too.
     """
-    from ssdprof.checkpoint.families import FAMILIES
+    from ssdprof.checkpoint.names import FAMILIES
 
     if as_json:
         terminal.print_json([asdict(row) for row in FAMILIES])
@@ -29,13 +29,14 @@ def models(as_json: options.Json = False) -> None:
         console.print(SplitTable(_table(row)), "")
 
 
-def _table(row: FamilyRow) -> Table:
+def _table(row: Family) -> Table:
     from ssdprof import operators
     from ssdprof.core.words import MISSING
     from ssdprof.report.tables import Table
 
+    outline = operators.outline(row.operator)
     return Table(
-        title=f"{row.title}: {operators.outline(row.operator).title}, model type {row.model_type}",
+        title=f"{row.title}: {outline.title}, model type {row.model_type}",
         headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),
         rows=tuple(
             (
@@ -43,7 +44,7 @@ def _table(row: FamilyRow) -> Table:
                 f"{known.parameters / 1e9:g} B",
                 f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
                 f"{known.trained_context:,}" if known.trained_context else MISSING,
-                str(known.dims) if known.dims else "?",
+                outline.words.format(**known.dims) if known.dims else "?",
             )
             for known in row.checkpoints
         ),

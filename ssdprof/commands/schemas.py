@@ -24,7 +24,7 @@ class Published:
 def documents() -> dict[str, Published]:
     """File name -> schema.  A version in a name is also a field of the document."""
     from ssdprof.bench.schema import BenchReport
-    from ssdprof.checkpoint.families import FamilyRow
+    from ssdprof.checkpoint.names import Family
     from ssdprof.environment.checks import Check
     from ssdprof.schema import RunReport  # TODO
     from ssdprof.schema.capture import StoredCapture  # TODO
@@ -48,7 +48,7 @@ def documents() -> dict[str, Published]:
         "bench-v2.json": Published("ssdprof bench", ("bench", "export"), BenchReport),
         "tune-v2.json": Published("ssdprof tune", ("tune",), TuneReport),
         "tune-dry-run.json": Published("ssdprof tune dry run", ("tune --dry-run",), tuple[PlannedSearch, ...]),
-        "models.json": Published("ssdprof models", ("models",), tuple[FamilyRow, ...]),
+        "models.json": Published("ssdprof models", ("models",), tuple[Family, ...]),
         "doctor.json": Published("ssdprof doctor", ("doctor",), tuple[Check, ...]),
     }
 
