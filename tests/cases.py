@@ -285,17 +285,8 @@ def cell(seqlen: int = 1024, times: dict[str, float] | None = None, **fields: An
             "samples": timed(us, us + CALL_US, turn=name != "fused"),
             "work": Work(bytes_moved=10**7, flops=10**9),
         }
-        made.append(
-            case(
-                name,
-                **(
-                    {"drawn": drawn(f"1 x {seqlen:,}"), "seqlen": seqlen, "inputs": "bf16, contiguous"}
-                    | own
-                    | library
-                    | fields
-                ),
-            )
-        )
+        place: dict[str, Any] = {"drawn": drawn(f"1 x {seqlen:,}"), "seqlen": seqlen, "inputs": "bf16, contiguous"}
+        made.append(case(name, **(place | own | library | fields)))
     return tuple(made)
 
 
