@@ -10,9 +10,9 @@ from pydantic import Field, model_validator
 from ssdprof.core import statistics
 from ssdprof.core.base import (
     Clock,
-    KernelOrigin,
     Count,
     DType,
+    KernelOrigin,
     Microseconds,
     NotNegative,
     PartName,

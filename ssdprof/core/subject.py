@@ -11,7 +11,6 @@ from pydantic import Field, computed_field
 
 from ssdprof.core.base import VERSION, Count, DType, PlacementKind, Record, Size, StoredDType
 
-
 # Quantisations whose weights transformers decodes to 16 bit on loading.
 DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 

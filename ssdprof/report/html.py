@@ -15,8 +15,11 @@ from markupsafe import Markup, escape
 from ssdprof.core import words as fmt
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
+from ssdprof.core.stalls import StallReport
 from ssdprof.report import plots
+from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
+from ssdprof.report.facts import when
 from ssdprof.report.groups import Group, floor, groups, pool
 from ssdprof.report.table import Document, Figure, Note, Section, Table
 
@@ -72,15 +75,16 @@ class Pictures:
             yield Picture(title, Markup(inline(svg, f"p{self._count}-", title)), titled)
 
 
-def render(report: Report) -> str:
-    """One HTML file."""
+def render(report: Report, stalls: StallReport | None = None) -> str:
+    """One HTML file.  stalls: the stall report in the run's folder."""
     document, pictures = compose(report), Pictures()
     found = groups(report)
     extra = {SPEED: _speed(report, found, pictures), ACCURACY: _accuracy(found[:_LAYERED], pictures)}
-    return page(document, [part(one, extra.get(one.title, ())) for one in document.sections])
+    parts = [_part(one, extra.get(one.title, ())) for one in document.sections]
+    return _page(document, [*parts, *(_stalls(stalls, pictures) if stalls else ())])
 
 
-def page(document: Document, parts: Iterable[Part]) -> str:
+def _page(document: Document, parts: Iterable[Part]) -> str:
     environment = Environment(
         loader=PackageLoader("ssdprof.report", "templates"),
         autoescape=True,
@@ -92,7 +96,7 @@ def page(document: Document, parts: Iterable[Part]) -> str:
     return environment.get_template("page.html.j2").render(document=document, parts=_unique(parts))
 
 
-def part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False) -> Part:
+def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False) -> Part:
     return Part(
         title=section.title,
         anchor=re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
@@ -154,6 +158,21 @@ def _accuracy(found: Sequence[Group], pictures: Pictures) -> Iterator[Block]:
         shown += pictures(f"Largest error of each layer, {group.size}", plots.largest_errors(group))
     if shown:
         yield Block("pictures", tuple(shown))
+
+
+def _stalls(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:
+    document = of_stalls.compose(stalls)
+    recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
+    said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
+    shown = tuple(
+        picture for title, svg in of_stalls.pictures(stalls).values() for picture in pictures(title, svg, titled=True)
+    )
+    blocks = [Block("text", line) for line in said] + ([Block("pictures", shown)] if shown else [])
+    yield Part("Warp stalls", "warp-stalls", tuple(blocks))
+    if document.summary:
+        yield Part("Stalls in words", "stalls-in-words", (Block("list", document.summary),), folded=True, level=3)
+    for section in document.sections:
+        yield _part(section, level=3, folded=section.title != "Hints")
 
 
 def inline(svg: str, prefix: str, title: str) -> str:

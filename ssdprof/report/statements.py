@@ -57,7 +57,7 @@ def errors(report: Report) -> tuple[str, ...]:
     """The reasons why it did not pass."""
     found = outcome(report)
     if report.kind == "bench":
-        return (*_of_bench(report), *(f"GATE FAILED: {one}" for one in found.broken))
+        return (*_unfinished(found), *_of_bench(report), *(f"GATE FAILED: {one}" for one in found.broken))
     if report.kind == "prefill":
         failed = (f"{case.name}: {case.result}: {case.why}" for case in found.failed)
         return (*filter(None, [incomplete(report)]), *failed, *(f"GATE FAILED: {one}" for one in found.broken))
@@ -78,10 +78,7 @@ def incomplete(report: Report) -> str:
 
 def shortcomings(found: Outcome) -> Iterator[str]:
     """A line for each reason why a run's calls did not pass, if any of its cases ran."""
-    if found.ended_early:
-        yield f"PARTIAL: {found.ended_early}.  The results here are valid; the rest is missing."
-    elif found.missing:
-        yield f"MISSING: {fmt.plural(found.missing, 'requested case')}."
+    yield from _unfinished(found)
     of_inputs = [case for case in found.failed if not exact_answer_is_finite(case)]
     of_kernels = [case for case in found.failed if exact_answer_is_finite(case)]
     if of_inputs:
@@ -99,6 +96,13 @@ def shortcomings(found: Outcome) -> Iterator[str]:
     for gate, broken in by_gate(one for one in found.broken if one.case not in answers).items():
         cases = [": ".join(filter(None, (one.case, one.found))) for one in broken]
         yield f"GATE FAILED: {gate}: {shortened(cases, _MOST_BROKEN)}."
+
+
+def _unfinished(found: Outcome) -> Iterator[str]:
+    if found.ended_early:
+        yield f"PARTIAL: {found.ended_early}.  The results here are valid; the rest is missing."
+    elif found.missing:
+        yield f"MISSING: {fmt.plural(found.missing, 'requested case')}."
 
 
 def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
