@@ -46,8 +46,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
         return tuple(_of_prefill(report))
     wrong = [VerdictLine(line, False) for line in errors(report)]
     if report.kind != "bench":
-        nothing = [line for line in wrong if line.text != NOTHING] + list(_of_run(report, outcome(report)))
-        return tuple(nothing) or (VerdictLine(NOTHING, False),)
+        return (*wrong, *_of_run(report, outcome(report)))
     passed = sum(case.result == "passed" for case in report.cases)
     good = VerdictLine(f"PASSED: {fmt.plural(passed, 'case')} compared with the fp64 oracle.", True)
     return tuple(wrong) or (good,)
@@ -117,7 +116,7 @@ def _failed_answers(found: Outcome) -> Iterator[str]:
     """Phrases."""
     for case in found.answers_failed:
         broken = "; ".join(one.found for one in found.broken if one.case == case.name)
-        yield f"{case.label} at {case.seqlen:,} tokens: {broken or f'{case.result}: {case.why}'}"
+        yield f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens: {broken or f'{case.result}: {case.why}'}"
 
 
 def _of_run(report: Report, found: Outcome) -> Iterator[VerdictLine]:

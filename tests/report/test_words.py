@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdprof.report import format as fmt
-from ssdprof.schema import Interval
+from ssdprof.core import words as fmt
+from ssdprof.core.statistics import Estimate
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_percent_says_all_or_none_only_if_it_is(value, decimals):
 
 
 def test_speedup_has_its_interval():
-    assert fmt.speedup(1.523, Interval(low=1.49, high=1.55)) == "1.52x [1.49, 1.55]"
-    assert fmt.speedup(0.0123, Interval(low=0.0121, high=0.0125)) == "0.0123x [0.0121, 0.0125]"
-    assert fmt.speedup(1234.4, Interval(low=1200, high=1300)) == "1234x [1200, 1300]"
-    assert fmt.speedup(None, None) == "-"
+    assert fmt.speedup(Estimate(1.523, 1.49, 1.55)) == "1.52x [1.49, 1.55]"
+    assert fmt.speedup(Estimate(0.0123, 0.0121, 0.0125)) == "0.0123x [0.0121, 0.0125]"
+    assert fmt.speedup(Estimate(1234.4, 1200, 1300)) == "1234x [1200, 1300]"
+    assert fmt.speedup(None) == "-"
 
 
 @pytest.mark.parametrize(
