@@ -20,7 +20,7 @@ from ssdprof.report import plots
 from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
 from ssdprof.report.facts import when
-from ssdprof.report.groups import Group, floor, groups, pool
+from ssdprof.report.groups import Group, groups
 from ssdprof.report.table import Document, Figure, Note, Section, Table
 
 _POWER = re.compile(r"\d[\d.]*e-\d+")
@@ -307,7 +307,7 @@ def heat_map(group: Group, implementation: str) -> HeatMap | None:
     rows = []
     for layer in group.layers:
         there = group.at_layer(layer)
-        limit = pool(there.cases, "out", floor)
+        limit = there.pooled("floor")
         cells = tuple(
             _cell(_worst([case for case in there.cases if (case.implementation, case.precision) == key]), low, high)
             for key in ((implementation, one.precision) for one in series)
