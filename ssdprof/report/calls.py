@@ -10,7 +10,18 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName
 from ssdprof.core.case import Case, Launch
 from ssdprof.core.report import Report
-from ssdprof.report.groups import Group, Pooled, Series, TotalSpeed, baselines, groups, layer_of, pool, precision_order
+from ssdprof.report.groups import (
+    Against,
+    Group,
+    Pooled,
+    Series,
+    TotalSpeed,
+    baselines,
+    groups,
+    layer_of,
+    pool,
+    precision_order,
+)
 from ssdprof.report.table import Column, Note, Table, aligned, strings, table, text
 
 PRECISION = "intermediates,\nstates"

@@ -113,7 +113,8 @@ def _failed_answers(found: Outcome) -> Iterator[str]:
     """Phrases."""
     for case in found.answers_failed:
         broken = "; ".join(one.found for one in found.broken if one.case == case.name)
-        yield f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens: {broken or f'{case.result}: {case.why}'}"
+        why = broken or f"{case.result}: {case.why}"
+        yield f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens: {why}"
 
 
 def _of_run(report: Report, found: Outcome) -> Iterator[VerdictLine]:
