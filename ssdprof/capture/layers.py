@@ -19,7 +19,7 @@ from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
 from ssdprof.core.words import size_words
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.store.ranks import started
+from ssdprof.environment.child import started
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from ssdprof.core.words import size_words
 from ssdprof.environment.machine import copy_bytes_per_s, free_memory, host_memory, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
-from ssdprof.store.ranks import started
+from ssdprof.environment.child import started
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
