@@ -34,7 +34,7 @@ from make_random_checkpoint import write_checkpoint
 from tabulate import tabulate
 
 from ssdprof import environment
-from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.store import CapturedLayer
 from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.model import load, run_model

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import EXACT_FP32, CheckpointRef, LayerRef
 from ssdprof.schema.stalls import Launched

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssdprof.checkpoint.located import DEMO_FOLDERS
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.errors import SsdprofError
 
 SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
@@ -118,14 +118,13 @@ def outcome(folder: Path) -> SsdprofError | None:
     import torch
 
     from ssdprof.capture.layers import capture_layers
-    from ssdprof.capture.prompt import build_prompt
-    from ssdprof.checkpoint.fetched import fetch, fetch_tokenizer
-    from ssdprof.checkpoint.load import load_model
-    from ssdprof.checkpoint.located import locate
+    from ssdprof.capture.tokenizer import build_prompt
+    from ssdprof.checkpoint.load import fetch, fetch_tokenizer, load_model
+    from ssdprof.checkpoint.model import open_model
 
     try:
         with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
-            located = locate(str(folder))
+            located = open_model(str(folder))
             layers = located.ref.layers[:1]
             tokenizer = fetch_tokenizer(located)
             ids, _ = build_prompt(tokenizer and tokenizer.folder, TOKENS)

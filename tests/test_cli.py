@@ -433,7 +433,7 @@ def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_random_tokens_need_no_tokenizer() -> None:
-    from ssdprof.checkpoint.located import DEMO_FOLDERS
+    from ssdprof.checkpoint.names import DEMO_FOLDERS
 
     Path("model").mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -448,7 +448,7 @@ def test_random_tokens_need_no_tokenizer() -> None:
 
 def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
     """This happens before any download: the folder has no weights."""
-    from ssdprof.checkpoint.located import DEMO_FOLDERS
+    from ssdprof.checkpoint.names import DEMO_FOLDERS
 
     Path("model").mkdir()
     config = json.loads((DEMO_FOLDERS["demo"] / "config.json").read_text())

@@ -20,7 +20,7 @@ from report.pages import Page
 from safetensors.torch import load_file, save_file
 
 from ssdprof import kernels, runs
-from ssdprof.checkpoint.located import DEMO_FOLDERS
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.runs.document import SCHEMA_FILE
 from ssdprof.schema import SLICES, RunReport

@@ -10,7 +10,7 @@ import pytest
 from minihub import TOKEN, MiniHub
 
 from ssdprof import runs
-from ssdprof.checkpoint.located import DEMO_FOLDERS
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 
 DEMO = DEMO_FOLDERS["demo"]
 FLAGSHIP = "ibm-granite/granite-4.0-h-small"

@@ -1,6 +1,7 @@
 """A checkpoint of random weights has the real model's dimensions and is marked, and runs report the mark."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,9 @@ from random_models import GRANITE_SMALL, MODELS, Mamba2
 from transformers import AutoModelForCausalLM
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.sites import find_sites
-from ssdprof.checkpoint.describe import describe
-from ssdprof.checkpoint.families import known
-from ssdprof.checkpoint.located import locate
+from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.model import open_model
+from ssdprof.checkpoint.names import known
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.runs.notes import notes
 from ssdprof.schema import Prompt
@@ -50,22 +50,23 @@ NARROW = {
 def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
     folder = tmp_path / "random"
     subprocess.run([sys.executable, SCRIPT, "granite-4.0-h-1b", folder, "--layers", "1"], check=True)
-    ref = locate(str(folder)).ref
+    ref = open_model(str(folder)).ref
     assert [layer.index for layer in ref.layers] == [0]
     assert any("The weights are random" in note for note in notes(ref, [PROMPT]))
 
 
 def test_trained_weights_are_not() -> None:
-    assert not any("random" in note for note in notes(locate("demo").ref, [PROMPT]))
+    assert not any("random" in note for note in notes(open_model("demo").ref, [PROMPT]))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_its_dimensions_are_the_real_models(name: str) -> None:
-    model, real = MODELS[name], known(REPOS[name])
-    description = describe(model.config(model.depth), name)
+def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path) -> None:
+    written, real = MODELS[name], known(REPOS[name])
+    (tmp_path / "config.json").write_text(json.dumps(written.config(written.depth)))
+    model = open_model(str(tmp_path))
     assert real is not None
-    assert description.dims == real.dims
-    assert (len(description.layers), description.layer_count) == (real.operator_layers, real.layers)
+    assert model.sizes(model.layers[0]) == real.dims
+    assert (len(model.layers), model.layer_count) == (real.operator_layers, real.layers)
 
 
 @pytest.fixture(params=["qwen3.5-9b", "olmo-hybrid-7b"])
@@ -103,7 +104,7 @@ def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(
     write_checkpoint("granite-4.0-h-small", tmp_path, 3, 0, "cpu")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
-    assert [layer.index for layer in locate(str(tmp_path)).ref.layers] == [0, 2]
+    assert [layer.index for layer in open_model(str(tmp_path)).ref.layers] == [0, 2]
     with torch.no_grad():
         hidden = model.base_model(torch.arange(64)[None], output_hidden_states=True).hidden_states
     scales = [float(one.float().std()) for one in hidden]
@@ -114,7 +115,7 @@ def test_stock_transformers_loads_every_weight_of_a_gdn_model(narrow: Path) -> N
     model, info = AutoModelForCausalLM.from_pretrained(narrow, dtype="auto", output_loading_info=True)
     assert not any(info.values()), info
     assert model.dtype == torch.bfloat16
-    assert [layer.index for layer in locate(str(narrow)).ref.layers] == [0, 1, 2]
+    assert [layer.index for layer in open_model(str(narrow)).ref.layers] == [0, 1, 2]
 
 
 def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None:
@@ -127,7 +128,7 @@ def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None
         return call.run_original()
 
     ids = torch.randint(256, (1, 512), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), intercept(find_sites(model), observe):
+    with torch.no_grad(), intercept(find_mixers(model), observe):
         logits = model(ids, use_cache=False).logits
     assert logits.isfinite().all()
     assert len(seen) == 3

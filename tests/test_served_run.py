@@ -8,9 +8,8 @@ import pytest
 from command_line import Answer
 
 from ssdprof import runs
-from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.manifest import is_capture, read_manifest
-from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.pipeline import limits, run
 from ssdprof.runs import document
 from ssdprof.schema import LayerCapture, RunReport, Serving

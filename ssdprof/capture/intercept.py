@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from ssdprof import operators
-from ssdprof.capture.bind import bind
-from ssdprof.capture.sites import Site
+from ssdprof.checkpoint.meta import Mixer
 from ssdprof.errors import BadInputError
+from ssdprof.operators.operator import BoundCall
 
 Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    site: Site
+    mixer: Mixer
     inputs: Any  # views of the model's own tensors
     wants_final_state: bool
     remark: str  # of `BoundCall`
@@ -32,7 +32,7 @@ class OperatorCall:
 
     def replacement(self) -> Result:
         """The operator, computed by ssdprof and not by transformers."""
-        result: Result = operators.get(self.site.operator).binding.replacement(self.inputs)
+        result: Result = operators.get(self.mixer.operator).binding.replacement(self.inputs)
         return result
 
     def run_original(self) -> Result:
@@ -52,8 +52,8 @@ OnStep = Callable[[OperatorCall], object]
 
 
 @contextmanager
-def intercept(sites: Sequence[Site], handler: Handler, on_step: OnStep | None = None) -> Iterator[CallCount]:
-    """While the context is open, `handler` computes every operator call of `sites`.
+def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None = None) -> Iterator[CallCount]:
+    """While the context is open, `handler` computes every operator call of `mixers`.
 
     on_step: sees the calls for one token with a cached state before the model computes them itself, which may overwrite
     the state.
@@ -67,11 +67,11 @@ def intercept(sites: Sequence[Site], handler: Handler, on_step: OnStep | None = 
             restore.callback(namespace.__setitem__, name, namespace[name])
             namespace[name] = wrapped
 
-        for site in sites:
-            restore.callback(site.mixer.register_forward_pre_hook(wrappers.entered(site)).remove)
-        for site in {(id(site.namespace), site.function): site for site in sites}.values():
-            namespace, step = site.namespace, operators.get(site.operator).binding.step
-            replace(namespace, site.function, wrappers.operator(site.function, namespace[site.function]))
+        for mixer in mixers:
+            restore.callback(mixer.module.register_forward_pre_hook(wrappers.entered(mixer)).remove)
+        for mixer in {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}.values():
+            namespace, step = mixer.namespace, operators.get(mixer.operator).binding.step
+            replace(namespace, mixer.function, wrappers.operator(mixer.function, namespace[mixer.function]))
             if step in namespace:
                 replace(namespace, step, wrappers.step(namespace[step]))
         yield wrappers.count
@@ -84,13 +84,13 @@ class _Wrappers:
         self.count = CallCount()
         self._handler = handler
         self._on_step = on_step
-        self._running: Site | None = None  # the mixer that has started and has not yet called its operator
+        self._running: Mixer | None = None  # the mixer that has started and has not yet called its operator
 
-    def entered(self, site: Site) -> Callable[..., None]:
-        """A hook that runs before a site's mixer."""
+    def entered(self, mixer: Mixer) -> Callable[..., None]:
+        """A hook that runs before a mixer."""
 
         def enter(_module: torch.nn.Module, _args: Any) -> None:
-            self._running = site
+            self._running = mixer
 
         return enter
 
@@ -98,15 +98,15 @@ class _Wrappers:
         """Replaces `original`, the function of a modeling file that computes the operator."""
 
         def call_handler(*args: Any, **kwargs: Any) -> Any:
-            site = self._caller()
-            if site is None:
+            mixer = self._caller()
+            if mixer is None:
                 raise BadInputError(f"{name} was called outside the mixers that were found, or twice by one.")
             self.count.calls += 1
-            call = _bound(site, original, args, kwargs)
+            call = _bound(mixer, original, args, kwargs)
             out, final_state = self._handler(call)
             if call.wants_final_state:
                 return out, final_state
-            return (out, None) if operators.get(site.operator).binding.always_a_pair else out
+            return (out, None) if operators.get(mixer.operator).binding.always_a_pair else out
 
         return call_handler
 
@@ -114,24 +114,49 @@ class _Wrappers:
         """Replaces `original`, the function that computes one token with a cached state."""
 
         def call_step(*args: Any, **kwargs: Any) -> Any:
-            site = self._caller()
+            mixer = self._caller()
             self.count.steps += 1
             if self._on_step is not None:
-                if site is None:
+                if mixer is None:
                     raise BadInputError("A decode step was computed outside the mixers that were found.")
-                self._on_step(_bound(site, original, args, kwargs, step=True))
+                self._on_step(_bound(mixer, original, args, kwargs, step=True))
             return original(*args, **kwargs)
 
         return call_step
 
-    def _caller(self) -> Site | None:
+    def _caller(self) -> Mixer | None:
         """The mixer that has started.  Returns it only once."""
-        site, self._running = self._running, None
-        return site
+        mixer, self._running = self._running, None
+        return mixer
 
 
 def _bound(
-    site: Site, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
+    mixer: Mixer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
 ) -> OperatorCall:
-    bound = bind(site.operator, site.mixer, args, kwargs, step=step)
-    return OperatorCall(site, bound.inputs, bound.wants_final_state, bound.remark, lambda: original(*args, **kwargs))
+    bound = bind(mixer.operator, mixer.module, args, kwargs, step=step)
+    return OperatorCall(mixer, bound.inputs, bound.wants_final_state, bound.remark, lambda: original(*args, **kwargs))
+
+
+def bind(
+    operator: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
+) -> BoundCall:
+    """The call of a mixer as inputs of its operator, without a copy and with the model's strides.
+
+    Models pass the keyword arguments of their forward through to the operator (`use_cache`, `output_router_logits`,
+    ...).  Those have no effect on it and are dropped.  step: it is a call of the operator's `step`.
+
+    Raises BadInputError for a call that the operator's inputs cannot express; the message names the argument.
+    """
+    binding = operators.get(operator).binding
+    binder = binding.bind_step if step else binding.bind
+    if binder is None:
+        raise BadInputError(f"Decode steps of {operator} layers cannot be captured.", "Leave out --decode.")
+    for name in binding.refused:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise BadInputError(f"{type(module).__name__} passes {name} to its operator, which a capture cannot hold.")
+    try:
+        return binder(module, *args, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise BadInputError(
+            f"{type(module).__name__} calls its {operator} operator in an unknown way: {error}."
+        ) from error

@@ -1,4 +1,4 @@
-"""Capture: run the model on a prompt and pass on the operator inputs of the wanted layers, one layer at a time."""
+"""Runs a model on a prompt and passes on the operator inputs of the wanted layers, one layer at a time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 
-from ssdprof.capture.captured import CapturedLayer, OnLayer
-from ssdprof.capture.footprint import capture_bytes_per_token
+from ssdprof.capture.forward import Head, PromptRun, check_ids
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.layout import PromptBuffer, packed, strides, token_major
-from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.prefill import Head
-from ssdprof.capture.prompt_run import PromptRun, check_ids
-from ssdprof.capture.sites import find_sites, match_layers
-from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
-from ssdprof.core.words import size_words
+from ssdprof.capture.memory import capture_bytes_per_token, choose_segment_length
+from ssdprof.capture.store import CapturedLayer, OnLayer, PromptBuffer, packed, strides, token_major
+from ssdprof.checkpoint.meta import find_mixers, match_layers
 from ssdprof.environment.memory import host_memory
-from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.store.ranks import started
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.core.words import size_words
+from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +60,8 @@ def capture_layers(
     is beyond the vocabulary, MissingCapabilityError if memory is too small.
     """
     check_ids(model.get_input_embeddings().num_embeddings, ids)
-    sites = find_sites(model)
-    wanted = match_layers(sites, layers, ref.model_type)
+    mixers = find_mixers(model)
+    wanted = match_layers(mixers, layers, ref.model_type)
     if not wanted:
         raise BadInputError("No layer was selected.")
     batch, seqlen = ids.shape
@@ -72,7 +69,7 @@ def capture_layers(
         segment_length = serving.chunk
     elif segment_length is None:
         segment_length = choose_segment_length(model, seqlen, layers, batch=batch)
-    prompt = PromptRun(model, ids.to(model.device), segment_length, sites, ref.model_type, serving, head)
+    prompt = PromptRun(model, ids.to(model.device), segment_length, mixers, ref.model_type, serving, head)
     if serving.chunk is not None or (prompt.segments == 1 and not serving.packed):
         calls = _capture_on_the_way(prompt, wanted, on_layer)
         prefills = 1
@@ -94,7 +91,7 @@ def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer
     upcoming = {index: iter(prompt.calls(decode=False)) for index in wanted}
 
     def handler(call: OperatorCall) -> Result:
-        layer = wanted.get(call.site.layer_index)
+        layer = wanted.get(call.mixer.layer_index)
         if layer is not None:
             on_layer(_taken(prompt, call, layer, next(upcoming[layer.index], None)))
         return call.replacement()
@@ -111,7 +108,7 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
     filled = dict.fromkeys(wanted, 0)
 
     def handler(call: OperatorCall) -> Result:
-        index = call.site.layer_index
+        index = call.mixer.layer_index
         if index in wanted:
             if index not in buffers:
                 buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], host, on_disk=on_disk)
@@ -148,7 +145,7 @@ def _on_step(
     upcoming = {index: iter(prompt.calls(decode=True)) for index in wanted}
 
     def observe(call: OperatorCall) -> None:
-        layer = wanted.get(call.site.layer_index)
+        layer = wanted.get(call.mixer.layer_index)
         if layer is not None and (which := next(upcoming[layer.index], None)):
             on_layer(_taken(prompt, call, layer, which))
 
@@ -169,8 +166,8 @@ def _taken(prompt: PromptRun, call: OperatorCall, layer: LayerRef, which: CallRe
 def _sizes(prompt: PromptRun, wanted: Container[int]) -> dict[int, int]:
     """Bytes of the inputs of each wanted layer, in the order in which they run."""
     tokens = prompt.ids.numel()
-    sites = (site for site in prompt.sites if site.layer_index in wanted)
-    return {site.layer_index: tokens * capture_bytes_per_token(site) for site in sites}
+    mixers = (mixer for mixer in prompt.mixers if mixer.layer_index in wanted)
+    return {mixer.layer_index: tokens * capture_bytes_per_token(mixer) for mixer in mixers}
 
 
 def _groups(

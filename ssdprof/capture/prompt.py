@@ -1,31 +1,14 @@
-"""Builds the token ids of a prompt from the length and the text that the user asked for."""
+"""The number of tokens of a prompt, as users write it.  Imports no torch: a wrong --seq is refused before that."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO
 
-from ssdprof.capture import text
-from ssdprof.capture.pieces import pieces
-from ssdprof.core.subject import Prompt
-from ssdprof.errors import BadInputError, unreadable
+from ssdprof.errors import BadInputError
 from ssdprof.operators.generate import Tokens
-
-if TYPE_CHECKING:  # a wrong --seq is refused before torch and transformers are imported
-    import torch
-
-    from ssdprof.capture.tokenizer import Tokenizer
-
-Kind = Literal["default", "file", "random"]
 
 LONGEST_SEQLEN = 2**24
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
-CHARACTERS_PER_TOKEN = 8  # of the text that is read first; English has 4 to 5
-MARGIN = 64  # tokens that may change when the text behind them is cut off
 
 
 def parse_seq(seq: str) -> int:
@@ -54,126 +37,3 @@ def parse_packed(word: str) -> Tokens:
             f"{word!r} does not describe packed sequences.", "Give COUNTxSHORTEST-LONGEST, such as 64x1k-4k."
         )
     return tokens
-
-
-def build_prompt(
-    tokenizer_folder: Path | None,
-    seqlen: int,
-    *,
-    kind: Kind = "default",
-    file: Path | None = None,
-    seed: int = 0,
-    vocab_size: int | None = None,
-    batch: int = 1,
-    packed: Sequence[int] = (),
-) -> tuple[torch.Tensor, Prompt]:
-    """Token ids (batch, seqlen) int64 on the CPU, and the record that describes them.
-
-    tokenizer_folder: None if there is no tokenizer; then only kind "random" works, and draws from `vocab_size` ids.
-    kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random" draws uniformly from
-        the tokenizer's vocabulary, special tokens left out, with `seed`.
-    batch: rows, each from another place of the text.  packed: lengths of sequences, `seqlen` in all, packed
-        into one row, each from another place.
-    Text is encoded as the tokenizer does by default: a tokenizer that starts a text with a special token does so here,
-    before every row and packed sequence.  One prompt is the first `seqlen` tokens.  Several prompts follow each other
-    in the text, and overlap if it is too short.  A text is never repeated.
-
-    Raises BadInputError: no usable tokenizer; a file that is missing, empty or not UTF-8; too short a text.
-    MissingCapabilityError: a file that may not be read.
-    """
-    import torch
-
-    from ssdprof.capture.tokenizer import load_tokenizer
-
-    if (kind == "file") != (file is not None):
-        raise BadInputError("--prompt-file and another kind of prompt cannot be combined.", "Give --prompt-file alone.")
-    tokenizer = None if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
-    lengths = tuple(packed) or (seqlen,) * batch
-
-    def advice(found: int) -> str:
-        """What a text of so many tokens is long enough for."""
-        if packed:
-            return "Ask for fewer or shorter sequences of --packed"
-        if batch <= found:
-            return f"Ask for at most --seq {found - batch + 1}"
-        if seqlen <= found:
-            return f"Ask for at most --batch {found - seqlen + 1}"
-        return "Ask for a shorter --seq and a smaller --batch"
-
-    if kind == "random":
-        ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
-        source = (
-            f"uniformly random token ids, seed {seed}: good for timing; the values inside the model, and so the "
-            "accuracy, are not those of text"
-        )
-    elif tokenizer is None:
-        raise BadInputError(
-            "The checkpoint has no tokenizer.", "Name one with --tokenizer, or take random tokens: --prompt random."
-        )
-    elif file is not None:
-        cut, how = pieces(tokenizer, _file_ids(tokenizer, file, lengths, advice), lengths)
-        ids, source = torch.tensor(cut), f"the user's file {file.name}{how}"
-    else:
-        stream = io.StringIO(text.load().decode("utf-8"))
-        cut, how = pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text", advice), lengths)
-        ids, source = torch.tensor(cut), f"ssdprof's default text: reference documentation of CPython 3.11.7{how}"
-    prompt = Prompt(
-        kind=kind,
-        source=source,
-        tokenizer=f"none, {vocab_size:,} tokens" if tokenizer is None else tokenizer.description,
-        seqlen=seqlen,
-        batch=batch,
-        token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
-    )
-    return ids.view(batch, seqlen), prompt
-
-
-def _random_ids(tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
-    """Ids (seqlen) of the tokenizer's vocabulary, else of `vocab_size` ids."""
-    import torch
-
-    vocabulary = torch.arange(vocab_size or 0) if tokenizer is None else torch.tensor(tokenizer.ordinary_ids())
-    if not len(vocabulary):
-        raise BadInputError("There is no vocabulary to draw random tokens from.", "Name a tokenizer with --tokenizer.")
-    return vocabulary[torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))]
-
-
-def _file_ids(tokenizer: Tokenizer, file: Path, lengths: Sequence[int], advice: Callable[[int], str]) -> list[int]:
-    try:
-        with file.open(encoding="utf-8-sig") as stream:
-            return _first_ids(tokenizer, stream, lengths, f"The prompt file {file.name}", advice)
-    except UnicodeDecodeError as error:
-        raise BadInputError(
-            f"The prompt file {file} is not UTF-8 text: {error.reason}.", "Give a text file."
-        ) from error
-    except OSError as error:
-        raise unreadable(f"The prompt file {file}", error, "Give the path of a text file.") from error
-
-
-def _first_ids(
-    tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str, advice: Callable[[int], str]
-) -> list[int]:
-    """The first ids of the stream's text, `sum(lengths)` of them; only the beginning is read and encoded.
-
-    Fewer if the text is shorter, but enough for different pieces of these lengths.
-    """
-    content = ""
-    seqlen, least = sum(lengths), max(lengths) + len(lengths) - 1
-    wanted = CHARACTERS_PER_TOKEN * seqlen
-    while True:
-        content += stream.read(wanted - len(content))
-        ids = tokenizer.encode(content)
-        ended = len(content) < wanted
-        if ended or len(ids) >= seqlen + MARGIN:
-            break
-        wanted *= 2
-    if ended and not content.strip():
-        raise BadInputError(f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for.")
-    if len(ids) < least:
-        several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""
-        raise BadInputError(
-            f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} are "
-            f"needed{several}.",
-            f"{advice(len(ids))}, give a longer text with --prompt-file, or take --prompt random for times alone.",
-        )
-    return ids[:seqlen]

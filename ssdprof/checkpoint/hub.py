@@ -1,22 +1,198 @@
-"""A checkpoint on the hub.  huggingface_hub is imported only when it is used; a run that is stopped keeps its files."""
+"""The files of a checkpoint: on the hub, through its own client, or in a local folder.
+
+The client honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, draws progress bars on stderr, and
+continues a broken download at the byte where it broke.
+"""
 
 from __future__ import annotations
 
+import errno
+import logging
+import math
+import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+from urllib.parse import urlsplit
 
-from ssdprof.checkpoint.hub_client import api, resumed, transport_error
-from ssdprof.checkpoint.hub_errors import hub_errors
-from ssdprof.checkpoint.integrity import read_header, stored_tensor
-from ssdprof.checkpoint.source import CONFIG, StoredTensor
+from huggingface_hub import (
+    HfApi,
+    constants,
+    errors,
+    get_token,
+    hf_hub_url,
+    is_offline_mode,
+    scan_cache_dir,
+    try_to_load_from_cache,
+)
+from safetensors import SafetensorError, safe_open
+
+from ssdprof import __version__
+from ssdprof.checkpoint.names import shown
+from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, library_message, masked
 from ssdprof.core.words import size_words
-from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, library_message
+
+T = TypeVar("T")
+CONFIG = "config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+)
+# Each of these files is a vocabulary; other files only describe one.
+VOCABULARIES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"})
+ATTEMPTS = 3  # of a request whose connection drops
+PAUSE_S = 0.5
+NOBODY_THERE = ("ConnectError", "ConnectTimeout", "ProxyError")  # by name: of httpx or of httpx2
+# The base of the HTTP library's errors: httpx's or httpx2's, depending on huggingface_hub.
+TRANSPORT_ERROR: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+class FileInfo(NamedTuple):
+    """One file that a run needs.  cached: it need not be downloaded."""
+
+    name: str
+    size_bytes: int
+    cached: bool
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a safetensors file, as its header says: dtype in safetensors' words ("BF16")."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """An unknown dtype counts 2 bytes per element."""
+        return math.prod(self.shape) * _BITS.get(self.dtype, 16) // 8
+
+
+class Source(Protocol):
+    """A flat set of files.  Every method raises SsdprofError only."""
+
+    @property
+    def label(self) -> str:
+        """Repo id or folder name, for messages."""
+
+    @property
+    def revision(self) -> str | None:
+        """Commit hash on the hub; None for a folder."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Every file's name -> bytes."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether `sizes` has every file.  False if the hub is unreachable: then only cached files are known."""
+
+    def cached(self, name: str) -> bool:
+        """Whether `name` is on this machine."""
+
+    def path(self, name: str) -> Path:
+        """The path of `name` on this machine; downloads the file if necessary."""
+
+    def header(self, name: str) -> Mapping[str, StoredTensor]:
+        """The header of the safetensors file `name`, without downloading the file."""
+
+
+def tokenizer_files(source: Source) -> tuple[str, ...]:
+    """Names of the tokenizer's files in `source`; empty when it has no vocabulary."""
+    there = tuple(name for name in TOKENIZER_FILES if name in source.sizes)
+    return there if VOCABULARIES & set(there) else ()
+
+
+def file_info(source: Source, name: str) -> FileInfo:
+    size = source.sizes.get(name)
+    if size is None:
+        size = source.path(name).stat().st_size  # not listed: a request for it raises the reason
+    return FileInfo(name, size, source.cached(name))
+
+
+# --- a local folder
+
+
+class LocalFolder:
+    """The files in one folder (`Source`).  `sizes` lists those that lie directly in it."""
+
+    revision: str | None = None
+    complete = True
+
+    def __init__(self, folder: Path, label: str | None = None) -> None:
+        self.folder = folder
+        self.label = label or folder.resolve().name
+        if folder.is_file():
+            raise BadInputError(
+                f"{folder} is a file; a checkpoint is a folder.", "Name the folder that holds config.json."
+            )
+        if not folder.is_dir():
+            raise ModelUnavailableError(
+                f"There is no folder {folder}.", "Check the path, or name a hub repo: org/name."
+            )
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The size in bytes of every file, by name; broken symlinks are left out."""
+        try:
+            return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
+        except OSError as error:
+            raise ModelUnavailableError(
+                f"{self.folder} cannot be read: {error.strerror}.", "Check the folder's permissions."
+            ) from None
+
+    def cached(self, name: str) -> bool:
+        return name in self.sizes or ("/" in name and os.path.isfile(self.folder / name))
+
+    def path(self, name: str) -> Path:
+        if not self.cached(name):
+            raise ModelUnavailableError(f"{self.label} has no {name}.", "The folder is an incomplete copy.")
+        return self.folder / name
+
+    def header(self, name: str) -> Mapping[str, StoredTensor]:
+        return read_header(self.path(name), name)
+
+
+def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
+    """The header of the safetensors file at `path`: name -> tensor.
+
+    ModelUnavailableError when the file is truncated or corrupt: its header and its length must agree.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  # safe_open is no mapping
+            return {key: StoredTensor(part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise broken_file(path, name, error) from None
+
+
+def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableError:
+    """The error for a weights file that cannot be read; names the two usual reasons."""
+    with path.open("rb") as file:
+        is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if is_pointer:
+        return ModelUnavailableError(
+            f"{name} is a Git LFS pointer, not the weights.", "Run `git lfs pull` in the folder."
+        )
+    return ModelUnavailableError(
+        f"{name} is truncated or corrupt ({path.stat().st_size} bytes): {library_message(error)}.",
+        f"Delete it and fetch it again: {path}",
+    )
+
+
+# --- the hub
 
 
 class HubRepo:
-    """The files of one repo at one commit (`checkpoint.source.Source`)."""
+    """The files of one repo at one commit (`Source`)."""
 
     def __init__(self, repo_id: str, revision: str | None = None, *, first: str = CONFIG) -> None:
         """Resolve `revision` (a branch, tag, commit or refs/pr/N; the main branch for None) to a commit, once.
@@ -28,40 +204,32 @@ class HubRepo:
         """
         self.label = repo_id
         self._api = api()
-        with hub_errors(repo_id, revision):
+        with _hub_errors(repo_id, revision):
             path = self._fetch_first(first, revision)
         # It lies in snapshots/<commit>/, according to the server or, if it is unreachable, to the refs in the cache.
         self.snapshot = path.parent
         self.revision: str | None = path.parent.name
 
     def _fetch_first(self, first: str, revision: str | None) -> Path:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RemoteEntryNotFoundError
-
         try:
             if not isinstance(try_to_load_from_cache(self.label, first, revision=revision), str):
-                self._check_reachable(first, revision)
-            return Path(resumed(lambda: self._api.hf_hub_download(self.label, first, revision=revision)))
-        except RemoteEntryNotFoundError:
+                # Ask once: without a network, the client tries for 24 s to get a file that is not cached.
+                url = hf_hub_url(self.label, first, revision=revision, endpoint=self._api.endpoint)
+                _resumed(lambda: self._api.get_hf_file_metadata(url=url))
+            return Path(_resumed(lambda: self._api.hf_hub_download(self.label, first, revision=revision)))
+        except errors.RemoteEntryNotFoundError:
             raise BadInputError(
                 f"{self.label} has no {first}.",
                 "It is not in transformers' format; repos with only GGUF files are not.",
             ) from None
-        except HfHubHTTPError:
+        except errors.HfHubHTTPError:
             raise
-        except transport_error() as dropped:
+        except TRANSPORT_ERROR as dropped:
             # The client takes a file from the cache when it cannot connect, but not when the server hangs up.
             try:
                 return Path(self._api.hf_hub_download(self.label, first, revision=revision, local_files_only=True))
-            except LocalEntryNotFoundError as absent:
+            except errors.LocalEntryNotFoundError as absent:
                 raise absent from dropped
-
-    def _check_reachable(self, first: str, revision: str | None) -> None:
-        """Ask for `first` once: without a network, the client tries for 24 s to get a file that is not cached."""
-        from huggingface_hub import hf_hub_url
-
-        url = hf_hub_url(self.label, first, revision=revision, endpoint=self._api.endpoint)
-        resumed(lambda: self._api.get_hf_file_metadata(url=url))
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -74,13 +242,11 @@ class HubRepo:
     @cached_property
     def _listing(self) -> tuple[Mapping[str, int], bool]:
         """Sizes of files, and whether these are all files: if the hub is unreachable, only cached files are known."""
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-        with hub_errors(self.label, self.revision):
+        with _hub_errors(self.label, self.revision):
             try:
-                info = resumed(lambda: self._api.model_info(self.label, revision=self.revision, files_metadata=True))
-            except (transport_error(), OfflineModeIsEnabled) as error:
-                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+                info = _resumed(lambda: self._api.model_info(self.label, revision=self.revision, files_metadata=True))
+            except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled) as error:
+                if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
                     raise
                 cached = (path for path in self.snapshot.rglob("*") if path.is_file())
                 return {path.relative_to(self.snapshot).as_posix(): path.stat().st_size for path in cached}, False
@@ -91,25 +257,23 @@ class HubRepo:
 
     def path(self, name: str) -> Path:
         if not self.cached(name):
-            with hub_errors(self.label, self.revision, name):
-                resumed(lambda: self._api.hf_hub_download(self.label, name, revision=self.revision))
+            with _hub_errors(self.label, self.revision, name):
+                _resumed(lambda: self._api.hf_hub_download(self.label, name, revision=self.revision))
         return self.snapshot / name
 
     def header(self, name: str) -> Mapping[str, StoredTensor]:
         if self.cached(name):
             return read_header(self.snapshot / name, name)
-        from huggingface_hub.errors import SafetensorsParsingError
-
         try:
-            with hub_errors(self.label, self.revision, name):
-                found = resumed(
+            with _hub_errors(self.label, self.revision, name):
+                found = _resumed(
                     lambda: self._api.parse_safetensors_file_metadata(self.label, name, revision=self.revision)
                 )
-        except SafetensorsParsingError as error:
+        except errors.SafetensorsParsingError as error:
             raise ModelUnavailableError(
                 f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.", "Choose another revision."
             ) from None
-        return {key: stored_tensor(str(t.dtype), t.shape) for key, t in found.tensors.items()}
+        return {key: StoredTensor(str(t.dtype), tuple(t.shape)) for key, t in found.tensors.items()}
 
     def check_space(self, need_bytes: int) -> None:
         """MissingCapabilityError unless the disk of the cache has `need_bytes` left."""
@@ -119,3 +283,188 @@ class HubRepo:
                 f"The download needs {size_words(need_bytes)}, but the hub cache's disk has {size_words(free)} left.",
                 "Make room, set HF_HOME to a larger disk, or use --layers first:N with fewer layers.",
             )
+
+
+def listed_models(namespace: str | None, name: str) -> list[tuple[str, str | None]]:
+    """Id and model type (None in the original format) of repos with `name` in their names, most downloaded first.
+
+    Empty if the hub does not answer.
+    """
+    try:
+        models = list(
+            api().list_models(author=namespace, search=name, limit=30, expand=["config", "safetensors", "downloads"])
+        )
+    except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled):
+        return []
+    models.sort(key=lambda model: -(model.downloads or 0))
+    return [(model.id, (model.config or {}).get("model_type", None)) for model in models]
+
+
+def api() -> HfApi:
+    """The client.  It reads HF_ENDPOINT on import; this function also applies a later change.
+
+    BadInputError for an HF_ENDPOINT that is no address.
+    """
+    endpoint = os.environ.get("HF_ENDPOINT")
+    if endpoint is not None and not _is_address(endpoint):
+        raise BadInputError(
+            f"HF_ENDPOINT={endpoint!r} is not the address of a hub.",
+            "An address begins with https://.  For https://huggingface.co, run: unset HF_ENDPOINT",
+        )
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_masked)
+    return HfApi(endpoint=endpoint, library_name="ssdprof", library_version=__version__)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _masked(record: logging.LogRecord) -> bool:
+    """Its warnings quote addresses, which may hold a password."""
+    record.msg, record.args = masked(record.getMessage()), ()
+    return True
+
+
+def _resumed(ask: Callable[[], T]) -> T:
+    """The result of `ask`, which is repeated if the connection drops, as proxies cause between two requests.
+
+    The client itself retries only while it receives the body of a file.  Downloaded data is kept.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return ask()
+        except errors.HfHubHTTPError:  # the server has answered
+            raise
+        except TRANSPORT_ERROR as error:
+            if type(error).__name__ in NOBODY_THERE:
+                raise
+            time.sleep(PAUSE_S)
+    return ask()
+
+
+# --- errors of the client, in the user's words
+
+
+class RepoNotFoundError(ModelUnavailableError):
+    """No such repo, or a private one, which looks the same."""
+
+
+class NotCachedError(ModelUnavailableError):
+    """The hub is unreachable, and the file is not in the cache."""
+
+
+@contextmanager
+def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[None]:
+    """Turn the client's errors into ssdprof's.  file: the requested file, if any.
+
+    The error of a gated repo is a subclass of that of a missing one, so it is handled first.
+    """
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ModelUnavailableError(
+            f"{repo_id} is gated: its owner must grant you access, and "
+            + ("your token's account is not on the list." if get_token() else "you are not logged in."),
+            f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set HF_TOKEN.",
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelUnavailableError(
+            f"{repo_id} has no revision {shown(revision or 'main')}.", _revisions_hint(repo_id)
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise RepoNotFoundError(
+            f"There is no repo {repo_id} on the hub, or it is private.",
+            "If it is private, "
+            + (
+                "the token's account must be allowed to read it."
+                if get_token()
+                else "run `hf auth login` or set HF_TOKEN."
+            ),
+        ) from None
+    except errors.DisabledRepoError:
+        raise ModelUnavailableError(f"{repo_id} has been disabled on the hub.", "Choose another repository.") from None
+    except errors.HFValidationError:
+        raise BadInputError(
+            f"{shown(repo_id)} is neither a hub id nor a folder.",
+            "A hub id has the form org/name; a folder must exist.",
+        ) from None
+    except errors.LocalEntryNotFoundError as error:
+        raise _out_of_reach(repo_id, error) from None
+    except errors.EntryNotFoundError:
+        raise ModelUnavailableError(f"{repo_id} has no {file}.", "Choose another revision.") from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
+        raise ModelUnavailableError(f"The hub answered {status} for {repo_id}.", hint) from None
+    except errors.OfflineModeIsEnabled as error:
+        raise _out_of_reach(repo_id, error) from None
+    except TRANSPORT_ERROR as error:
+        raise ModelUnavailableError(
+            f"The connection to the hub broke while {repo_id} was fetched: {library_message(error)}.",
+            "Run the same command again: complete files are kept.",
+        ) from None
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"The hub's client lacks a package: {library_message(error)}.",
+            "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or HTTP_PROXY.",
+        ) from None
+    except ValueError as error:
+        raise BadInputError(
+            f"The hub's client cannot use its settings: {library_message(error)}.",
+            "Check HF_TOKEN and the addresses of proxies: ALL_PROXY, HTTPS_PROXY and HTTP_PROXY.",
+        ) from None
+    except OSError as error:
+        raise _file_error(repo_id, error) from None
+
+
+def _file_error(repo_id: str, error: OSError) -> MissingCapabilityError | ModelUnavailableError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return MissingCapabilityError(
+            f"The disk is full: {repo_id} could not be written to the hub's cache.",
+            "Make room or set HF_HOME to a larger disk, then run the same command again: complete files are kept.",
+        )
+    if error.filename is not None or isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        place = "The hub's cache"
+        return MissingCapabilityError(
+            f"{error.filename or place} cannot be written: {error.strerror}.",
+            "The hub's cache lies there: check its permissions, or set HF_HOME to a folder that you can write to.",
+        )
+    return ModelUnavailableError(
+        f"{repo_id} could not be fetched: {library_message(error)}.",
+        "Check the network and SSL_CERT_FILE, then run the same command again: complete files are kept.",
+    )
+
+
+def _out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
+    """The error for a file that is not cached while the hub is unreachable; it names at most 20 cached models."""
+    cause = error.__cause__
+    remedy = "check the network"
+    if is_offline_mode():
+        why, remedy = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
+    elif isinstance(cause, errors.HfHubHTTPError):
+        why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
+    else:
+        why = f"the hub at {api().endpoint} cannot be reached" + (f": {library_message(cause)}" if cause else "")
+    try:
+        found = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        cached = sorted(repo.repo_id for repo in found if repo.repo_type == "model")[:20]
+    except errors.CacheNotFound:
+        cached = []
+    what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
+    hint = f"In the cache: {', '.join(cached)}." if cached else f"The cache is empty: {remedy}, or use demo."
+    return NotCachedError(f"{what}, and {why}.", hint)
+
+
+def _revisions_hint(repo_id: str) -> str:
+    """A hint that lists branches and tags, or where to find them if the hub does not answer."""
+    try:
+        refs = api().list_repo_refs(repo_id)
+    except (errors.HfHubHTTPError, TRANSPORT_ERROR):
+        return f"See the branches and tags at {api().endpoint}/{repo_id}/tree/main."
+    names = [ref.name for ref in (*refs.branches, *refs.tags)]
+    return f"Branches and tags: {', '.join(names[:20])}." if names else "It has no branches or tags."

@@ -1,22 +1,34 @@
-"""A fetched checkpoint -> the base model, or the model with its language-model head, in eval mode."""
+"""Fetches a checkpoint's files, checks them, and loads the model from them."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import pickle
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors.torch import load_file
 
-from ssdprof.checkpoint import original
-from ssdprof.checkpoint.definition import empty_model, quiet_transformers, refusals
-from ssdprof.checkpoint.fetched import LocalCheckpoint
-from ssdprof.checkpoint.integrity import broken_file
-from ssdprof.checkpoint.sizes import LIMIT, shown
-from ssdprof.checkpoint.weights import is_needed
-from ssdprof.core.subject import DECODED_ON_LOAD
+from ssdprof.checkpoint import transformers
+from ssdprof.checkpoint.config import LIMIT, PICKLE, convert_key
+from ssdprof.checkpoint.hub import CONFIG, HubRepo, StoredTensor, broken_file, tokenizer_files
+from ssdprof.checkpoint.meta import empty_model, quiet_transformers, refusals, refuse_codes
+from ssdprof.checkpoint.model import Model
+from ssdprof.checkpoint.names import shown
+from ssdprof.checkpoint.weights import INDEX, is_needed
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.core.words import size_words
+from ssdprof.core.subject import CheckpointRef
+from ssdprof.core.subject import DECODED_ON_LOAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,6 +36,140 @@ if TYPE_CHECKING:
 DType = torch.dtype | Literal["auto"]
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # keep their stored dtype: fp32 in checkpoints of 16-bit weights
+_WAYS: tuple[Callable[[Path, Path], object], ...] = (os.symlink, os.link, shutil.copyfile)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalCheckpoint:
+    """A checkpoint on this machine, cut to its first `depth` decoder layers.
+
+    folder: loads with stock transformers, except for the original format, which `load_model` reads.  Its config names
+    no remote code and no vision tower.  It is temporary and goes when this object does.
+    tensors: the needed weights as stored, by name; None for a pickle, which has no header.
+    head: whether the language-model head is part of it.
+    """
+
+    ref: CheckpointRef
+    original: bool
+    folder: Path
+    depth: int
+    tensors: dict[str, StoredTensor] | None
+    head: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTokenizer:
+    """A checkpoint's tokenizer on this machine.
+
+    folder: for AutoTokenizer.  It is temporary and is removed with this object.
+    name: hub id or folder name.
+    """
+
+    folder: Path
+    name: str
+
+
+def fetch_tokenizer(model: Model) -> LocalTokenizer | None:
+    """Download the tokenizer, which is small, so that an invalid prompt is found before the weights are downloaded.
+
+    None if there is none.  Raises what `fetch` raises.
+    """
+    source = model.tokenizer_source
+    if source is None:
+        return None
+    paths = {name: source.path(name) for name in tokenizer_files(source)}
+    with _temporary_folder(model.source.label) as folder:
+        _link_all(folder, paths)
+        if source is model.source:  # AutoTokenizer's source of the class if the tokenizer's own config names none
+            _write_json(folder / CONFIG, model.cut_config())
+    local = LocalTokenizer(folder, source.label)
+    weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
+    return local
+
+
+def fetch(
+    model: Model, *, deepest_layer: int | None = None, head: bool = False, progress: Callable[[str], None] | None = None
+) -> LocalCheckpoint:
+    """Download and check the files that layers 0 to `deepest_layer` need (all layers for None).
+
+    head: with the language-model head.
+    `progress` is called with one line before a download; the hub's client draws its bars on stderr.
+
+    BadInputError: transformers cannot use the config, which is raised before any large download; or the weights are
+    codes, and the config names no quantisation.
+    ModelUnavailableError: a file is not available, is truncated or corrupt, or lacks weights that it should hold.
+    MissingCapabilityError: no room for it on the disk, or no permission.
+    """
+    depth, repo_id, weights = model.depth(deepest_layer), model.source.label, model.weights
+    with _temporary_folder(repo_id) as folder:
+        _write_json(folder / CONFIG, model.cut_config(depth, model.dtype))
+        empty_model(folder, repo_id)  # refuse an unusable config before the download
+        files, size = check_space(model, deepest_layer, head=head)
+        if files and progress is not None:
+            progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
+
+        paths = {name: model.source.path(name) for name in weights.files(depth, head=head)}
+        tensors = None if weights.pickled else weights.tensors(depth, head=head)
+        refuse_codes(model, deepest_layer, head=head)
+        _link_all(folder, paths)
+        if weights.shards is not None:
+            _write_json(folder / INDEX, {"metadata": {}, "weight_map": weights.needed_shards(depth, head=head)})
+    local = LocalCheckpoint(model.ref, model.original, folder, depth, tensors, head)
+    weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
+    return local
+
+
+def check_space(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> tuple[int, int]:
+    """The number of files that `fetch` would download, and their bytes.
+
+    MissingCapabilityError unless the hub's cache has room for them.
+    """
+    missing = [info for info in model.files(deepest_layer, head=head) if not info.cached]
+    need = sum(info.size_bytes for info in missing)
+    if missing and isinstance(model.source, HubRepo):
+        model.source.check_space(need)
+    return len(missing), need
+
+
+@contextmanager
+def _temporary_folder(repo_id: str) -> Iterator[Path]:
+    """A new temporary folder, which is removed if the context raises.  MissingCapabilityError if it cannot be written.
+
+    Errors of the files themselves are ssdprof's already.
+    """
+    with ExitStack() as undo:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            yield folder
+        except OSError as error:
+            raise MissingCapabilityError(
+                f"The temporary folder for {repo_id} cannot be written: {error.strerror or error}.",
+                "Make room there or set TMPDIR to another folder.",
+            ) from None
+        undo.pop_all()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """`content` as JSON; infinities as Python and the checkpoints write them."""
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _link_all(folder: Path, places: Mapping[str, Path]) -> None:
+    """Make every file appear in `folder` under its name: as a symlink, else a hard link, else a copy."""
+    for name, place in places.items():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for way in _WAYS:
+            try:
+                way(place.resolve(), target)
+                break
+            except OSError:
+                if way is _WAYS[-1]:
+                    raise
+
+
+# --- loading
 
 
 def load_model(
@@ -33,12 +179,12 @@ def load_model(
     dtype: DType = "auto",
     device_map: Mapping[str, int | str] | None = None,
 ) -> PreTrainedModel:
-    """The checkpoint's base model with its first `local.depth` decoder layers, on `device`.
+    """The checkpoint's base model with its first `local.depth` decoder layers, on `device`, in eval mode.
 
     With its language-model head if it was fetched with one.
 
     dtype: of the weights; "auto" takes the checkpoint's own.
-    device_map: the place of every module, from `placing.infer`; None: `device`.  Weights on the disk are read from
+    device_map: the place of every module, from `meta.infer`; None: `device`.  Weights on the disk are read from
         `local` as long as the model runs.
 
     BadInputError: a config that transformers refuses or that describes more than the weights hold, a pickle that
@@ -49,7 +195,7 @@ def load_model(
     with quiet_transformers():
         empty = empty_model(local.folder, local.ref.repo_id, head=local.head)
         _check_described_size(local, empty)
-        if local.description.original:
+        if local.original:
             return _fill_original(local, empty, dtype).to(device).eval()
         del empty
         if device_map is not None:
@@ -81,11 +227,9 @@ def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> Non
 def _load(
     local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
-    from transformers import AutoModel, AutoModelForCausalLM
-
     try:
         with refusals(f"config and weights of {local.ref.repo_id}"):
-            model, info = (AutoModelForCausalLM if local.head else AutoModel).from_pretrained(
+            model, info = (transformers.AutoModelForCausalLM if local.head else transformers.AutoModel).from_pretrained(
                 local.folder,
                 dtype=dtype,
                 device_map=None if device_map is None else dict(device_map),
@@ -110,7 +254,7 @@ def _fill_original(local: LocalCheckpoint, model: PreTrainedModel, dtype: DType)
     """Give `model`, which is on the meta device, the weights of the original format."""
     stored = _original_state(local)
     needed = {key: value for key, value in stored.items() if is_needed(key, local.depth, head=local.head)}
-    wanted = {original.convert_key(key, head=local.head): value for key, value in needed.items()}
+    wanted = {convert_key(key, head=local.head): value for key, value in needed.items()}
     if local.head and model.config.tie_word_embeddings:
         wanted.setdefault("lm_head.weight", wanted["backbone.embeddings.weight"])
     expected = model.state_dict()
@@ -119,9 +263,11 @@ def _fill_original(local: LocalCheckpoint, model: PreTrainedModel, dtype: DType)
         shape = tuple(expected[name].shape) if name in expected else None
         if tuple(tensor.shape) != shape:
             raise _does_not_fit(local, name, tuple(tensor.shape), shape)
-    embeddings = next(tensor for name, tensor in wanted.items() if name.endswith("embeddings.weight"))
-    target = embeddings.dtype if dtype == "auto" else dtype
-    model.load_state_dict({name: _cast(name, tensor, target) for name, tensor in wanted.items()}, assign=True)
+    if dtype == "auto":
+        dtype = next(tensor.dtype for name, tensor in wanted.items() if name.endswith("embeddings.weight"))
+    kept = {name: name.rpartition(".")[2] in _OPERATOR_PARAMETERS for name in wanted}
+    cast = {name: tensor if kept[name] else tensor.to(dtype) for name, tensor in wanted.items()}
+    model.load_state_dict(cast, assign=True)
     model.tie_weights()  # one parameter again, after `assign`
     return model
 
@@ -140,29 +286,23 @@ def _does_not_fit(
 def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
     """Tensors by stored name, memory-mapped from the file."""
     if local.tensors is not None:
-        from safetensors.torch import load_file
-
         files = sorted(local.folder.rglob("*.safetensors"))
         return {key: tensor for file in files for key, tensor in load_file(file).items()}
-    path = local.folder / original.PICKLE
+    path = local.folder / PICKLE
     try:
         pickled = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
         raise BadInputError(
-            f"{original.PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
+            f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
             "Do not trust this checkpoint; take its safetensors revision, often --revision refs/pr/1.",
         ) from None
     except (RuntimeError, EOFError, OSError) as error:
-        raise broken_file(path.resolve(), original.PICKLE, error) from None
+        raise broken_file(path.resolve(), PICKLE, error) from None
     if not isinstance(pickled, dict) or not all(isinstance(value, torch.Tensor) for value in pickled.values()):
         raise BadInputError(
-            f"{original.PICKLE} of {local.ref.repo_id} holds no table of tensors.", "The file is not a checkpoint."
+            f"{PICKLE} of {local.ref.repo_id} holds no table of tensors.", "The file is not a checkpoint."
         )
     return pickled
-
-
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if name.rpartition(".")[2] in _OPERATOR_PARAMETERS else tensor.to(dtype)
 
 
 def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:

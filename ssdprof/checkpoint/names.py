@@ -1,58 +1,140 @@
-"""Parses names of models: hub ids, addresses, revisions after an @, and names with a typo."""
+"""Names that users type for models and layers, and the table of published checkpoints.  Imports no torch."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ssdprof.checkpoint.families import FAMILIES, known
+from ssdprof import operators
 from ssdprof.errors import BadInputError
+from ssdprof.core.subject import LayerRef
 
-DEMOS = ("demo", "demo-gdn")
+DEMO_FOLDERS = {name: Path(__file__).parent / name for name in ("demo", "demo-gdn")}
 _ALIKE = 0.83  # difflib's ratio from which a name counts as a typo of another
 _AT_MOST = 4  # suggestions
 
 
-@dataclass(frozen=True)
-class RepoName:
-    """A repo on the hub.  revision: None where the user named none."""
+# --- published checkpoints
 
-    repo_id: str
-    revision: str | None
+
+@dataclass(frozen=True, kw_only=True)
+class KnownCheckpoint:
+    """One repo.  None: unknown.  dims: sizes of its operator by name, as the operator's outline lists them."""
+
+    repo: str
+    parameters: int  # of the whole model
+    parameters_from: str
+    operator_layers: int | None = None
+    layers: int | None = None
+    dims: dict[str, int] | None = None
+    trained_context: int | None = None  # tokens, if it differs from the config's max_position_embeddings
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the whole model in 16 bit."""
+        return 2 * self.parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Checkpoints of one `model_type`, smallest first.
+
+    typed: names that users type and that are not repos.  flagship: the repo used for them.
+    """
+
+    title: str
+    model_type: str
+    operator: str
+    checkpoints: tuple[KnownCheckpoint, ...]
+    typed: tuple[str, ...] = ()
+    flagship: str | None = None
+
+
+def _family(row: dict[str, Any]) -> Family:
+    sizes = operators.outline(row["operator"]).mixer_sizes
+    checkpoints = tuple(
+        KnownCheckpoint(
+            repo=one["repo"],
+            parameters=one["parameters"],
+            parameters_from="size of the weights on the hub, 2 bytes each"
+            if "files" in one
+            else "rounded figure of the name or model card",
+            operator_layers=one["layers"][0] if "layers" in one else None,
+            layers=one["layers"][1] if "layers" in one else None,
+            dims=dict(zip(sizes, one["sizes"], strict=True)) if "sizes" in one else None,
+            trained_context=one.get("context"),
+        )
+        for one in row["checkpoints"]
+    )
+    return Family(**row | {"checkpoints": checkpoints, "typed": tuple(row.get("typed", ()))})
+
+
+_TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+KNOWN_TYPES: tuple[str, ...] = tuple(_TABLE["types"])
+OTHER_SCANS: dict[str, str] = _TABLE["other_scans"]  # model type -> why it is refused
+FAMILIES = tuple(map(_family, _TABLE["family"]))
+
+
+def family_named(typed: str) -> Family | None:
+    """The family with the name `typed`; None if there is none."""
+    return next((row for row in FAMILIES if typed.casefold() in map(str.casefold, row.typed)), None)
+
+
+def known(repo_id: str) -> KnownCheckpoint | None:
+    """The table's entry for a repo."""
+    return next((c for row in FAMILIES for c in row.checkpoints if c.repo.casefold() == repo_id.casefold()), None)
+
+
+def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint, ...]:
+    """Other members of `repo_id`'s family whose 16-bit weights take at most `budget_bytes`, largest first."""
+    members = next((row.checkpoints for row in FAMILIES if any(c.repo == repo_id for c in row.checkpoints)), ())
+    fitting = [c for c in members if c.repo != repo_id and c.weight_bytes <= budget_bytes]
+    return tuple(sorted(fitting, key=lambda checkpoint: -checkpoint.parameters))
+
+
+# --- names of models
 
 
 def is_folder(name: str) -> bool:
     """Whether the user means a local folder: an existing one, or a name that only a path can have."""
     separators = (os.sep, os.altsep or os.sep)
-    return os.path.exists(expanded(name)) or name.startswith((".", "~", *separators)) or name.endswith(separators)
+    return (
+        os.path.exists(os.path.expanduser(name))
+        or name.startswith((".", "~", *separators))
+        or name.endswith(separators)
+    )
 
 
-def expanded(name: str) -> Path:
-    return Path(os.path.expanduser(name))
-
-
-def parse_repo(typed: str, revision: str | None) -> RepoName:
-    """ "org/name", "org/name@v1" or "https://huggingface.co/org/name/tree/v1"; `revision` is the value of --revision.
+def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
+    """Repo id and revision (None where the user named none) of "org/name", "org/name@v1" or
+    "https://huggingface.co/org/name/tree/v1"; `revision` is the value of --revision.
 
     A known repo in another case is corrected.  Raises BadInputError for an address without a repo,
     and for two different revisions.
     """
-    repo_id, named = _from_address(typed) if "://" in typed else _split(typed)
+    if "://" in typed:
+        repo_id, named = _from_address(typed)
+    else:
+        repo_id, _, at = typed.partition("@")
+        named = at or None
     if named is not None and revision not in (None, named):
         raise BadInputError(
             f"{typed} names the revision {named}, and --revision another: {revision}.", "Give one of them."
         )
     checkpoint = known(repo_id)
-    return RepoName(checkpoint.repo if checkpoint else repo_id, revision or named)
+    return (checkpoint.repo if checkpoint else repo_id), revision or named
 
 
 def close_names(typed: str) -> list[str]:
     """Known names of which `typed` may be a typo, the likeliest first."""
-    names = {*DEMOS, *(name for row in FAMILIES for name in (*row.typed, *(one.repo for one in row.checkpoints)))}
+    names = {*DEMO_FOLDERS, *(name for row in FAMILIES for name in (*row.typed, *(c.repo for c in row.checkpoints)))}
     scored = sorted((-_likeness(typed.casefold(), name.casefold()), name) for name in names)
     return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
 
@@ -68,11 +150,6 @@ def _likeness(typed: str, name: str) -> float:
     return max(difflib.SequenceMatcher(None, one, other).ratio() for one, other in pairs)
 
 
-def _split(typed: str) -> tuple[str, str | None]:
-    repo_id, at, revision = typed.partition("@")
-    return repo_id, (revision or None) if at else None
-
-
 def _from_address(typed: str) -> tuple[str, str | None]:
     """https://huggingface.co/org/name[/tree|blob|resolve/REV[/file]]"""
     parts = [part for part in urlsplit(typed).path.split("/") if part]
@@ -85,3 +162,72 @@ def _from_address(typed: str) -> tuple[str, str | None]:
         return repo_id, None
     pull_request = re.fullmatch(r"refs/pr/\d+", "/".join(rest[1:4]))
     return repo_id, pull_request[0] if pull_request else unquote(rest[1])
+
+
+# --- names of layers
+
+_GRAMMAR = (
+    "Write --layers all, first:N, every:K (every Kth, from the first), or decoder layer numbers and ranges: 3,7 or 0-3."
+)
+_NUMBERS = r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?"
+
+
+def check_layers(spec: str) -> None:
+    """BadInputError for a spec that cannot be read, whatever the model."""
+    text = spec.strip().lower()
+    if not re.fullmatch(rf"all|(first|every):\d{{1,6}}|{_NUMBERS}(\s*,\s*{_NUMBERS})*", text):
+        raise BadInputError(f"--layers {spec!r} cannot be read.", _GRAMMAR)
+    if re.fullmatch(r"(first|every):0+", text):
+        raise BadInputError(f"--layers {spec} selects nothing.", _GRAMMAR)
+    for first, last in re.findall(_NUMBERS, text if text[0].isdigit() else ""):
+        if last and int(last) < int(first):
+            raise BadInputError(f"--layers {spec}: the range {first}-{last} is empty.", "Write the smaller one first.")
+
+
+def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
+    """Those of `indices`, the decoder layers with an operator, that `spec` names, each once, in their order.
+
+    `all`, `first:N` and `every:K` count them: with 0, 1, 3, 4, `first:3` is 0, 1 and 3.  Numbers and ranges, such as
+    `3,7` and `0-3,7`, are decoder layer indices; a range includes both ends, and selects its layers with an operator.
+
+    Raises BadInputError for a spec that cannot be read and for a layer that does not exist; the message lists the
+    existing ones.
+    """
+    check_layers(spec)
+    text = spec.strip().lower()
+    listed = f"{len(indices)}: {', '.join(map(str, indices))}"
+    if text == "all":
+        return tuple(indices)
+    if ":" in text:
+        word, _, number = text.partition(":")
+        count = int(number)
+        if word == "every":
+            return tuple(indices[::count])
+        if count > len(indices):
+            raise BadInputError(f"--layers {spec}: the model has {listed}.", "Use --layers all for every one.")
+        return tuple(indices[:count])
+    wanted: set[int] = set()
+    missing: list[str] = []
+    for first, last in re.findall(_NUMBERS, text):
+        found = set(indices) & set(range(int(first), int(last or first) + 1))
+        missing += [] if found else [f"{first}-{last}" if last else first]
+        wanted |= found
+    if missing:
+        named = ", ".join(sorted(missing, key=lambda word: int(word.split("-")[0])))
+        raise BadInputError(
+            f"Layer {named} has no SSD or GDN operator; the model has {listed}.",
+            "Numbers are decoder layer indices, counted from 0.",
+        )
+    return tuple(index for index in indices if index in wanted)
+
+
+def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]:
+    """The layers that `spec` names: see `select_indices`."""
+    chosen = select_indices(spec, [layer.index for layer in layers])
+    return tuple(layer for layer in layers if layer.index in chosen)
+
+
+def shown(value: object) -> str:
+    """`value` as text for a message, shortened, because a config may hold any text."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,18 +1,20 @@
-"""The weights that the first layers need, their files, and their size in bytes."""
+"""The files and tensors of the weights, checked before they are read, and those that the first layers need."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from ssdprof.checkpoint import original
-from ssdprof.checkpoint.integrity import check_holds, read_index
-from ssdprof.checkpoint.source import Source, StoredTensor
-from ssdprof.errors import BadInputError
+from ssdprof.checkpoint.config import PICKLE
+from ssdprof.checkpoint.hub import Source, StoredTensor
+from ssdprof.checkpoint.names import shown
+from ssdprof.errors import BadInputError, ModelUnavailableError, library_message
 
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of torch's dtypes that a model is loaded in
 _FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": None, "F8_E5M2": None}
@@ -28,14 +30,20 @@ _HEAD = "lm_head."
 _UNUSED = re.compile(r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\.")
 
 
+def layer_index(name: str) -> int | None:
+    """The decoder layer that a parameter or module belongs to ("model.layers.3.mamba.norm": 3); None: to none."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
 def is_needed(key: str, depth: int, *, head: bool = False) -> bool:
     """Whether the base model with its first `depth` layers has the weight `key`.  head: include the head."""
     if key.startswith(_HEAD):
         return head
     if _UNUSED.match(key):
         return False
-    layer = _LAYER.search(key)
-    return layer is None or int(layer[1]) < depth
+    layer = layer_index(key)
+    return layer is None or layer < depth
 
 
 @dataclass(frozen=True)
@@ -52,14 +60,18 @@ class Weights:
 
     @property
     def pickled(self) -> bool:
-        return self.single == original.PICKLE
+        return self.single == PICKLE
 
     def files(self, depth: int, *, head: bool = False) -> tuple[str, ...]:
         """The files of the first `depth` layers and of weights outside of layers, in order.  head: see `is_needed`."""
         if self.shards is None:
             assert self.single is not None
             return (self.single,)
-        return tuple(sorted({file for key, file in self.shards.items() if is_needed(key, depth, head=head)}))
+        return tuple(sorted(set(self.needed_shards(depth, head=head).values())))
+
+    def needed_shards(self, depth: int, *, head: bool = False) -> dict[str, str]:
+        """The part of the index that the first `depth` layers need."""
+        return {key: file for key, file in (self.shards or {}).items() if is_needed(key, depth, head=head)}
 
     def tensors(self, depth: int, *, head: bool = False) -> dict[str, StoredTensor]:
         """The needed tensors with their shapes, from the files' headers (on the hub: a few requests, no download).
@@ -68,32 +80,36 @@ class Weights:
         """
         assert not self.pickled, "a pickle has no header"
         found: dict[str, StoredTensor] = {}
+        needed = self.needed_shards(depth, head=head)
         for file in self.files(depth, head=head):
-            header = self._headers(file)
-            if self.shards is not None:
-                there = [key for key, at in self.shards.items() if at == file and is_needed(key, depth, head=head)]
-                check_holds(header, there, file)
+            header = self._header(file)
+            if missing := sorted({key for key, at in needed.items() if at == file} - set(header)):
+                raise ModelUnavailableError(
+                    f"{file} lacks {len(missing)} of the weights that the index places in it, such as "
+                    f"{shown(missing[0])}.",
+                    "The file and the index are of different revisions; fetch both again.",
+                )
             found.update({key: tensor for key, tensor in header.items() if is_needed(key, depth, head=head)})
         return found
 
     def bytes(self, depth: int, dtype: str | None, *, head: bool = False) -> int:
-        """Bytes of the needed weights once loaded in `dtype`.
-
-        For a pickle the size of the whole file.
+        """Bytes of the needed weights once loaded: floats are cast to `dtype`, those of 8 bit decoded to it; other
+        tensors are as stored.  For a pickle the size of the whole file.
         """
         if self.pickled:
-            return self.source.sizes[original.PICKLE]
-        return loaded_bytes(self.tensors(depth, head=head).values(), dtype)
+            return self.source.sizes[PICKLE]
+        size, tensors = SIZES.get(dtype or ""), self.tensors(depth, head=head).values()
+        return sum(math.prod(t.shape) * size if size and t.dtype in _FLOATS else t.size_bytes for t in tensors)
 
-    def _headers(self, file: str) -> Mapping[str, StoredTensor]:
+    def _header(self, file: str) -> Mapping[str, StoredTensor]:
         # A header read on the hub does not check the copy that is downloaded later, whose header is read again.
         key = (file, self.source.cached(file))
-        if key not in self._header_cache:
-            self._header_cache[key] = self.source.header(file)
-        return self._header_cache[key]
+        if key not in self._headers:
+            self._headers[key] = self.source.header(file)
+        return self._headers[key]
 
     @cached_property
-    def _header_cache(self) -> dict[tuple[str, bool], Mapping[str, StoredTensor]]:
+    def _headers(self) -> dict[tuple[str, bool], Mapping[str, StoredTensor]]:
         return {}
 
 
@@ -105,9 +121,9 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
     if SINGLE in source.sizes:
         return Weights(source, None, SINGLE)
     if INDEX in source.sizes:
-        return Weights(source, read_index(source.path(INDEX), INDEX), None)
-    if is_original and original.PICKLE in source.sizes:
-        return Weights(source, None, original.PICKLE)
+        return Weights(source, _read_index(source.path(INDEX)), None)
+    if is_original and PICKLE in source.sizes:
+        return Weights(source, None, PICKLE)
     if not source.complete:
         source.path(INDEX)  # raises: it may be there, but is not in the cache
     found = sorted(name for name in source.sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors")))
@@ -117,12 +133,6 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
     )
 
 
-def loaded_bytes(tensors: Iterable[StoredTensor], dtype: str | None) -> int:
-    """Bytes once loaded: floats are cast to `dtype`, those of 8 bit decoded to it; other tensors are as stored."""
-    size = SIZES.get(dtype or "")
-    return sum(math.prod(t.shape) * size if size and t.dtype in _FLOATS else t.size_bytes for t in tensors)
-
-
 def usual_dtype(tensors: Iterable[StoredTensor]) -> str | None:
     """That of most elements in floats of 16 bit and more, named as in torch; None without any."""
     counts: Counter[str] = Counter()
@@ -130,3 +140,37 @@ def usual_dtype(tensors: Iterable[StoredTensor]) -> str | None:
         if (name := _FLOATS.get(tensor.dtype)) is not None:
             counts[name] += math.prod(tensor.shape)
     return max(counts, key=counts.__getitem__, default=None)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The weight map of a safetensors index: tensor name -> file name.
+
+    BadInputError when it names a file outside the folder or one that holds no safetensors;
+    ModelUnavailableError when the index cannot be read.
+    """
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        pairs = [(key, file) for key, file in weight_map.items() if isinstance(file, str)]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ModelUnavailableError(
+            f"{INDEX} is truncated or corrupt: {library_message(error)}.", f"Delete it and fetch it again: {path}"
+        ) from None
+    if not pairs or len(pairs) != len(weight_map):
+        raise BadInputError(f"{INDEX} does not say which file holds each weight.", "Fetch the index again.")
+    for file in sorted({file for _, file in pairs}):
+        if not stays_inside(file):
+            raise BadInputError(
+                f"{INDEX} names {shown(file)}, which lies outside the checkpoint's folder.",
+                "Do not trust this checkpoint: no honest tool writes such an index.",
+            )
+        if not file.endswith(".safetensors"):
+            raise BadInputError(
+                f"{INDEX} names {shown(file)}, which is not a safetensors file.", "Fetch the index again."
+            )
+    return dict(pairs)
+
+
+def stays_inside(name: str) -> bool:
+    """Whether a relative file name cannot leave its folder, on any system."""
+    posix, windows = PurePosixPath(name), PureWindowsPath(name)
+    return not (posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in name or not posix.parts)

@@ -26,7 +26,7 @@ Result = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory"
 Clock = Literal["call", "device"]  # a Python call on an idle device; replay of a recorded graph
 TensorName = Literal["out", "final_states"]
 PlacementKind = Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"]
-ConvAndNorm = Literal["model", "bundled"]  # the origin of the convolution and the gated norm around an operator
+KernelOrigin = Literal["model", "bundled"]  # the origin of the convolution and the gated norm around an operator
 PartName = Literal["operator", "convolution", "gated norm", "mixer", "attention", "MLP", "rest"]
 
 Count = Annotated[int, Field(ge=0)]

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from ssdprof.core import statistics
 from ssdprof.core.base import (
     Clock,
-    ConvAndNorm,
+    KernelOrigin,
     Count,
     DType,
     Microseconds,
@@ -306,7 +306,7 @@ class Prefill(Record):
     left_to_model: parts that the model computed itself although the bundled kernels were requested, in words.
     """
 
-    conv_and_norm: ConvAndNorm
+    conv_and_norm: KernelOrigin
     layers: Size
     layer_count: Size
     operator_layers: Size

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from ssdprof import operators
-from ssdprof.capture.head import hidden_states, logits
+from ssdprof.capture.forward import hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.prefill import greedy
-from ssdprof.capture.prompt_run import PromptRun, check_ids
-from ssdprof.capture.sites import Site, find_sites, match_layers
+from ssdprof.capture.forward import greedy
+from ssdprof.capture.forward import PromptRun, check_ids
+from ssdprof.checkpoint.meta import Mixer, find_mixers, match_layers
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.case import Answers, Case, Generated
 from ssdprof.core.report import Report
@@ -104,7 +104,7 @@ def compare_answers(
     ):
         for ids, segment_length, prompt in zip(loaded.ids, loaded.segment_lengths, loaded.prompts, strict=True):
             check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
-            sites = find_sites(loaded.model)
+            sites = find_mixers(loaded.model)
             match_layers(sites, subject.layers, subject.ref.model_type)
             run = PromptRun(loaded.model, ids.to(loaded.model.device), segment_length, sites, subject.ref.model_type)
             layers = frozenset(layer.index for layer in subject.layers)
@@ -160,7 +160,7 @@ class PromptAnswers:
 
     def _models(self) -> Iterator[ChangedModel]:
         """First noise, then all layers together, then each layer alone."""
-        sites = self._prompt.sites
+        sites = self._prompt.mixers
         noises = {"last bit of its inputs moved": with_moved_bits, "in chunks of half the length": in_other_chunks}
         for change, moved in noises.items():
             yield ChangedModel(
@@ -187,7 +187,7 @@ class PromptAnswers:
 
     def _reference_runs(self, models: Sequence[ChangedModel]) -> float:
         """Runs of the model on the reference: its own, and for each case the share of layers left to the reference."""
-        layers = len({site.layer_index for site in self._prompt.sites})
+        layers = len({site.layer_index for site in self._prompt.mixers})
         return 1 + bool(self._request.generate) + sum(1 - len(one.layers) / layers for one in models)
 
     def _compare(self, changed: ChangedModel) -> Case:
@@ -213,7 +213,7 @@ class PromptAnswers:
         )
         try:
             handler = by_layer(
-                self._prompt.sites, changed.compute, layers=changed.layers, elsewhere=self._reference.compute
+                self._prompt.mixers, changed.compute, layers=changed.layers, elsewhere=self._reference.compute
             )
             divergence = self._divergence(hidden_states(self._prompt, handler))
             if (position := first_nonfinite(divergence)) is not None:
@@ -250,7 +250,7 @@ class PromptAnswers:
         if not self._request.generate:
             return ()
         prompt = self._prompt
-        with substituted(prompt.sites, compute, layers=layers, elsewhere=self._reference.compute):
+        with substituted(prompt.mixers, compute, layers=layers, elsewhere=self._reference.compute):
             return greedy(self._model, prompt.ids, self._request.generate, prompt.segment_length)
 
 
@@ -275,12 +275,12 @@ def oracle_compute(call: OperatorCall) -> Result:
     return oracle_output(call.inputs)
 
 
-def baseline_compute(sites: Sequence[Site]) -> Compute:
+def baseline_compute(sites: Sequence[Mixer]) -> Compute:
     """The operator's baseline implementation, exact, with fp32 states."""
     return implemented(baseline_name(sites), EXACT_FP32, sites)
 
 
-def baseline_name(sites: Sequence[Site]) -> str:
+def baseline_name(sites: Sequence[Mixer]) -> str:
     """The name of the baseline: a model has one kind of operator."""
     return operators.get(sites[0].operator).baseline
 
@@ -305,7 +305,7 @@ def choose_reference(wanted: Literal["auto", "oracle", "unfused"], prompt: Promp
 
 def _baseline_reference(prompt: PromptRun, remark: str) -> ReferenceModel:
     return ReferenceModel(
-        compute=baseline_compute(prompt.sites), name=f"{baseline_name(prompt.sites)} {EXACT_FP32}", remark=remark
+        compute=baseline_compute(prompt.mixers), name=f"{baseline_name(prompt.mixers)} {EXACT_FP32}", remark=remark
     )
 
 
@@ -332,7 +332,7 @@ def with_moved_bits(compute: Compute) -> Compute:
         return torch.where(tensor == 0, tensor, (bits ^ 1).view(tensor.dtype))
 
     def run(call: OperatorCall) -> Result:
-        views = operators.get(call.site.operator).binding.views
+        views = operators.get(call.mixer.operator).binding.views
         changed = {name: moved(tensor) for name, tensor in tensors.tensors(call.inputs).items() if name in views}
         return compute(replace(call, inputs=replace(call.inputs, **changed)))
 

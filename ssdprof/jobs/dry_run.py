@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ssdprof.checkpoint.fetched import check_space
+from ssdprof.checkpoint.load import check_space
 from ssdprof.core.subject import DryRun, Placement, PlannedFile
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.files import why
 from ssdprof.jobs import limits, placement
 from ssdprof.jobs.model import build_prompts
 from ssdprof.jobs.request import CaptureRequest
-from ssdprof.jobs.stored_dims import stored_dims
+from ssdprof.jobs.plan import stored_dims
 from ssdprof.jobs.subject import Stored, Subject
 
 _BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
@@ -33,7 +33,7 @@ def _of_model(subject: Subject, request: CaptureRequest) -> DryRun:
     return DryRun(
         checkpoint=subject.ref,
         layers=subject.layers,
-        dims=str(subject.located.dims(subject.layers[0])),
+        dims=subject.located.size_words(subject.layers[0]),
         seqlens=subject.seqlens,
         files=tuple(
             PlannedFile(**file._asdict()) for file in subject.located.files(subject.deepest_layer, head=subject.whole)
@@ -64,7 +64,7 @@ def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
     except MissingCapabilityError:
         return None
     located = subject.located
-    depth = located.description.depth(subject.deepest_layer)
+    depth = located.depth(subject.deepest_layer)
     there = [name for name in located.weights.files(depth, head=subject.head) if located.source.cached(name)]
     return placement.priced(placed, located.source.path(there[0]) if there else None)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ssdprof.checkpoint.families import siblings_that_fit
+from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.core.words import size_words
 from ssdprof.environment.memory import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ssdprof.capture import store
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.head import logits
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.capture.forward import logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.prompt import build_prompt
-from ssdprof.capture.prompt_run import check_ids
-from ssdprof.checkpoint.fetched import LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer
+from ssdprof.capture.tokenizer import build_prompt
+from ssdprof.capture.forward import check_ids
+from ssdprof.checkpoint.load import LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer
 from ssdprof.checkpoint.load import DType, load_model
 from ssdprof.core.subject import Placement, Prompt
 from ssdprof.core.words import placement_words
@@ -110,7 +110,7 @@ def _prompt(
         build_prompt,
         tokenizer.folder if tokenizer else None,
         seqlen,
-        vocab_size=subject.located.description.vocab_size,
+        vocab_size=subject.located.vocab_size,
         batch=subject.batch,
         packed=subject.serving.packed,
     )
@@ -118,7 +118,7 @@ def _prompt(
         ids, prompt = build(kind="file", file=wanted.text)
     else:
         ids, prompt = build(kind=wanted.text)
-    if (vocabulary := subject.located.description.vocab_size) is not None:
+    if (vocabulary := subject.located.vocab_size) is not None:
         check_ids(vocabulary, ids)
     words = f"{tokenizer.name}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
     return ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})

@@ -10,8 +10,8 @@ from typing import Any, get_args
 from torch import nn
 
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.sites import Site, is_attention
-from ssdprof.capture.surroundings import CONVOLUTION, gated_norms
+from ssdprof.checkpoint.meta import Mixer, is_attention
+from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.core.base import PartName
 from ssdprof.core.case import KernelTime, PartTime
 from ssdprof.jobs.substitute import Compute
@@ -32,7 +32,7 @@ def marking(compute: Compute) -> Compute:
 
 
 @contextmanager
-def parts_marked(model: nn.Module, sites: Sequence[Site]) -> Iterator[None]:
+def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
     """While the context is open, all parts of the model except the operator are marked.
 
     Open it inside of the context that replaces the convolution, so that the replacement is marked.
@@ -70,8 +70,8 @@ def _part(name: PartName, work: Sequence[Work]) -> PartTime:
     )
 
 
-def _modules(model: nn.Module, sites: Sequence[Site]) -> dict[PartName, list[nn.Module]]:
-    mixers = [site.mixer for site in sites]
+def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:
+    mixers = [site.module for site in sites]
     attention = [module for module in model.modules() if is_attention(module)]
     return {
         "mixer": list(dict.fromkeys(mixers)),

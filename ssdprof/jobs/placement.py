@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
-from ssdprof.capture.memory import SEGMENT_LENGTHS
-from ssdprof.capture.rehearsal import rehearse
-from ssdprof.checkpoint.definition import quiet_transformers
-from ssdprof.checkpoint.fetched import LocalCheckpoint, meta_model
-from ssdprof.checkpoint.placing import DeviceMap, Place, infer, largest_streamed, weights_by_place
+from ssdprof.capture.memory import SEGMENT_LENGTHS, MemoryEstimate, decoder_layer_bytes, estimate_memory, predict_memory
+from ssdprof.checkpoint.load import LocalCheckpoint
+from ssdprof.checkpoint.meta import (
+    DeviceMap,
+    Place,
+    infer,
+    largest_streamed,
+    meta_model,
+    quiet_transformers,
+    weights_by_place,
+)
 from ssdprof.core.base import PlacementKind
 from ssdprof.core.subject import DECODED_ON_LOAD, Held, Placement, split_prompt
 from ssdprof.core.words import size_words
@@ -128,7 +133,7 @@ def weights_file(local: LocalCheckpoint) -> Path | None:
 
 def _only_whole(subject: Subject) -> str:
     """The reason why the weights must be on one device; empty if they need not."""
-    if subject.located.description.original:
+    if subject.located.original:
         return "its weights are not in transformers' format"
     if (method := subject.ref.quantization) not in (None, *DECODED_ON_LOAD):
         return f"its weights stay quantised ({method}) once loaded"
@@ -144,7 +149,7 @@ class _Chooser:
             subject.located, deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
         )
         self._wanted = {layer.index for layer in subject.layers}
-        self._need: Footprint = footprint(self._model.base_model, self._wanted, depth=max(self._wanted))
+        self._need: MemoryEstimate = estimate_memory(self._model.base_model, self._wanted, depth=max(self._wanted))
         self._seqlen = max(subject.seqlens)
         longest = max(subject.serving.packed, default=self._seqlen)
         fixed = subject.serving.chunk or request.segment_length
@@ -273,7 +278,7 @@ class _Chooser:
     def _rehearsed(self, length: int) -> int | None:
         try:
             with quiet_transformers():
-                return rehearse(
+                return predict_memory(
                     self._model.base_model,
                     self._wanted,
                     seqlen=self._seqlen,
@@ -293,7 +298,7 @@ class _Chooser:
         checkpoint that it decodes.
         """
         located = self._subject.located
-        depth = located.description.depth(self._subject.deepest_layer)
+        depth = located.depth(self._subject.deepest_layer)
         stored = {tensor.shape for tensor in located.weights.tensors(depth, head=self._subject.head).values()}
         decoded = self._subject.ref.quantization in DECODED_ON_LOAD
         return sum(

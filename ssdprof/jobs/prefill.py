@@ -23,11 +23,11 @@ import torch
 from ssdprof import operators
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.prefill import prefill
-from ssdprof.capture.sites import Site, find_sites
-from ssdprof.capture.surroundings import BundledSurroundings
+from ssdprof.capture.forward import prefill
+from ssdprof.checkpoint.meta import Mixer, find_mixers
+from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.core import statistics
-from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, ConvAndNorm, DType, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, KernelOrigin, DType, PrecisionRecord
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Condition, LeftOut, Report, Requested, StepTime
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
@@ -80,7 +80,7 @@ class PrefillRequest:
     model: CaptureRequest
     batch: int = 1
     precision: PrecisionRecord = EXACT_FP32
-    conv_and_norm: tuple[ConvAndNorm, ...] = ("model",)
+    conv_and_norm: tuple[KernelOrigin, ...] = ("model",)
     resolved: Resolved
     first_call_s: float = FIRST_CALL_S
     seconds: float = 20.0
@@ -149,7 +149,7 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
     with clock.step("Loading the model"):
         # Otherwise moving weights or activations would be part of the time.
         loaded = load(replace(request.model, placement="one-gpu"), subject, watcher)
-    sites = find_sites(loaded.whole)
+    sites = find_mixers(loaded.whole)
     dtype = dtype_name(loaded.whole.get_input_embeddings().weight.dtype)
     contenders = {kind: tuple(_contenders(request, sites, dtype, kind)) for kind in request.conv_and_norm}
     prompts = {ids.shape[1]: (ids, prompt) for ids, prompt in zip(loaded.ids, loaded.prompts, strict=True)}
@@ -172,7 +172,7 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
         notes=(*notes.of_absent(request.resolved.absent), *notes.notes(subject.ref, loaded.prompts)),
     )
     timer, profile = CudaTimer(device), partial(traced, device=device)
-    bundled = BundledSurroundings(sites if "bundled" in request.conv_and_norm else ())
+    bundled = ConvAndNorm(sites if "bundled" in request.conv_and_norm else ())
     with opened(request.out, header, watcher) as writer, ClockWatch() as clocks, limits.memory_errors():
         writer.update(steps=tuple(steps))
         for kind, seqlen in product(request.conv_and_norm, sorted(prompts)):
@@ -212,13 +212,13 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
     return load_report(writer.folder)
 
 
-def _place(kind: ConvAndNorm, seqlen: int, batch: int) -> str:
+def _place(kind: KernelOrigin, seqlen: int, batch: int) -> str:
     """As `Case.place`."""
     return f"prefill, {kind} convolution and norm, {tokens_of(seqlen, batch)}"
 
 
 def _case(
-    subject: Subject, model: Any, operator_layers: int, prompt: Prompt, kind: ConvAndNorm, prompted: PromptedModel
+    subject: Subject, model: Any, operator_layers: int, prompt: Prompt, kind: KernelOrigin, prompted: PromptedModel
 ) -> Case:
     """What all cases of a length have in common."""
     config = model.config.get_text_config()
@@ -261,7 +261,7 @@ class _Contender:
 
     of: Mapping[str, Implementation]
     precision: PrecisionRecord
-    conv_and_norm: ConvAndNorm
+    conv_and_norm: KernelOrigin
     isolated: IsolatedFirstCall = field(default_factory=IsolatedFirstCall)
 
     @property
@@ -290,11 +290,11 @@ class _Contender:
             self.isolated.require(self.implementation(call), call.inputs, self.precision)
 
     def implementation(self, call: OperatorCall) -> Implementation:
-        return self.of[call.site.operator]
+        return self.of[call.mixer.operator]
 
 
 def _contenders(
-    request: PrefillRequest, sites: Sequence[Site], dtype: DType, kind: ConvAndNorm
+    request: PrefillRequest, sites: Sequence[Mixer], dtype: DType, kind: KernelOrigin
 ) -> Iterator[_Contender]:
     """The baseline first, then the others.  dtype: of the model.
 
@@ -323,9 +323,9 @@ class PromptedModel:
     model: Any
     ids: torch.Tensor
     segment_length: int
-    sites: tuple[Site, ...]
+    sites: tuple[Mixer, ...]
     layer: LayerRef
-    bundled: BundledSurroundings
+    bundled: ConvAndNorm
 
     @property
     def segments(self) -> int:
@@ -490,7 +490,7 @@ class _Length:
                     self._first_call(contender, known, call)
             if not passed():
                 raise _Enough
-            if call.site.layer_index != self.prompted.layer.index:
+            if call.mixer.layer_index != self.prompted.layer.index:
                 return passed()[0].compute(call)
             with self.clock.step("one layer's operator alone"):
                 self._time_alone(passed(), call)

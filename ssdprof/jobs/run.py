@@ -16,8 +16,8 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.layout import token_major
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.capture.store import token_major
 from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.report import Report, Requested
@@ -141,7 +141,7 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Subject):
         for layer in found.layers:
-            refuse_sharding(found.ref, layer, vars(found.located.dims(layer)), replay.tensor_parallel)
+            refuse_sharding(found.ref, layer, found.located.sizes(layer), replay.tensor_parallel)
     else:
         for capture in found.chosen:
             sizes = stored_dims(capture).sizes

@@ -10,8 +10,8 @@ from pathlib import Path
 from ssdprof import operators
 from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.capture.prompt import LONGEST_SEQLEN
-from ssdprof.capture.select import select_layers
-from ssdprof.checkpoint.located import Located, locate
+from ssdprof.checkpoint.names import select_layers
+from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.request import CaptureRequest, ModelRequest
@@ -30,7 +30,7 @@ class Subject:
     dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
     """
 
-    located: Located
+    located: Model
     layers: tuple[LayerRef, ...]
     seqlens: tuple[int, ...]
     batch: int = 1
@@ -106,8 +106,8 @@ def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) ->
     whole, head: see `Subject`.
     """
     model = request.model
-    located = locate(model.model, revision=model.revision, tokenizer=model.tokenizer)
-    layers = select_layers(request.layers, located.ref.layers)
+    located = open_model(model.model, revision=model.revision, tokenizer=model.tokenizer)
+    layers = located.select(request.layers)
     asked = request.prompt.serving
     from ssdprof.jobs import limits  # imports torch, so after all other checks
 
@@ -173,7 +173,7 @@ def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) 
 def refuse_large(subject: Subject) -> None:
     """BadInputError for layers that are too large for bundled implementations (`largest` of the operator's outline)."""
     for layer in subject.layers:
-        refuse_larger(subject.ref, layer, vars(subject.located.dims(layer)))
+        refuse_larger(subject.ref, layer, subject.located.sizes(layer))
 
 
 def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ssdprof import operators
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
-from ssdprof.capture.sites import Site
+from ssdprof.checkpoint.meta import Mixer
 from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.implementations import own_precisions, required, resolve
@@ -15,7 +15,7 @@ from ssdprof.operators.implementations import own_precisions, required, resolve
 Compute = Callable[[OperatorCall], Result]  # out, and final states in fp32, or None if the call does not need them
 
 
-def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Site]) -> Compute:
+def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Mixer]) -> Compute:
     """The implementation `name` at `precision`, for the operators that `sites` call.
 
     Raises what `resolve` and `required` raise.  The result raises UnsupportedError for calls that the
@@ -27,14 +27,14 @@ def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Site]) ->
     }
 
     def compute(call: OperatorCall) -> Result:
-        result: Result = runs[call.site.operator](call.inputs, wanted)
+        result: Result = runs[call.mixer.operator](call.inputs, wanted)
         return result
 
     return compute
 
 
 def precisions_of(
-    name: str, sites: Sequence[Site], dtype: DType, wanted: tuple[PrecisionRecord, ...]
+    name: str, sites: Sequence[Mixer], dtype: DType, wanted: tuple[PrecisionRecord, ...]
 ) -> tuple[PrecisionRecord, ...]:
     """The precisions of `wanted` that the implementation `name` supports for inputs of `dtype`, or its own."""
     return own_precisions(resolve(operators.get(sites[0].operator), name), dtype, wanted)
@@ -42,7 +42,7 @@ def precisions_of(
 
 @contextmanager
 def substituted(
-    sites: Sequence[Site],
+    sites: Sequence[Mixer],
     compute: Compute,
     *,
     layers: Collection[int] | None = None,
@@ -50,7 +50,7 @@ def substituted(
 ) -> Iterator[CallCount]:
     """While the context is open, the handler of `by_layer` computes the operators of a model.
 
-    sites: all that the model has, from `find_sites`.
+    sites: all that the model has, from `find_mixers`.
     The model is restored when the context closes.  What `compute` raises passes through the model's forward.
     """
     with intercept(sites, by_layer(sites, compute, layers=layers, elsewhere=elsewhere)) as count:
@@ -58,7 +58,7 @@ def substituted(
 
 
 def by_layer(
-    sites: Sequence[Site],
+    sites: Sequence[Mixer],
     compute: Compute,
     *,
     layers: Collection[int] | None = None,
@@ -71,4 +71,4 @@ def by_layer(
     chosen = {
         site.layer_index: compute if layers is None or site.layer_index in layers else elsewhere for site in sites
     }
-    return lambda call: chosen[call.site.layer_index](call)
+    return lambda call: chosen[call.mixer.layer_index](call)

@@ -110,12 +110,15 @@ class Stages:
 class Outline:
     """name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
 
-    largest: sizes of a checkpoint's layer, by name, beyond which no bundled implementation runs.
+    mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.  words: of these sizes.
+    largest: those sizes beyond which no bundled implementation runs.
     """
 
     name: str
     title: str
     layers: str
+    mixer_sizes: Mapping[str, str] = field(default_factory=dict)
+    words: str = ""
     largest: Mapping[str, int] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
 

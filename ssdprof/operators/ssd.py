@@ -135,7 +135,21 @@ STAGES = Stages(
     sources=known_sources("ssd"),
 )
 
-OUTLINE = Outline(name="ssd", title="SSD (Mamba-2)", layers="Mamba-2", largest={"dstate": 256}, stages=STAGES)
+OUTLINE = Outline(
+    name="ssd",
+    title="SSD (Mamba-2)",
+    layers="Mamba-2",
+    mixer_sizes={
+        "nheads": "num_heads",
+        "headdim": "head_dim",
+        "dstate": "ssm_state_size",
+        "ngroups": "n_groups",
+        "chunk_size": "chunk_size",
+    },
+    words="{nheads}x{headdim}, N {dstate}, G {ngroups}, chunk {chunk_size}",
+    largest={"dstate": 256},
+    stages=STAGES,
+)
 
 
 # --- shapes of models

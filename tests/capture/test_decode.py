@@ -9,12 +9,11 @@ import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
 
 from ssdprof import operators
-from ssdprof.capture.cache import cache_name
-from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.forward import cache_name
 from ssdprof.capture.intercept import intercept
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.layout import token_major
-from ssdprof.capture.sites import find_sites
+from ssdprof.capture.store import CapturedLayer, token_major
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.ssd.door import bind_step
@@ -57,7 +56,7 @@ def capture(name: str, ids: torch.Tensor, serving: Serving, **options: Any) -> l
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(name: str) -> None:
     model = tiny_models.shared(name)
-    sites = find_sites(model)
+    sites = find_mixers(model)
     ids = tiny_models.prompt(LENGTH, batch=2)
     tokens, logits = greedy(model, ids, STEPS)
     namespace, step = sites[0].namespace, operators.get(sites[0].operator).door.step
@@ -130,9 +129,9 @@ def test_a_prompt_of_one_token_is_no_step() -> None:
 
 
 def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    site = find_sites(tiny_models.shared("mamba2"))[0]
+    site = find_mixers(tiny_models.shared("mamba2"))[0]
 
-    forward = type(site.mixer).forward
+    forward = type(site.module).forward
 
     def bypassing(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if hidden_states.shape[1] == 1:
@@ -141,7 +140,7 @@ def test_a_model_that_decodes_in_another_way_is_refused(monkeypatch: pytest.Monk
         return result
 
     bypassing.__wrapped__ = forward  # type: ignore[attr-defined]  # sites are found by the bytecode of what is wrapped
-    monkeypatch.setattr(type(site.mixer), "forward", bypassing)
+    monkeypatch.setattr(type(site.module), "forward", bypassing)
     with pytest.raises(BadInputError, match="computed 0 steps where 3 layers and 2 generated tokens make 6"):
         capture("mamba2", tiny_models.prompt(LENGTH), Serving(decode=STEPS))
 

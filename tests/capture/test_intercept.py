@@ -1,16 +1,29 @@
 """Interception of operator calls, in every family: it sees the operator's inputs and does not change the model."""
 
+import copy
+import inspect
+import math
+import textwrap
+from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
+from torch import nn
 
-from ssdprof.capture.cache import cache_name
-from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.sites import find_sites
+from ssdprof import kernels, operators
+from ssdprof.capture.forward import cache_name
+from ssdprof.capture.intercept import OperatorCall, Result, bind, intercept
+from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.store import CapturedLayer, PromptBuffer, token_major
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.schema import Serving
 
 LENGTH = 70  # two chunks and a part of one
 
@@ -24,12 +37,12 @@ def logits(model: Any, **kwargs: Any) -> torch.Tensor:
 def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name: str) -> None:
     model = tiny_models.shared(name)
     before = logits(model)
-    sites = find_sites(model)
+    sites = find_mixers(model)
     seen = []
 
     def observe(call: OperatorCall) -> Result:
         out, final_state = call.run_original()
-        seen.append(call.site)
+        seen.append(call.mixer)
         assert difference(out, oracle(call.inputs)[0]) < FP32_ROUNDING
         assert final_state is None
         return out, final_state
@@ -45,7 +58,7 @@ def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name:
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_on_our_operator_logits_are_the_same_to_rounding(name: str) -> None:
     model = tiny_models.shared(name)
-    with intercept(find_sites(model), lambda call: call.stand_in()) as count:
+    with intercept(find_mixers(model), lambda call: call.replacement()) as count:
         ours = logits(model)
     assert count.calls == len(tiny_models.OPERATOR_LAYERS[name])
     assert difference(ours, logits(model)) < FP32_ROUNDING
@@ -59,14 +72,14 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
 
     def handler(call: OperatorCall) -> Result:
         assert call.wants_final_state
-        out, final_state = call.stand_in()
+        out, final_state = call.replacement()
         returned.append(final_state)
         return out, final_state
 
-    with torch.no_grad(), intercept(find_sites(model), handler):
+    with torch.no_grad(), intercept(find_mixers(model), handler):
         output = model(ids, use_cache=True)
     cache = output[cache_name(model)]
-    for site, final_state in zip(find_sites(model), returned, strict=True):
+    for site, final_state in zip(find_mixers(model), returned, strict=True):
         assert torch.equal(cache.layers[site.layer_index].recurrent_states[0], final_state)
 
 
@@ -74,7 +87,7 @@ def test_final_states_go_where_the_model_asks_for_them(name: str) -> None:
 def test_our_handler_runs_whatever_was_bound_at_import(name: str) -> None:
     """With hub kernels installed, the global is a module of another package, which must not be called."""
     model = tiny_models.build(name)
-    site = find_sites(model)[0]
+    site = find_mixers(model)[0]
 
     class HubKernel(torch.nn.Module):
         def forward(self, *_: Any, **__: Any) -> None:
@@ -83,7 +96,7 @@ def test_our_handler_runs_whatever_was_bound_at_import(name: str) -> None:
     fallback, kernel = site.namespace[site.function], HubKernel()
     site.namespace[site.function] = kernel
     try:
-        with intercept(find_sites(model), lambda call: call.stand_in()):
+        with intercept(find_mixers(model), lambda call: call.replacement()):
             ours = logits(model)
         assert site.namespace[site.function] is kernel
     finally:
@@ -95,7 +108,7 @@ def test_a_call_from_an_unknown_mixer_is_an_error() -> None:
     model = tiny_models.shared("mamba2")
     with (
         pytest.raises(BadInputError, match="mamba2_chunk_scan was called outside the mixers"),
-        intercept(find_sites(model)[:1], lambda call: call.stand_in()),
+        intercept(find_mixers(model)[:1], lambda call: call.replacement()),
     ):
         logits(model)
 
@@ -103,16 +116,320 @@ def test_a_call_from_an_unknown_mixer_is_an_error() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_everything_is_restored_after_an_error(error: type[BaseException]) -> None:
     model = tiny_models.build("zamba2")
-    sites = find_sites(model)
+    sites = find_mixers(model)
     before, original = logits(model), sites[0].namespace[sites[0].function]
 
     def fail(call: OperatorCall) -> Result:
-        if call.site is sites[2]:
+        if call.mixer is sites[2]:
             raise error("stop")
-        return call.stand_in()
+        return call.replacement()
 
     with pytest.raises(error, match="stop"), intercept(sites, fail):
         logits(model)
     assert sites[0].namespace[sites[0].function] is original
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert torch.equal(logits(model), before)
+
+
+# --- transformers' own operator does not run
+
+
+def captured_without_transformers_operator(
+    name: str, model: Any, seqlen: int, monkeypatch: pytest.MonkeyPatch
+) -> list[CapturedLayer]:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("transformers' own operator ran")
+
+    site = find_mixers(model)[0]
+    monkeypatch.setitem(site.namespace, site.function, forbidden)
+    layers: list[CapturedLayer] = []
+    capture_layers(
+        model,
+        tiny_models.prompt(seqlen),
+        tiny_models.layer_refs(name),
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=None,
+        on_layer=layers.append,
+    )
+    return layers
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = captured_without_transformers_operator(name, tiny_models.build(name).base_model, 70, monkeypatch)
+    assert len(layers) == len(tiny_models.OPERATOR_LAYERS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", tiny_models.GDN)
+def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: set[tuple[str, str]] = set()
+    get = kernels.get
+
+    def observed(operator: str, implementation: str) -> Any:
+        ran.add((operator, implementation))
+        return get(operator, implementation)
+
+    monkeypatch.setattr(kernels, "get", observed)
+    model = tiny_models.build(name, torch.bfloat16).base_model.cuda()
+    layers = captured_without_transformers_operator(name, model, 32768, monkeypatch)
+    assert len(layers) == len(tiny_models.OPERATOR_LAYERS[name])
+    assert ran == {("gdn", "fused")}
+
+
+# --- with a cached state, models compute a single token with another function than their operator
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_it_is_counted_and_left_to_the_model(name: str) -> None:
+    model = tiny_models.shared(name)
+    sites = find_mixers(model)
+    step = sites[0].namespace[operators.get(sites[0].operator).door.step]
+    ids = tiny_models.prompt(LENGTH + 1)
+    with torch.no_grad():
+        cached = model(ids[:, :-1], use_cache=True)
+        key = cache_name(model)
+        alone = model(ids[:, -1:], use_cache=True, **{key: copy.deepcopy(cached[key])}).logits
+        with intercept(sites, lambda call: call.replacement()) as count:
+            observed = model(ids[:, -1:], use_cache=True, **{key: cached[key]}).logits
+    assert (count.calls, count.steps) == (0, len(sites))
+    assert torch.equal(observed, alone)
+    assert sites[0].namespace[operators.get(sites[0].operator).door.step] is step
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_a_prompt_in_segments_of_one_token_is_refused(name: str) -> None:
+    with pytest.raises(BadInputError, match=r"With segments of 1 this \w+ model got single tokens") as raised:
+        capture_layers(
+            tiny_models.shared(name).base_model,
+            tiny_models.prompt(6),
+            tiny_models.layer_refs(name),
+            ref=tiny_models.checkpoint_ref(name),
+            segment_length=1,
+            on_layer=lambda _: None,
+        )
+    assert "--segment 2" in raised.value.hint
+
+
+# --- from a model's call to the operator's inputs
+
+
+BATCH, TOKENS, HEADS, WIDTH, STATE = 2, 5, 4, 8, 16
+
+
+def ssd_call() -> tuple[list[Any], dict[str, Any]]:
+    x = torch.randn(BATCH, TOKENS, HEADS, WIDTH)
+    B, C = torch.randn(2, BATCH, TOKENS, 1, STATE)
+    args = [x, torch.randn(BATCH, TOKENS, HEADS), -torch.rand(HEADS), B, C]
+    return args, {"chunk_size": 32, "D": torch.ones(HEADS), "z": None, "return_final_states": True}
+
+
+def gdn_call(key_heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
+    q, k = torch.randn(2, BATCH, TOKENS, key_heads, WIDTH)
+    v = torch.randn(BATCH, TOKENS, HEADS, WIDTH)
+    g, beta = -torch.rand(BATCH, TOKENS, HEADS), torch.rand(BATCH, TOKENS, HEADS)
+    return [q, k, v], {"g": g, "beta": beta, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
+
+
+class Mixer(nn.Module):
+    num_k_heads = 2
+
+
+def test_arguments_arrive_where_they_belong() -> None:
+    args, kwargs = ssd_call()
+    state = torch.randn(BATCH, HEADS, WIDTH, STATE)
+    bound = bind("ssd", Mixer(), tuple(args), {**kwargs, "dt_limit": [0.001, 5], "initial_states": state})
+    assert isinstance(bound.inputs, SSDInputs)
+    assert bound.wants_final_state
+    assert bound.inputs.x is args[0]
+    assert bound.inputs.C is args[4]
+    assert bound.inputs.D is kwargs["D"]
+    assert bound.inputs.initial_states is state
+    assert (bound.inputs.chunk_size, bound.inputs.dt_softplus, bound.inputs.dt_limit) == (32, False, (0.001, 5.0))
+
+    args, kwargs = gdn_call()
+    bound = bind("gdn", Mixer(), tuple(args), kwargs)
+    assert isinstance(bound.inputs, GDNInputs)
+    assert not bound.wants_final_state
+    assert (bound.inputs.chunk_size, bound.inputs.use_qk_l2norm, bound.inputs.scale) == (64, True, None)
+    assert torch.equal(bound.inputs.q, args[0])
+    assert bound.inputs.beta is kwargs["beta"]
+
+
+@pytest.mark.parametrize("operator", ["ssd", "gdn"])
+def test_leaking_keyword_arguments_are_dropped(operator: Any) -> None:
+    args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
+    leaked = {"use_cache": True, "output_router_logits": False, "cu_seqlens": None, "position_ids": torch.arange(3)}
+    clean, bound = (bind(operator, Mixer(), tuple(args), kwargs | extra).inputs for extra in ({}, leaked))
+    for field in fields(clean):
+        ours, theirs = getattr(bound, field.name), getattr(clean, field.name)
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs, field.name
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"), [("ssd", "seq_idx"), ("ssd", "cu_seqlens"), ("gdn", "state_v_first"), ("gdn", "cp_context")]
+)
+def test_what_a_capture_cannot_hold_is_refused_by_name(operator: Any, name: str) -> None:
+    args, kwargs = ssd_call() if operator == "ssd" else gdn_call()
+    with pytest.raises(BadInputError, match=f"Mixer passes {name} to its operator"):
+        bind(operator, Mixer(), tuple(args), {**kwargs, name: torch.zeros(3, dtype=torch.int32)})
+
+
+def test_inputs_that_do_not_fit_together_are_refused() -> None:
+    args, kwargs = ssd_call()
+    args[1] = args[1][:, :-1]
+    with pytest.raises(BadInputError, match="Mixer calls its ssd operator in an unknown way: dt must have shape"):
+        bind("ssd", Mixer(), tuple(args), kwargs)
+    with pytest.raises(BadInputError, match="required positional argument"):
+        bind("ssd", Mixer(), tuple(args[:2]), {})
+
+
+def test_key_heads_that_a_mixer_repeated_are_taken_once() -> None:
+    (q, k, v), kwargs = gdn_call()
+    repeated = [tensor.repeat_interleave(2, dim=2) for tensor in (q, k)]
+    inputs = bind("gdn", Mixer(), (*repeated, v), kwargs).inputs
+    assert isinstance(inputs, GDNInputs)
+    assert torch.equal(inputs.q, q)
+    assert torch.equal(inputs.k, k)
+
+    repeated[1] = repeated[1].clone()
+    repeated[1][0, 3, 1, 0] += 1
+    with pytest.raises(BadInputError, match="not copies of 2"):
+        bind("gdn", Mixer(), (*repeated, v), kwargs)
+
+
+def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
+    args, kwargs = gdn_call()
+    one_row = [tensor.flatten(0, 1)[None] for tensor in args]
+    gates = {name: kwargs[name].flatten(0, 1)[None] for name in ("g", "beta")}
+    bounds = torch.tensor([0, 3, 3, BATCH * TOKENS], dtype=torch.int32)
+    bound = bind("gdn", Mixer(), tuple(one_row), {**kwargs, **gates, "cu_seqlens": bounds, "output_final_state": True})
+    assert bound.inputs.cu_seqlens is bounds
+    out, final_states = operators.get("gdn").door.stand_in(bound.inputs)
+    first = {name: getattr(bound.inputs, name)[:, :3] for name in ("q", "k", "v", "g", "beta")}
+    alone, _ = operators.get("gdn").door.stand_in(replace(bound.inputs, cu_seqlens=None, **first))
+    assert final_states.shape[0] == 3
+    torch.testing.assert_close(out[:, :3], alone)
+    with pytest.raises(BadInputError, match="packs sequences"):
+        PromptBuffer(bound.inputs, BATCH * TOKENS + 1, torch.device("cpu"))
+    whole = token_major(bound.inputs)
+    assert torch.equal(whole.cu_seqlens, bounds)
+    assert torch.equal(whole.v, bound.inputs.v)
+
+
+@pytest.mark.parametrize(
+    ("stated", "passed", "remark"),
+    [((0.0, math.inf), (0.001, math.inf), "dt_limit (0.001, inf)"), ((0.001, 0.1), (0.001, 0.1), "")],
+)
+def test_limits_of_dt_that_the_config_does_not_state_are_remarked(
+    stated: tuple[float, float], passed: tuple[float, float], remark: str
+) -> None:
+    mixer = Mixer()
+    mixer.config = SimpleNamespace(time_step_limit=list(stated))
+    args, kwargs = ssd_call()
+    bound = bind("ssd", mixer, tuple(args), kwargs | {"dt_limit": passed})
+    assert bound.inputs.dt_limit == passed
+    assert (remark in bound.remark) if remark else not bound.remark
+
+
+# --- mixers that repeat query and key heads before the call, as in transformers up to 5.22
+
+
+SHORT = 40
+REPEAT = """
+        query, key = (x.repeat_interleave(self.num_v_heads // self.num_k_heads, dim=2) for x in (query, key))
+"""
+BEFORE = "        beta = b.sigmoid()\n"
+
+
+def repeating(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A tiny model whose mixers repeat heads: transformers' forward with the line from older versions."""
+    model = tiny_models.build(name)
+    mixer = type(find_mixers(model)[0].module)
+    forward = inspect.unwrap(mixer.forward)
+    source = inspect.getsource(forward)
+    assert source.count(BEFORE) == 1
+    lines = source.replace(BEFORE, REPEAT + BEFORE).splitlines(keepends=True)
+    start = next(number for number, line in enumerate(lines) if line.lstrip().startswith("def "))
+    scope: dict[str, Any] = {}
+    exec(textwrap.dedent("".join(lines[start:])), forward.__globals__, scope)
+    monkeypatch.setattr(mixer, "forward", scope["forward"])
+    return model
+
+
+def captured_repeating(name: str, model: Any, segment_length: int = SHORT, decode: int = 0) -> list[CapturedLayer]:
+    found: list[CapturedLayer] = []
+    capture_layers(
+        model.base_model,
+        tiny_models.prompt(SHORT),
+        tiny_models.layer_refs(name),
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=segment_length,
+        on_layer=found.append,
+        serving=Serving(decode=decode),
+        head=lambda hidden: hidden @ model.get_output_embeddings().weight.T,
+    )
+    return found
+
+
+@pytest.mark.parametrize("segment_length", [SHORT, 16])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_repeated_heads_are_taken_once_and_said(
+    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = captured_repeating(name, tiny_models.build(name))
+    repeated = captured_repeating(name, repeating(name, monkeypatch), segment_length)
+    for one, other in zip(plain, repeated, strict=True):
+        assert one.inputs.q.shape[2] == other.inputs.q.shape[2] == 2
+        assert one.inputs.v.shape[2] == other.inputs.v.shape[2] == 4
+        for tensor in ("q", "k", "v", "g", "beta"):
+            torch.testing.assert_close(getattr(one.inputs, tensor), getattr(other.inputs, tensor), rtol=1e-4, atol=1e-5)
+        assert other.model_strides["q"][2] == 2 * 16
+        assert one.remark == ""
+        assert "repeats each query and key head 2 times" in other.remark
+
+
+def test_repeated_heads_of_a_decode_step_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = captured_repeating("qwen3_next", repeating("qwen3_next", monkeypatch), decode=1)
+    steps = [one for one in found if one.call]
+    assert len(steps) == 3
+    for one in steps:
+        assert (one.inputs.q.shape, one.inputs.v.shape) == ((1, 1, 2, 16), (1, 1, 4, 16))
+        assert one.inputs.initial_state.shape == (1, 4, 16, 16)
+        assert "repeats each query and key head 2 times" in one.remark
+
+
+def test_a_repeating_model_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = repeating("qwen3_next", monkeypatch)
+    ids = tiny_models.prompt(SHORT)
+    seen: list[tuple[int, ...]] = []
+
+    def observe(call: OperatorCall) -> Result:
+        seen.append(tuple(call.inputs.q.shape))
+        return call.run_original()
+
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        with intercept(find_mixers(model), observe):
+            during = model(ids, use_cache=False).logits
+    assert torch.equal(before, during)
+    assert seen == [(1, SHORT, 2, 16)] * 3
+
+
+def test_equal_heads_that_the_model_made_itself_are_kept() -> None:
+    """The mixer's number of key heads decides, never equal values: Olmo-Hybrid repeats no heads."""
+    model = tiny_models.build("olmo_hybrid")
+    with torch.no_grad():
+        for site in find_mixers(model):
+            for projection in (site.module.q_proj, site.module.k_proj):  # all heads of q are equal, and all heads of k
+                heads = projection.weight.view(4, -1, projection.weight.shape[1])
+                heads[:] = heads[:1].clone()
+            width = site.module.key_dim
+            kernel = site.module.conv1d.weight
+            for start in (0, width):
+                heads = kernel[start : start + width].view(4, -1, 1, 4)
+                heads[:] = heads[:1].clone()
+    for layer in captured_repeating("olmo_hybrid", model):
+        assert layer.inputs.k.shape[2] == 4
+        assert torch.equal(layer.inputs.k[:, :, 0], layer.inputs.k[:, :, 3])
+        assert layer.remark == ""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ssdprof.capture import text
-from ssdprof.capture.pieces import pieces
-from ssdprof.capture.prompt import LONGEST_SEQLEN, build_prompt, parse_seq, parse_seqs
+from ssdprof.capture.prompt import LONGEST_SEQLEN, parse_seq, parse_seqs
+from ssdprof.capture.tokenizer import _pieces, build_prompt
 from ssdprof.errors import BadInputError, ExitCode
 
 DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
@@ -295,7 +295,7 @@ def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> N
         def encode(self, text: str) -> list[int]:
             return [0, *map(ord, text), 1]
 
-    ids, _ = pieces(Both(), Both().encode("abcdef")[:6], (3, 3))  # type: ignore[arg-type]
+    ids, _ = _pieces(Both(), Both().encode("abcdef")[:6], (3, 3))  # type: ignore[arg-type]
     assert ids == [0, ord("a"), ord("b"), 0, ord("c"), ord("d")]
 
 

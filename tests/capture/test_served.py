@@ -12,9 +12,8 @@ from operators import toy
 
 from ssdprof import operators
 from ssdprof.capture import store
-from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.layers import CaptureSummary, capture_layers
-from ssdprof.capture.layout import packed
+from ssdprof.capture.store import CapturedLayer, packed
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.tensors import tensors

@@ -16,8 +16,8 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mo
 
 from ssdprof.capture import text
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.sites import find_sites
-from ssdprof.checkpoint.located import DEMO_FOLDERS
+from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_the_gates_of_the_gdn_demo_have_learnt() -> None:
         seen.append(call.inputs)
         return call.run_original()
 
-    with torch.no_grad(), intercept(find_sites(model), observe):
+    with torch.no_grad(), intercept(find_mixers(model), observe):
         model(torch.tensor([list(text.held_out()[:2048])]), use_cache=False)
     assert len(seen) == 3
     for inputs in seen:

@@ -17,10 +17,9 @@ from minihub import TOKEN, MiniHub
 from safetensors.torch import save_file
 
 from ssdprof.checkpoint import hub as hub_module
-from ssdprof.checkpoint.fetched import LocalCheckpoint, fetch, fetch_tokenizer
-from ssdprof.checkpoint.load import load_model
-from ssdprof.checkpoint.located import Located, locate
-from ssdprof.checkpoint.original import DEFAULT_TOKENIZER, PICKLE
+from ssdprof.checkpoint.config import DEFAULT_TOKENIZER, PICKLE
+from ssdprof.checkpoint.load import LocalCheckpoint, fetch, fetch_tokenizer, load_model
+from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
 from ssdprof.pipeline.dry_run import check_start, plan
@@ -30,7 +29,7 @@ from ssdprof.pipeline.subject import find
 Save = Callable[[str], Path]
 
 
-def fetch_all(located: Located, deepest_layer: int | None = None) -> LocalCheckpoint:
+def fetch_all(located: Model, deepest_layer: int | None = None) -> LocalCheckpoint:
     """Fetches as a run does."""
     fetch_tokenizer(located)
     return fetch(located, deepest_layer=deepest_layer)
@@ -38,7 +37,7 @@ def fetch_all(located: Located, deepest_layer: int | None = None) -> LocalCheckp
 
 def failure(model: str, **options: str) -> SsdprofError:
     with pytest.raises(SsdprofError) as caught:
-        fetch(locate(model, **options))
+        fetch(open_model(model, **options))
     assert caught.value.hint
     return caught.value
 
@@ -67,7 +66,7 @@ def granite(layer_types: list[str]) -> dict[str, object]:
 def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, saved: Save) -> None:
     folder = saved("granitemoehybrid")
     commit = hub.publish("org/tiny", folder)
-    located = locate("org/tiny")
+    located = open_model("org/tiny")
     assert hub.downloads() == ["config.json"]
     assert (located.ref.source, located.ref.repo_id, located.ref.revision) == ("hub", "org/tiny", commit)
 
@@ -88,7 +87,7 @@ def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, saved: Sa
     assert len(load_model(local, device="cpu").layers) == 1
 
     hub.log.clear()
-    again = locate("org/tiny")
+    again = open_model("org/tiny")
     assert all(info.cached for info in again.files(0))
     fetch(again, deepest_layer=0, progress=lines.append)
     assert hub.downloads() == []
@@ -100,7 +99,7 @@ def test_code_pickles_and_other_formats_stay_on_the_hub(hub: MiniHub, copied: Sa
     for name in ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.model.v3", "README.md", "model.gguf"):
         (folder / name).write_bytes(b"not wanted")
     hub.publish("org/tiny", folder)
-    fetch_all(locate("org/tiny"))
+    fetch_all(open_model("org/tiny"))
     wanted = {"config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}
     assert {name for name in hub.downloads() if not name.startswith("model-0")} == wanted
 
@@ -108,8 +107,8 @@ def test_code_pickles_and_other_formats_stay_on_the_hub(hub: MiniHub, copied: Sa
 def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, saved: Save) -> None:
     folder = saved("granitemoehybrid")
     hub.publish("org/tiny", folder)
-    located = locate("org/tiny")
-    assert located.weight_bytes(1) == locate(str(folder)).weight_bytes(1)
+    located = open_model("org/tiny")
+    assert located.weight_bytes(1) == open_model(str(folder)).weight_bytes(1)
     parts = [request for request in hub.log if request.range is not None]
     assert parts
     assert not any(info.cached for info in located.files(1) if info.name.endswith(".safetensors"))
@@ -118,31 +117,31 @@ def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, saved: 
 def test_a_revision_is_resolved_once_and_stays(hub: MiniHub, saved: Save, copied: Save) -> None:
     hub.publish("org/tiny", saved("mamba2"))
     commit = hub.publish("org/tiny", copied("mamba2"), revision="v1")
-    located = locate("org/tiny", revision="v1")
+    located = open_model("org/tiny", revision="v1")
     assert located.ref.revision == commit
     hub.publish("org/tiny", saved("bamba"), revision="v1")  # the branch moves on; the run does not
     assert fetch(located).ref.model_type == "mamba2"
-    assert locate("org/tiny", revision=commit).ref.revision == commit
+    assert open_model("org/tiny", revision=commit).ref.revision == commit
     by_branch = [request for request in hub.log if "/resolve/v1/" in request.path]
     assert len(by_branch) == 3  # for config.json: a check that the hub answers, then HEAD and GET
 
 
 def test_a_family_name_takes_its_flagship_and_says_so(hub: MiniHub, saved: Save) -> None:
     hub.publish("ibm-granite/granite-4.0-h-small", saved("granitemoehybrid"))
-    located = locate("ibm-granite/granite-4.0")
+    located = open_model("ibm-granite/granite-4.0")
     assert located.ref.requested == "ibm-granite/granite-4.0"
     assert located.ref.repo_id == "ibm-granite/granite-4.0-h-small"
     assert "ibm-granite/granite-4.0-h-tiny" in located.ref.siblings
     assert located.ref.repo_id not in located.ref.siblings
     assert "taking ibm-granite/granite-4.0-h-small" in located.notes[0]
-    assert locate("ibm-granite/granite-4.0-h-small").ref.siblings == ()
+    assert open_model("ibm-granite/granite-4.0-h-small").ref.siblings == ()
 
 
 def test_the_trained_context_is_the_tables_where_it_knows_better(hub: MiniHub, saved: Save) -> None:
     hub.publish("ibm-ai-platform/Bamba-9B", saved("bamba"))
     hub.publish("org/tiny", saved("bamba"))
-    assert locate("ibm-ai-platform/Bamba-9B").ref.trained_context == 4096
-    assert locate("org/tiny").ref.trained_context == 262144  # max_position_embeddings
+    assert open_model("ibm-ai-platform/Bamba-9B").ref.trained_context == 4096
+    assert open_model("org/tiny").ref.trained_context == 262144  # max_position_embeddings
 
 
 def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: Save, tmp_path: Path) -> None:
@@ -157,10 +156,10 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
     hub.publish("state-spaces/mamba2-130m", main)
     hub.publish("state-spaces/mamba2-130m", pull_request, revision="refs/pr/1")
 
-    names = [info.name for info in locate("state-spaces/mamba2-130m").files()]
+    names = [info.name for info in open_model("state-spaces/mamba2-130m").files()]
     assert PICKLE in names
     assert f"{DEFAULT_TOKENIZER}/tokenizer.json" in names
-    located = locate("state-spaces/mamba2-130m", revision="refs/pr/1")
+    located = open_model("state-spaces/mamba2-130m", revision="refs/pr/1")
     tokenizer, local = fetch_tokenizer(located), fetch(located)
     assert (local.folder / "model.safetensors").is_symlink()
     assert tokenizer
@@ -177,7 +176,7 @@ def test_a_broken_connection_continues_where_it_broke(
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the client keeps whole chunks, by default of 10 MB
     hub.publish("org/tiny", saved("mamba2"))
-    located = locate("org/tiny")
+    located = open_model("org/tiny")
     shard = next(info for info in located.files(0) if info.name.endswith(".safetensors"))
     hub.cut(shard.name, 1200)
     local = fetch(located, deepest_layer=0)
@@ -216,7 +215,7 @@ def test_a_connection_that_keeps_dropping_ends(hub: MiniHub, saved: Save, monkey
 
 def test_an_interrupted_fetch_keeps_complete_files(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.publish("org/tiny", saved("mamba2"))
-    located = locate("org/tiny")
+    located = open_model("org/tiny")
     shards = [info.name for info in located.files() if info.name.endswith(".safetensors")]
     path = hub_module.HubRepo.path
 
@@ -230,7 +229,7 @@ def test_an_interrupted_fetch_keeps_complete_files(hub: MiniHub, saved: Save, mo
         with pytest.raises(KeyboardInterrupt):
             fetch(located)
     hub.log.clear()
-    fetch(locate("org/tiny"))
+    fetch(open_model("org/tiny"))
     assert hub.downloads() == [shards[-1]]
 
 
@@ -246,7 +245,7 @@ def test_a_file_that_is_truncated_on_the_hub_cannot_be_had(hub: MiniHub, copied:
 
 def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy(hub: MiniHub, saved: Save) -> None:
     hub.publish("org/tiny", saved("mamba2"))
-    located = locate("org/tiny")
+    located = open_model("org/tiny")
     assert located.weight_bytes(0) > 0  # reads the headers on the hub
     shard = next(info.name for info in located.files(0) if info.name.endswith(".safetensors"))
     copy = located.source.path(shard).resolve()
@@ -271,7 +270,7 @@ def test_too_little_disk_is_said_before_the_download(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.publish("org/tiny", saved("mamba2"))
-    located = locate("org/tiny")
+    located = open_model("org/tiny")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
     with pytest.raises(MissingCapabilityError, match="hub cache's disk") as caught:
         fetch(located)
@@ -315,7 +314,7 @@ def test_a_private_repo_looks_missing_until_the_token_is_there(
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "the token's account" in failure("org/private").hint
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert fetch(locate("org/private")).ref.repo_id == "org/private"
+    assert fetch(open_model("org/private")).ref.repo_id == "org/private"
 
 
 def test_a_gated_repo_is_said_to_be_gated(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +328,7 @@ def test_a_gated_repo_is_said_to_be_gated(hub: MiniHub, saved: Save, monkeypatch
     assert "not on the list" in failure("org/gated").message
     assert "hf_wrong" not in str(vars(failure("org/gated")))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert fetch(locate("org/gated")).ref.repo_id == "org/gated"
+    assert fetch(open_model("org/gated")).ref.repo_id == "org/gated"
 
 
 def test_an_unknown_revision_names_those_there_are(hub: MiniHub, saved: Save) -> None:
@@ -379,10 +378,10 @@ def test_an_index_on_the_hub_that_leaves_its_folder(hub: MiniHub, copied: Save) 
 def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.publish("org/tiny", saved("mamba2"))
     hub.publish("org/other", saved("bamba"))
-    fetch_all(locate("org/tiny"), deepest_layer=0)
+    fetch_all(open_model("org/tiny"), deepest_layer=0)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.log.clear()
-    located = locate("org/tiny")
+    located = open_model("org/tiny")
     assert located.ref.revision == commit
     load_model(fetch_all(located, deepest_layer=0), device="cpu")
     assert hub.log == []
@@ -399,9 +398,9 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
 def test_a_hub_that_cannot_be_reached(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)  # without a cache the client retries for 23 s
     hub.publish("org/tiny", saved("mamba2"))
-    fetch_all(locate("org/tiny"))
+    fetch_all(open_model("org/tiny"))
     hub.close()
-    assert fetch_all(locate("org/tiny")).ref.repo_id == "org/tiny"
+    assert fetch_all(open_model("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert f"the hub at {hub.url} cannot be reached" in error.message
@@ -412,7 +411,7 @@ def test_what_was_only_looked_at_is_not_in_the_cache(
     hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.publish("org/tiny", saved("mamba2"))
-    locate("org/tiny")  # config.json only
+    open_model("org/tiny")  # config.json only
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
@@ -422,9 +421,9 @@ def test_what_was_only_looked_at_is_not_in_the_cache(
 def test_a_hub_that_answers_with_errors(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     hub.publish("org/tiny", saved("mamba2"))
-    fetch_all(locate("org/tiny"))
+    fetch_all(open_model("org/tiny"))
     hub.down = 503
-    assert fetch_all(locate("org/tiny")).ref.repo_id == "org/tiny"
+    assert fetch_all(open_model("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "answered 503" in error.message
@@ -528,12 +527,12 @@ def test_a_pasted_address_and_a_revision_behind_an_at(hub: MiniHub, saved: Save,
     hub.publish("org/tiny", saved("mamba2"))
     commit = hub.publish("org/tiny", copied("bamba"), revision="v1")
     for typed in (f"{hub.url}/org/tiny/tree/v1", "org/tiny@v1"):
-        ref = locate(typed).ref
+        ref = open_model(typed).ref
         assert (ref.requested, ref.repo_id, ref.revision) == (typed, "org/tiny", commit)
 
 
 def test_the_tokenizer_of_the_demo_model(saved: Save) -> None:
-    tokenizer = fetch_tokenizer(locate(str(saved("mamba2")), tokenizer="demo"))
+    tokenizer = fetch_tokenizer(open_model(str(saved("mamba2")), tokenizer="demo"))
     assert tokenizer
     assert tokenizer.name == "demo"
     assert (tokenizer.folder / "tokenizer.json").is_file()
@@ -565,9 +564,9 @@ def test_the_clients_variables_count(hub: MiniHub, saved: Save, tmp_path: Path, 
     hub.publish("org/private", saved("mamba2"), private=True)
     code = (
         "from ssdprof import errors\n"
-        "from ssdprof.checkpoint.fetched import fetch\n"
-        "from ssdprof.checkpoint.located import locate\n"
-        "try: print(fetch(locate('org/private')).ref.revision)\n"
+        "from ssdprof.checkpoint.load import fetch\n"
+        "from ssdprof.checkpoint.model import open_model\n"
+        "try: print(fetch(open_model('org/private')).ref.revision)\n"
         "except errors.SsdprofError as error: print(int(error.exit_code), error.message)"
     )
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}

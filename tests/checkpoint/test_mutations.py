@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from mutations import Mutation, damaged, outcome, try_all
 
-from ssdprof.checkpoint.located import DEMO_FOLDERS
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.errors import BadInputError, SsdprofError
+
+Save = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -78,7 +80,7 @@ def test_what_is_no_json_object(file: str, content: bytes) -> None:
     assert file.removesuffix("_config.json").removesuffix(".json") in error.message
 
 
-def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Callable[[str], Path]) -> None:
+def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Save) -> None:
     """Frequencies of rotary positions are computed, not loaded."""
     folder = copied("qwen3_next")
     config = json.loads((folder / "config.json").read_text())
@@ -90,5 +92,5 @@ def test_a_config_may_not_ask_for_any_amount_of_memory(copied: Callable[[str], P
 
 
 def test_a_config_that_cannot_be_used_costs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdprof.checkpoint.fetched.check_space", lambda *_, **__: pytest.fail("downloads"))
+    monkeypatch.setattr("ssdprof.checkpoint.load.check_space", lambda *_, **__: pytest.fail("downloads"))
     assert "hidden_act" in refused("config.json", hidden_act="swish_7").hint

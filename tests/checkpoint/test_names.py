@@ -1,15 +1,29 @@
-"""The names that users type for a model."""
+"""Names that users type for models and layers, and the table of families."""
+
+from __future__ import annotations
 
 import subprocess
 import sys
 
 import pytest
 
-from ssdprof.checkpoint.located import locate
-from ssdprof.checkpoint.names import close_names, parse_repo
+from ssdprof.checkpoint.model import open_model
+from ssdprof.checkpoint.names import (
+    FAMILIES,
+    KNOWN_TYPES,
+    close_names,
+    family_named,
+    known,
+    parse_repo,
+    select_layers,
+    siblings_that_fit,
+)
 from ssdprof.errors import BadInputError
+from ssdprof.schema import LayerRef
 
 TINY = "ibm-granite/granite-4.0-h-tiny"
+# A hybrid: attention at 2 and 5.
+LAYERS = tuple(LayerRef(index=i, name=f"model.layers.{i}.mamba", operator="ssd") for i in (0, 1, 3, 4, 6, 7))
 
 
 @pytest.mark.parametrize(
@@ -29,9 +43,8 @@ TINY = "ibm-granite/granite-4.0-h-tiny"
     ],
 )
 def test_names_and_addresses(typed: str, repo: str, revision: str | None) -> None:
-    name = parse_repo(typed, None)
-    assert (name.repo_id, name.revision) == (repo, revision)
-    assert parse_repo(typed, revision).revision == revision
+    assert parse_repo(typed, None) == (repo, revision)
+    assert parse_repo(typed, revision) == (repo, revision)
 
 
 def test_two_revisions() -> None:
@@ -71,19 +84,116 @@ def test_a_name_unlike_any_finds_nothing(typed: str) -> None:
 @pytest.mark.parametrize("typed", ["Demo", "demo@v1"])
 def test_the_demo_model_has_one_name(typed: str) -> None:
     with pytest.raises(BadInputError, match="ships with ssdprof is demo"):
-        locate(typed)
+        open_model(typed)
 
 
 @pytest.mark.parametrize("typed", ["", "  "])
 def test_an_empty_name_is_not_the_current_folder(typed: str) -> None:
     with pytest.raises(BadInputError, match="name is empty"):
-        locate(typed)
+        open_model(typed)
 
 
-def test_names_are_judged_without_torch() -> None:
-    code = (
-        "import sys; from ssdprof.checkpoint.located import locate\n"
-        "locate('demo')\n"
-        "print([name for name in ('torch', 'transformers', 'huggingface_hub') if name in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+@pytest.mark.parametrize("spec", ["17", "first:5"])
+def test_names_and_layers_are_judged_without_torch(spec: str) -> None:
+    code = f"""if True:
+        import sys
+        from ssdprof.checkpoint.model import open_model
+        from ssdprof.errors import BadInputError
+        try: open_model('demo').select({spec!r})
+        except BadInputError as error: print(error)
+        print([name for name in ('torch', 'transformers', 'triton') if name in sys.modules])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "the model has 4: 0, 1, 3, 4." in done.stdout
+    assert done.stdout.endswith("\n[]\n")
+
+
+# --- families
+
+
+def test_every_row_is_of_a_supported_type_and_has_its_flagship() -> None:
+    for row in FAMILIES:
+        assert row.model_type in KNOWN_TYPES
+        assert bool(row.typed) == bool(row.flagship)
+        assert row.flagship is None or row.flagship in [member.repo for member in row.checkpoints]
+        sizes = [member.parameters for member in row.checkpoints]
+        assert sizes == sorted(sizes)
+    repos = [member.repo for row in FAMILIES for member in row.checkpoints]
+    assert len(repos) == len(set(repos))
+    assert not set(repos) & {name for row in FAMILIES for name in row.typed}
+
+
+def test_what_users_type_names_a_family_and_a_repo_does_not() -> None:
+    family = family_named("ibm-granite/granite-4.0")
+    assert family is not None
+    assert family.flagship == "ibm-granite/granite-4.0-h-small"
+    assert family_named("IBM-Granite/Granite-4.0") is family
+    assert family_named("ibm-granite/granite-4.0-h-small") is None
+    assert family_named("granite") is None
+
+
+def test_siblings_that_fit_are_the_largest_first_and_without_the_model_itself() -> None:
+    fitting = siblings_that_fit("ibm-granite/granite-4.0-h-small", 7_000_000_000)
+    assert [member.repo.rpartition("-")[2] for member in fitting] == ["micro", "1b", "350m"]
+    assert siblings_that_fit("ibm-granite/granite-4.0-h-tiny", 10) == ()
+    assert siblings_that_fit("someone/else", 10**15) == ()
+    everything = siblings_that_fit("ibm-granite/granite-4.0-h-small", 10**15)
+    assert "ibm-granite/granite-4.0-h-small" not in [member.repo for member in everything]
+
+
+def test_known_checkpoints_say_where_their_size_is_from() -> None:
+    assert all(member.parameters_from for row in FAMILIES for member in row.checkpoints)
+    mamba = known("state-spaces/mamba2-2.7b")
+    assert mamba is not None
+    assert (mamba.trained_context, mamba.weight_bytes) == (2048, 5_400_000_000)
+
+
+# --- layers
+
+
+@pytest.mark.parametrize(
+    ("spec", "indices"),
+    [
+        ("all", [0, 1, 3, 4, 6, 7]),
+        ("first:1", [0]),
+        ("first:3", [0, 1, 3]),
+        ("first:6", [0, 1, 3, 4, 6, 7]),
+        ("every:1", [0, 1, 3, 4, 6, 7]),
+        ("every:2", [0, 3, 6]),
+        ("every:9", [0]),
+        ("3", [3]),
+        ("7,3", [3, 7]),
+        (" 3 , 7, 3 ", [3, 7]),
+        ("FIRST:2", [0, 1]),
+        ("0-3", [0, 1, 3]),
+        ("3-7", [3, 4, 6, 7]),
+        (" 0 - 1 , 7 ", [0, 1, 7]),
+        ("6-6,0", [0, 6]),
+    ],
+)
+def test_selects(spec: str, indices: list[int]) -> None:
+    assert [layer.index for layer in select_layers(spec, LAYERS)] == indices
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("3,9,2", r"Layer 2, 9 .* 6: 0, 1, 3, 4, 6, 7"),
+        ("8-9,2-2,3", r"Layer 2-2, 8-9 has no SSD"),
+        ("7-3", "the range 7-3 is empty"),
+        ("first:7", "first:7: the model has 6: 0, 1"),
+        ("first:0", "selects nothing"),
+        ("every:0", "selects nothing"),
+    ],
+)
+def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec: str, words: str) -> None:
+    with pytest.raises(BadInputError, match=words):
+        select_layers(spec, LAYERS)
+
+
+@pytest.mark.parametrize(
+    "spec", ["", "none", "first", "first:", "first:-1", "every:x", "3-", "3-7-9", "3,,7", "3,", "-3", "3.5"]
+)
+def test_a_spec_that_cannot_be_read(spec: str) -> None:
+    with pytest.raises(BadInputError, match="cannot be read") as raised:
+        select_layers(spec, LAYERS)
+    assert "every:K" in raised.value.hint

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from ssdprof import operators, runs
 from ssdprof.bench import run as bench_run
 from ssdprof.bench.schema import load
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.capture.store import load as load_captures
 from ssdprof.cli import app
 from ssdprof.errors import BadInputError

@@ -12,7 +12,7 @@ from report.make import make_report
 from typer.testing import CliRunner
 
 from ssdprof import runs
-from ssdprof.capture.layout import token_major
+from ssdprof.capture.store import token_major
 from ssdprof.cli import app
 from ssdprof.compare.compare import compare
 from ssdprof.compare.read import read

@@ -6,8 +6,8 @@ import pytest
 import tiny_models
 from prefill_fakes import cpu_trace
 
-from ssdprof.capture.prefill import prefill
-from ssdprof.capture.sites import find_sites
+from ssdprof.capture.forward import prefill
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.measure.gpu_trace import Work, work
 from ssdprof.pipeline.parts import _modules, marking, part_times, parts_marked
 from ssdprof.pipeline.substitute import implemented, substituted
@@ -17,7 +17,7 @@ from ssdprof.schema import EXACT_FP32
 def names(model_name: str) -> dict[str, list[str]]:
     """The modules of each part, as "<class> <number>"."""
     model = tiny_models.shared(model_name)
-    found = _modules(model, find_sites(model))
+    found = _modules(model, find_mixers(model))
     return {
         part: sorted(
             {f"{type(module).__name__} {[type(m) for m in modules].count(type(module))}" for module in modules}
@@ -46,7 +46,7 @@ def test_parts_are_found_by_what_modules_do(name: str, attention: list[str], mlp
 @pytest.mark.parametrize("name", ["nemotron_h", "falcon_h1", "zamba2"])
 def test_no_module_is_part_of_two(name: str) -> None:
     model = tiny_models.shared(name)
-    found = _modules(model, find_sites(model))
+    found = _modules(model, find_mixers(model))
     outer = [module for part in ("mixer", "attention", "MLP") for module in found[part]]
     assert found["MLP"]
     for module in outer:
@@ -55,7 +55,7 @@ def test_no_module_is_part_of_two(name: str) -> None:
 
 def test_a_models_launches_are_those_of_its_parts() -> None:
     model = tiny_models.shared("granitemoehybrid")
-    sites = find_sites(model)
+    sites = find_mixers(model)
     ids = tiny_models.prompt(24)
     compute = implemented("reference", EXACT_FP32, sites)
     with parts_marked(model, sites), substituted(sites, marking(compute)):

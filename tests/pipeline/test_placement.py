@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.rehearsal import LiveBytes, rehearse
-from ssdprof.capture.sites import find_sites
+from ssdprof.capture.memory import LiveBytes, predict_memory
 from ssdprof.checkpoint.load import REWRITTEN
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.environment import memory as memory_of
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
@@ -367,7 +367,7 @@ def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: S
 
 def layers_of(model: Any, name: str) -> Any:
     known = tiny_models.layer_refs(name)
-    return [known[0].model_copy(update={"index": site.layer_index}) for site in find_sites(model)]
+    return [known[0].model_copy(update={"index": site.layer_index}) for site in find_mixers(model)]
 
 
 def lower_right(queries: int, keys: int) -> torch.Tensor:
@@ -395,8 +395,8 @@ def test_the_predicted_peak_is_that_of_a_capture(
     model = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     with torch.device("meta"):
         shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
-    wanted = {site.layer_index for site in find_sites(shapes)}
-    predicted = rehearse(
+    wanted = {site.layer_index for site in find_mixers(shapes)}
+    predicted = predict_memory(
         shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False, serving=serving
     )
     found = measured(model, name, 1024, segment_length, serving)
@@ -424,19 +424,19 @@ def test_operator_calls_of_one_form_are_tried_once(
     """The predicted peak is the same as if every call were tried."""
     with torch.device("meta"):
         shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
-    wanted = {site.layer_index for site in find_sites(shapes)}
+    wanted = {site.layer_index for site in find_mixers(shapes)}
     tried: list[int] = []  # not the calls, because a call holds its tensors
-    stand_in = OperatorCall.stand_in
+    stand_in = OperatorCall.replacement
 
     def counting(call: OperatorCall) -> Result:
-        tried.append(call.site.layer_index)
+        tried.append(call.mixer.layer_index)
         return stand_in(call)
 
-    monkeypatch.setattr(OperatorCall, "stand_in", counting)
+    monkeypatch.setattr(OperatorCall, "replacement", counting)
 
     def predicted() -> tuple[int, int]:
         tried.clear()
-        peak = rehearse(shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False)
+        peak = predict_memory(shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False)
         return peak, len(tried)
 
     peak, forms = predicted()

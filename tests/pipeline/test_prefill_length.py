@@ -12,8 +12,8 @@ import torch
 from prefill_fakes import REST_US, FakeBench, cpu_trace
 
 from ssdprof import kernels
-from ssdprof.capture.sites import find_sites
-from ssdprof.capture.surroundings import BundledSurroundings
+from ssdprof.capture.conv_and_norm import ConvAndNorm
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
@@ -78,14 +78,14 @@ def timer(
 ) -> tuple[LengthTimer, FakeBench]:
     bench = FakeBench(US)
     model = tiny_models.shared("mamba2")
-    sites = find_sites(model)
+    sites = find_mixers(model)
     prompted = Prompted(
         model=model,
         ids=tiny_models.prompt(LENGTH),
         segment_length=segment,
         sites=sites,
         layer=tiny_models.layer_refs("mamba2")[1],
-        bundled=BundledSurroundings(sites),
+        bundled=ConvAndNorm(sites),
     )
     settings: dict[str, Any] = {"baseline": "unfused", "seconds": 0.01, "smallest_difference": 0.01} | changes
     return LengthTimer(prompted=prompted, contenders=contenders(bench), bench=bench, profile=profile, **settings), bench
@@ -252,7 +252,7 @@ def test_an_interrupt_passes_and_the_model_is_restored() -> None:
     with pytest.raises(KeyboardInterrupt):
         one.run()
     assert site.namespace[site.function] is function
-    assert "forward" not in vars(site.mixer.norm)
+    assert "forward" not in vars(site.module.norm)
 
 
 def test_every_step_is_told_with_its_seconds() -> None:

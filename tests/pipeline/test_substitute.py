@@ -7,7 +7,7 @@ import tiny_models
 import torch
 
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.sites import find_sites
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.pipeline.substitute import implemented, substituted
 from ssdprof.schema import EXACT_FP32
@@ -24,7 +24,7 @@ def logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("implementation", ["reference", "unfused", "fused"])
 def test_an_implementation_computes_in_the_models_place(name: str, implementation: str) -> None:
     model = tiny_models.shared(name)
-    sites = find_sites(model)
+    sites = find_mixers(model)
     before = logits(model)
     with substituted(sites, implemented(implementation, EXACT_FP32, sites)) as count:
         ours = logits(model)
@@ -37,15 +37,15 @@ def test_an_implementation_computes_in_the_models_place(name: str, implementatio
 @pytest.mark.parametrize("name", ["granitemoehybrid", "olmo_hybrid"])
 def test_only_the_named_layers_are_replaced(name: str) -> None:
     model = tiny_models.shared(name)
-    sites = find_sites(model)
+    sites = find_mixers(model)
     replaced, left = [], []
 
     def compute(call: OperatorCall) -> Result:
-        replaced.append(call.site.layer_index)
+        replaced.append(call.mixer.layer_index)
         return call.run_original()
 
     def elsewhere(call: OperatorCall) -> Result:
-        left.append(call.site.layer_index)
+        left.append(call.mixer.layer_index)
         return call.run_original()
 
     with substituted(sites, compute, layers={1}, elsewhere=elsewhere):
@@ -62,7 +62,7 @@ def test_elsewhere_the_model_computes_for_itself_unless_told_otherwise() -> None
         out, final_state = call.run_original()
         return torch.zeros_like(out), final_state
 
-    sites = find_sites(model)
+    sites = find_mixers(model)
     with substituted(sites, zeros, layers=()):
         assert torch.equal(logits(model), before)
     with substituted(sites, zeros, layers=(2,)):
@@ -71,4 +71,4 @@ def test_elsewhere_the_model_computes_for_itself_unless_told_otherwise() -> None
 
 def test_an_unknown_implementation_is_refused_by_name() -> None:
     with pytest.raises(BadInputError, match="no implementation 'fastest' of ssd"):
-        implemented("fastest", EXACT_FP32, find_sites(tiny_models.shared("mamba2")))
+        implemented("fastest", EXACT_FP32, find_mixers(tiny_models.shared("mamba2")))

@@ -12,9 +12,7 @@ from kernels.ssd_cases import Case
 from stalls.captures import store_layers
 
 from ssdprof import kernels, operators
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.layout import strides
-from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter, strides
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.operators.named import Named

@@ -10,8 +10,7 @@ import torch
 from tuning_fakes import inputs_of
 
 from ssdprof.bench.shapes import parse_shapes
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.ssd.hopper import config as hopper_config

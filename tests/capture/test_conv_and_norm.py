@@ -9,9 +9,9 @@ import tiny_models
 import torch
 from torch import nn
 
-from ssdprof.capture.prefill import prefill
-from ssdprof.capture.sites import find_sites
-from ssdprof.capture.surroundings import CONVOLUTION, BundledSurroundings, NormForm, gated_norms, norm_form
+from ssdprof.capture.conv_and_norm import CONVOLUTION, ConvAndNorm, gated_norms, norm_form
+from ssdprof.capture.forward import prefill
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.kernels import UnsupportedError
 
 FAMILIES = [
@@ -28,7 +28,7 @@ def logits(model: Any, segment: int = 40) -> torch.Tensor:
 @pytest.mark.parametrize("segment", [40, 16])
 def test_every_family_answers_alike(name: str, segment: int) -> None:
     model = tiny_models.shared(name)
-    bundled = BundledSurroundings(find_sites(model))
+    bundled = ConvAndNorm(find_mixers(model))
     assert bundled.left_to_model == ()
     before = logits(model, segment)
     with bundled.installed():
@@ -47,16 +47,16 @@ def test_every_family_answers_alike(name: str, segment: int) -> None:
     ],
 )
 def test_the_form_is_found_by_a_probe(name: str, form: tuple[int, bool]) -> None:
-    (norm,) = gated_norms(find_sites(tiny_models.shared(name))[0])
+    (norm,) = gated_norms(find_mixers(tiny_models.shared(name))[0])
     found = norm_form(norm)
     assert found is not None
-    assert (found.group_size, found.norm_first) == form
+    assert (found["group_size"], found["norm_first"]) == form
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
 def test_the_probe_tells_the_forms_apart_in_bf16(name: str) -> None:
-    norm = gated_norms(find_sites(tiny_models.build(name, torch.bfloat16))[0])[0]
-    assert norm_form(norm) == norm_form(gated_norms(find_sites(tiny_models.shared(name))[0])[0])
+    norm = gated_norms(find_mixers(tiny_models.build(name, torch.bfloat16))[0])[0]
+    assert norm_form(norm) == norm_form(gated_norms(find_mixers(tiny_models.shared(name))[0])[0])
 
 
 class Sigmoid(nn.Module):
@@ -74,35 +74,35 @@ class Sigmoid(nn.Module):
 
 def test_another_norm_is_left_to_the_model_and_named() -> None:
     model = tiny_models.build("granitemoehybrid")
-    sites = find_sites(model)
-    sites[0].mixer.norm = Sigmoid()
-    assert norm_form(sites[0].mixer.norm) is None
-    bundled = BundledSurroundings(sites)
+    sites = find_mixers(model)
+    sites[0].module.norm = Sigmoid()
+    assert norm_form(sites[0].module.norm) is None
+    bundled = ConvAndNorm(sites)
     assert bundled.left_to_model == ("1 gated norms of a form that the kernel does not have",)
     with bundled.installed():
-        assert "forward" not in vars(sites[0].mixer.norm)
-        assert "forward" in vars(sites[1].mixer.norm)
+        assert "forward" not in vars(sites[0].module.norm)
+        assert "forward" in vars(sites[1].module.norm)
         logits(model)
-    assert "forward" not in vars(sites[1].mixer.norm)
+    assert "forward" not in vars(sites[1].module.norm)
 
 
 def test_the_model_is_restored_whatever_ends_the_context() -> None:
     model = tiny_models.shared("mamba2")
-    sites = find_sites(model)
+    sites = find_mixers(model)
     own = sites[0].namespace[CONVOLUTION]
-    installed = BundledSurroundings(sites).installed()
+    installed = ConvAndNorm(sites).installed()
     installed.__enter__()
     assert sites[0].namespace[CONVOLUTION] is not own
     error = KeyboardInterrupt()
     assert not installed.__exit__(KeyboardInterrupt, error, None)
     assert sites[0].namespace[CONVOLUTION] is own
-    assert "forward" not in vars(sites[0].mixer.norm)
+    assert "forward" not in vars(sites[0].module.norm)
 
 
 def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
-    sites = find_sites(tiny_models.shared("mamba2"))
+    sites = find_mixers(tiny_models.shared("mamba2"))
     x, weight = torch.zeros(1, 8, 4), torch.zeros(8, 4)
-    with BundledSurroundings(sites).installed():
+    with ConvAndNorm(sites).installed():
         convolve = sites[0].namespace[CONVOLUTION]
         with pytest.raises(UnsupportedError, match="no gelu"):
             convolve(x, weight, None, activation="gelu")
@@ -113,7 +113,7 @@ def test_a_convolution_that_the_kernel_does_not_do_is_refused_by_name() -> None:
 
 def test_a_form_is_no_guess() -> None:
     """The group width of a norm comes from probing the module, not from its name."""
-    (norm,) = gated_norms(find_sites(tiny_models.build("mamba2"))[0])
+    (norm,) = gated_norms(find_mixers(tiny_models.build("mamba2"))[0])
     norm.group_size = 32  # this also changes the module's output
     found = norm_form(norm)
-    assert found == NormForm(32, norm_first=False, eps=norm.variance_epsilon)  # type: ignore[arg-type]
+    assert found == {"group_size": 32, "norm_first": False, "eps": norm.variance_epsilon}

@@ -10,13 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ssdprof.capture.sites import Site
+from ssdprof.checkpoint.meta import Mixer
 from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
 from ssdprof.kernels.mixer.gated_rms_norm import gated_rms_norm
 from ssdprof.kernels.registry import UnsupportedError
@@ -27,22 +26,13 @@ _PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 _PROBED = (3, 2**-5)  # rows of a probe, and how far a norm may be from the bundled one, by RMS: 16 bit rounds to 2^-9
 
 
-@dataclass(frozen=True)
-class NormForm:
-    """The form of a module's gated norm: see `gated_rms_norm`."""
-
-    group_size: int
-    norm_first: bool
-    eps: float
-
-
-def gated_norms(site: Site) -> list[nn.Module]:
+def gated_norms(mixer: Mixer) -> list[nn.Module]:
     """Modules of the mixer whose forward takes a gate."""
-    return [module for module in site.mixer.children() if "gate" in inspect.signature(module.forward).parameters]
+    return [module for module in mixer.module.children() if "gate" in inspect.signature(module.forward).parameters]
 
 
-def norm_form(module: nn.Module) -> NormForm | None:
-    """The form with which the bundled kernel gives the result of `module` on a probe; None if there is none."""
+def norm_form(module: nn.Module) -> dict[str, Any] | None:
+    """Options of `gated_rms_norm` with which it gives the result of `module` on a probe; None if there are none."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps is None:
         return None
@@ -51,28 +41,38 @@ def norm_form(module: nn.Module) -> NormForm | None:
     x, gate = (torch.randn(rows, len(weight), generator=generator).to(weight.device, weight.dtype) for _ in range(2))
     with torch.no_grad():
         expected = module(x, gate).float()
-        for group_size in _group_sizes(module, len(weight)):
+        width = len(weight)  # possible groups: from the module's attributes, and the whole width
+        sizes = (getattr(module, "group_size", width), width // getattr(module, "n_groups", 1), width)
+        for group_size in dict.fromkeys(sizes):
             for norm_first in (False, True):
-                found = gated_rms_norm(x, gate, weight, eps=eps, group_size=group_size, norm_first=norm_first).float()
+                form = {"group_size": group_size, "norm_first": norm_first, "eps": eps}
+                found = gated_rms_norm(x, gate, weight, **form).float()
                 if float((found - expected).norm()) <= tolerance * float(expected.norm()):
-                    return NormForm(group_size, norm_first, eps)
+                    return form
     return None
 
 
-class BundledSurroundings:
+class ConvAndNorm:
     """Replaces a model's convolutions and gated norms by the bundled kernels.
 
     left_to_model: descriptions of the parts that are not replaced.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
-        self._namespaces = {id(site.namespace): site.namespace for site in sites}.values()
-        forms: dict[Any, NormForm | None] = {}
-        self._norms: list[tuple[nn.Module, NormForm]] = []
+    def __init__(self, mixers: Sequence[Mixer]) -> None:
+        self._namespaces = {id(mixer.namespace): mixer.namespace for mixer in mixers}.values()
+        forms: dict[Any, dict[str, Any] | None] = {}
+        self._norms: list[tuple[nn.Module, dict[str, Any]]] = []
         left = []
-        for site in sites:
-            for module in gated_norms(site):
-                kind = (type(module), *sorted((key, value) for key, value in vars(module).items() if _is_plain(value)))
+        for mixer in mixers:
+            for module in gated_norms(mixer):
+                kind = (
+                    type(module),
+                    *sorted(
+                        (key, value)
+                        for key, value in vars(module).items()
+                        if isinstance(value, (int, float, str, bool))
+                    ),
+                )
                 if kind not in forms:
                     forms[kind] = norm_form(module)
                 form = forms[kind]
@@ -121,21 +121,9 @@ def _convolve(
     return out.transpose(1, 2)
 
 
-def _norm(module: nn.Module, form: NormForm) -> Callable[..., torch.Tensor]:
+def _norm(module: nn.Module, form: dict[str, Any]) -> Callable[..., torch.Tensor]:
     def forward(hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         weight: Any = module.weight
-        return gated_rms_norm(
-            hidden_states, gate, weight, eps=form.eps, group_size=form.group_size, norm_first=form.norm_first
-        )
+        return gated_rms_norm(hidden_states, gate, weight, **form)
 
     return forward
-
-
-def _group_sizes(module: nn.Module, width: int) -> list[int]:
-    """Possible group sizes: from the module's attributes, and the whole width."""
-    groups = getattr(module, "n_groups", 1)
-    return list(dict.fromkeys((getattr(module, "group_size", width), width // groups, width)))
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (int, float, str, bool))

@@ -10,10 +10,15 @@ import tiny_models
 import torch
 import transformers as tf
 
-from ssdprof.capture.footprint import Footprint, capture_bytes_per_token, decoder_layer_bytes, footprint
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.sites import find_sites
+from ssdprof.capture.memory import (
+    MemoryEstimate,
+    capture_bytes_per_token,
+    choose_segment_length,
+    decoder_layer_bytes,
+    estimate_memory,
+)
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.environment import memory
 from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
@@ -23,10 +28,10 @@ from ssdprof.quantities import size_words
 GIB = 2**30
 
 
-def model_and_footprint(name: str) -> tuple[Any, Footprint]:
+def model_and_footprint(name: str) -> tuple[Any, MemoryEstimate]:
     model = tiny_models.shared(name).base_model
     indices = tiny_models.OPERATOR_LAYERS[name]
-    return model, footprint(model, set(indices), depth=max(indices))
+    return model, estimate_memory(model, set(indices), depth=max(indices))
 
 
 def on_meta(config: Any) -> Any:
@@ -66,7 +71,7 @@ def qwen3_next() -> Any:
 )
 def test_activations_are_near_the_exact_peak_of_a_decoder_layer(config: Any, gib: float) -> None:
     """Exact peak: live storages of one layer on meta tensors at 131,072 tokens, with the operator replaced."""
-    need = footprint(on_meta(config), {0}, depth=0)
+    need = estimate_memory(on_meta(config), {0}, depth=0)
     assert need.activations * 131072 / GIB == pytest.approx(gib, rel=0.06)
 
 
@@ -84,7 +89,7 @@ def test_capture_bytes_are_those_of_the_captured_tensors(name: str) -> None:
             sum(t.numel() * t.element_size() for t in tensors(captured.inputs).values() if t.ndim > 2) // 50
         ),
     )
-    assert sizes == [capture_bytes_per_token(site) for site in find_sites(model)]
+    assert sizes == [capture_bytes_per_token(site) for site in find_mixers(model)]
     assert need.capture == max(sizes)
 
 
@@ -125,7 +130,7 @@ SEQLEN = 131072
 
 
 def test_the_arithmetic_of_a_footprint() -> None:
-    need = Footprint(activations=100, attention_cache=3, capture=10, fixed_bytes=7)
+    need = MemoryEstimate(activations=100, attention_cache=3, capture=10, fixed_bytes=7)
     assert need.one_shot(1000) == 1000 * (100 + 10 + 60) + 7
     assert need.segmented(1000, 900) == 900 * 100 + 1000 * 3 + 7
     assert need.segmented(1000, 100) == 1000 * (10 + 60) + 7
@@ -136,7 +141,7 @@ def test_the_arithmetic_of_a_footprint() -> None:
 @pytest.mark.parametrize("length", [SEQLEN, 16384, 8192, 4096, 2048])
 def test_the_longest_segment_that_fits(length: int) -> None:
     model = wide_bamba()
-    need = footprint(model, {0, 1, 3}, depth=3)
+    need = estimate_memory(model, {0, 1, 3}, depth=3)
     enough = need.one_shot(SEQLEN) if length == SEQLEN else need.segmented(SEQLEN, length)
     assert choose_segment_length(model, SEQLEN, LAYERS, free_bytes=enough) == length
     assert choose_segment_length(model, SEQLEN, LAYERS, free_bytes=2 * enough, batch=2) == length
@@ -163,7 +168,7 @@ def test_too_little_memory_says_how_much_was_needed_and_what_fits() -> None:
 
 def test_fewer_layers_are_suggested_where_their_weights_would_make_room() -> None:
     model = wide_bamba()
-    shallow = footprint(model, {0, 1}, depth=1)
+    shallow = estimate_memory(model, {0, 1}, depth=1)
     weights = decoder_layer_bytes(model)
     free = shallow.segmented(SEQLEN, 1024) - weights[2] - weights[3]
     with pytest.raises(MissingCapabilityError) as raised:

@@ -3,6 +3,8 @@
 import errno
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from dataclasses import fields
 from pathlib import Path
@@ -13,12 +15,11 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.footprint import capture_bytes_per_token
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CaptureSummary, capture_layers
-from ssdprof.capture.layout import PromptBuffer, token_major
-from ssdprof.capture.sites import find_sites
+from ssdprof.capture.memory import capture_bytes_per_token
+from ssdprof.capture.store import CapturedLayer, PromptBuffer, token_major
+from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -100,7 +101,7 @@ def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
         return call.run_original()
 
     ids = tiny_models.prompt(LENGTH)
-    with torch.no_grad(), intercept(find_sites(model), copy):
+    with torch.no_grad(), intercept(find_mixers(model), copy):
         model(ids, use_cache=False)
     first = capture(name, model=model, layers=tiny_models.layer_refs(name)[:1])[0][0]  # before any rounding by ssdprof
     given = tensors(passed[0])
@@ -173,7 +174,7 @@ def test_a_state_before_the_prompt_is_kept() -> None:
 
 
 def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:
-    sites = find_sites(tiny_models.shared("mamba2").base_model)
+    sites = find_mixers(tiny_models.shared("mamba2").base_model)
     size = LENGTH * capture_bytes_per_token(sites[0])
     together, _ = capture("mamba2", segment_length=40)
     grouped, summary = capture("mamba2", segment_length=40, host_budget_bytes=2 * size)
@@ -187,7 +188,7 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    size = LENGTH * capture_bytes_per_token(find_sites(tiny_models.shared("mamba2").base_model)[0])
+    size = LENGTH * capture_bytes_per_token(find_mixers(tiny_models.shared("mamba2").base_model)[0])
     together, _ = capture("mamba2", segment_length=40)
     on_disk, summary = capture("mamba2", segment_length=40, host_budget_bytes=100)
     assert summary.prefills == 1
@@ -254,7 +255,7 @@ def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
 def test_ctrl_c_leaves_the_model_as_it_was(segment_length: int) -> None:
     model = tiny_models.build("nemotron_h").base_model
-    site = find_sites(model)[0]
+    site = find_mixers(model)[0]
     original, attention = site.namespace[site.function], model.config._attn_implementation
     ids = tiny_models.prompt(LENGTH)
     with torch.no_grad():
@@ -278,6 +279,12 @@ def test_a_token_beyond_the_vocabulary() -> None:
         capture("mamba2", ids=ids)
     with pytest.raises(BadInputError, match="token id -1"):
         capture("mamba2", ids=torch.full((1, 4), -1))
+
+
+def test_importing_capture_imports_no_transformers() -> None:
+    """Replays of stored captures need none."""
+    code = "import sys, ssdprof.capture.layers, ssdprof.checkpoint.load; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 def test_no_prompt_and_no_layer() -> None:

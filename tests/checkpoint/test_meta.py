@@ -1,4 +1,4 @@
-"""Weights in several places: the place of each weight, and the same bits in the model's output."""
+"""The model without weights: its mixers, and a place for each part of it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,68 @@ import tiny_models
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
+from torch import nn
 
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.head import logits
+from ssdprof.capture.forward import Feed, logits
 from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.prefill import Feed
-from ssdprof.checkpoint.fetched import fetch, meta_model
-from ssdprof.checkpoint.load import load_model
-from ssdprof.checkpoint.located import Located, locate
-from ssdprof.checkpoint.placing import DeviceMap, infer, largest_streamed, weights_by_place
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.checkpoint.meta import (
+    DeviceMap,
+    find_mixers,
+    infer,
+    largest_streamed,
+    match_layers,
+    meta_model,
+    weights_by_place,
+)
+from ssdprof.checkpoint.model import Model, open_model
+from ssdprof.errors import BadInputError
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import Serving
+from ssdprof.schema import LayerRef, Serving
+
+# --- mixers
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_every_mixer_is_found(name: str) -> None:
+    for model in (tiny_models.shared(name), tiny_models.shared(name).base_model):
+        sites = find_mixers(model)
+        assert tuple(site.layer_index for site in sites) == tiny_models.OPERATOR_LAYERS[name]
+        assert {site.operator for site in sites} == {"ssd" if name in tiny_models.SSD else "gdn"}
+        assert all(model.get_submodule(site.name) is site.module for site in sites)
+
+
+def test_a_model_without_an_operator_is_refused() -> None:
+    with pytest.raises(BadInputError, match="No layer of Linear"):
+        find_mixers(nn.Linear(2, 2))
+
+
+def test_a_mixer_outside_numbered_layers_is_refused() -> None:
+    mixer = find_mixers(tiny_models.shared("mamba2"))[0].module
+    with pytest.raises(BadInputError, match="'lonely' is in no numbered decoder layer"):
+        find_mixers(nn.ModuleDict({"lonely": mixer}))
+
+
+def test_two_mixers_in_one_decoder_layer_are_refused() -> None:
+    mixers = [site.module for site in find_mixers(tiny_models.shared("mamba2"))[:2]]
+    layer = nn.ModuleDict({"first": mixers[0], "second": mixers[1]})
+    with pytest.raises(BadInputError, match="Decoder layer 0 has two mixers"):
+        find_mixers(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
+
+
+def test_a_layer_of_another_operator_is_refused() -> None:
+    sites = find_mixers(tiny_models.shared("granitemoehybrid"))
+    attention = LayerRef(index=2, name="model.layers.2.mamba", operator="ssd")
+    with pytest.raises(BadInputError, match=r"2 of this granitemoehybrid model has no operator, not ssd; .*0, 1"):
+        match_layers(sites, [attention], "granitemoehybrid")
+    gdn = LayerRef(index=1, name="model.layers.1.linear_attn", operator="gdn")
+    with pytest.raises(BadInputError, match=r"Layer 1 .* has ssd, not gdn"):
+        match_layers(sites, [gdn], "granitemoehybrid")
+
+
+# --- places: the place of each weight, and the same bits in the model's output
+
 
 Saved = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -53,7 +104,7 @@ def check_same(found: list[tuple[str, dict[str, torch.Tensor]]], expected: list[
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def some_room(located: Located) -> tuple[Any, DeviceMap]:
+def some_room(located: Model) -> tuple[Any, DeviceMap]:
     """The model on the meta device, and a map with room for the embedding, two layers, and one streamed layer."""
     model = meta_model(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
@@ -68,7 +119,7 @@ def some_room(located: Located) -> tuple[Any, DeviceMap]:
 def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
     saved: Saved, name: str, segment_length: int
 ) -> None:
-    located = locate(str(saved(name)))
+    located = open_model(str(saved(name)))
     local = fetch(located)
     _, mapped = some_room(located)
     whole = load_model(local, device="cpu")
@@ -81,7 +132,7 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
 @pytest.mark.parametrize("name", ["mamba2", *MIXTURES])
 def test_captures_of_a_model_in_main_memory_are_those_of_one_on_the_device(saved: Saved, name: str) -> None:
     """As with a GPU: the layers' weights are in main memory and move to the computing device, here the CPU."""
-    local = fetch(locate(str(saved(name))), head=True)
+    local = fetch(open_model(str(saved(name))), head=True)
     whole, offloaded = (load_model(local, device="cpu") for _ in range(2))
     base = offloaded.base_model_prefix
     places = {f"{base}.{child}": CPU for child, _ in offloaded.base_model.named_children() if child != "layers"}
@@ -112,7 +163,7 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
 
 
 def test_what_lies_where(saved: Saved) -> None:
-    located = locate(str(saved("granitemoehybrid")))
+    located = open_model(str(saved("granitemoehybrid")))
     model, mapped = some_room(located)
     found = weights_by_place(model, mapped)
     assert {place: layers for place, (layers, _) in found.items()} == {"cpu": 2, "disk": 2}
@@ -124,7 +175,7 @@ def test_what_lies_where(saved: Saved) -> None:
 
 
 def test_places_of_gpus_come_first(saved: Saved) -> None:
-    located = locate(str(saved("granitemoehybrid")))
+    located = open_model(str(saved("granitemoehybrid")))
     model, _ = some_room(located)
     sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model.layers]
     first = model.get_input_embeddings().weight.nbytes + sizes[0] + max(sizes)
@@ -140,5 +191,5 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
 
 @pytest.mark.parametrize("room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}])
 def test_too_little_room(saved: Saved, room: dict[int | str, int]) -> None:
-    model = meta_model(locate(str(saved("granitemoehybrid"))))
+    model = meta_model(open_model(str(saved("granitemoehybrid"))))
     assert infer(model, room) is None

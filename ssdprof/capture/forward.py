@@ -1,0 +1,359 @@
+"""Runs a model on a prompt, in one piece or in segments that carry the cache, and computes logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
+from ssdprof.checkpoint import transformers
+from ssdprof.checkpoint.meta import Mixer
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.core.subject import CallRef, Serving
+from ssdprof.core.subject import split_prompt
+
+Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
+
+
+# --- attention and cache
+
+_ATTENTION = "ssdprof_lower_right"
+_NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+@contextmanager
+def lower_right_attention(model: Any) -> Iterator[None]:
+    """While the context is open, `model` (a transformers model) attends causally from the lower right.
+
+    With a cache, queries are the last positions of the keys.  transformers' own sdpa path builds that mask as a tensor,
+    queries x keys, which rules out flash attention and costs 2 GiB at 16K x 128K.  torch knows the mask by name, so a
+    CUDA device needs no tensor.
+
+    Only for prompts without padding.  A model that was cut before its first attention layer would build the mask, too.
+    """
+    transformers.AttentionInterface.register(_ATTENTION, _attend)
+    transformers.AttentionMaskInterface.register(_ATTENTION, _no_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001
+    scaling: float | None = None,
+    **extra: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (b, heads, q, d), key and value (b, key heads, k, d) -> (b, q, heads, d), as transformers calls it."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
+
+    for name in _NOT_CAUSAL_ALONE:
+        if extra.get(name) is not None:
+            raise BadInputError(
+                f"{type(module).__name__} attends with {name}: such a model takes its prompt in one piece only.",
+                "Use a shorter --seq.",
+            )
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=causal_lower_right(query.shape[2], key.shape[2]),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24; before it, and with some models
+
+
+def counting_cache(model: Any, seen: Sequence[int]) -> Any | None:
+    """An empty cache for `model` with `seen[0]` tokens, or None when it has an attention layer and makes a fitting one.
+
+    transformers' own cache raises without an attention layer.  The number of tokens determines the shape of a mask,
+    which no layer of such a model reads.
+    """
+    cache = transformers.DynamicCache(config=model.config)
+    if any(isinstance(layer, transformers.cache_utils.CacheLayerMixin) for layer in cache.layers):
+        return None
+    cache.get_seq_length = lambda layer_idx=0: seen[0]  # noqa: ARG005  # the library's signatures
+    cache.get_mask_sizes = lambda query_length, layer_idx=0: (seen[0] + query_length, 0)  # noqa: ARG005
+    return cache
+
+
+def cache_name(model: Any) -> str:
+    """The argument that takes the cache, and the field of the output that returns it, of a transformers `model`."""
+    accepted = inspect.signature(model.forward).parameters
+    return next(name for name in _CACHE_NAMES if name in accepted)
+
+
+# --- feeding tokens
+
+
+class Feed:
+    """Feeds tokens to a model.  cached: each call continues the previous one.
+
+    Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
+    passed: an all-ones mask costs a synchronisation and has no effect.
+    """
+
+    def __init__(self, model: Any, *, cached: bool) -> None:
+        self._model, self._cached = model, cached
+        accepted = inspect.signature(model.forward).parameters
+        self._positions = "position_ids" in accepted
+        self._keeps_logits = "logits_to_keep" in accepted
+        self._cache_name = cache_name(model)
+        self._seen = [0]
+        self._cache = counting_cache(model, self._seen) if cached else None
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """The model's first output, its last hidden state or logits, for the next tokens (b, l)."""
+        start, stop = self._seen[0], self._seen[0] + ids.shape[1]
+        arguments: dict[str, Any] = {"use_cache": self._cached, self._cache_name: self._cache}
+        if self._positions:
+            arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape[0], -1)
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = 1
+        output = self._model(ids, **arguments)
+        self._cache, self._seen[0] = output.get(self._cache_name), stop
+        last: torch.Tensor = output[0]
+        return last
+
+
+def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False) -> torch.Tensor:
+    """Run `model` (a transformers model in eval mode) on ids (b, l) without padding; returns the last hidden state
+    of the last segment, or, of a model with a language-model head, the logits of its last position.
+
+    keeps_cache: fill the cache also if the prompt is one piece, as for generating tokens afterwards.
+    """
+    with prefilled(model, ids, segment_length, goes_on=keeps_cache) as (last, _):
+        return last
+
+
+@contextmanager
+def prefilled(
+    model: Any, ids: torch.Tensor, segment_length: int, *, goes_on: bool = False
+) -> Iterator[tuple[torch.Tensor, Feed]]:
+    """The output of `prefill`, and a `Feed` for the tokens after the prompt, valid in the context if it `goes_on`."""
+    segments = split_prompt(ids.shape[1], segment_length)
+    several = len(segments) > 1
+    with torch.no_grad():
+        feed = Feed(model, cached=several or goes_on)
+        with lower_right_attention(model) if several else nullcontext():
+            for start, stop in segments:
+                last = feed(ids[:, start:stop])
+        yield last, feed
+
+
+def generate(feed: Feed, last: torch.Tensor, head: Head, count: int) -> torch.Tensor:
+    """Feed `count` tokens, each the most probable one after those before it; returns them, (b, count).
+
+    last: the output of `feed` for the prompt.  head: computes logits from it.  An end-of-text token does not stop it.
+    """
+    tokens = []
+    for _ in range(count):
+        token = head(last[:, -1:]).argmax(-1)
+        tokens.append(token)
+        last = feed(token)
+    return torch.cat(tokens, 1)
+
+
+def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> list[int]:
+    """`count` tokens after ids (1, l), each the most probable one.  model: a causal language model in eval mode."""
+    with prefilled(model, ids, segment_length, goes_on=True) as (last, feed):
+        tokens: list[int] = generate(feed, last, lambda logits: logits, count)[0].tolist()
+    return tokens
+
+
+# --- the operators of a model replaced by a handler
+
+
+@dataclass(frozen=True)
+class PromptRun:
+    """Token ids and the model that they go through.
+
+    ids: (b, l); (1, l) for packed sequences.  head: logits of hidden states, for decode steps.
+    """
+
+    model: Any
+    ids: torch.Tensor
+    segment_length: int
+    mixers: tuple[Mixer, ...]
+    model_type: str
+    serving: Serving = field(default_factory=Serving)
+    head: Head | None = None
+
+    @property
+    def segments(self) -> int:
+        """Forward calls of the model before the first decode step."""
+        lengths = self.serving.packed or (self.ids.shape[1],)
+        return sum(len(split_prompt(length, self.segment_length)) for length in lengths)
+
+    @property
+    def remark(self) -> str:
+        """A sentence on differences from a server; empty if there are none."""
+        if not self.serving.packed:
+            return ""
+        return (
+            f"The {len(self.serving.packed)} packed sequences went through the model one by one, and the inputs of its "
+            "operators were concatenated, so that nothing passes from one to the next."
+        )
+
+    def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
+        """The captured calls of one layer's operator: decode steps, or the others."""
+        found = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
+        return tuple(call for call in found if (call is not None and call.kind == "decode") is decode)
+
+    def run(
+        self, handler: Callable[[OperatorCall], Result], on_step: Callable[[OperatorCall], object] | None = None
+    ) -> int:
+        """Run the model once with `handler` as its operator.  Returns the number of calls, without steps.
+
+        Exceptions of the handler pass through.  Exceptions of the model's code become BadInputError, because a config
+        that transformers accepts may still describe a model that does not run.
+        """
+        raised: list[BaseException] = []
+
+        def watched(handle: Callable[[OperatorCall], Any]) -> Callable[[OperatorCall], Any]:
+            def call_handle(call: OperatorCall) -> Any:
+                try:
+                    return handle(call)
+                except BaseException as error:
+                    raised.append(error)
+                    raise
+
+            return call_handle
+
+        try:
+            with intercept(self.mixers, watched(handler), on_step and watched(on_step)) as count:
+                self._feed()
+        except torch.OutOfMemoryError as error:
+            raise MissingCapabilityError(
+                f"{self.model.device} ran out of memory with segments of {self.segment_length:,} tokens: {error}",
+                "Use a shorter --seq, or --layers first:N with fewer layers.",
+            ) from error
+        except Exception as error:
+            if error in raised or isinstance(error, SsdprofError):
+                raise
+            raise BadInputError(
+                f"This {self.model_type} model does not run: {library_message(error)}.",
+                "Its config is damaged, or the checkpoint is newer than the installed transformers.",
+            ) from error
+        self._check(count)
+        return count.calls
+
+    def _feed(self) -> None:
+        for ids in torch.split(self.ids, list(self.serving.packed) or self.ids.shape[1], 1):
+            decode = self.serving.decode
+            with prefilled(self.model, ids, self.segment_length, goes_on=decode > 0) as (last, feed):
+                if decode:
+                    assert self.head is not None, "decode steps need a head"
+                    generate(feed, last, self.head, decode)
+
+    def _check(self, count: CallCount) -> None:
+        """BadInputError unless every layer made every call."""
+        steps = len(self.mixers) * self.serving.decode
+        if count.steps > steps:
+            raise BadInputError(
+                f"With segments of {self.segment_length} this {self.model_type} model got single tokens, which it "
+                "computes by another function than its operator.",
+                "Use --segment 2 or longer segments.",
+            )
+        expected = len(self.mixers) * self.segments
+        if count.calls != expected:
+            raise BadInputError(
+                f"This {self.model_type} model made {count.calls} operator calls where {len(self.mixers)} layers and "
+                f"{self.segments} segments make {expected}: part of it bypasses its operator, and a capture would be "
+                "incomplete.",
+                "Load the model without use_kernels, in eval mode.",
+            )
+        if count.steps < steps:
+            raise BadInputError(
+                f"This {self.model_type} model computed {count.steps} steps where {len(self.mixers)} layers and "
+                f"{self.serving.decode} generated tokens make {steps}: it decodes in a way that cannot be captured.",
+                "Leave out --decode.",
+            )
+
+
+def check_ids(vocabulary: int, ids: torch.Tensor) -> None:
+    """BadInputError unless ids are (batch, tokens) of int64 within a model's vocabulary of this size."""
+    if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
+        raise BadInputError(f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}.")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise BadInputError(
+            f"The prompt has token id {high if high >= vocabulary else low}; the model's vocabulary has {vocabulary}.",
+            "The tokenizer is not this model's: name the right one with --tokenizer.",
+        )
+
+
+# --- hidden states and logits
+
+
+def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> torch.Tensor:
+    """The last hidden states of `prompt.model`, a base model, with `handler` in place of the model's operators.
+
+    131,072 positions of 150,000 logits are 37 GiB in bf16; the hidden states before them are less than 1 GiB.
+
+    (b, l, hidden) in the model's dtype, on its device.  Raises what `PromptRun.run` raises.
+    """
+    pieces: list[torch.Tensor] = []  # one for each segment
+    hook = prompt.model.register_forward_hook(lambda _module, _args, output: pieces.append(output[0]))
+    try:
+        prompt.run(handler)
+    finally:
+        hook.remove()
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The logits (b, n, vocabulary) of `model`, a causal language model, after hidden states (b, n, hidden).
+
+    The model's own forward computes them, scaled, capped and cast as its family does; only its decoder is left out.
+    """
+    placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+    with torch.no_grad(), _decoded(model.base_model, hidden):
+        found: torch.Tensor = model(input_ids=placeholder, use_cache=False).logits
+    return found
+
+
+class _Output:
+    """What a decoder returns, with the hidden states and nothing else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        """Caches, attentions and router logits: there are none."""
+
+
+@contextmanager
+def _decoded(base: Any, hidden: torch.Tensor) -> Iterator[None]:
+    """While the context is open, the decoder returns `hidden` without computing anything."""
+    own = vars(base).get("forward")  # of a model whose weights are in several places; else its class has the only one
+    base.forward = lambda *_args, **_kwargs: _Output(hidden)
+    try:
+        yield
+    finally:
+        if own is None:
+            del base.forward
+        else:
+            base.forward = own

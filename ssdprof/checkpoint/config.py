@@ -1,0 +1,339 @@
+"""Reads and checks config.json, and cuts it to the first layers.  Imports neither torch nor transformers.
+
+Layers and sizes come from the model that transformers builds (`meta`); here are only those checks that should not wait
+for its import.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
+from ssdprof.errors import BadInputError, library_message
+from ssdprof.core.subject import DECODED_ON_LOAD
+
+LIMIT = 1 << 24  # no single size of a language model is larger; a vocabulary is at most a few 10^5
+LAYER_LIMIT = 1024
+SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
+# Methods that transformers loads.  It ignores others with a warning, and would load the codes as weights.
+QUANT_METHODS = DECODED_ON_LOAD | {
+    *("compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto")
+}
+_AT_LEAST_ONE = [
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "full_attention_interval",
+    "num_heads",
+    "state_size",
+    "n_groups",
+    "chunk_size",
+    "expand",
+    "mamba_n_heads",
+    "mamba_d_head",
+    "mamba_d_state",
+    "mamba_n_groups",
+    "mamba_chunk_size",
+    "mamba_expand",
+    "mamba_d_ssm",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "ssm_state_size",
+    "n_mamba_heads",
+    "mamba_ngroups",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+]
+_MAY_BE_ZERO = [
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "adapter_rank",
+    "num_mem_blocks",
+    "max_position_embeddings",
+]
+_MULTIPLES = (  # of the second
+    *(("num_heads", "n_groups"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups")),
+    *(("n_mamba_heads", "mamba_ngroups"), ("linear_num_value_heads", "linear_num_key_heads")),
+)
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+_OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
+PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
+_LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
+# transformers' words for kinds of layers.
+_KINDS = {
+    **{"mamba": "linear_attention", "attention": "full_attention"},
+    **{"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"},
+}
+_ALL_LAYERS = ("mamba2", "falcon_h1")  # model types with the operator in every layer
+# Remote code; a part that is not loaded; labels of a classifier, from which transformers makes tables of any length.
+_DROPPED = ("auto_map", "vision_config", "num_labels", "id2label", "label2id")
+
+# The original format of state-spaces/mamba2-*: a config with `ssm_cfg`, keys of the `mamba_ssm` package.
+PICKLE = "pytorch_model.bin"
+DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"  # these models were trained with it; their repos have no tokenizer
+# Keys of `ssm_cfg` that do not change the structure of a layer, with the package's defaults.
+_SSM_SIZES = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1, "chunk_size": 256}
+
+
+class ConfigReader:
+    """The integers of one config, checked as they are read.  `where` names the config in messages."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config = config
+        self.where = where
+
+    def get(self, key: str, default: int | None = None, *, limit: int = LIMIT, least: int = 1) -> int:
+        """The integer at `key`, or `default` without one.
+
+        Raises BadInputError if it is not an integer, or outside of [least, limit].
+        """
+        value = self.config.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.refuse(f"has no {key}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.refuse(f"has {key} = {shown(value)}, which is not an integer")
+        if not least <= value <= limit:
+            raise self.refuse(f"has {key} = {shown(value)}; it must be between {least} and {limit}")
+        return value
+
+    def has(self, key: str) -> bool:
+        return self.config.get(key) not in (None, "auto")
+
+    def check_sizes(self) -> None:
+        """Check every known size in the config before anything is allocated."""
+        for least, keys in ((1, _AT_LEAST_ONE), (0, _MAY_BE_ZERO)):
+            for key in filter(self.has, keys):
+                self.get(key, least=least)
+        for heads, groups in _MULTIPLES:
+            if self.has(heads) and self.has(groups) and self.get(heads) % self.get(groups):
+                raise self.refuse(
+                    f"has {heads} = {self.get(heads)}, which {groups} = {self.get(groups)} does not divide"
+                )
+
+    def refuse(self, what: str) -> BadInputError:
+        """The error for this config: "<where> <what>."."""
+        return BadInputError(f"{self.where} {what}.", "The checkpoint's config is damaged, or not of this model type.")
+
+
+def read_config(path: Path, where: str) -> dict[str, Any]:
+    """The object in a JSON file.  `Infinity` is accepted: Python's json reads it and checkpoints hold it.
+
+    BadInputError if it is not a JSON object.
+    """
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(
+            f"{where} is not valid JSON: {library_message(error)}.", "Fetch or copy the file again."
+        ) from None
+    if not isinstance(config, dict):
+        raise BadInputError(f"{where} holds no JSON object.", "Is this a model's config?")
+    return config
+
+
+def check_model_type(config: Mapping[str, Any], where: str) -> str:
+    """The model type; BadInputError if there is none, or if its recurrent layers are known to be another operator."""
+    name = config.get("model_type")
+    if name is None:
+        raise BadInputError(f"{where} has no model_type.", SUPPORTED)
+    if not isinstance(name, str):
+        raise BadInputError(f"{where} is of type {shown(name)}, which has no layer that ssdprof measures.", SUPPORTED)
+    if name in OTHER_SCANS:
+        raise BadInputError(f"{where} is of type {name}: {OTHER_SCANS[name]}.", SUPPORTED)
+    return name
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the language model in that of a larger model, with the outer values for all parts.
+
+    None: `config` describes a language model alone.
+    """
+    keys = [key for key in config if key.endswith("_config") and not _OTHER_PARTS.search(key)]
+    for key in sorted(keys, key=lambda key: key not in _TEXT_CONFIGS):
+        nested = config[key]
+        if not isinstance(nested, dict):
+            continue
+        if deeper := text_config(nested):
+            nested = deeper
+        elif key not in _TEXT_CONFIGS and "num_hidden_layers" not in nested:
+            continue
+        outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
+        return {"model_type": f"{config.get('model_type')}_text", **outer, **nested}
+    return None
+
+
+def listed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    """Decoder layers with an operator, if config.json itself lists them: only for refusals before torch is imported.
+
+    BadInputError for a list that contradicts the number of layers, or for a known model type without such a layer.
+    """
+    reader = ConfigReader(config, where)
+    count = reader.get("num_hidden_layers", limit=LAYER_LIMIT) if reader.has("num_hidden_layers") else None
+    kinds: list[Any] | None = None
+    for key in ("hybrid_override_pattern", "layers_block_type", "layer_types"):
+        listed = config.get(key)
+        if listed is None:
+            continue
+        of_letters = key == "hybrid_override_pattern"
+        if not isinstance(listed, str if of_letters else list) or not 1 <= len(listed) <= LAYER_LIMIT:
+            form = "a pattern of layers" if of_letters else f"a list of 1 to {LAYER_LIMIT} layer kinds"
+            raise reader.refuse(f"has {key} = {shown(listed)}, which is not {form}")
+        kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
+        unknown = [kind for kind in kinds if kind not in _KINDS.values() and kind != "hybrid"]
+        if unknown and config.get("model_type") in KNOWN_TYPES:
+            raise reader.refuse(f"names the layer kind {shown(unknown[0])} in {key}, which ssdprof does not know")
+        if key == "layer_types" and count is not None and len(kinds) != count:
+            raise reader.refuse(f"has {len(kinds)} entries in {key}, but num_hidden_layers = {count}")
+    if kinds is None and count is not None:
+        indices = config.get("attn_layer_indices")
+        if indices is not None:
+            if not isinstance(indices, list) or not all(type(i) is int and 0 <= i < count for i in indices):
+                raise reader.refuse(f"has attn_layer_indices = {shown(indices)}, but its layers are 0 to {count - 1}")
+            kinds = ["full_attention" if i in indices else "linear_attention" for i in range(count)]
+        elif reader.has("full_attention_interval"):
+            interval = reader.get("full_attention_interval")
+            kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
+        elif config.get("model_type") in _ALL_LAYERS:
+            kinds = ["hybrid"] * count
+    if kinds is None:
+        return None
+    found = tuple(i for i, kind in enumerate(kinds) if kind in ("linear_attention", "hybrid"))
+    if found or config.get("model_type") not in KNOWN_TYPES:
+        return found or None
+    family = ' The hybrid models of this family have an "h" in their name.'
+    raise BadInputError(
+        f"{where} has no SSD or gated-delta-rule layer: its {len(kinds)} are {' and '.join(sorted(set(kinds)))}.",
+        "Sizes of such layers in a config mean nothing when no layer has them."
+        + (family if config["model_type"] == "granitemoehybrid" else ""),
+    )
+
+
+def quant_method(config: Mapping[str, Any], where: str) -> str | None:
+    """The quantisation of the weights, or None; BadInputError for a method that ssdprof does not load."""
+    found = config.get("quantization_config")
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method is None and isinstance(found, dict) and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+        method = "bitsandbytes"  # configs of its first releases name no method
+    if not isinstance(method, str) or method not in QUANT_METHODS:
+        raise refuse_quantization(method, where)
+    return method
+
+
+def refuse_quantization(method: object, where: str) -> BadInputError:
+    """The error for weights that would load as if their codes were values."""
+    return BadInputError(
+        f"{where} is quantised by {shown(method)}, which ssdprof cannot load.",
+        "Take the unquantised checkpoint; NVIDIA's are named ...-BF16.",
+    )
+
+
+def cut_config(
+    config: Mapping[str, Any], depth: int | None = None, *, dtype: str | None = None, quantization: str | None = None
+) -> dict[str, Any]:
+    """A language model's config with its first `depth` decoder layers only (all for None), as transformers reads it.
+
+    dtype: in which its weights are loaded, named as in torch; None: what the config says of it, if anything.
+    """
+    config = {key: value for key, value in config.items() if key not in _DROPPED}
+    if dtype is not None:
+        config["dtype"] = dtype
+    if depth is not None:
+        config["num_hidden_layers"] = depth
+        for key in PER_LAYER:
+            if isinstance(config.get(key), (list, str)):
+                config[key] = config[key][:depth]
+        for key in _LAYER_INDICES:
+            if isinstance(config.get(key), list):
+                config[key] = [index for index in config[key] if not isinstance(index, int) or index < depth]
+    if "num_nextn_predict_layers" in config:
+        config["num_nextn_predict_layers"] = 0  # their weights are not fetched
+    if config.get("time_step_limit", ()) is None:
+        del config["time_step_limit"]  # some model definitions refuse null; a missing key means no limit
+    if quantization in DECODED_ON_LOAD:
+        # Decode to 16 bit on load: the operator's inputs then do not depend on the fp8 matmul of this GPU.
+        config["quantization_config"] = {**config["quantization_config"], "dequantize": True}
+    return config
+
+
+# --- the original format
+
+
+def is_original(config: Mapping[str, Any]) -> bool:
+    return "ssm_cfg" in config and "model_type" not in config
+
+
+def convert_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The config that transformers' Mamba2Config reads, with `model_type` "mamba2".
+
+    BadInputError for Mamba-1, for attention or MLP layers, and for layer options that Mamba2Config has no key for.
+    """
+    ssm = config["ssm_cfg"]
+    layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None
+    if layer != "Mamba2":
+        raise BadInputError(
+            f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; ssdprof reads Mamba-2.",
+            "The Mamba-2 checkpoints of this format are state-spaces/mamba2-130m to mamba2-2.7b.",
+        )
+    if config.get("attn_layer_idx"):
+        raise BadInputError(
+            f"{where} has attention layers (attn_layer_idx), which transformers' mamba2 model does not support.",
+            "Choose a checkpoint without them: state-spaces/mamba2-2.7b.",
+        )
+    outer, inner = ConfigReader(config, where), ConfigReader(ssm, f"ssm_cfg in {where}")
+    if outer.get("d_intermediate", 0, least=0):
+        raise outer.refuse("has MLP layers (d_intermediate), which transformers' mamba2 model does not have")
+    if not config.get("rms_norm", True):
+        raise outer.refuse("has rms_norm = false; transformers' mamba2 model normalises by RMS")
+    if unknown := sorted(set(ssm) - set(_SSM_SIZES) - {"layer"}):
+        raise outer.refuse(f"has {', '.join(map(shown, unknown))} in ssm_cfg, which transformers' mamba2 lacks")
+
+    hidden, vocab, multiple = outer.get("d_model"), outer.get("vocab_size"), outer.get("pad_vocab_size_multiple", 8)
+    sizes = {key: inner.get(key, default) for key, default in _SSM_SIZES.items()}
+    channels = sizes["expand"] * hidden
+    if channels % sizes["headdim"]:
+        raise outer.refuse(f"has d_model = {hidden}: {channels} channels are not a multiple of {sizes['headdim']}")
+    return {
+        "model_type": "mamba2",
+        "architectures": ["Mamba2ForCausalLM"],
+        "hidden_size": hidden,
+        "num_hidden_layers": outer.get("n_layer", limit=LAYER_LIMIT),
+        "vocab_size": -(-vocab // multiple) * multiple,
+        "num_heads": channels // sizes["headdim"],
+        "head_dim": sizes["headdim"],
+        "state_size": sizes["d_state"],
+        "n_groups": sizes["ngroups"],
+        "chunk_size": sizes["chunk_size"],
+        "conv_kernel": sizes["d_conv"],
+        "expand": sizes["expand"],
+        "residual_in_fp32": bool(config.get("residual_in_fp32", True)),
+        "tie_word_embeddings": bool(config.get("tie_embeddings", True)),
+    }
+
+
+def convert_key(key: str, *, head: bool = False) -> str:
+    """A weight's name in transformers' Mamba2Model, without the prefix "backbone." and with another embedding.
+
+    head: in Mamba2ForCausalLM, which has both.
+    """
+    return (key if head else key.removeprefix("backbone.")).replace("embedding.", "embeddings.", 1)

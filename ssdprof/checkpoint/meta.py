@@ -1,0 +1,353 @@
+"""The model without its weights, as transformers builds it from a config: its mixers, and a place for each part."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ssdprof import operators
+from ssdprof.checkpoint import accelerate, transformers
+from ssdprof.checkpoint.config import SUPPORTED, refuse_quantization
+from ssdprof.checkpoint.hub import CONFIG
+from ssdprof.checkpoint.model import Model
+from ssdprof.checkpoint.names import shown
+from ssdprof.checkpoint.weights import CODES, layer_index
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.core.subject import LayerRef
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+SEARCH_S = 3.0  # to find the invalid field; building a large model takes a while, even without weights
+
+
+def meta_model(
+    model: Model, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
+) -> PreTrainedModel:
+    """What `load.fetch` and `load.load_model` give, on the meta device: shapes and dtypes.  Downloads nothing.
+
+    dtype: of the weights, named as in torch; None: the checkpoint's own.
+
+    BadInputError for what `fetch` would refuse.
+    """
+    depth = model.depth(deepest_layer)
+    wanted = dtype or (_dtype_by_size(model) if model.weights.pickled else model.dtype)
+    refuse_codes(model, deepest_layer, head=head)
+    return build(model.cut_config(depth, wanted), model.source.label, head=head)
+
+
+def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> PreTrainedModel:
+    """The model of `config` on the meta device, in eval mode: see `empty_model`."""
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        return empty_model(Path(folder), repo_id, head=head).eval()
+
+
+def empty_model(folder: Path, repo_id: str, *, head: bool = False) -> PreTrainedModel:
+    """The base model that config.json in `folder` describes, on the meta device: shapes, and no memory.
+
+    head: the model with its language-model head.
+
+    BadInputError if transformers refuses the config or cannot build the model: a float where an integer belongs, an
+    unknown activation, sizes that contradict each other.  The hint names the field if leaving it out helps.
+     MissingCapabilityError if it cannot load the quantisation here.
+    """
+    stored = json.loads((folder / CONFIG).read_bytes())
+    try:
+        with refusals(f"the config of {repo_id}"), quiet_transformers():
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            model = None if config.get_text_config() is not config else _build(config, head=head)
+    except BadInputError as error:
+        if field := _refused_field(stored):
+            error.hint = f"It accepts the config without {field}.  {error.hint}"
+        raise
+    if model is None:  # a larger model's config, which transformers would complete with parts of its own choice
+        raise BadInputError(
+            f"{CONFIG} of {repo_id} has no text_config, where a {config.model_type} config describes its layers.",
+            "The checkpoint's config is damaged, or not of this model type.",
+        )
+    if found := getattr(config, "quantization_config", None):
+        _check_quantization(dict(found), repo_id)
+    return model
+
+
+def check_known(config: Mapping[str, Any], where: str) -> None:
+    """BadInputError for a model type that the installed transformers does not have."""
+    name = config["model_type"]
+    if name in transformers.CONFIG_MAPPING:
+        return
+    if config.get("auto_map"):
+        why = "whose code is in the repo itself; ssdprof runs no remote code"
+    else:
+        why = "which the installed transformers does not know"
+    raise BadInputError(f"{where} is of type {shown(name)}, {why}.", SUPPORTED)
+
+
+def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
+    """BadInputError if transformers does not know the quantisation; MissingCapabilityError if it cannot load it here.
+
+    It would say so itself, but only with the weights at hand, and an unknown one it ignores.
+    """
+    with quiet_transformers():
+        if not transformers.quantizers.AutoHfQuantizer.supports_quant_method(found):
+            raise refuse_quantization(found.get("quant_method"), f"The config of {repo_id}")
+        with refusals(f"the quantization_config of {repo_id}"):
+            quantizer = transformers.quantizers.AutoHfQuantizer.from_config(found, pre_quantized=True)
+        try:
+            quantizer.validate_environment(device_map=None, weights_only=True)
+        except Exception as error:  # of every class: each method has its own
+            method = quantizer.quantization_config.quant_method
+            raise MissingCapabilityError(
+                f"{repo_id} is quantised by {getattr(method, 'value', method)}, and transformers cannot load that "
+                f"here: {library_message(error)}.",
+                "Install what is missing, or take the unquantised checkpoint.",
+            ) from error
+
+
+def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
+    with torch.device("meta"):
+        return (transformers.AutoModelForCausalLM if head else transformers.AutoModel).from_config(config)
+
+
+def _refused_field(config: Mapping[str, Any]) -> str | None:
+    """A field without which transformers accepts a refused config; None if none is found in time."""
+    deadline = time.monotonic() + SEARCH_S
+    for field in sorted(config.keys() - {"model_type"}):
+        if time.monotonic() > deadline:
+            break
+        with quiet_transformers(), suppress(Exception):  # still refused
+            _build(transformers.AutoConfig.for_model(**{key: value for key, value in config.items() if key != field}))
+            return f"{field} = {shown(config[field])}"
+    return None
+
+
+def refuse_codes(model: Model, deepest_layer: int | None, *, head: bool) -> None:
+    """BadInputError for weights of 8 bit and less whose config names no quantisation: codes would load as values."""
+    if model.weights.pickled or model.quantization is not None:
+        return
+    for name, tensor in model.weights.tensors(model.depth(deepest_layer), head=head).items():
+        if tensor.dtype in CODES:
+            raise BadInputError(
+                f"{model.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and its config names no "
+                "quantisation.",
+                "Take the config.json that came with these weights, or the unquantised checkpoint.",
+            )
+
+
+def _dtype_by_size(model: Model) -> str:
+    """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes or 2."""
+    parameters = sum(one.numel() for one in model.on_meta.parameters())
+    return "float32" if model.weight_bytes() > 3 * parameters else "bfloat16"
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Turn all errors of transformers on a user's file into BadInputError with its message.
+
+    what: the file, for the message.  Errors of ssdprof, missing packages and full memory have their own messages.
+    """
+    try:
+        yield
+    except (SsdprofError, torch.OutOfMemoryError):
+        raise
+    except ImportError as error:
+        raise MissingCapabilityError(
+            f"transformers needs a missing package for {what}: {library_message(error)}.", "Install the package."
+        ) from error
+    except Exception as error:  # the library may raise any class of error on the user's data
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the second is PyTorch's
+            raise MissingCapabilityError(f"Main memory is too small for {what}.", "Take fewer layers.") from error
+        raise BadInputError(
+            f"transformers cannot use {what}: {library_message(error)}.",
+            "The file is damaged, or the checkpoint is newer than the installed transformers.",
+        ) from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress its warnings on unused weights of a cut model and on unusual configs.  ssdprof checks both."""
+    before: int = transformers.logging.get_verbosity()
+    set_verbosity: Callable[[int], Any] = transformers.logging.set_verbosity
+    set_verbosity(transformers.logging.ERROR)
+    try:
+        yield
+    finally:
+        set_verbosity(before)
+
+
+# --- mixers
+
+
+@dataclass(frozen=True, eq=False)
+class Mixer:
+    """A module that calls an operator, and the function that it calls.
+
+    From 5.15, every Mamba-2 and gated-delta-rule model of transformers calls its scan as a global function of the
+    modeling file: a mixer is a module whose forward names that function in its bytecode.
+    """
+
+    name: str  # path in the model that was searched
+    layer_index: int  # decoder layer
+    operator: str
+    module: nn.Module
+    function: str  # name of the global
+    namespace: dict[str, Any]  # globals of the modeling file
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the operator by name.  BadInputError if the module does not have them as attributes."""
+        wanted = operators.outline(self.operator).mixer_sizes
+        found = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
+        for name, size in found.items():
+            if not isinstance(size, int) or size < 1:
+                raise BadInputError(f"{self.name} ({type(self.module).__name__}) has {name} = {shown(size)}.")
+        return found  # type: ignore[return-value]  # checked
+
+
+def find_mixers(model: nn.Module) -> tuple[Mixer, ...]:
+    """Every mixer of `model`, in the order of its decoder layers.
+
+    Raises BadInputError if there is none, or if two share a decoder layer.
+    """
+    if found := mixers_of(model):
+        return found
+    raise BadInputError(
+        f"No layer of {type(model).__name__} calls an SSD or gated-delta-rule operator that can be captured.",
+        "`ssdprof models` lists the supported families; layers kept from before transformers 5.15 and kernels "
+        "that replace a whole layer are not among them.",
+    )
+
+
+def mixers_of(model: nn.Module) -> tuple[Mixer, ...]:
+    """As `find_mixers`; empty if there is none."""
+    # The variants for a single token are other functions, which are not replaced.
+    functions = {operators.get(name).binding.function: name for name in operators.names()}
+    mixers: dict[int, Mixer] = {}
+    for name, module in model.named_modules():
+        forward = _forward(module)
+        if forward is None:
+            continue
+        for function in functions.keys() & set(forward.__code__.co_names):
+            index = layer_index(f"{name}.")
+            if index is None:
+                raise BadInputError(f"The mixer {name!r} is in no numbered decoder layer.")
+            if index in mixers:
+                raise BadInputError(f"Decoder layer {index} has two mixers: {mixers[index].name} and {name}.")
+            mixers[index] = Mixer(name, index, functions[function], module, function, forward.__globals__)
+    return tuple(mixers[index] for index in sorted(mixers))
+
+
+def match_layers(mixers: Sequence[Mixer], layers: Sequence[LayerRef], model_type: str) -> dict[int, LayerRef]:
+    """`layers` by decoder index.  Raises BadInputError for a layer that no mixer has."""
+    found = {mixer.layer_index: mixer.operator for mixer in mixers}
+    for layer in layers:
+        if found.get(layer.index) != layer.operator:
+            raise BadInputError(
+                f"Layer {layer.index} of this {model_type} model has {found.get(layer.index, 'no operator')}, not "
+                f"{layer.operator}; operators are in {', '.join(map(str, found))}."
+            )
+    return {layer.index: layer for layer in layers}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether `module` computes attention by one of transformers' functions: its class's forward names their table."""
+    forward = _forward(module)
+    return forward is not None and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+
+
+def _forward(module: nn.Module) -> FunctionType | None:
+    """The forward that the model's author wrote: transformers wraps some in decorators.  None if it is not Python."""
+    forward = inspect.unwrap(type(module).forward)
+    return forward if isinstance(forward, FunctionType) else None
+
+
+# --- places
+
+Place = int | str  # the index of a GPU, "cpu" or "disk"
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """accelerate's assignment of the parts of a model: GPUs, then main memory or the disk.
+
+    It keeps decoder layers whole, and brings the weights of a module that lies elsewhere to the computing device just
+    before it runs.
+
+    places: the place of each module and its submodules, by path.
+    main: the device of the first layers, which also computes the modules that are not on a GPU.
+    """
+
+    places: Mapping[str, Place]
+    main: Place
+
+    def place(self, name: str) -> Place:
+        """Where the parameter `name` lies."""
+        path = name
+        while path not in self.places:
+            path = path.rpartition(".")[0]
+        return self.places[path]
+
+
+def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None:
+    """A map of `model`, on the meta device, that fills the places of `room` in order.
+
+    room: bytes for weights.  The first is where the model begins; what finds no room goes to the disk if "disk" is a
+    key, whose number is not read.
+    None if there is too little room, or if the token embedding does not lie in the first place.
+    """
+    main = next(iter(room))
+    most = {place: size for place, size in room.items() if place != "disk"}
+    if min(most.values()) < 0:
+        return None
+    kept_whole = sorted(model._no_split_modules or ())
+    # Without a number for main memory, accelerate would take what the machine has.
+    with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
+        found = accelerate.infer_auto_device_map(
+            model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
+        )
+    mapped = DeviceMap(dict(found), main)
+    if "disk" in found.values() and "disk" not in room:
+        return None
+    embedding = next(name for name, one in model.named_modules() if one is model.get_input_embeddings())
+    return mapped if mapped.place(f"{embedding}.weight") == main else None
+
+
+def weights_by_place(model: PreTrainedModel, mapped: DeviceMap) -> dict[Place, tuple[int, int]]:
+    """Decoder layers that begin at each place, and bytes of all weights there."""
+    sizes: Counter[Place] = Counter()
+    layers: dict[int, Place] = {}
+    for name, parameter in model.named_parameters():
+        place = mapped.place(name)
+        sizes[place] += parameter.nbytes
+        if (index := layer_index(name)) is not None:
+            layers.setdefault(index, place)
+    counts = Counter(layers.values())
+    return {place: (counts[place], size) for place, size in sizes.items()}
+
+
+def largest_streamed(model: PreTrainedModel, mapped: DeviceMap) -> tuple[int, int]:
+    """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in memory at once.
+
+    accelerate brings a module's own weights, not those of the modules in it.
+    """
+    layers: Counter[object] = Counter()
+    modules: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        if mapped.place(name) in {"cpu", "disk"} - {mapped.main}:  # brought to `main` for each forward call
+            index = layer_index(name)
+            layers[name if index is None else index] += parameter.nbytes
+            modules[name.rpartition(".")[0]] += parameter.nbytes
+    return max(layers.values(), default=0), max(modules.values(), default=0)

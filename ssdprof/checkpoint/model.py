@@ -1,0 +1,369 @@
+"""Opens the checkpoint that the user named: its files, its config, and the layers with an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdprof import operators
+from ssdprof.checkpoint import config as configs
+from ssdprof.checkpoint.hub import (
+    CONFIG,
+    TOKENIZER_FILES,
+    FileInfo,
+    HubRepo,
+    LocalFolder,
+    NotCachedError,
+    RepoNotFoundError,
+    Source,
+    file_info,
+    listed_models,
+    tokenizer_files,
+)
+from ssdprof.checkpoint.names import (
+    DEMO_FOLDERS,
+    KNOWN_TYPES,
+    close_names,
+    family_named,
+    is_folder,
+    known,
+    parse_repo,
+    select_indices,
+    select_layers,
+    shown,
+)
+from ssdprof.checkpoint.weights import INDEX, Weights, find_weights, layer_index, usual_dtype
+from ssdprof.errors import BadInputError, ModelUnavailableError, SsdprofError
+from ssdprof.core.subject import CheckpointRef, LayerRef
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ssdprof.checkpoint.meta import Mixer
+
+MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation
+RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
+MOST_ASKED = 12  # configs read for suggestions: one small request each
+_NEED_ATTENTION = ("olmo_hybrid",)  # types whose definition refuses a config without an attention layer
+_NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo or demo-gdn."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A checkpoint that is available.  Its layers are read from the model that transformers builds without weights.
+
+    config: the language model's own config in transformers' format: flat, and converted from the original format.
+    model_type: as config.json says; "mamba2" for the original format.
+    nested: the language model is part of a larger model.
+    listed: decoder layers with an operator according to the config, for early refusals; None if it does not list them.
+    tokenizer: hub id or folder that the user named.
+    notes: sentences for the user before the run, such as which repo a family name stands for.
+    """
+
+    requested: str
+    source: Source
+    config: Mapping[str, Any]
+    model_type: str
+    nested: bool
+    original: bool
+    listed: tuple[int, ...] | None
+    quantization: str | None
+    random_weights: bool
+    tokenizer: str | None = None
+    siblings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def select(self, spec: str) -> tuple[LayerRef, ...]:
+        """The layers that --layers `spec` names.  A wrong one is refused before torch is imported, if possible."""
+        if self.listed is not None:
+            select_indices(spec, self.listed)
+        return select_layers(spec, self.layers)
+
+    @property
+    def on_meta(self) -> PreTrainedModel:
+        """The whole base model on the meta device; raises what `meta.empty_model` raises."""
+        return self._built[0]
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Modules of `on_meta` that call an operator; BadInputError if there are none."""
+        if mixers := self._built[1]:
+            return mixers
+        raise BadInputError(
+            f"{self.where} is of type {shown(self.model_type)}, which has no layer that ssdprof measures.",
+            configs.SUPPORTED,
+        )
+
+    @cached_property
+    def _built(self) -> tuple[PreTrainedModel, tuple[Mixer, ...]]:
+        from ssdprof.checkpoint import meta  # imports transformers: a wrong name or layer is refused before that
+
+        meta.check_known(self.config, self.where)
+        plain = {key: value for key, value in self.cut_config().items() if key != "quantization_config"}
+        model = meta.build(plain, self.source.label)
+        return model, meta.mixers_of(model)
+
+    @property
+    def where(self) -> str:
+        """Names the config in messages."""
+        return f"{CONFIG} of {self.source.label}"
+
+    @cached_property
+    def layers(self) -> tuple[LayerRef, ...]:
+        """Those with an operator, named by their path in the full model."""
+        prefix = "model.language_model" if self.nested else self.on_meta.base_model_prefix
+        return tuple(
+            LayerRef(index=mixer.layer_index, name=f"{prefix}.{mixer.name}", operator=mixer.operator)
+            for mixer in self.mixers
+        )
+
+    @cached_property
+    def layer_count(self) -> int:
+        return 1 + max(layer_index(name) or 0 for name, _ in self.on_meta.named_parameters())
+
+    @cached_property
+    def ref(self) -> CheckpointRef:
+        """The record of reports."""
+        checkpoint = known(self.source.label)
+        return CheckpointRef(
+            requested=self.requested,
+            source="demo" if self.requested in DEMO_FOLDERS else "local" if self.source.revision is None else "hub",
+            repo_id=self.source.label,
+            revision=self.source.revision,
+            model_type=self.model_type,
+            layers=self.layers,
+            layer_count=self.layer_count,
+            siblings=self.siblings,
+            quantization=self.quantization,
+            trained_context=(checkpoint and checkpoint.trained_context) or self._number("max_position_embeddings"),
+            random_weights=self.random_weights,
+        )
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of token ids; None if the config does not state it."""
+        return self._number("vocab_size")
+
+    def _number(self, key: str) -> int | None:
+        value = self.config.get(key)
+        return value if isinstance(value, int) and value > 0 else None
+
+    def sizes(self, layer: LayerRef) -> dict[str, int]:
+        """Sizes of `layer`'s operator by name; BadInputError when the model has no such layer."""
+        mixer = next((one for one, its in zip(self.mixers, self.layers, strict=True) if its == layer), None)
+        if mixer is None:
+            raise BadInputError(
+                f"{self.source.label} has no SSD or gated-delta-rule layer {layer.name}.",
+                f"Layers with the operator: {', '.join(str(there.index) for there in self.layers)}.",
+            )
+        return mixer.sizes
+
+    def size_words(self, layer: LayerRef) -> str:
+        """Those sizes for people: "128x64, N 128, G 1, chunk 256"."""
+        return operators.outline(layer.operator).words.format(**self.sizes(layer))
+
+    def depth(self, deepest_layer: int | None) -> int:
+        """Decoder layers to load so that layer `deepest_layer` can run; all for None.
+
+        More than deepest_layer + 1 if the model definition needs an attention layer.
+        BadInputError if the model has no such layer.
+        """
+        if deepest_layer is None:
+            return self.layer_count
+        if not 0 <= deepest_layer < self.layer_count:
+            raise BadInputError(
+                f"There is no layer {deepest_layer}: the model's layers are 0 to {self.layer_count - 1}.",
+                f"Layers with the operator: {', '.join(str(layer.index) for layer in self.layers)}.",
+            )
+        least = 0
+        if self.model_type in _NEED_ATTENTION:
+            least = self.on_meta.config.layer_types.index("full_attention") + 1
+        return max(deepest_layer + 1, least)
+
+    def cut_config(self, depth: int | None = None, dtype: str | None = None) -> dict[str, Any]:
+        """The config of the first `depth` decoder layers (all for None), as transformers reads it.
+
+        dtype: in which the weights are loaded, named as in torch; None: what the config says of it, if anything.
+        """
+        config = dict(self.config)
+        if depth is not None and not any(config.get(key) for key in configs.PER_LAYER):
+            # The model definition may have a list of its own, such as Zamba2's.
+            whole = self.on_meta.config.to_dict()
+            config |= {key: whole[key] for key in configs.PER_LAYER if key in whole}
+        return configs.cut_config(config, depth, dtype=dtype, quantization=self.quantization)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The files of the weights.  Reads the index, if there is one."""
+        return find_weights(self.source, is_original=self.original)
+
+    @cached_property
+    def dtype(self) -> str | None:
+        """The dtype in which the weights are loaded, named as in torch: that of the config, or else of most weights.
+
+        None if neither is known: a pickle has no header.
+        """
+        for key in ("dtype", "torch_dtype"):
+            if (named := self.config.get(key)) is not None:
+                return named if isinstance(named, str) else None  # transformers will say what is wrong with it
+        return None if self.weights.pickled else usual_dtype(self.weights.tensors(self.depth(0)).values())
+
+    def weight_bytes(self, deepest_layer: int | None = None, *, head: bool = False, dtype: str | None = None) -> int:
+        """Bytes, once loaded, of the weights of layers 0 to `deepest_layer` and of those outside of layers.
+
+        head: also of the language-model head, where it has weights of its own.
+        dtype: in which they are loaded; None: their own.
+
+        Read from the headers of safetensors; for a pickle the size of the whole file.
+        """
+        return self.weights.bytes(self.depth(deepest_layer), dtype or self.dtype, head=head)
+
+    @cached_property
+    def tokenizer_source(self) -> Source | None:
+        """The source of the tokenizer; None if the user named none and the checkpoint has none.
+
+        ModelUnavailableError or BadInputError when the named one is not available.
+        """
+        named = self.tokenizer
+        if named is None:
+            if tokenizer_files(self.source):
+                return self.source
+            if not self.original:
+                if not self.source.complete:
+                    self.source.path(TOKENIZER_FILES[0])  # raises: the hub may have it, but the cache does not
+                return None
+            named = configs.DEFAULT_TOKENIZER
+        if not named.strip():
+            raise BadInputError("The tokenizer's name is empty.", _NO_TOKENIZER)
+        found = _local(named) or HubRepo(*parse_repo(named, None), first="tokenizer_config.json")
+        if not tokenizer_files(found):
+            raise BadInputError(f"{found.label} holds no tokenizer.", "Name another one with --tokenizer.")
+        return found
+
+    def files(self, deepest_layer: int | None = None, *, head: bool = False) -> tuple[FileInfo, ...]:
+        """Every file that running layers 0 to `deepest_layer` needs (all layers for None), tokenizer included.
+
+        head: include the language-model head.
+
+        Files of a tokenizer from another repo are prefixed with that repo's name.
+        """
+        names = [CONFIG, *([INDEX] if self.weights.shards is not None else [])]
+        names += self.weights.files(self.depth(deepest_layer), head=head)
+        infos = [file_info(self.source, name) for name in names]
+        if (other := self.tokenizer_source) is not None:
+            prefix = "" if other is self.source else f"{other.label}/"
+            infos += [file_info(other, name)._replace(name=prefix + name) for name in tokenizer_files(other)]
+        return tuple(infos)
+
+
+def open_model(named: str, *, revision: str | None = None, tokenizer: str | None = None) -> Model:
+    """The checkpoint that `named` means: a demo, a local folder, a family name or a hub id, in this order.
+
+    Downloads config.json only, and imports no torch.
+
+    revision: branch, tag, commit or refs/pr/N on the hub; resolved to a commit once.
+    tokenizer: hub id or folder to take the tokenizer from; by default the checkpoint's own.
+
+    ModelUnavailableError when it is not available; BadInputError if its config shows that ssdprof cannot measure it.
+    """
+    if not named.strip():
+        raise BadInputError("The model's name is empty.", _NO_TOKENIZER)
+    family = None
+    source: Source | None = _local(named)
+    if source is not None:
+        if revision is not None:
+            raise BadInputError(f"{named} is local and has no revisions.", "Leave out --revision, or name a hub repo.")
+    else:
+        repo_id, revision = parse_repo(named, revision)
+        if (demo := repo_id.casefold()) in DEMO_FOLDERS:
+            raise BadInputError(
+                f"There is no model {named}; a model that ships with ssdprof is {demo}.", f"Name {demo}."
+            )
+        family = family_named(repo_id)
+        source = _open_repo(family.flagship if family and family.flagship else repo_id, revision)
+    others = tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else ()
+    notes = f"{named} is a family of models, not a repo: taking {source.label}. Others: {', '.join(others)}."
+    return _described(source, requested=named, tokenizer=tokenizer, siblings=others, notes=(notes,) if family else ())
+
+
+def _described(source: Source, **given: Any) -> Model:
+    """The model in `source`, as its config describes it.
+
+    BadInputError: a model type without SSD or gated-delta-rule layers, no such layer in this config, unknown
+    quantisation, sizes that no model has or that contradict each other.
+    """
+    if CONFIG not in source.sizes:
+        raise BadInputError(
+            f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
+        )
+    where = f"{CONFIG} of {source.label}"
+    stored = configs.read_config(source.path(CONFIG), where)
+    original = configs.is_original(stored)
+    config = configs.convert_config(stored, where) if original else stored
+    model_type = configs.check_model_type(config, where)
+    text = configs.text_config(config)
+    if text is not None:
+        configs.check_model_type(text, where)
+    quantization = configs.quant_method(text or config, where)
+    listed = configs.listed_layers(text or config, where)
+    configs.ConfigReader(text or config, where).check_sizes()
+    if MODELOPT_CONFIG in source.sizes and quantization is None:
+        raise configs.refuse_quantization("modelopt", source.label)
+    return Model(
+        source=source,
+        config=text or config,
+        model_type=model_type,
+        nested=text is not None,
+        original=original,
+        listed=listed,
+        quantization=quantization,
+        random_weights=stored.get(RANDOM_WEIGHTS) is True,
+        **given,
+    )
+
+
+def _local(name: str) -> Source | None:
+    """A demo model or a local folder; None for a name on the hub."""
+    if name in DEMO_FOLDERS:
+        return LocalFolder(DEMO_FOLDERS[name], name)
+    return LocalFolder(Path(name).expanduser()) if is_folder(name) else None
+
+
+def _open_repo(repo_id: str, revision: str | None) -> Source:
+    try:
+        return HubRepo(repo_id, revision)
+    except RepoNotFoundError as error:
+        if similar := list(dict.fromkeys([*close_names(repo_id), *_similar_repos(repo_id)])):
+            hint = f"Repos with SSD or GDN layers and a name like it: {', '.join(similar)}."
+            raise ModelUnavailableError(error.message, hint) from None
+        raise
+    except (NotCachedError, BadInputError) as error:
+        if (similar := close_names(repo_id)) and repo_id not in similar:
+            error.hint = f"Similar names: {', '.join(similar)}.  {error.hint}"
+        raise
+
+
+def _similar_repos(repo_id: str) -> list[str]:
+    """Repos of the same namespace whose names match and whose config has SSD or GDN layers, most downloaded first.
+
+    The hub's search matches the whole text, so a name without a match is tried again without its last
+    part.  Empty if the hub does not answer, because the caller already reports another error.
+    """
+    namespace, _, name = repo_id.rpartition("/")
+    while name:
+        # The hub's copy of a config holds no layer types, so it only rules out; the original format has no model_type.
+        likely = [found for found, kind in listed_models(namespace or None, name) if kind in (*KNOWN_TYPES, None)]
+        if similar := [found for found in likely[:MOST_ASKED] if _has_operator(found)]:
+            return similar
+        name = name.rpartition("-")[0]
+    return []
+
+
+def _has_operator(repo_id: str) -> bool:
+    try:
+        return _described(HubRepo(repo_id), requested=repo_id).model_type in KNOWN_TYPES
+    except SsdprofError:
+        return False  # gated, unsupported or without such layers: no suggestion

@@ -1,0 +1,156 @@
+"""A prompt in segments, through whole and cut models, and the logits and tokens after it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from transformers import AttentionInterface
+
+from ssdprof.capture.forward import (
+    PromptRun,
+    counting_cache,
+    greedy,
+    hidden_states,
+    logits,
+    lower_right_attention,
+    prefill,
+)
+from ssdprof.capture.intercept import intercept
+from ssdprof.checkpoint.load import fetch, load_model
+from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.checkpoint.model import open_model
+from ssdprof.errors import BadInputError
+from ssdprof.schema.serving import split_prompt
+
+FP32_ROUNDING = 5e-5
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "segment_length", "segments"),
+    [
+        (10, 16, [(0, 10)]),
+        (10, 10, [(0, 10)]),
+        (10, 4, [(0, 4), (4, 8), (8, 10)]),
+        (9, 4, [(0, 4), (4, 9)]),  # no segment of one token
+        (5, 4, [(0, 5)]),
+        (1, 4, [(0, 1)]),
+    ],
+)
+def test_split(seqlen: int, segment_length: int, segments: list[tuple[int, int]]) -> None:
+    assert split_prompt(seqlen, segment_length) == segments
+
+
+def run(model: Any, ids: torch.Tensor, segment_length: int) -> torch.Tensor:
+    with intercept(find_mixers(model), lambda call: call.replacement()):
+        return prefill(model, ids, segment_length)
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_the_last_segment_ends_as_the_whole_prompt_does(name: str) -> None:
+    model = tiny_models.shared(name).base_model
+    ids = tiny_models.prompt(90, batch=2)
+    implementation = model.config._attn_implementation
+    whole, last = run(model, ids, 90), run(model, ids, 40)
+    assert last.shape[1] == 10
+    assert float((whole[:, -10:] - last).abs().max() / whole.abs().max()) < FP32_ROUNDING
+    assert model.config._attn_implementation == implementation
+
+
+def test_attention_is_restored_after_ctrl_c() -> None:
+    model = tiny_models.build("bamba").base_model
+    before = model.config._attn_implementation
+
+    def interrupt(*_: Any) -> None:
+        assert model.config._attn_implementation != before
+        raise KeyboardInterrupt
+
+    model.layers[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prefill(model, tiny_models.prompt(20), 8)
+    assert model.config._attn_implementation == before
+
+
+def test_attention_that_is_more_than_causal_is_refused() -> None:
+
+    model = tiny_models.shared("bamba").base_model
+    states = torch.randn(1, 4, 8, 16)
+    with lower_right_attention(model):
+        attend = AttentionInterface()[model.config._attn_implementation]
+        with pytest.raises(BadInputError, match="Linear attends with sliding_window"):
+            attend(torch.nn.Linear(1, 1), states, states, states, None, sliding_window=4)
+
+
+# --- models that were cut before their first attention layer
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "bamba", "nemotron_h", "zamba2", "qwen3_next"])
+def test_segments_of_a_cut_model_equal_one_piece(name: str, tmp_path: Path) -> None:
+    tiny_models.shared(name).save_pretrained(tmp_path)
+    local = fetch(open_model(str(tmp_path)), deepest_layer=1)
+    model = load_model(local, device="cpu")
+    assert counting_cache(model, [0]) is not None
+    ids = tiny_models.prompt(90)
+    whole = prefill(model, ids, segment_length=90)
+    segments = prefill(model, ids, segment_length=40)
+    torch.testing.assert_close(segments, whole[:, 80:], rtol=FP32_ROUNDING, atol=FP32_ROUNDING)
+
+
+def test_a_model_with_attention_makes_its_own_cache() -> None:
+    assert counting_cache(tiny_models.shared("granitemoehybrid").base_model, [0]) is None
+    assert counting_cache(tiny_models.shared("falcon_h1").base_model, [0]) is None
+
+
+# --- hidden states and logits
+
+
+LENGTH = 70
+
+
+def hidden(model: Any, segment_length: int) -> torch.Tensor:
+    prompt = PromptRun(model.base_model, tiny_models.prompt(LENGTH), segment_length, find_mixers(model), "tiny")
+    return hidden_states(prompt, lambda call: call.replacement() if segment_length < LENGTH else call.run_original())
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_logits_of_blocks_are_those_of_the_whole_model(name: str) -> None:
+    model = tiny_models.shared(name)
+    if name == "granitemoehybrid":
+        assert model.config.logits_scaling == 1.0
+    with torch.no_grad():
+        whole = model(tiny_models.prompt(LENGTH), use_cache=False).logits
+    found = hidden(model, LENGTH)
+    blocks = torch.cat([logits(model, block) for block in found.split(32, dim=1)], dim=1)
+    torch.testing.assert_close(blocks, whole, rtol=1e-5, atol=1e-5)
+    assert "forward" not in vars(model.base_model)
+    with torch.no_grad():
+        assert torch.equal(model(tiny_models.prompt(LENGTH), use_cache=False).logits, whole)
+
+
+def test_scaled_logits_are_scaled() -> None:
+    scaled = tiny_models.build("granitemoehybrid")
+    scaled.config.logits_scaling = 6.0
+    found = hidden(scaled, LENGTH)
+    plain = tiny_models.shared("granitemoehybrid")
+    torch.testing.assert_close(6 * logits(scaled, found), logits(plain, found))
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "qwen3_next"])
+def test_segments_end_at_the_same_hidden_states(name: str) -> None:
+    model = tiny_models.shared(name)
+    whole, pieces = hidden(model, LENGTH), hidden(model, 32)
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("segment_length", [40, 32])
+def test_greedy_tokens_are_the_most_likely_ones(name: str, segment_length: int) -> None:
+    model: Any = tiny_models.shared(name)
+    ids = tiny_models.prompt(40)
+    tokens = greedy(model, ids, 4, segment_length)
+    text = torch.cat([ids, torch.tensor([tokens])], dim=1)
+    with torch.no_grad():
+        found = model(text, use_cache=False).logits[0, 39:-1]
+    margins = found.max(-1).values - found.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    assert float(margins.max()) < 1e-4

@@ -1,0 +1,362 @@
+"""config.json -> layers and sizes, or a refusal with its reason; and the config of a cut model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from ssdprof.checkpoint.config import QUANT_METHODS, read_config
+from ssdprof.checkpoint.model import Model, open_model
+from ssdprof.errors import BadInputError, ExitCode
+
+Open = Callable[[dict[str, Any]], Model]
+
+# Excerpts of published configs: the keys with the layers and their sizes.
+GRANITE_H_SMALL = {
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 40,
+    "hidden_size": 4096,
+    "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
+    "mamba_expand": 2,
+    "max_position_embeddings": 131072,
+}
+GRANITE_MICRO = {**GRANITE_H_SMALL, "hidden_size": 2560, "layer_types": ["attention"] * 40}
+BAMBA = {
+    "model_type": "bamba",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "attn_layer_indices": [9, 18, 27],
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 256,
+    "mamba_expand": 2,
+}
+NANO_9B = {
+    "model_type": "nemotron_h",
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 80,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "chunk_size": 128,
+}
+MAMBA2_2_7B = {
+    "d_model": 2560,
+    "d_intermediate": 0,
+    "n_layer": 64,
+    "vocab_size": 50277,
+    "ssm_cfg": {"layer": "Mamba2"},
+    "attn_layer_idx": [],
+    "pad_vocab_size_multiple": 16,
+    "tie_embeddings": True,
+}
+QWEN3_5 = {
+    "model_type": "qwen3_5",
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 64,
+        "hidden_size": 5120,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "vision_config": {"model_type": "qwen3_5", "depth": 27},
+}
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Open:
+    def write(config: dict[str, Any]) -> Model:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return open_model(str(tmp_path))
+
+    return write
+
+
+def refusal(opened: Open, config: dict[str, Any]) -> str:
+    with pytest.raises(BadInputError) as caught:
+        _ = opened(config).layers
+    assert caught.value.exit_code == ExitCode.BAD_INPUT
+    assert caught.value.hint
+    return f"{caught.value.message} {caught.value.hint}"
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> None:
+    model = tiny_models.shared(name)
+    found = opened(model.config.to_dict())
+    assert tuple(layer.index for layer in found.layers) == tiny_models.OPERATOR_LAYERS[name]
+    assert found.listed in (None, tiny_models.OPERATOR_LAYERS[name])
+    assert found.layer_count == model.config.num_hidden_layers
+    for layer in found.layers:
+        sizes = found.sizes(layer)
+        assert model.get_submodule(layer.name).A_log.shape == (
+            sizes["nheads" if layer.operator == "ssd" else "value_heads"],
+        )
+        assert layer.operator == ("ssd" if name in tiny_models.SSD else "gdn")
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "of", "words"),
+    [
+        (GRANITE_H_SMALL, 36, 40, "128x64, N 128, G 1, chunk 256"),
+        (BAMBA, 29, 32, "128x64, N 128, G 1, chunk 256"),
+        (NANO_9B, 27, 56, "128x80, N 128, G 8, chunk 128"),
+        (MAMBA2_2_7B, 64, 64, "80x64, N 128, G 1, chunk 256"),
+        (QWEN3_5, 48, 64, "16/48 heads, K 128, V 128"),
+    ],
+    ids=["granite-4.0-h-small", "Bamba-9B", "Nemotron-Nano-9B-v2", "mamba2-2.7b", "Qwen3.5-27B"],
+)
+def test_published_configs(opened: Open, config: dict[str, Any], layers: int, of: int, words: str) -> None:
+    found = opened(config)
+    assert found.listed is not None
+    assert len(found.listed) == layers
+    assert (len(found.layers), found.layer_count, found.size_words(found.layers[-1])) == (layers, of, words)
+
+
+def test_the_original_format_pads_its_vocabulary(opened: Open) -> None:
+    config = opened(MAMBA2_2_7B).config
+    assert config["vocab_size"] == 50288
+    assert config["num_heads"] * config["head_dim"] == config["expand"] * config["hidden_size"]
+
+
+def test_depth_keeps_what_the_model_definition_insists_on(opened: Open) -> None:
+    assert opened(tiny_models.shared("olmo_hybrid").config.to_dict()).depth(0) == 4
+    granite = opened(GRANITE_H_SMALL)
+    assert granite.depth(0) == 1
+    with pytest.raises(BadInputError, match="no layer 40"):
+        granite.depth(40)
+
+
+# --- larger models, and types that nobody listed
+
+
+@pytest.mark.parametrize(
+    ("outer", "key", "inner"),
+    [
+        ("qwen3_5", "text_config", "qwen3_5_text"),
+        ("minicpmv4_6", "text_config", "qwen3_5_text"),
+        ("minicpmv4_7", "text_config", "qwen3_5_moe_text"),
+        ("minicpm_ocr", "text_config", "qwen3_5_text"),
+        ("jev", "text_config", "qwen3_5_text"),
+        ("nemotron_h_omni", "llm_config", "nemotron_h"),
+        ("nemo_speechlm", "text_config", "nemotron_h"),
+        ("unheard", "thinker_config", "qwen3_5_text"),
+    ],
+)
+def test_the_language_model_of_a_larger_one(opened: Open, outer: str, key: str, inner: str) -> None:
+    text = tiny_models.shared(inner).config.to_dict()
+    tower = {"model_type": "vit", "num_hidden_layers": 2}
+    config = {"model_type": outer, "vision_config": tower, key: text, "audio_config": tower}
+    found = opened({"model_type": outer, "outer_config": config} if outer == "unheard" else config)
+    assert tuple(layer.index for layer in found.layers) == tiny_models.OPERATOR_LAYERS[inner]
+    assert found.layers[0].name.startswith("model.language_model.layers.0.")
+    assert found.ref.model_type == outer
+
+
+def test_a_model_type_that_nobody_listed(opened: Open) -> None:
+    class NewConfig(configuration_qwen3_next.Qwen3NextConfig):  # type: ignore[misc]
+        model_type = "new_gdn"
+
+    class NewModel(modeling_qwen3_next.Qwen3NextModel):  # type: ignore[misc]
+        config_class = NewConfig
+
+    AutoConfig.register("new_gdn", NewConfig)
+    AutoModel.register(NewConfig, NewModel)
+    try:
+        found = opened({**tiny_models.shared("qwen3_next").config.to_dict(), "model_type": "new_gdn"})
+        assert found.ref.model_type == "new_gdn"
+        assert [layer.name for layer in found.select("first:2")] == [
+            "model.layers.0.linear_attn",
+            "model.layers.1.linear_attn",
+        ]
+        assert found.size_words(found.layers[0]) == "2/4 heads, K 16, V 16"
+    finally:
+        del CONFIG_MAPPING._extra_content["new_gdn"]
+        del AutoModel._model_mapping._extra_content[NewConfig]
+
+
+@pytest.mark.parametrize("name", ["lara_mini"])
+def test_a_type_of_transformers_outside_of_the_table(opened: Open, name: str) -> None:
+    found = opened(CONFIG_MAPPING[name](num_hidden_layers=3).to_dict())
+    assert {layer.operator for layer in found.layers} == {"gdn"}
+
+
+# --- refusals
+
+
+def test_sizes_in_a_config_without_such_layers_do_not_count(opened: Open) -> None:
+    text = refusal(opened, GRANITE_MICRO)
+    assert "no SSD or gated-delta-rule layer: its 40 are full_attention" in text
+    assert '"h"' in text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("mamba", "Mamba-1"), ("falcon_mamba", "Mamba-1"), ("jamba", "Mamba-1"), ("kimi_linear", "Kimi Delta Attention")],
+)
+def test_other_scans_are_refused_by_name(opened: Open, model_type: str, reason: str) -> None:
+    text = refusal(opened, {"model_type": model_type, "num_hidden_layers": 4})
+    assert reason in text
+    assert "granitemoehybrid" in text  # the supported types
+
+
+def test_types_without_a_scan_and_remote_code_are_told_apart(opened: Open) -> None:
+    assert "no layer that ssdprof measures" in refusal(opened, {"model_type": "llama", "num_hidden_layers": 1})
+    assert "no remote code" in refusal(opened, {"model_type": "plamo2", "auto_map": {"AutoModel": "modeling.Model"}})
+    assert "transformers does not know" in refusal(opened, {"model_type": "plamo2"})
+    assert "no model_type" in refusal(opened, {"hidden_size": 64})
+    assert opened(NANO_9B).ref.model_type == "nemotron_h"  # a known type needs no remote code
+
+
+@pytest.mark.parametrize("quantization", [{"quant_method": "modelopt"}, {"bits": 4}, "int4", {"quant_method": ["fp8"]}])
+def test_unknown_quantisation_is_refused(opened: Open, quantization: object) -> None:
+    text = refusal(opened, {**GRANITE_H_SMALL, "quantization_config": quantization})
+    assert "which ssdprof cannot load" in text
+    assert "BF16" in text
+
+
+@pytest.mark.parametrize("method", ["fp8", "compressed-tensors"])
+def test_known_quantisation_is_recorded(opened: Open, method: str) -> None:
+    for config in (GRANITE_H_SMALL, QWEN3_5):
+        assert opened({**config, "quantization_config": {"quant_method": method}}).quantization == method
+
+
+def test_every_accepted_quantisation_is_one_that_transformers_decodes() -> None:
+    assert QUANT_METHODS - {"bitsandbytes"} <= set(AUTO_QUANTIZATION_CONFIG_MAPPING)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 41}, "layer_types"),
+        ({"layer_types": ["mamba"] * 10**5, "num_hidden_layers": 40}, "layer_types"),
+        ({"layer_types": "mamba"}, "layer_types"),
+        ({"layer_types": ["mamba"] * 39 + ["conv"]}, "conv"),
+        ({"layer_types": ["mamba"] * 39 + [["mamba"]]}, "layer_types"),
+        ({"mamba_n_heads": -128}, "mamba_n_heads"),
+        ({"mamba_n_heads": 3}, "mamba_n_heads"),
+        ({"mamba_n_groups": 3}, "mamba_n_groups"),
+        ({"mamba_d_head": 63}, "mamba_d_head"),
+        ({"mamba_d_state": 2**60}, "mamba_d_state"),
+        ({"mamba_d_state": 128.0}, "mamba_d_state"),
+        ({"mamba_d_state": True}, "mamba_d_state"),
+        ({"mamba_d_state": {"__float__": "Infinity"}}, "mamba_d_state"),
+        ({"mamba_chunk_size": 0}, "mamba_chunk_size"),
+        ({"hidden_size": 10**15}, "hidden_size"),
+        ({"vocab_size": -1}, "vocab_size"),
+        ({"vocab_size": float("inf")}, "vocab_size"),
+        ({"intermediate_size": 10**12}, "intermediate_size"),
+        ({"num_local_experts": 10**9}, "num_local_experts"),
+    ],
+)
+def test_absurd_sizes_are_refused_by_key(opened: Open, change: dict[str, Any], named: str) -> None:
+    assert named in refusal(opened, {**GRANITE_H_SMALL, **change})
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        (BAMBA, {"attn_layer_indices": [32]}, "attn_layer_indices"),
+        (BAMBA, {"attn_layer_indices": "9"}, "attn_layer_indices"),
+        (NANO_9B, {"hybrid_override_pattern": "MXM"}, "X"),
+        (NANO_9B, {"hybrid_override_pattern": "M" * 10**6}, "hybrid_override_pattern"),
+        (QWEN3_5, {"text_config": None}, "text_config"),
+        (QWEN3_5, {"text_config": {**QWEN3_5["text_config"], "linear_num_value_heads": 17}}, "linear_num_value_heads"),
+        (MAMBA2_2_7B, {"ssm_cfg": {}}, "Mamba-1"),
+        (MAMBA2_2_7B, {"ssm_cfg": "Mamba2"}, "Mamba-2"),
+        (MAMBA2_2_7B, {"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "D_has_hdim"),
+        (MAMBA2_2_7B, {"attn_layer_idx": [9, 18]}, "attn_layer_idx"),
+        (MAMBA2_2_7B, {"d_intermediate": 4096}, "d_intermediate"),
+        (MAMBA2_2_7B, {"d_model": 10**9}, "d_model"),
+        (MAMBA2_2_7B, {"n_layer": 10**9}, "n_layer"),
+    ],
+)
+def test_configs_that_contradict_themselves_are_refused(
+    opened: Open, config: dict[str, Any], change: dict[str, Any], named: str
+) -> None:
+    assert named in refusal(opened, {**config, **change})
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'"granite"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1e}'])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(BadInputError, match=r"^the config "):
+        read_config(file, "the config")
+
+
+def test_infinity_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"time_step_limit": [0.0, Infinity]}')
+    assert read_config(file, "the config")["time_step_limit"] == [0.0, float("inf")]
+
+
+# --- the config of a cut model: reduced in every key that counts layers, without the parts that are not loaded
+
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "hybrid_override_pattern": "M-M*ME",
+    "num_hidden_layers": 6,
+    "num_nextn_predict_layers": 1,
+    "time_step_limit": None,
+}
+BAMBA_6 = {**BAMBA, "num_hidden_layers": 6, "attn_layer_indices": [1, 4]}
+ZAMBA2: dict[str, Any] = {"model_type": "zamba2", "hybrid_layer_ids": [6, 12, 18]}
+QWEN3_5_FP8 = {
+    "model_type": "qwen3_5",
+    "dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "text_config": {"num_hidden_layers": 8, "mlp_only_layers": [1, 5], "layer_types": ["linear_attention"] * 8},
+    "vision_config": {"depth": 27},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (NEMOTRON, {"hybrid_override_pattern": "M-M", "num_hidden_layers": 3, "num_nextn_predict_layers": 0}),
+        (BAMBA_6, {"attn_layer_indices": [1], "num_hidden_layers": 3}),
+        (ZAMBA2, {"layers_block_type": ["linear_attention"] * 3, "hybrid_layer_ids": [], "num_hidden_layers": 3}),
+        (QWEN3_5_FP8, {"layer_types": ["linear_attention"] * 3, "mlp_only_layers": [1], "model_type": "qwen3_5_text"}),
+    ],
+    ids=["nemotron_h", "bamba", "zamba2", "qwen3_5"],
+)
+def test_every_key_that_counts_layers_is_cut(opened: Open, config: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = opened(config).cut_config(3)
+    assert {key: found[key] for key in expected} == expected
+    assert opened(found).layer_count == 3
+
+
+def test_what_is_left_out_and_what_is_added(opened: Open) -> None:
+    text = QWEN3_5_FP8["text_config"]
+    assert "vision_config" not in opened({**QWEN3_5_FP8, "text_config": {**text, "vision_config": {}}}).cut_config(2)
+    nemotron = opened(NEMOTRON).cut_config(2)
+    assert "auto_map" not in nemotron
+    assert "time_step_limit" not in nemotron  # no limit on dt is said by leaving it out
+    found = opened(QWEN3_5_FP8).cut_config(2)  # FP8 weights are decoded on every machine
+    assert found["quantization_config"] == {"quant_method": "fp8", "weight_block_size": [128, 128], "dequantize": True}
+    assert found["dtype"] == "bfloat16"
+    assert "dequantize" not in QWEN3_5_FP8["quantization_config"]

@@ -1,0 +1,142 @@
+"""Damaged weights and malicious indices are refused before any value is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ssdprof.checkpoint.hub import read_header
+from ssdprof.checkpoint.load import fetch
+from ssdprof.checkpoint.model import open_model
+from ssdprof.checkpoint.weights import INDEX, is_needed, stays_inside
+from ssdprof.errors import BadInputError, ExitCode, ModelUnavailableError, SsdprofError
+
+Save = Callable[[str], Path]
+
+
+def failure(folder: Path, deepest_layer: int | None = None) -> SsdprofError:
+    with pytest.raises(SsdprofError) as caught:
+        fetch(open_model(str(folder)), deepest_layer=deepest_layer)
+    assert caught.value.hint
+    return caught.value
+
+
+def test_a_header_gives_shapes_and_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file({"w": torch.zeros(3, 5, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.float32)}, file)
+    header = read_header(file, file.name)
+    assert (header["w"].dtype, header["w"].shape, header["w"].size_bytes) == ("BF16", (3, 5), 30)
+    assert (header["s"].shape, header["s"].size_bytes) == ((), 4)
+
+
+def corrupt(content: bytes) -> bytes:
+    return content[:8] + bytes([content[8] ^ 0xFF]) + content[9:]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        *((lambda content, keep=keep: content[:keep], "truncated or corrupt") for keep in (0, 7, 100, -1)),
+        (corrupt, "truncated or corrupt"),
+        (lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", "a Git LFS pointer"),
+        (None, "has no model-"),
+    ],
+)
+def test_a_damaged_shard_cannot_be_had(copied: Save, damage: Callable[[bytes], bytes] | None, words: str) -> None:
+    folder = copied("mamba2")
+    shard = min(folder.glob("model-*.safetensors"))
+    content = shard.read_bytes()
+    shard.unlink()
+    if damage is not None:
+        shard.write_bytes(damage(content))
+    error = failure(folder)
+    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+    assert shard.name in error.message
+    assert words in error.message
+    assert "..." not in error.message
+    assert ("git lfs pull" in error.hint) == ("LFS" in words)
+    assert ("Error while deserializing header: " in error.message) == ("truncated" in words)
+
+
+def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save) -> None:
+    folder = copied("mamba2")
+    model = open_model(str(folder))
+    unneeded = {info.name for info in model.files(2)} - {info.name for info in model.files(0)}
+    assert unneeded
+    for name in unneeded:
+        (folder / name).write_bytes(b"damaged")
+    fetch(model, deepest_layer=0)
+    assert failure(folder, deepest_layer=2).exit_code == ExitCode.MODEL_UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("key", "place", "kind", "words"),
+    [
+        ("backbone.layers.0.mixer.invented", None, ModelUnavailableError, "invented"),
+        ("backbone.norm_f.weight", "../secret.safetensors", BadInputError, "outside"),
+        ("backbone.norm_f.weight", "/etc/secret.safetensors", BadInputError, "outside"),
+        ("backbone.norm_f.weight", "a/../../b.safetensors", BadInputError, "outside"),
+        ("backbone.norm_f.weight", "C:\\b.safetensors", BadInputError, "outside"),
+        ("backbone.norm_f.weight", "..\\b.safetensors", BadInputError, "outside"),
+    ],
+)
+def test_an_index_that_is_wrong_or_leaves_its_folder(
+    copied: Save, key: str, place: str | None, kind: type[SsdprofError], words: str
+) -> None:
+    folder = copied("mamba2")
+    shard = min(folder.glob("model-*.safetensors"))
+    (folder.parent / "secret.safetensors").write_bytes(shard.read_bytes())
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"][key] = place or shard.name
+    (folder / INDEX).write_text(json.dumps(index))
+    error = failure(folder)
+    assert isinstance(error, kind)
+    assert words in error.message
+
+
+def test_names_that_are_no_file_do_not_stay_inside() -> None:
+    assert not any(map(stays_inside, ("", ".", "a\0b")))
+    assert stays_inside("model-00001-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"{", ModelUnavailableError),
+        ([], ModelUnavailableError),
+        ({"metadata": {}}, ModelUnavailableError),
+        ({"weight_map": []}, ModelUnavailableError),
+        ({"weight_map": {}}, BadInputError),
+        ({"weight_map": {"a": 1}}, BadInputError),
+        ({"weight_map": {"a": "pytorch_model.bin"}}, BadInputError),
+    ],
+)
+def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]) -> None:
+    folder = copied("mamba2")
+    (folder / INDEX).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    assert type(failure(folder)) is error
+
+
+def test_which_weights_three_layers_need() -> None:
+    needed = ("model.layers.2.mamba.A_log", "backbone.embeddings.weight", "model.language_model.norm.weight")
+    others = ("model.layers.3.mamba.A_log", "layers.12.mamba.A_log", "lm_head.weight", "mtp.layers.0.mlp.weight")
+    towers = ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight")
+    assert all(is_needed(key, depth=3) for key in needed)
+    assert not any(is_needed(key, depth=3) for key in (*others, *towers))
+    assert is_needed("lm_head.weight", depth=3, head=True)
+
+
+def test_a_folder_without_safetensors_is_refused(copied: Save) -> None:
+    folder = copied("mamba2")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    error = failure(folder)
+    assert isinstance(error, BadInputError)
+    assert "pytorch_model.bin" in error.message
