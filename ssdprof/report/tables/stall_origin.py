@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ssdprof.report.tables.table import Table
+
 from ssdprof.core import words as fmt
 from ssdprof.report.tables import run
-from ssdprof.report.tables.table import Table
 from ssdprof.schema.stalls import KernelStalls, SelfCheck, StallReport
 
 _MARKS = {"failed": "NO"}

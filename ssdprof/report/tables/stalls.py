@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
+from ssdprof.report.tables.table import Note, Table, columns
+
 from ssdprof.core import words as fmt
 from ssdprof.report import stall_words as words
 from ssdprof.report.stall_groups import Design, Share
-from ssdprof.report.tables.table import Note, Table, columns
 from ssdprof.schema import Launch
 from ssdprof.schema.stalls import KernelStalls, Line, StallReport
 
