@@ -8,7 +8,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ssdprof import environment, operators
-from ssdprof.checkpoint.families import FAMILIES, FamilyRow
+from ssdprof.checkpoint.names import FAMILIES, Family
 from ssdprof.commands import options, terminal
 from ssdprof.core.words import MISSING
 from ssdprof.report.table import Table
@@ -40,9 +40,10 @@ def models(options: options.Models) -> None:
         terminal.out().print(SplitTable(_table(row)), "")
 
 
-def _table(row: FamilyRow) -> Table:
+def _table(row: Family) -> Table:
+    outline = operators.outline(row.operator)
     return Table(
-        title=f"{row.title}: {operators.outline(row.operator).title}, model type {row.model_type}",
+        title=f"{row.title}: {outline.title}, model type {row.model_type}",
         headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),
         rows=tuple(
             (
@@ -50,7 +51,7 @@ def _table(row: FamilyRow) -> Table:
                 f"{known.parameters / 1e9:g} B",
                 f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
                 f"{known.trained_context:,}" if known.trained_context else MISSING,
-                str(known.dims) if known.dims else "?",
+                outline.words.format(**known.dims) if known.dims else "?",
             )
             for known in row.checkpoints
         ),

@@ -10,9 +10,9 @@ import torch
 from ssdprof.commands import output, terminal
 from ssdprof.commands.options import Answers, Capture, Prefill, Run
 from ssdprof.commands.output import TerminalWatcher
-from ssdprof.core.base import ConvAndNorm, PrecisionRecord
+from ssdprof.core.base import KernelOrigin, PrecisionRecord, Record
 from ssdprof.core.report import Condition, Report
-from ssdprof.core.subject import CaptureManifest, Record
+from ssdprof.core.subject import CaptureManifest
 from ssdprof.environment.present import require_gpu
 from ssdprof.errors import SsdprofError
 from ssdprof.jobs import answers as answers_job
@@ -162,7 +162,7 @@ def prefill(options: Prefill, asked: tuple[CaptureRequest, tuple[str, ...], floa
     subject = prefill_job.find(request)
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    both: tuple[ConvAndNorm, ...] = ("model", "bundled")
+    both: tuple[KernelOrigin, ...] = ("model", "bundled")
     wanted = prefill_job.PrefillRequest(
         model=request,
         batch=options.batch,

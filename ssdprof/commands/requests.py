@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ssdprof import operators, settings
 from ssdprof.capture.prompt import parse_seq, parse_seqs
-from ssdprof.capture.select import check_layers
+from ssdprof.checkpoint.names import check_layers
 from ssdprof.commands.options import (
     Answers,
     Bench,

@@ -17,12 +17,11 @@ from ssdprof.commands import options, output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import Record, precisions_for
 from ssdprof.core.conditions import of_options, parse_fail_if, parse_percent
-from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError, nearest
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.request import parse_implementations, parse_states
-from ssdprof.report import brief, comparison, exports, html, listing, markdown, stall_document
+from ssdprof.report import brief, comparison, exports, html, markdown
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
@@ -49,11 +48,11 @@ class ListedRun(Record):
     created: str = ""  # ISO 8601, UTC
     model: str = ""
     random_weights: bool = False
-    seqlens: tuple[int, ...] = ()
+    seqlens: tuple[int, ...] = ()  # of the prompts
     layers: int = 0  # replayed ones
     cases: int = 0
     gpu: str | None = None
-    verdict: Literal["passed", "failed", "refused", "incomplete", "unreadable"]
+    verdict: str
     state: Literal["complete", "partial"] | None = None
     reason: str = ""
 
@@ -61,19 +60,17 @@ class ListedRun(Record):
 def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
     if isinstance(report, SsdprofError):
         return ListedRun(name=path.name, verdict="unreadable", reason=report.message)
-    found, gpu = outcome(report), report.environment.gpu
-    failed = found.failed or found.broken or found.answers_failed
     return ListedRun(
         name=path.name,
         kind=report.kind,
         created=report.created,
         model=report.subject,
         random_weights=bool(report.model and report.model.random_weights),
-        seqlens=tuple(dict.fromkeys(case.seqlen for case in report.cases)),
+        seqlens=tuple(prompt.seqlen for prompt in report.prompts),
         layers=len(report.captured),
         cases=len(report.cases),
-        gpu=gpu.name if gpu else None,
-        verdict="passed" if found.passed else "failed" if failed else "refused" if found.refused else "incomplete",
+        gpu=report.environment.gpu.name if report.environment.gpu else None,
+        verdict=brief.verdict_word(report),
         state="complete" if report.complete else "partial",
     )
 
@@ -82,11 +79,11 @@ def runs(options: options.Runs) -> None:
     folder = options.folder or reports.RUNS
     if options.folder is not None and not folder.is_dir():
         raise BadInputError(f"{folder} is not a folder.", "Name a folder that holds runs, or leave it out for runs/.")
-    found = [listed(path, report) for path, report in reports.listed(folder)]
+    found = reports.listed(folder)
     if options.json:
-        terminal.print_json([run.model_dump(mode="json") for run in found])
-    elif found:
-        terminal.out().print(SplitTable(listing.runs(found), rest="--json"))
+        terminal.print_json([listed(path, report).model_dump(mode="json") for path, report in found])
+    elif table := brief.runs(found):
+        terminal.out().print(SplitTable(table, rest="--json"))
     else:
         terminal.err().print(f"There are no runs in {folder}.  Make one with 'ssdprof run MODEL'.")
 
@@ -152,12 +149,12 @@ def _markdown(folder: Path, report: Report, target: Path | None) -> str:
     if stalls is None:
         return text
     figures = stall_files.write_pictures(target, stalls) if target else {}
-    return f"{text}\n{markdown.render(stall_document.compose(stalls, figures))}"
+    return f"{text}\n{stall_files.as_markdown(stalls, figures)}"
 
 
 _FORMATS: dict[str, Callable[[Path, Report, Path | None], str]] = {
     "markdown": _markdown,
-    "html": lambda folder, report, _: html.render(report, stall_files.of_run(folder)),
+    "html": lambda _, report, __: html.render(report),
     "json": lambda _, report, __: reports.dump(report),
     "junit": lambda _, report, __: exports.junit(report),
     "csv": lambda _, report, __: exports.csv(report),
@@ -170,10 +167,10 @@ def _to_github(report: Report) -> None:
     """Append the summary and the outputs to the files that GitHub names, and print the annotations on stdout."""
     summary = Path(os.environ[SUMMARY])
     used = summary.stat().st_size if summary.is_file() else 0
-    text, outputs, commands = exports.github(report, used)
-    files.append_text(summary, text)
-    files.append_text(Path(os.environ[OUTPUT]), "".join(f"{name}={value}\n" for name, value in outputs.items()))
-    for line in commands:
+    files.append_text(summary, exports.step_summary(report, used))
+    lines = (f"{name}={value}\n" for name, value in exports.outputs(report).items())
+    files.append_text(Path(os.environ[OUTPUT]), "".join(lines))
+    for line in exports.workflow_commands(report):
         print(line)
 
 
@@ -207,7 +204,7 @@ def compare(options: options.Compare) -> None:
     found = pairs.compare(base, new, smallest_difference=smallest, conditions=conditions)
     document, as_json = comparison.compose(found), options.json or options.format == "json"
     if target is not None or as_json or options.format:
-        text = _PAIRS.dump_json(found, indent=1).decode() if as_json else markdown.render(document)
+        text = pairs.DOCUMENT.dump_json(found, indent=1).decode() if as_json else markdown.render(document)
         _write(text, target, force=options.force)
     else:
         terminal.out().print(render(document, rest="--format markdown"))
@@ -218,9 +215,6 @@ def compare(options: options.Compare) -> None:
         output.fail(offences)
 
 
-_PAIRS: TypeAdapter[pairs.Comparison] = TypeAdapter(pairs.Comparison)
-
-
 # --- schemas
 
 _SCHEMAS = {  # [] after a type: the document is a list
@@ -228,11 +222,11 @@ _SCHEMAS = {  # [] after a type: the document is a list
     "comparison": "ssdprof.core.pairs:Comparison",
     "runs": "ssdprof.commands.stored:ListedRun[]",
     "dry-run": "ssdprof.core.subject:DryRun",
-    "capture": "ssdprof.core.subject:StoredCapture",
+    "capture": "ssdprof.commands.model:StoredCapture",
     "stalls": "ssdprof.jobs.stall_files:StallReport",
     "tune": "ssdprof.tuning.records:TuneReport",
     "tune-dry-run": "ssdprof.tuning.records:PlannedSearch[]",
-    "models": "ssdprof.checkpoint.families:FamilyRow[]",
+    "models": "ssdprof.checkpoint.names:Family[]",
     "doctor": "ssdprof.environment:Check[]",
     "settings": "ssdprof.settings:ProjectSettings",
 }
