@@ -12,20 +12,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ssdprof.core.conditions import of_options
+from ssdprof.core.report import Condition
 from ssdprof.errors import BadInputError, nearest, unreadable
 
 _PROJECT = "pyproject.toml"
 _CONFIG = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-"))
-
-
 _Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class GateSettings(BaseModel):
-    """The gates of run, bench and accuracy, unless the command line sets them.
-
-    min_match: tolerance -> least share of the output's elements that match the baseline's, in percent.
-    """
+    """The gates of run, bench and accuracy, unless the command line sets them: named as its options are."""
 
     model_config = _CONFIG
     min_speedup: _Limit | None = None
@@ -37,7 +34,7 @@ class PrefillSettings(BaseModel):
     """The gate of prefill, unless the command line sets it.  A model gains less than its operators."""
 
     model_config = _CONFIG
-    min_speedup: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    min_speedup: _Limit | None = None
 
 
 class CompareSettings(BaseModel):
@@ -66,21 +63,42 @@ def load(file: Path | None = None) -> ProjectSettings:
     folders = (Path.cwd(), *Path.cwd().parents)
     near = (path for folder in folders for path in (folder / "ssdprof.toml", folder / _PROJECT) if path.is_file())
     for candidate in [file] if file else near:
-        try:
-            found = tomllib.loads(candidate.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise unreadable(str(candidate), error, "Name a TOML file.") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            hint = "Correct it, or name another file with --config."
-            raise BadInputError(f"{candidate} is not TOML: {error}.", hint) from error
-        if candidate.name != _PROJECT:
-            return _parse(found, str(candidate))
-        tool = found.get("tool")
-        if isinstance(tool, dict) and isinstance(tool.get("ssdprof"), dict):
-            return _parse(tool["ssdprof"], f"{candidate}: [tool.ssdprof]")
+        values = _values(candidate)
+        if values is not None:
+            return _parse(values, f"{candidate}: [tool.ssdprof]" if candidate.name == _PROJECT else str(candidate))
     if file is not None:
         raise BadInputError(f"{file} has no [tool.ssdprof].", "Add it, or name another file with --config.")
     return ProjectSettings()
+
+
+def gates(config: Path | None, given: Sequence[Condition], *, prefill: bool = False) -> tuple[Condition, ...]:
+    """The conditions of the command line, then those of the settings file on other metrics.  Raises BadInputError."""
+    settings = load(config)
+    if prefill:
+        stored = of_options(min_speedup=settings.prefill.min_speedup)
+    else:
+        found = settings.gates
+        matches = [f"{tolerance}:{least}" for tolerance, least in found.min_match.items()]
+        stored = of_options(min_speedup=found.min_speedup, min_match=matches, max_rms_ratio=found.max_rms_ratio)
+    metrics = {one.metric for one in given}
+    return (*given, *(one for one in stored if one.metric not in metrics))
+
+
+def _values(file: Path) -> dict[str, Any] | None:
+    """The table of ssdprof; None if a pyproject.toml has none."""
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(str(file), error, "Name a TOML file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInputError(
+            f"{file} is not TOML: {error}.", "Correct it, or name another file with --config."
+        ) from error
+    if file.name != _PROJECT:
+        return document
+    tool = document.get("tool", {})
+    found = tool.get("ssdprof") if isinstance(tool, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
@@ -98,22 +116,5 @@ def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
             raise BadInputError(f"{source} has the unknown key {where}.", nearest(path[-1], known)) from error
         raise BadInputError(
             f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}.",
-            "`ssdprof schemas settings-v1` prints the allowed keys and values.",
+            "'ssdprof schemas settings' prints the allowed keys and values.",
         ) from error
-
-
-def gates(config: Path | None, *, min_match: Sequence[str] | None = None, **given: float | None) -> dict[str, Any]:
-    """Arguments of `core.conditions.of_options`: of the command line, completed by those of the settings file.
-
-    Raises BadInputError.
-    """
-    stored = load(config).gates
-    words = [f"{tolerance}:{least:g}" for tolerance, least in stored.min_match.items()]
-    found: dict[str, Any] = {"min_speedup": stored.min_speedup, "max_rms_ratio": stored.max_rms_ratio}
-    found |= {name: value for name, value in given.items() if value is not None}
-    return found | {"min_match": tuple(min_match or words)}
-
-
-def prefill_speedup(config: Path | None, min_speedup: float | None) -> float | None:
-    """The least speedup of a prefill: of the command line, else of the settings file.  Raises BadInputError."""
-    return load(config).prefill.min_speedup if min_speedup is None else min_speedup

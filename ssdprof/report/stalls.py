@@ -464,7 +464,7 @@ def _launched(report: StallReport) -> Table | None:
             fmt.count(launch.registers),
             fmt.count(launch.spills),
             fmt.size(launch.shared_bytes),
-            fmt.share(occupancy),
+            fmt.share(launch.warps_pct),
         )
         for one in report.launched
         for launch in one.launches
