@@ -128,8 +128,7 @@ def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> Non
 )
 def test_published_configs(opened: Open, config: dict[str, Any], layers: int, of: int, words: str) -> None:
     found = opened(config)
-    assert found.listed is not None
-    assert len(found.listed) == layers
+    assert found.listed == tuple(layer.index for layer in found.layers)
     assert (len(found.layers), found.layer_count, found.size_words(found.layers[-1])) == (layers, of, words)
 
 
