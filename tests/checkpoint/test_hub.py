@@ -210,9 +210,7 @@ def test_a_connection_that_keeps_dropping_ends(tiny_hub: MiniHub, monkeypatch: p
     monkeypatch.setattr("time.sleep", lambda _: None)
     repo = hub_module.HubRepo("org/tiny")
     tiny_hub.drops = 1000
-    with pytest.raises(
-        ModelUnavailableError, match="The connection to the hub broke while org/tiny was fetched: "
-    ):
+    with pytest.raises(ModelUnavailableError, match="The connection to the hub broke while org/tiny was fetched: "):
         repo.path("model.safetensors.index.json")
 
 
