@@ -441,8 +441,9 @@ def test_a_password_in_the_endpoint_is_masked(
     assert "secret" not in str(vars(error)) + "".join(capsys.readouterr())
 
 
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("endpoint", ["", "localhost:8000", "hub", "http://[::1", "ftp://hub"])
-def test_an_endpoint_that_is_no_address(hub: MiniHub, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:  # noqa: ARG001
+def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.BAD_INPUT
