@@ -53,22 +53,24 @@ class Source:
     @classmethod
     def of(cls, *launches: ModuleType, files: tuple[str, ...], lanes: int) -> Source:
         package = launches[0].__name__.rpartition(".")[0]
-        return cls(launches, ("ssdprof.kernels._gluon", *(f"{package}.{file}" for file in files)), lanes)
+        common = ("_gluon", "hopper.ring", "hopper.work")
+        modules = (*(f"ssdprof.kernels.{file}" for file in common), *(f"{package}.{file}" for file in files))
+        return cls(launches, modules, lanes)
 
 
 SSD = Source.of(
     ssd_launch,
     files=(
-        "rings", "weights", "lanes", "halves", "role_gates", "role_loads", "role_scores", "role_stores",
-        "look_back", "first_pass", "role_states", "assignment", "hopper_kernel",
+        "rings", "weights", "lanes", "role_gates", "role_copies", "role_scores", "role_states", "assignment",
+        "hopper_kernel",
     ),
     lanes=2,
 )  # fmt: skip
 GDN = Source.of(
     gdn_launch, slow_heads,
     files=(
-        "rings", "assignment", "parts", "decays", "inverse", "prep_kernel", "role_gates", "role_inverse", "role_loads",
-        "role_scores", "role_stores", "role_states", "role_copies", "hopper_kernel",
+        "rings", "assignment", "parts", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores",
+        "role_states", "role_copies", "hopper_kernel",
     ),
     lanes=1,
 )  # fmt: skip
@@ -372,7 +374,7 @@ class Machine:
             constexpr=_Constant,
             **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")},
             uint32=torch.int64,
-            tensor=object, shared_memory_descriptor=Shared,
+            tensor=object, tuple=tuple, shared_memory_descriptor=Shared,
             BlockedLayout=layout, SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
             DistributedLinearLayout=layout, to_linear_layout=_LinearLayout,
             SwizzledSharedLayout=layout, SharedLinearLayout=layout,

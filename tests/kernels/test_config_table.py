@@ -19,7 +19,7 @@ from ssdprof.kernels.ssd.config_table import (
     Row,
     first_fit,
 )
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.unfused.bmm_chunk import BmmChunkConfig
 from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig
@@ -98,7 +98,7 @@ def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses(call: CallSiz
 def test_a_reason_goes_with_the_choice() -> None:
     inputs = Case(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
     assert PortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
-    assert HopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
+    assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ssdprof.kernels import get
 from ssdprof.kernels.gdn.fused import plan, run
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch
@@ -243,7 +243,7 @@ def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2n
             q=q, k=q, v=v, g=v[..., 0], beta=v[..., 0], use_qk_l2norm=l2norm,
             cu_seqlens=torch.empty(sequences + 1, device="meta", dtype=torch.int32),
         )  # fmt: skip
-        config = HopperConfig.choose(inputs, 132, batch_invariant=True)
+        config = GDNHopperConfig.choose(inputs, 132, batch_invariant=True)
         assert 64 * config.segment >= seqlen
         hopper.append(replace(config, segment=0))
         portable.append(PortableConfig.choose(inputs, (9, 0), 132, batch_invariant=True))

@@ -17,7 +17,7 @@ from ssdprof.kernels import gdn_fused
 from ssdprof.kernels._workspace import ALIGNMENT, Layout, Part
 from ssdprof.kernels.gdn import fused, variants
 from ssdprof.kernels.gdn.hopper import launch, slices, slow_heads
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 
 ALLOCATING = {"empty", "empty_like", "empty_strided", "clone", "new_zeros"}
@@ -27,22 +27,23 @@ GATES = ["as_strided", "clone", "as_strided", "clone"]
 INITIAL = ["new_zeros", "as_strided", "as_strided", "copy_"]
 FINAL = ["as_strided", "as_strided", "copy_"]
 OLMO = GDNCase(seqlen=130, key_heads=2, heads=2, key_dim=96, value_dim=192)
-PARTS = HopperConfig(segment=2, slow_parts=2, longest_first_pass=1)
-TWO_LAUNCHES = HopperConfig(segment=2)
+PARTS = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1)
+TWO_LAUNCHES = GDNHopperConfig(segment=2)
+ONE_LAUNCH = GDNHopperConfig(segment=8, fused_inverse=True)
 # the inputs, the configuration, the launches, and the ordered torch operations of a call with a known signature
-CASES: dict[str, tuple[GDNCase, HopperConfig, int, list[str]]] = {
+CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
     "two launches": (GDNCase(), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
     "normalised inside, initial state": (
         GDNCase(normalise=True, initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS],
     ),
     "packed": (GDNCase(lengths=(70, 0, 9), initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
-    "one launch": (GDNCase(), HopperConfig(segment=8, inverts=True), 1, OUTPUTS),
+    "one launch": (GDNCase(), ONE_LAUNCH, 1, OUTPUTS),
     "slow heads": (GDNCase(seqlen=500), PARTS, 4, ["empty", *OUTPUTS]),
     "slices": (OLMO, TWO_LAUNCHES, 2, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "slices, initial state": (
         replace(OLMO, initial_state=True), TWO_LAUNCHES, 2, [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],
     ),
-    "slices, one launch": (OLMO, HopperConfig(segment=8, inverts=True), 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
+    "slices, one launch": (OLMO, ONE_LAUNCH, 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "one slice": (replace(OLMO, value_dim=120), TWO_LAUNCHES, 2, ["empty", *OUTPUTS, *FINAL]),
 }  # fmt: skip
 
@@ -76,7 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     for module in (launch, slow_heads):
         monkeypatch.setattr(module, "Launcher", launcher)
     hopper = replace(variants.HOPPER, unsupported=lambda inputs: "" if inputs.q.shape[3] == inputs.v.shape[3] else "no")
-    monkeypatch.setattr(slices, "unreadable", lambda _inputs: "")
+    monkeypatch.setattr(slices, "unsupported_otherwise", lambda _inputs: "")
     monkeypatch.setattr(variants, "VARIANTS", (hopper, variants.SLICES))
     fused.forget_launches()
     yield made

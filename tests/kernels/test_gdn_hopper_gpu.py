@@ -8,8 +8,8 @@ import torch
 from gdn_hopper_cases import GDNCase
 
 from ssdprof.kernels import get
-from ssdprof.kernels.gdn.hopper.config import HopperConfig, unsupported
-from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, gdn_fused_hopper
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, gdn_fused_hopper
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
@@ -24,14 +24,17 @@ pytestmark = [
 FP16 = torch.float16
 MANY = GDNCase(key_heads=16, heads=32)
 FEW = GDNCase(key_heads=2, heads=4, initial_state=True)
-CUT = HopperConfig(segment=8)
-PARTS = HopperConfig(segment=8, slow_parts=2, longest_first_pass=7)
-CASES: dict[str, tuple[GDNCase, HopperConfig | None]] = {
+CUT = GDNHopperConfig(segment=8)
+PARTS = GDNHopperConfig(segment=8, transition_parts=2, longest_first_pass=7)
+CASES: dict[str, tuple[GDNCase, GDNHopperConfig | None]] = {
     "as chosen, 1024": (replace(MANY, seqlen=1024), None),
     "as chosen, ragged batch": (replace(MANY, batch=8, seqlen=300), None),
     "as chosen, 16384": (replace(FEW, seqlen=16384, gate=-1e-4), None),
-    "longer first segments": (replace(MANY, batch=2, seqlen=4000, gate=-0.05), replace(CUT, segment=16, leads=True)),
-    "longer first segments, no gate": (replace(FEW, seqlen=2000, gate=0.0), replace(CUT, leads=True)),
+    "longer first segments": (
+        replace(MANY, batch=2, seqlen=4000, gate=-0.05),
+        replace(CUT, segment=16, first_segment_extra=True),
+    ),
+    "longer first segments, no gate": (replace(FEW, seqlen=2000, gate=0.0), replace(CUT, first_segment_extra=True)),
     "one position": (replace(FEW, seqlen=1), CUT),
     "no gate, first passes over all": (replace(FEW, seqlen=2000, gate=0.0), CUT),
     "no gate": (replace(FEW, seqlen=4000, gate=0.0), PARTS),
@@ -45,7 +48,7 @@ CASES: dict[str, tuple[GDNCase, HopperConfig | None]] = {
     "packed": (replace(FEW, lengths=(5, 0, 295, 1024, 76, 0, 1600), gate=-1e-3), replace(PARTS, segment=10)),
     "packed, first passes over all": (replace(FEW, lengths=(5, 0, 295, 1024, 76, 0, 1600), gate=-1e-3), CUT),
     "more places": (replace(FEW, seqlen=1024), replace(CUT, key_ring=3)),
-    "programs that stay": (replace(MANY, batch=12, seqlen=500), replace(CUT, stays=132)),
+    "programs that stay": (replace(MANY, batch=12, seqlen=500), replace(CUT, persistent_programs=132)),
 }
 
 
@@ -54,9 +57,9 @@ def on_gpu(inputs: GDNInputs) -> GDNInputs:
     return replace(inputs, **{name: tensor.cuda() for name, tensor in tensors.items()})
 
 
-def run(inputs: GDNInputs, config: HopperConfig | None = None) -> GDNOutput:
+def run(inputs: GDNInputs, config: GDNHopperConfig | None = None) -> GDNOutput:
     assert unsupported(inputs) == ""
-    chosen = HopperConfig.choose(inputs, 132, batch_invariant=False)
+    chosen = GDNHopperConfig.choose(inputs, 132, batch_invariant=False)
     return gdn_fused_hopper(inputs, config=config or chosen)
 
 
@@ -92,7 +95,7 @@ def test_parts_add_no_error(name: str) -> None:
     assert config is not None
     inputs = on_gpu(case.inputs())
     exact = gdn_chunked(inputs, torch.float64).out
-    ours, whole = (head_errors(run(inputs, one).out, exact, 2) for one in (config, replace(config, slow_parts=0)))
+    ours, whole = (head_errors(run(inputs, one).out, exact, 2) for one in (config, replace(config, transition_parts=0)))
     assert (ours < 1.02 * whole).all()
 
 
@@ -123,13 +126,13 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
 def test_final_states_with_v_before_k_have_the_same_bits() -> None:
     inputs = on_gpu(replace(FEW, seqlen=1000).inputs())
     first = run(inputs, CUT)
-    other = HopperLaunch(inputs, CUT, state_v_first=True)(inputs)
+    other = GDNHopperLaunch(inputs, CUT, state_v_first=True)(inputs)
     assert other.final_states.mT.is_contiguous()
     assert_same(first, other)
 
 
 @pytest.mark.parametrize("config", [CUT, PARTS], ids=["first passes", "parts"])
-def test_bitwise_the_same_in_every_call(config: HopperConfig) -> None:
+def test_bitwise_the_same_in_every_call(config: GDNHopperConfig) -> None:
     inputs = on_gpu(replace(MANY, seqlen=4096, gate=-1e-3).inputs())
     config = replace(config, segment=16)
     first = run(inputs, config)
@@ -139,7 +142,7 @@ def test_bitwise_the_same_in_every_call(config: HopperConfig) -> None:
 
 def test_a_cut_changes_no_bit_if_the_whole_past_is_seen() -> None:
     inputs = on_gpu(replace(FEW, seqlen=2000).inputs())
-    one, cut = (run(inputs, HopperConfig(segment=segment, enough=float("-inf"))) for segment in (32, 5))
+    one, cut = (run(inputs, GDNHopperConfig(segment=segment, truncation_log2=float("-inf"))) for segment in (32, 5))
     assert_same(one, cut)
 
 
@@ -166,9 +169,9 @@ def test_nan_stays_in_its_heads_and_sequence(name: str, gate: float) -> None:
 
 
 @pytest.mark.parametrize("config", [CUT, PARTS], ids=["first passes", "parts"])
-def test_in_a_graph(config: HopperConfig) -> None:
+def test_in_a_graph(config: GDNHopperConfig) -> None:
     inputs = on_gpu(replace(FEW, seqlen=3000, gate=-1e-3).inputs())
-    launch = HopperLaunch(inputs, config)
+    launch = GDNHopperLaunch(inputs, config)
     expected = launch(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -183,7 +186,7 @@ def test_in_a_graph(config: HopperConfig) -> None:
 
 def test_beside_another_stream_that_fills_the_gpu() -> None:
     inputs = on_gpu(replace(MANY, seqlen=8192, gate=-1e-4).inputs())
-    config = HopperConfig(segment=32, slow_parts=2, longest_first_pass=31)
+    config = GDNHopperConfig(segment=32, transition_parts=2, longest_first_pass=31)
     alone = run(inputs, config)
     matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()

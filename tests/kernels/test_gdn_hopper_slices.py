@@ -7,7 +7,7 @@ import torch
 from gdn_hopper_cases import GDNCase, errors
 from gluon_emulator import GDN, emulate
 
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch, unsupported
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 
@@ -22,7 +22,7 @@ CASES = {
 }
 
 
-def run(inputs: GDNInputs, config: HopperConfig = HopperConfig(segment=2), *, v_first: bool = False) -> GDNOutput:  # noqa: B008
+def run(inputs: GDNInputs, config: GDNHopperConfig = GDNHopperConfig(segment=2), *, v_first: bool = False) -> GDNOutput:  # noqa: B008
     return SlicedLaunch(inputs, config, state_v_first=v_first)(inputs)
 
 
@@ -30,7 +30,7 @@ def run(inputs: GDNInputs, config: HopperConfig = HopperConfig(segment=2), *, v_
 def test_agrees_with_the_recurrence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     emulate(monkeypatch, seed=1, source=GDN)
     inputs = CASES[name].inputs()
-    result = run(inputs, HopperConfig(segment=2, enough=float("-inf")))
+    result = run(inputs, GDNHopperConfig(segment=2, truncation_log2=float("-inf")))
     assert (result.out.shape, result.final_states.shape) == (inputs.v.shape, inputs.states_shape)
     assert result.out.is_contiguous()
     assert result.final_states.is_contiguous()
@@ -67,13 +67,13 @@ def test_nan_stays_in_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_sizes_that_it_takes(monkeypatch: pytest.MonkeyPatch, case: GDNCase, reason: str) -> None:
-    monkeypatch.setattr("ssdprof.kernels.gdn.hopper.slices.unreadable", lambda _inputs: "")
+    monkeypatch.setattr("ssdprof.kernels.gdn.hopper.slices.unsupported_otherwise", lambda _inputs: "")
     found = unsupported(case.inputs())
     assert (reason in found) if reason else not found
 
 
 def test_views_of_one_tensor_are_taken_and_heads_apart_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdprof.kernels.gdn.hopper.slices.unreadable", lambda _inputs: "")
+    monkeypatch.setattr("ssdprof.kernels.gdn.hopper.slices.unsupported_otherwise", lambda _inputs: "")
     inputs = OLMO.inputs()
     wide = torch.cat([inputs.v, inputs.v], 3)
     assert "side by side" in unsupported(replace(inputs, v=wide[..., :192]))

@@ -9,7 +9,7 @@ from test_gdn_hopper_gpu import assert_same, head_errors, on_gpu
 from test_gdn_hopper_gpu import pytestmark as pytestmark
 
 from ssdprof.kernels import get
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
@@ -36,7 +36,7 @@ def test_against_the_oracle(name: str) -> None:
     assert "padded to 128" in plan.reason
     result = get("gdn", "fused").run(inputs, Precision())
     assert_passes(result, inputs, Precision())
-    assert_passes(SlicedLaunch(inputs, HopperConfig(segment=8))(inputs), inputs, Precision())
+    assert_passes(SlicedLaunch(inputs, GDNHopperConfig(segment=8))(inputs), inputs, Precision())
     assert_same(result, get("gdn", "fused").run(inputs, Precision()))
 
 

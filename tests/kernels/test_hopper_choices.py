@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-from ssdprof.kernels.gdn.hopper.config import HopperConfig as GDNConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.ssd.hopper.config import HopperConfig as SSDConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 LENGTHS = (1, 64, 100, 640, 1024, 2048, 4096, 5000, 9000, 16384, 50000, 131072, 1 << 20)
@@ -21,8 +21,9 @@ SSD_FIELDS = (
     "other_registers", "reason",
 )  # fmt: skip
 GDN_FIELDS = (
-    "segment", "stays", "enough", "leads", "slow_parts", "longest_first_pass", "carriers", "inverts", "key_ring",
-    "ring", "state_registers", "other_registers", "reason",
+    "segment", "persistent_programs", "truncation_log2", "first_segment_extra", "transition_parts",
+    "longest_first_pass", "transition_programs", "fused_inverse", "key_ring", "ring", "state_registers",
+    "other_registers", "reason",
 )  # fmt: skip
 
 
@@ -49,11 +50,11 @@ def gdn_inputs(size: tuple[int, int, bool], seqlen: int, batch: int, packed: boo
 
 CASES = {
     "ssd": (
-        ssd_inputs, SSDConfig, SSD_SIZES, SSD_FIELDS,
+        ssd_inputs, SSDHopperConfig, SSD_SIZES, SSD_FIELDS,
         "57e5d324889150b3877ec14308d74e518cec9e35a4d67025eca32e7c6e871c5c",
     ),
     "gdn": (
-        gdn_inputs, GDNConfig, GDN_SIZES, GDN_FIELDS,
+        gdn_inputs, GDNHopperConfig, GDN_SIZES, GDN_FIELDS,
         "99d5adffa0fc6d4eb701ed7d9ae48334ef4278aed75744a10ff2eee439e2fe8b",
     ),
 }  # fmt: skip

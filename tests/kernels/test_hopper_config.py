@@ -8,18 +8,18 @@ from compile_target import compiled, on_meta
 from ssd_cases import Case
 
 from ssdprof.kernels._tiles import row_stride
+from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, shared_bytes, unsupported
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, shared_bytes, unsupported
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
-from ssdprof.kernels.ssd.hopper.segments import Segments
 
 H200 = 132  # multiprocessors
 MAMBA2 = dict(heads=80, headdim=1, dstate=16)
 
 
-def chosen(seqlen: int, batch: int = 1, batch_invariant: bool = False) -> HopperConfig:
+def chosen(seqlen: int, batch: int = 1, batch_invariant: bool = False) -> SSDHopperConfig:
     inputs = Case(seqlen=seqlen, batch=batch, **MAMBA2).inputs()
-    return HopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
+    return SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
 
 
 def test_a_short_sequence_is_one_wave_of_programs_of_which_none_waits_for_another() -> None:
@@ -43,14 +43,14 @@ def test_batch_invariant_ignores_the_batch() -> None:
 
 def test_packed_sequences_are_cut_by_one_rule() -> None:
     inputs = Case(lengths=(100, 900), **MAMBA2).inputs()
-    assert HopperConfig.choose(inputs, H200, batch_invariant=False).segment == 64
+    assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).segment == 64
 
 
 def test_packed_sequences_of_few_heads_are_cut_into_more_segments() -> None:
     """One shard of a model on eight GPUs.  The number and the lengths of the sequences have no effect."""
     for lengths in ((100, 900), (4096,), (64,) * 9):
         inputs = Case(lengths=lengths, **MAMBA2 | {"heads": 10}).inputs()
-        assert HopperConfig.choose(inputs, H200, batch_invariant=False).segment == 8
+        assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).segment == 8
 
 
 def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
@@ -101,7 +101,7 @@ def test_with_256_state_dimensions_a_program_owns_one_unit() -> None:
     for dstate, ring, programs in ((128, 3, 32), (256, 2, 64)):
         inputs = Case(seqlen=4096, heads=32, headdim=128, dstate=dstate, dtype=torch.bfloat16).inputs()
         assert program_count(inputs) == programs
-        assert HopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring
+        assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring
 
 
 def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stride() -> None:
@@ -113,7 +113,7 @@ def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stri
 
 def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> None:
     inputs = Case(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
-    config = replace(HopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Segments(segment=16)))
+    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Cut(segment=16)))
     for state_dtype in (torch.float32, torch.float16):
         sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
         of_a_slot = 4 * (64 * 128 * state_dtype.itemsize + 32)
@@ -125,9 +125,9 @@ def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> N
 def test_the_workspace_of_shares_is_a_state_in_fp32_for_each_and_flags() -> None:
     """Four pairs of heads."""
     inputs = Case(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
-    config = replace(HopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Segments(segment=64, shares=3)))
+    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Cut(segment=64, shares=3)))
     for state_dtype in (torch.float32, torch.float16):
         sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
         assert sizes.workspace_bytes == 3 * 2 * (64 * 128 * 4 + 32) + 32
-    for segments in (Segments(segment=64, shares=4), Segments(segment=64, shares=9)):  # a program for each pair
+    for segments in (Cut(segment=64, shares=4), Cut(segment=64, shares=9)):  # a program for each pair
         assert buffer_sizes(inputs, Precision(), replace(config, **asdict(segments))).workspace_bytes == 0

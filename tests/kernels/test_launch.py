@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 from ssdprof.kernels import SSDInputs, UnsupportedError, _launch, ssd_fused
 from ssdprof.kernels._launch import Launcher, launch
 from ssdprof.kernels.ssd import fused
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.hopper.launch import HopperLaunch
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
+from ssdprof.kernels.ssd.hopper.launch import SSDHopperLaunch
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 
 CASE = Case(seqlen=20, gate=True, initial_states=True)
@@ -281,7 +281,7 @@ def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, mon
     inputs = replace(case, heads=4, headdim=80, dstate=64, groups=2, dtype=torch.bfloat16).inputs()
     arguments: list[tuple[Any, ...]] = []
     monkeypatch.setattr(JITFunction, "run", lambda _, *args, **__: arguments.append(args))
-    call = HopperLaunch(inputs, EXACT, HopperConfig(segment=1))
+    call = SSDHopperLaunch(inputs, EXACT, SSDHopperConfig(segment=1))
     for _ in range(2):
         output = call(inputs)
         tensors = (inputs.x, inputs.B, inputs.C, output.out)

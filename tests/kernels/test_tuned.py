@@ -13,12 +13,12 @@ from ssd_cases import EXACT, RELAXED, Case
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused, tuned
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 
 CASE = Case(seqlen=1024, dtype=torch.bfloat16)
-FOUND = HopperConfig(segment=3, reason="found")
+FOUND = SSDHopperConfig(segment=3, reason="found")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def hopper_find(inputs: SSDInputs, precision: Precision = EXACT, **fields: Any) 
     return replace(find, **fields)
 
 
-def hopper(case: Case, precision: Precision = EXACT, *, batch_invariant: bool = False) -> HopperConfig | None:
+def hopper(case: Case, precision: Precision = EXACT, *, batch_invariant: bool = False) -> SSDHopperConfig | None:
     return tuned.hopper(case.inputs(), precision, batch_invariant=batch_invariant)
 
 
@@ -74,7 +74,7 @@ def test_a_find_of_another_gpu_is_not_taken() -> None:
 
 def test_a_batch_invariant_call_takes_what_is_for_one_sequence() -> None:
     batch = replace(CASE, batch=4)
-    one, four = HopperConfig(segment=2), HopperConfig(segment=16)
+    one, four = SSDHopperConfig(segment=2), SSDHopperConfig(segment=16)
     tuned.use([hopper_find(CASE.inputs(), config=one), hopper_find(batch.inputs(), config=four)])
     assert hopper(batch) == four
     assert hopper(batch, batch_invariant=True) == hopper(CASE) == one
@@ -91,8 +91,8 @@ def test_packed_sequences_are_cut_by_the_committed_rule() -> None:
 
 def test_use_replaces_and_none_forgets() -> None:
     tuned.use([hopper_find(CASE.inputs())])
-    tuned.use([hopper_find(CASE.inputs(), config=HopperConfig(segment=5))])
-    assert hopper(CASE) == HopperConfig(segment=5)
+    tuned.use([hopper_find(CASE.inputs(), config=SSDHopperConfig(segment=5))])
+    assert hopper(CASE) == SSDHopperConfig(segment=5)
     tuned.none()
     assert hopper(CASE) is None
 

@@ -88,7 +88,7 @@ def main() -> None:
     gated = on_meta(Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())
     five_stages(gated, EXACT)
     ssd_fused_portable(gated, EXACT, config=PortableConfig.choose(gated, (9, 0)))
-    hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.HopperConfig(segment=4))
+    hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.SSDHopperConfig(segment=4))
     long = GDNCase(length=4096, key_heads=2, values_per_key=2, key_dim=128, value_dim=128, dtype=torch.bfloat16)
     delta = on_meta(long.inputs())
     six_stages(delta, EXACT)

@@ -226,7 +226,7 @@ def test_waits_of_the_gdn_hopper_kernel_have_stages() -> None:
 def test_the_fused_kernels_have_every_stage() -> None:
     for folder, *names in (
         ("portable", "portable_kernel", "segments", "stages", "states"),
-        ("hopper", "hopper_kernel", "look_back", *WITH_BARRIERS),
+        ("hopper", "hopper_kernel", "assignment", *WITH_BARRIERS),
     ):
         found: set[str] = set()
         for name in names:

@@ -15,7 +15,7 @@ from ssdprof.capture.store import CaptureWriter
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.ssd.hopper import config as hopper_config
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
@@ -53,7 +53,7 @@ def test_the_hopper_kernel_has_one_for_each(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_gpu, "sm_count", lambda _: 132)
     found = made(drawn(SSD, CELLS, CPU))
     assert [(one.calls.sizes["sequences"], one.calls.sizes["nchunks"]) for one in found] == [(1, 2), (2, 1)]
-    assert all(isinstance(one.committed, HopperConfig) for one in found)
+    assert all(isinstance(one.committed, SSDHopperConfig) for one in found)
 
 
 def test_states_are_those_of_a_bench() -> None:

@@ -13,7 +13,7 @@ import torch
 from ssdprof import schema
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.reference import ssd_chunked
@@ -53,7 +53,7 @@ def hopper_problem(seqlen: int = 1280) -> Problem:
         calls=SSD.tunable.calls(inputs, "exact", "hopper"),
         inputs=(inputs,),
         precision=Precision(),
-        committed=HopperConfig(segment=COMMITTED_SEGMENT, reason="the model"),
+        committed=SSDHopperConfig(segment=COMMITTED_SEGMENT, reason="the model"),
     )
 
 

@@ -15,8 +15,8 @@ from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.gdn import tuned
 from ssdprof.kernels.gdn.hopper import config as hopper_config
 from ssdprof.kernels.gdn.hopper import slices as hopper_slices
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
-from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, launch_count, workspace_bytes
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, launch_count, workspace_bytes
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
@@ -90,20 +90,20 @@ def _plan_recurrent(call: Call) -> Plan:
     )
 
 
-def _hopper_cut(call: Call) -> HopperConfig:
+def _hopper_cut(call: Call) -> GDNHopperConfig:
     """The division of the call into programs on a Hopper GPU."""
-    return HopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
+    return GDNHopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
 
 
 def _prepare_hopper(call: Call) -> Launch:
-    return HopperLaunch(call.inputs, _hopper_cut(call), state_v_first=call.state_v_first)
+    return GDNHopperLaunch(call.inputs, _hopper_cut(call), state_v_first=call.state_v_first)
 
 
 def _plan_hopper(call: Call) -> Plan:
     config = _hopper_cut(call)
     settings = asdict(config)
     reason = settings.pop("reason")
-    slow = "; two more launches for heads that forget slowly" if config.slow_parts else ""
+    slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
     return Plan(
         variant="hopper",
         launches=launch_count(call.inputs, config),

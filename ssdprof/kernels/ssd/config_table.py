@@ -1,7 +1,7 @@
 """The configuration of each SSD kernel, by GPU, dtype and sizes, with reasons.  The first row that fits applies.
 
 A call searches nothing: the library's functions use only these rows, with two exceptions.  A model of the time divides
-sequences into segments for the Hopper kernel (`hopper/segments.py`).  Configurations that `ssdprof tune ssd` has found
+sequences into segments for the Hopper kernel (`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found
 on a GPU take precedence, if a program loads them (`tuned.py`).
 
 On majors 9, 10 and 11 (H100, H200, B200), matrix instructions read their operands from shared memory.  On majors 8 and

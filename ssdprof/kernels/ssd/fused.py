@@ -19,8 +19,8 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, reg
 from ssdprof.kernels.ssd import tuned
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.hopper.launch import HopperLaunch
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
+from ssdprof.kernels.ssd.hopper.launch import SSDHopperLaunch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable import launch as portable_launch
 from ssdprof.kernels.ssd.portable.config import PortableConfig
@@ -30,7 +30,7 @@ from ssdprof.kernels.ssd.recurrent import RecurrentConfig, RecurrentLaunch
 _INF = float("inf")
 MAX_DSTATE = 256
 
-Launch = HopperLaunch | PortableLaunch | RecurrentLaunch
+Launch = SSDHopperLaunch | PortableLaunch | RecurrentLaunch
 _MOST_LAUNCHES = 4096  # most kept launches, of a few kilobytes each
 _launches: dict[Hashable, Launch] = {}
 
@@ -186,7 +186,7 @@ def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> 
     if _is_step(inputs):
         return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs))
     if not hopper_config.unsupported(inputs):
-        return HopperLaunch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
+        return SSDHopperLaunch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
     return PortableLaunch(inputs, precision, _portable_config(inputs, precision))
 
 
@@ -200,7 +200,7 @@ def plan(
     _refuse_unsupported(inputs)
     if _is_step(inputs):
         return _step_plan(inputs, precision)
-    config: HopperConfig | PortableConfig
+    config: SSDHopperConfig | PortableConfig
     why_not = hopper_config.unsupported(inputs)
     if not why_not:
         variant, config = "hopper", _hopper_config(inputs, precision, batch_invariant)
@@ -240,9 +240,9 @@ def _step_plan(inputs: SSDInputs, precision: Precision) -> Plan:
     )
 
 
-def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> HopperConfig:
+def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> SSDHopperConfig:
     found = tuned.hopper(inputs, precision, batch_invariant=batch_invariant)
-    return found or HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
+    return found or SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
 
 
 def _portable_config(inputs: SSDInputs, precision: Precision) -> PortableConfig:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 
 from ssdprof.kernels import _gpu
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.hopper.rings import CHUNK
-from ssdprof.kernels.ssd.hopper.segments import ceil_div
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 
@@ -62,7 +62,7 @@ class HopperFind:
     layer: Layer
     sequences: int
     nchunks: int
-    config: HopperConfig
+    config: SSDHopperConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class PortableFind:
 
 Find = HopperFind | PortableFind
 
-_hopper: dict[tuple[str, Layer, int, int], HopperConfig] = {}
+_hopper: dict[tuple[str, Layer, int, int], SSDHopperConfig] = {}
 _portable: dict[tuple[str, Layer], PortableConfig] = {}
 _listeners: list[Callable[[], None]] = []
 
@@ -104,7 +104,7 @@ def when_changed(listener: Callable[[], None]) -> None:
     _listeners.append(listener)
 
 
-def hopper(inputs: SSDInputs, precision: Precision, *, batch_invariant: bool) -> HopperConfig | None:
+def hopper(inputs: SSDInputs, precision: Precision, *, batch_invariant: bool) -> SSDHopperConfig | None:
     """The find for this call of the Hopper kernel, or None."""
     if not _hopper or inputs.cu_seqlens is not None:
         return None

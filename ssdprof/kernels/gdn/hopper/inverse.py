@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mma_v2
 from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import role_barrier
-from ssdprof.kernels.gdn.hopper.rings import CHUNK
+from ssdprof.kernels.hopper.ring import CHUNK
 
 BLOCK = gl.constexpr(16)
 BLOCKS = gl.constexpr(4)  # blocks per chunk

@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ssdprof.kernels._gluon import async_load, async_store, product_layout, reinterpret, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
-from ssdprof.kernels.gdn.hopper.decays import log2_decays, sums
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
     BLOCKS,
@@ -43,7 +42,9 @@ from ssdprof.kernels.gdn.hopper.inverse import (
     side_by_side,
     store_lower,
 )
-from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
+from ssdprof.kernels.gdn.hopper.rings import DIM
+from ssdprof.kernels.gdn.hopper.role_gates import log2_decays, sums
+from ssdprof.kernels.hopper.ring import CHUNK
 
 EPSILON = gl.constexpr(1e-6)  # added to squared norms
 # Layout (head, i).  A warp holds whole heads, so that it computes sums over a chunk alone.

@@ -12,17 +12,12 @@ from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import place_in
 from ssdprof.kernels.gdn.hopper.inverse import BLOCK, BLOCKS, block_row, invert_blocks, narrow, side_by_side
-from ssdprof.kernels.gdn.hopper.rings import BETA, CHUNK, Ring, allocate_ring, begin_ring
+from ssdprof.kernels.gdn.hopper.rings import BETA
+from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, begin_ring
 
 HALF = gl.constexpr(32)  # columns of the inverse per step: 16 for each of two warps
 
-STAGES = {
-    "allocate_inversion": "setup",
-    "begin_inversion": "setup",
-    "diagonal": "caller",
-    "inverse_of": "solve_tril",
-    "inverses": "solve_tril",
-}
+STAGES = {"begin_inversion": "setup", "diagonal": "caller", "inverse_of": "solve_tril", "inverses": "solve_tril"}
 WAITS = {"lowers": "waiting.inverse", "inverses": "ahead"}
 
 
@@ -40,23 +35,21 @@ class Inversion:
 
     @gluon.jit
     def diagonal(self, n):
-        return self.diagonals.index(place_in(n, self.lowers.SIZE))
+        return self.diagonals.index(place_in(n, self.lowers.DEPTH))
 
 
 @gluon.jit
-def allocate_inversion(SIZE: gl.constexpr):
+def begin_inversion(DEPTH: gl.constexpr):
+    """Allocate that memory and initialise its barriers."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     plain_3d: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    return Inversion(
-        allocate_ring(gl.float16, SIZE, CHUNK),
-        gl.allocate_shared_memory(gl.float32, [SIZE, 1, CHUNK, BLOCK], plain_3d),
+    inversion = Inversion(
+        allocate_ring(gl.float16, DEPTH, CHUNK),
+        gl.allocate_shared_memory(gl.float32, [DEPTH, 1, CHUNK, BLOCK], plain_3d),
         gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], plain),
     )
-
-
-@gluon.jit
-def begin_inversion(inversion):
     begin_ring(inversion.lowers, 1, 1)  # full: scores; empty: inverses
+    return inversion
 
 
 @gluon.jit
@@ -84,6 +77,6 @@ def inverse_of(rings, inversion, n):
 
 
 @gluon.jit
-def inverses(rings, inversion, work):
-    for n in range(work.chunks()):
-        inverse_of(rings, inversion, n)
+def inverses(env):
+    for n in range(env.work.chunks()):
+        inverse_of(env.rings, env.inversion, n)

@@ -12,7 +12,7 @@ from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import tuned
 from ssdprof.kernels.ssd.hopper import config as hopper_config
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig
@@ -52,14 +52,14 @@ class SSDTuning:
 
     def committed(self, inputs: SSDInputs, kernel: str) -> Config:
         if kernel == "hopper":
-            return HopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
+            return SSDHopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
         return PortableConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
 
     def axes(self, config: Config) -> tuple[Axis, ...]:
         return axes(config)
 
     def run(self, inputs: SSDInputs, precision: Precision, config: Config) -> SSDOutput:
-        if isinstance(config, HopperConfig):
+        if isinstance(config, SSDHopperConfig):
             return ssd_fused_hopper(inputs, precision, config=config)
         return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
 
@@ -78,7 +78,7 @@ class SSDTuning:
 
     def for_short(self, config: Config, inputs: SSDInputs) -> Config:
         """The configuration for `short`: cut into segments if the whole sequence is."""
-        if not isinstance(config, HopperConfig):
+        if not isinstance(config, SSDHopperConfig):
             return config
         if config.count(nchunks(inputs)) == 1:
             return replace(config, segment=nchunks(self.short(inputs)), long_count=0, long_segment=0)
@@ -91,7 +91,7 @@ class SSDTuning:
 
     def also_judged(self, config: Config, inputs: SSDInputs) -> Sequence[SSDInputs]:
         """A find for the portable kernel also applies to packed sequences, and is verified on a few."""
-        return () if isinstance(config, HopperConfig) else (self._packed(inputs),)
+        return () if isinstance(config, SSDHopperConfig) else (self._packed(inputs),)
 
     def _packed(self, inputs: SSDInputs) -> SSDInputs:
         """The beginning of the first sequence, cut into three packed sequences."""
