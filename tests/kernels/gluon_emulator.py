@@ -53,7 +53,7 @@ class Source:
     @classmethod
     def of(cls, *launches: ModuleType, files: tuple[str, ...], lanes: int) -> Source:
         package = launches[0].__name__.rpartition(".")[0]
-        common = ("_gluon", "hopper.ring", "hopper.work")
+        common = ("_gluon", "hopper.work", "hopper.ring")
         modules = (*(f"ssdprof.kernels.{file}" for file in common), *(f"{package}.{file}" for file in files))
         return cls(launches, modules, lanes)
 

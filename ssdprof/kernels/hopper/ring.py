@@ -8,23 +8,16 @@ n / DEPTH % 2.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import phase, place_in
+from ssdprof.kernels.hopper.work import aggregate
 
 CHUNK = gl.constexpr(64)  # positions per chunk: rows of one matrix instruction
 
 STAGES = {
-    "tile": "caller",
-    "wait_full": "caller",
-    "wait_empty": "caller",
-    "full_at": "caller",
-    "empty_at": "caller",
-    "barriers": "setup",
-    "allocate_ring": "setup",
-    "begin_pairs": "setup",
-    "begin_ring": "setup",
-}
+    "tile": "caller", "wait_full": "caller", "wait_empty": "caller", "full_at": "caller", "empty_at": "caller",
+    "barriers": "setup", "allocate_ring": "setup", "begin_pairs": "setup", "begin_ring": "setup",
+}  # fmt: skip
 
 
 @aggregate
@@ -33,11 +26,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     DEPTH: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, DEPTH):
-        self.tiles, self.full, self.empty = tiles, full, empty
-        self.DEPTH = gl.constexpr(DEPTH)
 
     @gluon.jit
     def tile(self, n):

@@ -14,27 +14,19 @@ earlier launches compute the state that enters a segment (`parts.py`), or the fi
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import add
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.work import OneSegment
+from ssdprof.kernels.hopper.work import OneSegment, aggregate
 
 BLOCK = gl.constexpr(256)  # bounds that one iteration reads
 FIRST_PASS_16THS = gl.constexpr(9)  # time of a first-pass chunk, in sixteenths of a second-pass chunk
 
 STAGES = {
-    "segments": "ticket",
-    "segment_at": "ticket",
-    "chunks": "ticket",
-    "chunk_at": "ticket",
-    "sequence_at": "ticket",
-    "packed_slot": "ticket",
-    "segment_of": "ticket",
-    "first_segment_extra": "ticket",
-    "boundary": "ticket",
+    "segments": "ticket", "segment_at": "ticket", "chunks": "ticket", "chunk_at": "ticket", "sequence_at": "ticket",
+    "packed_slot": "ticket", "segment_of": "ticket", "first_segment_extra": "ticket", "boundary": "ticket",
     "first_pass_of": "ticket",
-}
+}  # fmt: skip
 
 
 @aggregate
@@ -47,10 +39,6 @@ class Sequence:
     tile: gl.tensor  # first TMA coordinate of its tiles
     row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros beyond the sequence's end
     slot: gl.tensor  # index of its first chunk among all chunks
-
-    @gluon.constexpr_function
-    def __init__(self, index, begin, length, tile, row, slot):
-        self.index, self.begin, self.length, self.tile, self.row, self.slot = index, begin, length, tile, row, slot
 
 
 @aggregate
@@ -65,12 +53,7 @@ class GDNSegment(OneSegment):
     nchunks: gl.tensor
     last: gl.tensor  # whether it ends its sequence
     row: gl.tensor  # row, among the states of slow heads, of the state that enters or that it computes; -1: none
-    MAKES_PARTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, sequence, head, value_head, first, back, nchunks, last, row):
-        self.sequence, self.head, self.value_head, self.first, self.back = sequence, head, value_head, first, back
-        self.nchunks, self.last, self.row, self.MAKES_PARTS = nchunks, last, row, gl.constexpr(False)
+    MAKES_PARTS: gl.constexpr = False
 
     @gluon.jit
     def chunk_at(self, n):
@@ -88,13 +71,7 @@ class Persistent:
     seqlen: gl.tensor
     nchunks: gl.tensor
     HEADS: gl.constexpr
-    MAKES_PARTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, program, programs, pairs, seqlen, nchunks, HEADS):
-        self.program, self.programs, self.pairs = program, programs, pairs
-        self.seqlen, self.nchunks, self.HEADS = seqlen, nchunks, gl.constexpr(HEADS)
-        self.MAKES_PARTS = gl.constexpr(False)
+    MAKES_PARTS: gl.constexpr = False
 
     @gluon.jit
     def segments(self):

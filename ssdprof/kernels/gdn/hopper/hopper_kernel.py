@@ -17,7 +17,6 @@ form of the products: docs/gdn-performance.md.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Persistent, segment_of
@@ -29,7 +28,7 @@ from ssdprof.kernels.gdn.hopper.role_inverse import Inversion, begin_inversion, 
 from ssdprof.kernels.gdn.hopper.role_scores import scores, scores_and_lower
 from ssdprof.kernels.gdn.hopper.role_states import states
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.work import field
+from ssdprof.kernels.hopper.work import aggregate
 
 STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup", "run_roles": "setup", "as_tensors": "setup"}
 
@@ -50,15 +49,6 @@ class GDNEnv:
     entering_ptr: gl.tensor | gl.constexpr
     to_ptr: gl.tensor  # final states, or parts
     S: gl.constexpr  # `GDNSettings`
-
-    @gluon.constexpr_function
-    def __init__(
-        self, rings, inversion, work, decays_ptr, norms_ptr, scale, descs, gates, initial_ptr, entering_ptr, to_ptr, S
-    ):  # fmt: skip
-        self.rings, self.inversion, self.work = rings, field(inversion), work
-        self.decays_ptr, self.norms_ptr, self.scale = field(decays_ptr), field(norms_ptr), field(scale)
-        self.descs, self.gates, self.initial_ptr = descs, field(gates), field(initial_ptr)
-        self.entering_ptr, self.to_ptr, self.S = field(entering_ptr), to_ptr, gl.constexpr(S)
 
 
 @gluon.jit

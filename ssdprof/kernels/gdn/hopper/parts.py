@@ -28,13 +28,9 @@ LOOKS = gl.constexpr(4096)  # bounds that one iteration reads, for all rows toge
 FIELDS = gl.constexpr(12)  # table entries per part
 
 STAGES = {
-    "segments": "ticket",
-    "segment_at": "ticket",
-    "first_passes": "ticket",
-    "write_part": "ticket",
-    "parts_of": "ticket",
-    "field": "ticket",
-}
+    "segments": "ticket", "segment_at": "ticket", "first_passes": "ticket", "write_part": "ticket",
+    "parts_of": "ticket", "field": "ticket",
+}  # fmt: skip
 
 
 @aggregate

@@ -51,15 +51,10 @@ EPSILON = gl.constexpr(1e-6)  # added to squared norms
 by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
-    "begin_times_transposed": "scaled_dot_kkt",
-    "diagonal_of": "scaled_dot_kkt",
-    "begin_inverses": "solve_tril",
-    "load_gates": "gate_cumsum",
-    "store_decays": "gate_cumsum",
-    "store_bounds": "gate_cumsum",
-    "inverses_of": "solve_tril",
-    "_prep_kernel": "setup",
-}
+    "begin_times_transposed": "scaled_dot_kkt", "diagonal_of": "scaled_dot_kkt", "begin_inverses": "solve_tril",
+    "load_gates": "gate_cumsum", "store_decays": "gate_cumsum", "store_bounds": "gate_cumsum",
+    "inverses_of": "solve_tril", "_prep_kernel": "setup",
+}  # fmt: skip
 
 
 @gluon.jit

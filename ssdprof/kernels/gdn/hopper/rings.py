@@ -12,10 +12,10 @@ TMA is the Tensor Memory Accelerator.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import place_in
 from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, begin_ring
+from ssdprof.kernels.hopper.work import aggregate
 
 DIM = gl.constexpr(128)  # K and V
 STATE_THREADS = gl.constexpr(256)
@@ -45,11 +45,6 @@ class Rings:
     weights: Ring  # W (i, j)
     outputs: Ring  # out (i, V)
     vectors: gl.shared_memory_descriptor  # (slots of keys * VECTORS, CHUNK)
-
-    @gluon.constexpr_function
-    def __init__(self, keys, values, queries, inverses, updates, weights, outputs, vectors):
-        self.keys, self.values, self.queries, self.inverses = keys, values, queries, inverses
-        self.updates, self.weights, self.outputs, self.vectors = updates, weights, outputs, vectors
 
     @gluon.jit
     def vector(self, n, which: gl.constexpr):

@@ -8,12 +8,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import place_in
 from ssdprof.kernels.gdn.hopper.inverse import BLOCK, BLOCKS, block_row, invert_blocks, narrow, side_by_side
 from ssdprof.kernels.gdn.hopper.rings import BETA
 from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, begin_ring
+from ssdprof.kernels.hopper.work import aggregate
 
 HALF = gl.constexpr(32)  # columns of the inverse per step: 16 for each of two warps
 
@@ -28,10 +28,6 @@ class Inversion:
     lowers: Ring  # (i, j) fp16: L
     diagonals: gl.shared_memory_descriptor  # (slots of lowers, 1, j * BLOCKS + block, i) fp32: L_ii, transposed
     inverted: gl.shared_memory_descriptor  # (block * BLOCK + j, i) fp16: D_i, transposed
-
-    @gluon.constexpr_function
-    def __init__(self, lowers, diagonals, inverted):
-        self.lowers, self.diagonals, self.inverted = lowers, diagonals, inverted
 
     @gluon.jit
     def diagonal(self, n):

@@ -27,20 +27,13 @@ from ssdprof.kernels.hopper.ring import CHUNK
 PARTS = gl.constexpr(2)  # X is computed in this many column blocks, to limit registers
 
 STAGES = {
-    "update_of": "state_factor",
-    "weights_of": "out_factor",
-    "scores": "out_factor",
-    "lower_of": "scaled_dot_kkt",
+    "update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor", "lower_of": "scaled_dot_kkt",
     "scores_and_lower": "out_factor",
-}
+}  # fmt: skip
 WAITS = {
-    "keys": "waiting.chunk",
-    "inverses": "waiting.inverse",
-    "queries": "waiting.chunk",
-    "updates": "ahead",
-    "weights": "ahead",
-    "lowers": "ahead",
-}
+    "keys": "waiting.chunk", "inverses": "waiting.inverse", "queries": "waiting.chunk", "updates": "ahead",
+    "weights": "ahead", "lowers": "ahead",
+}  # fmt: skip
 
 
 @gluon.jit

@@ -20,23 +20,13 @@ from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_OUTPUT
 from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
-    "unknown_values": "chunk_state.residual",
-    "pass_chunk": "warm_up",
-    "scan_chunk": "chunk_output",
-    "state_tile": "caller",
-    "row_tile": "caller",
-    "pass_part": "setup",
-    "scan_segment": "setup",
-    "states": "setup",
-}
+    "unknown_values": "chunk_state.residual", "pass_chunk": "warm_up", "scan_chunk": "chunk_output",
+    "state_tile": "caller", "row_tile": "caller", "pass_part": "setup", "scan_segment": "setup", "states": "setup",
+}  # fmt: skip
 WAITS = {
-    "keys": "waiting.chunk",
-    "values": "waiting.chunk",
-    "queries": "waiting.chunk",
-    "updates": "waiting.update",
-    "weights": "waiting.weights",
-    "outputs": "chunk_output",
-}
+    "keys": "waiting.chunk", "values": "waiting.chunk", "queries": "waiting.chunk", "updates": "waiting.update",
+    "weights": "waiting.weights", "outputs": "chunk_output",
+}  # fmt: skip
 INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)  # offsets of the strides of these states in STATE_STRIDES
 by_k = gl.constexpr(product_layout(128, 8))  # (V, K)
 by_i = gl.constexpr(product_layout(64, 8))  # (V, i)

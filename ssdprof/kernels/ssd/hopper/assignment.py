@@ -20,24 +20,17 @@ Source: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import add
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.work import OneSegment
+from ssdprof.kernels.hopper.work import OneSegment, aggregate
 
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration
 
 STAGES = {
-    "segments": "ticket",
-    "segment_at": "ticket",
-    "chunks": "ticket",
-    "extent_of": "ticket",
-    "segment_of": "ticket",
-    "find_segment": "ticket",
-    "packed_segment_of": "ticket",
-    "share_of": "ticket",
-}
+    "segments": "ticket", "segment_at": "ticket", "chunks": "ticket", "extent_of": "ticket", "segment_of": "ticket",
+    "find_segment": "ticket", "packed_segment_of": "ticket", "share_of": "ticket",
+}  # fmt: skip
 
 
 @aggregate
@@ -60,18 +53,6 @@ class SSDSegment(OneSegment):
     slot: gl.tensor  # slot in which it leaves a state, or the state that it adds, for later segments
     slot_step: gl.tensor  # distance from the slot of the preceding segment
 
-    @gluon.constexpr_function
-    def __init__(
-        self, sequence, index, length, dt_begin, tile, row, first_chunk, nchunks, unit, last, has_warmup, back_first,
-        back_most, slot, slot_step,
-    ):  # fmt: skip
-        self.sequence, self.index, self.length, self.dt_begin = sequence, index, length, dt_begin
-        self.tile, self.row = tile, row
-        self.first_chunk, self.nchunks, self.unit, self.last = first_chunk, nchunks, unit, last
-        self.has_warmup = gl.constexpr(False) if has_warmup is False else has_warmup
-        self.back_first, self.back_most = back_first, back_most
-        self.slot, self.slot_step = slot, slot_step
-
 
 @aggregate
 class StreamK:
@@ -91,15 +72,6 @@ class StreamK:
     PAIRS: gl.constexpr  # pairs per sequence
     UNITS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, program, programs, rank, length, nchunks, dt_step, wholes, begun, begun_chunks, ended, ended_chunks, S
-    ):  # fmt: skip
-        self.program, self.programs, self.rank = program, programs, rank
-        self.length, self.nchunks, self.dt_step, self.wholes = length, nchunks, dt_step, wholes
-        self.begun, self.begun_chunks, self.ended, self.ended_chunks = begun, begun_chunks, ended, ended_chunks
-        self.PAIRS, self.UNITS = gl.constexpr(S.PAIRS), gl.constexpr(S.UNITS)
-
     @gluon.jit
     def segments(self):
         return gl.minimum(self.begun_chunks, 1) + self.wholes + gl.minimum(self.ended_chunks, 1)
@@ -113,22 +85,10 @@ class StreamK:
         first = gl.where(ends, self.nchunks - self.ended_chunks, 0)
         nchunks = gl.where(begins, self.begun_chunks, self.nchunks - first)
         segment = SSDSegment(
-            sequence=sequence,
-            index=gl.minimum(first, 1),
-            length=self.length,
-            dt_begin=sequence.to(gl.int64) * self.dt_step,
-            tile=sequence,
-            row=gl.to_tensor(0),
-            first_chunk=first,
-            nchunks=nchunks,
-            unit=pair % self.PAIRS * self.UNITS,
-            last=k >= 0,
-            has_warmup=False,
-            back_first=first,
-            back_most=nchunks,
-            slot=self.program,
-            slot_step=gl.to_tensor(1),
-        )
+            sequence, gl.minimum(first, 1), self.length, sequence.to(gl.int64) * self.dt_step, sequence,
+            gl.to_tensor(0), first, nchunks, pair % self.PAIRS * self.UNITS, k >= 0, False, first, nchunks,
+            self.program, gl.to_tensor(1),
+        )  # fmt: skip
         return segment, gl.where(begins, 0, self.begun_chunks + k * self.nchunks)
 
     @gluon.jit
@@ -160,22 +120,9 @@ def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: 
     most = gl.where(is_long, K_LONG, K)
     nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, most, seqlen, S)
     return SSDSegment(
-        sequence=sequence,
-        index=index,
-        length=seqlen,
-        dt_begin=sequence.to(gl.int64) * dt_strides[0],
-        tile=sequence,
-        row=gl.to_tensor(0),
-        first_chunk=first,
-        nchunks=nchunks,
-        unit=ticket % S.PAIRS * S.UNITS,
-        last=last,
-        has_warmup=has_warmup,
-        back_first=back_first,
-        back_most=back_most,
-        slot=rank,
-        slot_step=gl.to_tensor(sequences),
-    )
+        sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
+        ticket % S.PAIRS * S.UNITS, last, has_warmup, back_first, back_most, rank, gl.to_tensor(sequences),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -213,22 +160,11 @@ def packed_segment_of(
     first = index * K
     nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, K, length, S)
     segment = SSDSegment(
-        sequence=sequence,
-        index=index,
-        length=length,
-        dt_begin=begin.to(gl.int64) * dt_strides[1],
-        tile=begin + length,
-        row=seqlen - length,
-        first_chunk=first,
-        nchunks=nchunks,
-        unit=ticket % S.PAIRS * S.UNITS,
-        last=last,
-        has_warmup=has_warmup,
-        back_first=back_first,
-        back_most=back_most,
-        slot=rank - sequence,  # the last segment of each sequence needs no slot
-        slot_step=gl.to_tensor(1),
-    )
+        sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
+        ticket % S.PAIRS * S.UNITS, last, has_warmup, back_first, back_most,
+        rank - sequence,  # the last segment of each sequence needs no slot
+        gl.to_tensor(1),
+    )  # fmt: skip
     return segment, exists
 
 
@@ -252,16 +188,6 @@ def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
     split = pairs - programs
     return StreamK(
-        program=program,
-        programs=programs,
-        rank=begun + same,
-        length=seqlen,
-        nchunks=nchunks,
-        dt_step=gl.to_tensor(dt_strides[0]),
-        wholes=wholes,
-        begun=split + begun + same,
-        begun_chunks=nchunks * begun // programs,
-        ended=split + taken + same,
-        ended_chunks=rest,
-        S=S,
-    )
+        program, programs, begun + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes, split + begun + same,
+        nchunks * begun // programs, split + taken + same, rest, S.PAIRS, S.UNITS,
+    )  # fmt: skip

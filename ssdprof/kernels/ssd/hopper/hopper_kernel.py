@@ -26,12 +26,11 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels._tiles import tensor_of
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.work import field
+from ssdprof.kernels.hopper.work import aggregate
 from ssdprof.kernels.ssd.hopper.assignment import SSDSegment, StreamK, packed_segment_of, segment_of, share_of
 from ssdprof.kernels.ssd.hopper.lanes import allocate_exchange
 from ssdprof.kernels.ssd.hopper.rings import SLICE, Shared, allocate, begin_barriers
@@ -63,16 +62,6 @@ class SSDEnv:
     flags_ptr: gl.tensor
     exchange: gl.shared_memory_descriptor | gl.tuple
     S: gl.constexpr  # `SSDSettings`
-
-    @gluon.constexpr_function
-    def __init__(
-        self, shared, work, dt_ptr, A_ptr, dt_bias_ptr, strides, dt_limit, descs, D_ptr, initial_ptr, states_ptr,
-        final_ptr, flags_ptr, exchange, S,
-    ):  # fmt: skip
-        self.shared, self.work, self.dt_ptr, self.A_ptr = shared, work, dt_ptr, A_ptr
-        self.dt_bias_ptr, self.strides, self.dt_limit, self.descs = field(dt_bias_ptr), field(strides), dt_limit, descs
-        self.D_ptr, self.initial_ptr, self.states_ptr = field(D_ptr), field(initial_ptr), states_ptr
-        self.final_ptr, self.flags_ptr, self.exchange, self.S = final_ptr, flags_ptr, exchange, gl.constexpr(S)
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:

@@ -29,20 +29,10 @@ of_one = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
 of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *one] for one in FRAGMENTS), [1, 0, 0]]))  # (half, p, half of q)
 
 STAGES = {
-    "lane_number": "setup",
-    "first_of": "caller",
-    "unit_of": "caller",
-    "half_of": "caller",
-    "load_tiles": "caller",
-    "load_transposed": "caller",
-    "tiles_of": "caller",
-    "store_tiles": "caller",
-    "allocate_exchange": "setup",
-    "halves_of": "caller",
-    "own_positions": "caller",
-    "give_part": "caller",
-    "take_part": "caller",
-}
+    "lane_number": "setup", "first_of": "caller", "unit_of": "caller", "half_of": "caller", "load_tiles": "caller",
+    "load_transposed": "caller", "tiles_of": "caller", "store_tiles": "caller", "allocate_exchange": "setup",
+    "halves_of": "caller", "own_positions": "caller", "give_part": "caller", "take_part": "caller",
+}  # fmt: skip
 
 
 @gluon.jit

@@ -28,10 +28,10 @@ Decays are in log2 units since the chunk's start: a_t = sum_{s <= t} dt_s A log2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import place_in, reinterpret
 from ssdprof.kernels.hopper.ring import CHUNK, barriers, begin_pairs
+from ssdprof.kernels.hopper.work import aggregate
 
 SLICE = gl.constexpr(64)  # slice of P: rows of one matrix instruction
 COLUMNS = gl.constexpr(64)  # 16-bit columns of a block that TMA writes to shared memory; wider tiles have several
@@ -40,12 +40,8 @@ FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
 STAGES = {
-    "allocate": "setup",
-    "begin_barriers": "setup",
-    "rows_of": "caller",
-    "places_of": "caller",
-    "lane_of": "caller",
-}
+    "allocate": "setup", "begin_barriers": "setup", "rows_of": "caller", "places_of": "caller", "lane_of": "caller",
+}  # fmt: skip
 
 
 @aggregate
@@ -61,13 +57,6 @@ class FirstPass:
     DEPTH: gl.constexpr  # slots of the chunk ring
     TURN: gl.constexpr  # chunks per turn
     WORDS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, weights, decay, continue_flag, full, empty, continue_barrier, DEPTH, TURN):
-        self.weights, self.decay, self.continue_flag = weights, decay, continue_flag
-        self.full, self.empty, self.continue_barrier = full, empty, continue_barrier
-        self.DEPTH, self.TURN = gl.constexpr(DEPTH), gl.constexpr(TURN)
-        self.WORDS = gl.constexpr(word_places(DEPTH, TURN))
 
 
 @aggregate
@@ -91,17 +80,6 @@ class Shared:
     SCORE_DEPTH: gl.constexpr
     N_SPLIT: gl.constexpr  # 2 if the lanes hold half of N each, else 1
     UNITS: gl.constexpr  # units per program
-
-    @gluon.constexpr_function
-    def __init__(
-        self, first, rows, x, scores, out, gates, decay, full, empty, scored, unscored, written, unwritten, S
-    ):  # fmt: skip
-        self.first, self.rows, self.x, self.scores, self.out = first, rows, x, scores, out
-        self.gates, self.decay = gates, decay
-        self.full, self.empty, self.scored, self.unscored = full, empty, scored, unscored
-        self.written, self.unwritten = written, unwritten
-        self.DEPTH, self.SCORE_DEPTH = gl.constexpr(S.DEPTH), gl.constexpr(S.SCORE_DEPTH)
-        self.N_SPLIT, self.UNITS = gl.constexpr(S.N_SPLIT), gl.constexpr(2 // S.N_SPLIT)
 
 
 @gluon.constexpr_function
@@ -144,6 +122,7 @@ def allocate(dtype: gl.constexpr, S: gl.constexpr):
         continue_barrier=barriers(WORDS),
         DEPTH=FIRST_DEPTH,
         TURN=N_SPLIT,
+        WORDS=WORDS,
     )
     return Shared(
         first=first,
@@ -159,7 +138,10 @@ def allocate(dtype: gl.constexpr, S: gl.constexpr):
         unscored=barriers(SCORE_DEPTH),
         written=barriers(2),
         unwritten=barriers(2),
-        S=S,
+        DEPTH=DEPTH,
+        SCORE_DEPTH=SCORE_DEPTH,
+        N_SPLIT=N_SPLIT,
+        UNITS=UNITS,
     )
 
 

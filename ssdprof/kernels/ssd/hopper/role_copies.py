@@ -10,23 +10,14 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, SLICE, places_of, rows_of
 
 STAGES = {
-    "load_x": "loads",
-    "load_rows": "loads",
-    "load_first": "loads",
-    "load_chunk": "loads",
-    "segment_loads": "loads",
-    "loads": "loads",
-    "store_chunk": "chunk_scan.residual",
-    "stores": "chunk_scan.residual",
-}
+    "load_x": "loads", "load_rows": "loads", "load_first": "loads", "load_chunk": "loads", "segment_loads": "loads",
+    "loads": "loads", "store_chunk": "chunk_scan.residual", "stores": "chunk_scan.residual",
+}  # fmt: skip
 # Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {
-    "full": "waiting.chunk",
-    "continue_barrier": "waiting.gates",
-    "empty": "ahead",
-    "unwritten": "chunk_scan.residual",
+    "full": "waiting.chunk", "continue_barrier": "waiting.gates", "empty": "ahead", "unwritten": "chunk_scan.residual",
     "written": "ahead",
-}
+}  # fmt: skip
 
 
 @gluon.constexpr_function

@@ -19,11 +19,8 @@ from ssdprof.kernels.ssd.hopper.rings import KEY, ROW, lane_of, places_of, rows_
 from ssdprof.kernels.ssd.hopper.role_gates import exp2_approx, first_pass_gates
 
 STAGES = {
-    "decayed": "chunk_scan.current",
-    "bmm_chunk": "bmm_chunk",
-    "decayed_scores": "bmm_chunk",
-    "scores": "bmm_chunk",
-}
+    "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk", "decayed_scores": "bmm_chunk", "scores": "bmm_chunk",
+}  # fmt: skip
 # Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "empty": "ahead", "unscored": "ahead"}
 
