@@ -4,7 +4,7 @@
 
 Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut` considers, for
 three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  The constants of
-`config.py` are fitted to these times, and tests/kernels/test_hopper_segments.py checks the fit.
+`config.py` are fitted to these times, and tests/kernels/test_hopper_schedule.py checks the fit.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ from gdn_hopper_cases import GDNCase
 from ssdprof.kernels import get
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported
 from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, gdn_fused_hopper
+from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
+from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -115,10 +117,13 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
     if name == "collinear keys":
         k = inputs.k[:, :1].float() + 0.1 * inputs.k.float()
         inputs = replace(inputs, k=(k / k.norm(dim=-1, keepdim=True)).to(inputs.k.dtype))
-    fused, unfused = get("gdn", "fused"), get("gdn", "unfused")
-    assert fused.plan(inputs, Precision()).variant == "hopper"
+    assert get("gdn", "fused").plan(inputs, Precision()).variant == "hopper"
+    assert_as_exact_as_unfused(inputs)
+
+
+def assert_as_exact_as_unfused(inputs: GDNInputs) -> None:
     exact = gdn_chunked(inputs, torch.float64)
-    ours, theirs = fused.run(inputs, Precision()), unfused.run(inputs, Precision())
+    ours, theirs = (get("gdn", which).run(inputs, Precision()) for which in ("fused", "unfused"))
     for a, b, reference, head_dim in zip(ours, theirs, exact, (2, 1), strict=True):
         assert (head_errors(a, reference, head_dim) <= 1.01 * head_errors(b, reference, head_dim)).all()
 
@@ -222,3 +227,35 @@ def test_views_of_a_wider_tensor() -> None:
         wide = torch.full((3, 1000, *tensor.shape[2:]), torch.nan, dtype=tensor.dtype, device="cuda")
         moved[name] = wide[:, 50:950].copy_(tensor)
     assert_same(run(replace(inputs, **moved), PARTS), expected)
+
+
+# --- K and V other than 128
+
+SLICES = GDNCase(key_heads=4, heads=4, key_dim=96, value_dim=192, initial_state=True, seqlen=2048, beta=2.0)
+SLICED = {
+    "olmo": SLICES,
+    "normalised, fp16": replace(SLICES, normalise=True, dtype=torch.float16),
+    "no gate": replace(SLICES, gate=0.0),
+    "slow": replace(SLICES, gate=-1e-4, seqlen=4096),
+    "ragged batch": replace(SLICES, batch=3, seqlen=1000),
+    "packed": replace(SLICES, lengths=(5, 0, 295, 1024, 76, 0, 1600), gate=-1e-3),
+    "one slice": GDNCase(key_heads=2, heads=4, key_dim=72, value_dim=120, seqlen=700),
+    "V 256": GDNCase(key_heads=2, heads=2, value_dim=256, seqlen=700, initial_state=True),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_against_the_oracle(name: str) -> None:
+    inputs = on_gpu(SLICED[name].inputs())
+    plan = get("gdn", "fused").plan(inputs, Precision())
+    assert plan.variant == "hopper"
+    assert "padded to 128" in plan.reason
+    result = get("gdn", "fused").run(inputs, Precision())
+    assert_passes(result, inputs, Precision())
+    assert_passes(SlicedLaunch(inputs, GDNHopperConfig(segment=8))(inputs), inputs, Precision())
+    assert_same(result, get("gdn", "fused").run(inputs, Precision()))
+
+
+@pytest.mark.parametrize("name", ["olmo", "no gate", "slow"])
+def test_no_head_of_slices_is_less_exact_than_unfused(name: str) -> None:
+    assert_as_exact_as_unfused(on_gpu(replace(SLICED[name], seqlen=8192).inputs()))

@@ -255,5 +255,5 @@ def test_48_heads_do_not_leave_a_quarter_of_the_sms_idle() -> None:
 )
 def test_refuses_what_cannot_be_divided_and_too_many_rows(config: GDNHopperConfig) -> None:
     heads = 2 if config.segment == 3 else 96
-    with pytest.raises(ValueError, match="slow_parts = 2 with"):
+    with pytest.raises(ValueError, match="transition_parts = 2 with"):
         run(GDNCase(seqlen=1000, heads=heads).inputs(), config)

@@ -35,7 +35,7 @@ def aggregate(cls):
 
 
 class OneSegment:
-    """Methods of a segment that is the whole work of its program."""
+    """Methods of a segment that is the whole work of its program.  An aggregate cannot inherit them in Triton 3.9."""
 
     @gluon.jit
     def segments(self):

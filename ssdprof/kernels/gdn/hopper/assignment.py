@@ -42,7 +42,7 @@ class Sequence:
 
 
 @aggregate
-class GDNSegment(OneSegment):
+class GDNSegment:
     """Consecutive chunks of a sequence and one value head: the work of one program."""
 
     sequence: Sequence
@@ -54,6 +54,8 @@ class GDNSegment(OneSegment):
     last: gl.tensor  # whether it ends its sequence
     row: gl.tensor  # row, among the states of slow heads, of the state that enters or that it computes; -1: none
     MAKES_PARTS: gl.constexpr = False
+
+    segments, segment_at, chunks = OneSegment.segments, OneSegment.segment_at, OneSegment.chunks
 
     @gluon.jit
     def chunk_at(self, n):

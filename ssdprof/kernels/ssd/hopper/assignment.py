@@ -34,7 +34,7 @@ STAGES = {
 
 
 @aggregate
-class SSDSegment(OneSegment):
+class SSDSegment:
     """Consecutive chunks of a sequence, and the work of a program that owns one segment."""
 
     sequence: gl.tensor
@@ -52,6 +52,8 @@ class SSDSegment(OneSegment):
     back_most: gl.tensor  # most chunks of the first pass
     slot: gl.tensor  # slot in which it leaves a state, or the state that it adds, for later segments
     slot_step: gl.tensor  # distance from the slot of the preceding segment
+
+    segments, segment_at, chunks = OneSegment.segments, OneSegment.segment_at, OneSegment.chunks
 
 
 @aggregate
