@@ -5,6 +5,8 @@ Each operator has an aggregate of its own for a segment and for all arguments of
 is that of the arguments in machine code.
 """
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate
@@ -20,7 +22,7 @@ def constants(value):
     return gl.constexpr(value) if value is None or isinstance(value, int) else value
 
 
-def aggregate(cls):
+def aggregate(cls: type) -> Any:
     """A Gluon aggregate with a constructor: its annotated fields, in their order or by name, some with defaults."""
     kinds = cls.__annotations__
     defaults = {name: getattr(cls, name) for name in kinds if hasattr(cls, name)}

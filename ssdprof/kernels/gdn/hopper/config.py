@@ -81,7 +81,8 @@ class GDNHopperConfig:
         config = cls(segment=found.segment, reason=reason)
         if not batch_invariant:  # parts depend on the number of rows, and that on the batch
             config = _with_parts(config, inputs, nchunks, sm_count)
-        return replace(config, first_segment_extra=_worth_extra(config, inputs, nchunks))
+        extra = WORTH_EXTRA <= config.segment < nchunks and not config.transition_parts and inputs.cu_seqlens is None
+        return replace(config, first_segment_extra=extra)
 
 
 class GDNCost(Cost):
@@ -93,7 +94,8 @@ class GDNCost(Cost):
 
     def time(self, one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
         programs = pairs * ceil_div(nchunks, one.segment)
-        time = ceil_div(programs, sm_count) * estimated_time(one.segment, nchunks)
+        of_program = START + one.segment + FIRST_PASS * min(REACH, nchunks - one.segment)
+        time = ceil_div(programs, sm_count) * of_program
         return time if programs <= sm_count else time / WORTH_WAVES
 
 
@@ -103,14 +105,8 @@ def _of_whole_sequences(config: GDNHopperConfig, inputs: GDNInputs) -> GDNHopper
         config = replace(config, persistent_programs=0, reason="packed: a program for each sequence and head")
     if inputs.use_qk_l2norm:
         return config
-    return replace(
-        config,
-        fused_inverse=True,
-        key_ring=3,
-        state_registers=176,
-        other_registers=64,
-        reason=config.reason + ", one launch",
-    )
+    one_launch = dict(fused_inverse=True, key_ring=3, state_registers=176, other_registers=64)
+    return replace(config, **one_launch, reason=config.reason + ", one launch")  # type: ignore[arg-type]
 
 
 def _with_parts(config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int) -> GDNHopperConfig:
@@ -118,22 +114,13 @@ def _with_parts(config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_cou
     rows = row_count(inputs, config.segment)
     if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
         return config
-    parts = _power_of_two(min(config.segment // PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows))
+    most = max(1, min(config.segment // PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows))
+    parts = 1 << most.bit_length() - 1  # a power of two
     segment = parts * ceil_div(config.segment, parts)
     longest = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS)
     return replace(
         config, segment=segment, transition_parts=parts, longest_first_pass=longest, transition_programs=sm_count
     )
-
-
-def _worth_extra(config: GDNHopperConfig, inputs: GDNInputs, nchunks: int) -> bool:
-    possible = config.segment < nchunks and not config.transition_parts and inputs.cu_seqlens is None
-    return possible and config.segment >= WORTH_EXTRA
-
-
-def _power_of_two(most: int) -> int:
-    """The largest power of two up to `most`, at least 1."""
-    return 1 << max(most, 1).bit_length() - 1
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:
@@ -142,17 +129,10 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
 
-def estimated_time(segment: int, nchunks: int) -> float:
-    """Estimated time of a program, in chunks of the second pass."""
-    return START + segment + FIRST_PASS * min(REACH, nchunks - segment)
-
-
 def shared_bytes(key_ring: int, ring: int) -> int:
     """Shared memory of one program of the second kernel, without its barriers."""
     wide, square = 2 * CHUNK.value * DIM.value, 2 * CHUNK.value * CHUNK.value
-    return int(
-        key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value) + ring * (2 * wide + 2 * square) + wide
-    )  # fmt: skip
+    return int(key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value) + ring * (2 * wide + 2 * square) + wide)
 
 
 def slot_count(inputs: GDNInputs) -> int:

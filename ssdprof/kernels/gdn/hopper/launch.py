@@ -80,7 +80,8 @@ class GDNHopperLaunch:
         row = heads * inputs.v.shape[3]
         self._out = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
         self._inverse = Rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
-        at_once = _heads_together(heads // key_heads)
+        # value heads per program of the first kernel
+        at_once = next((count for count in (2, 3) if heads // key_heads % count == 0), 1)
         self._prep_programs = slots * heads // at_once
         if config.persistent_programs:
             self._programs = min(config.persistent_programs, inputs.sequences * heads)
@@ -95,14 +96,8 @@ class GDNHopperLaunch:
         self._prep = Launcher(
             _prep_kernel,
             (*gate_strides, cu_strides, *sizes),
-            {
-                "KEY_HEADS": key_heads,
-                "HEADS": heads,
-                "AT_ONCE": at_once,
-                "NORMALISE": inputs.use_qk_l2norm,
-                "num_warps": 4,
-                "maxnreg": 96,  # five programs per SM
-            },
+            dict(KEY_HEADS=key_heads, HEADS=heads, AT_ONCE=at_once, NORMALISE=inputs.use_qk_l2norm)
+            | dict(num_warps=4, maxnreg=96),  # five programs per SM
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
         final = padded_strides(heads, state_v_first=state_v_first) if padded else self._final_states.strides
@@ -176,11 +171,6 @@ def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *,
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
     return Tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
-
-
-def _heads_together(group: int) -> int:
-    """Value heads per program of the first kernel, for `group` value heads per key head."""
-    return next((count for count in (2, 3) if group % count == 0), 1)
 
 
 def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from ssdprof.kernels.hopper.work import aggregate
 
 HALF = gl.constexpr(32)  # columns of the inverse per step: 16 for each of two warps
 
-STAGES = {"begin_inversion": "setup", "diagonal": "caller", "inverse_of": "solve_tril", "inverses": "solve_tril"}
+STAGES = {"begin_inversion": "setup", "diagonal": "caller", "inverses": "solve_tril"}
 WAITS = {"lowers": "waiting.inverse", "inverses": "ahead"}
 
 
@@ -49,30 +49,26 @@ def begin_inversion(DEPTH: gl.constexpr):
 
 
 @gluon.jit
-def inverse_of(rings, inversion, n):
-    """Compute A_ij beta_j (j, i) of the program's n-th chunk."""
+def inverses(env):
+    """Compute A_ij beta_j (j, i) of each chunk."""
+    rings, inversion = env.rings, env.inversion
     dtype: gl.constexpr = rings.keys.tiles.dtype
     layout: gl.constexpr = narrow(gl.num_warps())
     left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    inversion.lowers.wait_full(n)
-    invert_blocks(inversion.diagonal(n), inversion.inverted, 1)
-    rings.inverses.wait_empty(n)
-    for half in gl.static_range(2):
-        betas = rings.vector(n, BETA).slice(HALF * half, HALF).load(gl.SliceLayout(1, layout))
-        rows, scaled = (), ()
-        for _ in gl.static_range(2 * half):  # above the diagonal
-            scaled += (gl.full([HALF, BLOCK], 0.0, dtype, layout),)
-        for i in gl.static_range(2 * half, BLOCKS):
-            row = block_row(i, 0, 1, rows, inversion.lowers.tile(n), inversion.inverted, 2 * half, HALF)
-            rows += (gl.convert_layout(row.to(gl.float16), left),)
-            scaled += ((row * betas[:, None]).to(dtype),)
-        rings.inverses.tile(n).slice(HALF * half, HALF).store(side_by_side(0, 1, scaled))
-    mbarrier.arrive(inversion.lowers.empty_at(n), count=1)
-    fence_async_shared()
-    mbarrier.arrive(rings.inverses.full_at(n), count=1)
-
-
-@gluon.jit
-def inverses(env):
     for n in range(env.work.chunks()):
-        inverse_of(env.rings, env.inversion, n)
+        inversion.lowers.wait_full(n)
+        invert_blocks(inversion.diagonal(n), inversion.inverted, 1)
+        rings.inverses.wait_empty(n)
+        for half in gl.static_range(2):
+            betas = rings.vector(n, BETA).slice(HALF * half, HALF).load(gl.SliceLayout(1, layout))
+            rows, scaled = (), ()
+            for _ in gl.static_range(2 * half):  # above the diagonal
+                scaled += (gl.full([HALF, BLOCK], 0.0, dtype, layout),)
+            for i in gl.static_range(2 * half, BLOCKS):
+                row = block_row(i, 0, 1, rows, inversion.lowers.tile(n), inversion.inverted, 2 * half, HALF)
+                rows += (gl.convert_layout(row.to(gl.float16), left),)
+                scaled += ((row * betas[:, None]).to(dtype),)
+            rings.inverses.tile(n).slice(HALF * half, HALF).store(side_by_side(0, 1, scaled))
+        mbarrier.arrive(inversion.lowers.empty_at(n), count=1)
+        fence_async_shared()
+        mbarrier.arrive(rings.inverses.full_at(n), count=1)

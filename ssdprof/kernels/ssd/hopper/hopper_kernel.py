@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: ignore-errors
 """SSD, all five stages in one launch, for Hopper, in Gluon: warp roles, TMA copies, states in registers.
 
 The algorithm is that of `portable/`.  A first pass reads the segment backwards and computes the state that it adds.

@@ -105,14 +105,15 @@ def load_transposed(shared, place, lane, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def in_lanes(shape):
-    return [shape[0] // LANES, LANES, *shape[1:]]
+def grouped(shape, rows):
+    """The shape with its first dimension split into groups of `rows`."""
+    return [shape[0] // rows, rows, *shape[1:]]
 
 
 @gluon.jit
 def tiles_of(tiles, lane, layout: gl.constexpr):
     """View two tiles, one per lane, as (lane, row, column)."""
-    return reinterpret(tiles, tiles.dtype, in_lanes(tiles.shape), layout).index(first_of(lane))
+    return reinterpret(tiles, tiles.dtype, grouped(tiles.shape, LANES), layout).index(first_of(lane))
 
 
 @gluon.jit

@@ -41,14 +41,6 @@ class SSDSettings:
     OTHER_REGISTERS: int
 
 
-def segment_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
-    """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the device."""
-    seqlen = inputs.x.shape[1]
-    if inputs.cu_seqlens is None:
-        return inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
-    return int(inputs.sequences + seqlen // (config.segment * CHUNK.value))
-
-
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
     """Programs with equal shares, or 0 if there is one program per segment."""
     whole = inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
@@ -92,8 +84,11 @@ class SSDHopperLaunch:
         row = nheads * headdim
         self._out = _units(inputs.x, (inputs.x.shape[1] * row, row, headdim), own, packed=packed)
         self._B, self._C = (_rows(tensor, split, packed=packed) for tensor in (inputs.B, inputs.C))
-        shares = share_count(inputs, config)
-        self._programs = shares or segment_count(inputs, config) * program_count(inputs)
+        shares, seqlen = share_count(inputs, config), inputs.x.shape[1]
+        segments = inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
+        if packed:  # an upper bound, because the lengths are on the device
+            segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
+        self._programs = shares or segments * program_count(inputs)
         self._launcher = Launcher(
             _fused_hopper_kernel,
             _scalars(inputs, config),

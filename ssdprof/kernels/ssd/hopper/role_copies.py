@@ -10,8 +10,8 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, SLICE, places_of, rows_of
 
 STAGES = {
-    "load_x": "loads", "load_rows": "loads", "load_first": "loads", "load_chunk": "loads", "segment_loads": "loads",
-    "loads": "loads", "store_chunk": "chunk_scan.residual", "stores": "chunk_scan.residual",
+    "load_x": "loads", "load_rows": "loads", "load_first": "loads", "load_chunk": "loads", "loads": "loads",
+    "store_chunk": "chunk_scan.residual", "stores": "chunk_scan.residual",
 }  # fmt: skip
 # Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {
@@ -84,29 +84,23 @@ def load_chunk(env, segment, seen, i, n, first_block):
 
 
 @gluon.jit
-def segment_loads(env, segment, n):
-    """Load the tiles of a segment.  n: the program's chunks before it"""
-    first_block = segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP * (env.S.DSTATE // COLUMNS)
-    first = env.shared.first
-    seen = 0
-    if segment.has_warmup:
-        go = segment.back_most > 0
-        while go:
-            for k in gl.static_range(first.TURN):
-                load_first(env, segment, seen, k, first_block)
-            word = seen // first.TURN
-            mbarrier.wait(first.continue_barrier.index(place_in(word, first.WORDS)), phase(word, first.WORDS))
-            go = scalar(first.continue_flag.index(place_in(word, first.WORDS))) != 0
-            seen += first.TURN
-    for i in range(segment.nchunks):
-        load_chunk(env, segment, seen, i, n + i, first_block)
-
-
-@gluon.jit
 def loads(env):
+    first = env.shared.first
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        segment_loads(env, segment, n)
+        first_block = segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP * (env.S.DSTATE // COLUMNS)
+        seen = 0
+        if segment.has_warmup:
+            go = segment.back_most > 0
+            while go:
+                for turn in gl.static_range(first.TURN):
+                    load_first(env, segment, seen, turn, first_block)
+                word = seen // first.TURN
+                mbarrier.wait(first.continue_barrier.index(place_in(word, first.WORDS)), phase(word, first.WORDS))
+                go = scalar(first.continue_flag.index(place_in(word, first.WORDS))) != 0
+                seen += first.TURN
+        for i in range(segment.nchunks):
+            load_chunk(env, segment, seen, i, n + i, first_block)
 
 
 @gluon.jit

@@ -22,10 +22,9 @@ by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 STAGES = {
     "exp2_approx": "caller", "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum",
     "number_of": "chunk_cumsum", "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum", "put": "chunk_cumsum",
-    "rates_of": "chunk_cumsum", "tell": "chunk_cumsum", "wait_for_place": "chunk_cumsum", "hand_over": "chunk_cumsum",
-    "pairs_of": "caller", "of_each_lane": "chunk_cumsum", "hand_over_two": "chunk_cumsum",
-    "first_pass_gates": "chunk_cumsum", "put_gates": "chunk_cumsum", "segment_gates": "chunk_cumsum",
-    "gates": "chunk_cumsum",
+    "rates_of": "chunk_cumsum", "tell": "chunk_cumsum", "hand_over": "chunk_cumsum", "pairs_of": "caller",
+    "of_each_lane": "chunk_cumsum", "hand_over_two": "chunk_cumsum", "first_pass_gates": "chunk_cumsum",
+    "put_gates": "chunk_cumsum", "gates": "chunk_cumsum",
 }  # fmt: skip
 # Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {"full": "waiting.chunk", "continue_barrier": "waiting.gates", "empty": "ahead"}
@@ -129,11 +128,6 @@ def tell(first, seen, go):
 
 
 @gluon.jit
-def wait_for_place(first, chunk):
-    mbarrier.wait(first.empty.index(place_in(chunk, first.DEPTH)), phase(chunk, first.DEPTH) ^ 1)
-
-
-@gluon.jit
 def hand_over(first, chunk):
     """Announce that the weights and decay of the turn that begins with `chunk` are stored."""
     mbarrier.arrive(first.full.index(place_in(chunk, first.DEPTH)), count=1)
@@ -172,7 +166,8 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     more = (c > 0) & (gl.maximum(once_0, once_1) > FORGOTTEN)
     go = more & (c > 1) & (gl.maximum(decay_0, decay_1) > FORGOTTEN)
     tell(first, seen, more if first.TURN == 1 else go)
-    wait_for_place(first, seen + first.TURN - 1)
+    last = seen + first.TURN - 1
+    mbarrier.wait(first.empty.index(place_in(last, first.DEPTH)), phase(last, first.DEPTH) ^ 1)
     pair = place_in(seen // 2, first.weights.shape[0] // 2)
     put(pairs_of(first.weights).index(pair), two_parts(weight, shared.x.dtype))
     pairs_of(first.decay).index(pair).store(exp2_approx(decay + a_end))
@@ -235,25 +230,19 @@ def put_gates(shared, n, dt, a, a_end):
 
 
 @gluon.jit
-def segment_gates(env, segment, n):
-    """Compute the gates of a segment's second pass.  n: the program's chunks before this segment"""
-    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): one warp per lane
-    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 1, layout)
-    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    dtype: gl.constexpr = dt_ptr.dtype.element_ty
-    t = segment.first_chunk * CHUNK
-    bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
-    for i in range(segment.nchunks):
-        raw, valid = number_of(bits, dtype), (t + o_q < segment.length)[:, None]
-        t += CHUNK
-        bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
-        dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, valid)
-        put_gates(env.shared, n + i, dt, a, a_end)
-
-
-@gluon.jit
 def gates(env):
     """Compute the gates of the second pass.  `scores` computes those of the first pass, where it is otherwise idle."""
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): one warp per lane
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        segment_gates(env, segment, n)
+        A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 1, layout)
+        o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+        dtype: gl.constexpr = dt_ptr.dtype.element_ty
+        t = segment.first_chunk * CHUNK
+        bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+        for i in range(segment.nchunks):
+            raw, valid = number_of(bits, dtype), (t + o_q < segment.length)[:, None]
+            t += CHUNK
+            bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+            dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, valid)
+            put_gates(env.shared, n + i, dt, a, a_end)

@@ -27,6 +27,7 @@ from ssdprof.kernels.ssd.hopper.lanes import (
     LANES,
     first_of,
     give_part,
+    grouped,
     half_of,
     lane_number,
     lanes_layout,
@@ -240,15 +241,10 @@ def add_residual(out, x, D):
     return gl.inline_asm_elementwise(code, "=f,=f,f,f,r,f,f", [out, x, D], dtype=gl.float32, is_pure=True, pack=2)
 
 
-@gluon.constexpr_function
-def in_parts(shape, rows):
-    return [shape[0] // rows, rows, *shape[1:]]
-
-
 @gluon.jit
 def own_rows(tile, ROWS: gl.constexpr, half):
     """The ROWS of a tile, or numbers of a vector, of one half; all of them if N is not split."""
-    return reinterpret(tile, tile.dtype, in_parts(tile.shape, ROWS), tile.layout).index(half)
+    return reinterpret(tile, tile.dtype, grouped(tile.shape, ROWS), tile.layout).index(half)
 
 
 @gluon.jit
