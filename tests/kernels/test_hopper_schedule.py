@@ -20,8 +20,8 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.schedule import Cut, cut
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import (
+    COSTS,
     UNFUSED_CHUNK,
-    SSDCost,
     SSDHopperConfig,
     program_count,
     rounded_twice,
@@ -154,7 +154,7 @@ def test_the_workspace_of_shares_is_a_state_in_fp32_for_each_and_flags() -> None
 # --- the cut of a sequence
 
 MAMBA2_2_7B = 40  # pairs of heads
-COST = SSDCost(n_split=1)
+COST = COSTS[1]
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "hopper-segments-h200.json"
 LENGTHS = (1, 2, 15, 16, 63, 64, 100, 128, 1000, 2048, 4096)  # chunks
 
@@ -218,7 +218,7 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int
     for nchunks in range(1, 200):
         ours, unfused = (
             [64 * length for length in segments.lengths(nchunks)]
-            for segments in (cut(nchunks, pairs, H200, SSDCost(n_split=n_split)), Cut(segment=UNFUSED_CHUNK))
+            for segments in (cut(nchunks, pairs, H200, COSTS[n_split]), Cut(segment=UNFUSED_CHUNK))
         )
         for memory in (4, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096):
             ratio = math.sqrt((2 + from_before(ours, memory)) / (2 + from_before(unfused, memory)))
@@ -246,7 +246,7 @@ def test_the_simulated_best_is_close_to_the_measured_best() -> None:
             Cut(**{field.name: one[field.name] for field in fields(Cut) if field.name in one}): one["device_us"]
             for one in cell["cuts"]
         }
-        cost = SSDCost(n_split=cell["halves"])
+        cost = COSTS[cell["halves"]]
         best = min(measured, key=lambda one: cost.time(one, cell["nchunks"], cell["pairs"], H200))
         losses.append(measured[best] / min(measured.values()))
         if cell["pairs"] >= 32:

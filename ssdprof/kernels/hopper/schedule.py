@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,31 +39,28 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost(ABC):
+class CutCost:
     """The model of the time of an operator's kernel.
 
+    candidates: of nchunks, pairs and sm_count.  time: of a cut, nchunks, pairs and sm_count
     classes: length classes per power of two; all lengths of a class share one cut
     whole_from: pairs, in addition to one per SM, from which sequences are not cut
     """
 
+    candidates: Callable[[int, int, int], Iterable[Cut]]
+    time: Callable[[Cut, int, int, int], float]
     classes: int = 1 << 32
     whole_from: int = 0
 
-    @abstractmethod
-    def candidates(self, nchunks: int, pairs: int, sm_count: int) -> Iterable[Cut]: ...
 
-    @abstractmethod
-    def time(self, one: Cut, nchunks: int, pairs: int, sm_count: int) -> float: ...
-
-
-def cut(nchunks: int, pairs: int, sm_count: int, cost: Cost) -> Cut:
+def cut(nchunks: int, pairs: int, sm_count: int, cost: CutCost) -> Cut:
     """The cut with the least time, for `pairs` of a sequence and a program's heads, with `nchunks` chunks each."""
     step = 1 << max(0, nchunks.bit_length() - cost.classes.bit_length())
     return _cut(ceil_div(nchunks, step) * step, pairs, sm_count, cost)
 
 
 @lru_cache(maxsize=2048)
-def _cut(nchunks: int, pairs: int, sm_count: int, cost: Cost) -> Cut:
+def _cut(nchunks: int, pairs: int, sm_count: int, cost: CutCost) -> Cut:
     if pairs >= sm_count + cost.whole_from:  # pairs alone give enough parallelism
         return Cut(segment=max(1, nchunks), shares=sm_count)
     candidates = cost.candidates(nchunks, pairs, sm_count)

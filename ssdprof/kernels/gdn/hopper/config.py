@@ -14,7 +14,7 @@ from ssdprof.kernels.gdn.hopper.rings import DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.launch import unreadable
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.schedule import Cost, Cut, ceil_div, cut
+from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
 
 # Times are in units of one chunk of the second pass.
 FIRST_PASS = 0.55  # time of a chunk of the first pass
@@ -72,7 +72,7 @@ class GDNHopperConfig:
             return _of_whole_sequences(cls(segment=nchunks), inputs)
         sequences = 1 if batch_invariant else inputs.sequences
         pairs = sequences * heads
-        found = cut(nchunks, pairs, sm_count, GDNCost())
+        found = cut(nchunks, pairs, sm_count, COST)
         if found.shares:
             reason = f"whole sequences for {sm_count} programs"
             return _of_whole_sequences(cls(segment=nchunks, persistent_programs=sm_count, reason=reason), inputs)
@@ -85,18 +85,20 @@ class GDNHopperConfig:
         return replace(config, first_segment_extra=extra)
 
 
-class GDNCost(Cost):
-    """The model of the time of an even cut.  SMs are assumed to start a program when one ends."""
+def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
+    for count in range(1, min(nchunks, MOST_WAVES * sm_count // pairs) + 1):
+        yield Cut(segment=ceil_div(nchunks, count))
 
-    def candidates(self, nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
-        for count in range(1, min(nchunks, MOST_WAVES * sm_count // pairs) + 1):
-            yield Cut(segment=ceil_div(nchunks, count))
 
-    def time(self, one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
-        programs = pairs * ceil_div(nchunks, one.segment)
-        of_program = START + one.segment + FIRST_PASS * min(REACH, nchunks - one.segment)
-        time = ceil_div(programs, sm_count) * of_program
-        return time if programs <= sm_count else time / WORTH_WAVES
+def _estimated_time(one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
+    """SMs are assumed to start a program when one ends."""
+    programs = pairs * ceil_div(nchunks, one.segment)
+    of_program = START + one.segment + FIRST_PASS * min(REACH, nchunks - one.segment)
+    time = ceil_div(programs, sm_count) * of_program
+    return time if programs <= sm_count else time / WORTH_WAVES
+
+
+COST = CutCost(candidates=_even_cuts, time=_estimated_time)
 
 
 def _of_whole_sequences(config: GDNHopperConfig, inputs: GDNInputs) -> GDNHopperConfig:

@@ -9,6 +9,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from ssdprof.kernels._gpu import capability
 from ssdprof.kernels._tiles import row_stride
 from ssdprof.kernels.hopper.launch import unreadable
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.schedule import Cost, Cut, ceil_div, cut
+from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
 from ssdprof.kernels.ssd.config_table import HOPPER, CallSizes, first_fit
 from ssdprof.kernels.ssd.hopper.lanes import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import SLICE, weight_places
@@ -67,7 +68,7 @@ class SSDHopperConfig(Cut):
         else:
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
-            cost = SSDCost(n_split=n_split(inputs.B.shape[3]))
+            cost = COSTS[n_split(inputs.B.shape[3])]
             segments = cut(nchunks, sequences * program_count(inputs), sm_count, cost)
             how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
@@ -112,42 +113,31 @@ def packed_segment(pairs: int) -> int:
     return min(64, max(8, 1 << (pairs - 1).bit_length()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SSDCost(Cost):
-    """The model of the time of a cut; see `Cost`.  n_split: 2 if the two lanes of a program share N, else 1."""
-
-    n_split: int
-    classes: int = 16
-    whole_from: int = 1
-
-    def candidates(self, nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
-        return (one for one in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(one, nchunks))
-
-    def time(self, one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
-        """Time until the last program ends.  Each SM runs one program at a time, and programs start in order."""
-        lengths = one.lengths(nchunks)
-        looks_back = len(lengths) > 1 and not one.recompute
-        of_first_pass = (RECOMPUTED if one.recompute else FIRST_PASS)[self.n_split]
-        free = [0.0] * sm_count
-        published: list[list[float]] = [[] for _ in range(pairs)]  # time of publication, by segment
-        end, before = 0.0, 0
-        for index, length in enumerate(lengths):
-            last = index == len(lengths) - 1
-            to_see = before if one.recompute else 0 if last else length
-            parts = [_parts(lengths[:index], reach) for reach in REACH[:pairs]] if looks_back else []
-            for pair in range(pairs):
-                time = free[0] + START + of_first_pass * min(to_see, REACH[pair % len(REACH)])
-                if looks_back:
-                    if not last:
-                        time += PUBLISH
-                        published[pair].append(time)
-                    read = parts[pair % len(REACH)]
-                    time = max([time, *published[pair][index - read : index]]) + PART * read
-                time += length
-                heapq.heapreplace(free, time)
-                end = max(end, time)
-            before += length
-        return end + (CALL if looks_back else CALL / 2)
+def simulated_time(one: Cut, nchunks: int, pairs: int, sm_count: int, *, n_split: int) -> float:
+    """Time until the last program ends.  Each SM runs one program at a time, and programs start in order."""
+    lengths = one.lengths(nchunks)
+    looks_back = len(lengths) > 1 and not one.recompute
+    of_first_pass = (RECOMPUTED if one.recompute else FIRST_PASS)[n_split]
+    free = [0.0] * sm_count
+    published: list[list[float]] = [[] for _ in range(pairs)]  # time of publication, by segment
+    end, before = 0.0, 0
+    for index, length in enumerate(lengths):
+        last = index == len(lengths) - 1
+        to_see = before if one.recompute else 0 if last else length
+        parts = [_parts(lengths[:index], reach) for reach in REACH[:pairs]] if looks_back else []
+        for pair in range(pairs):
+            time = free[0] + START + of_first_pass * min(to_see, REACH[pair % len(REACH)])
+            if looks_back:
+                if not last:
+                    time += PUBLISH
+                    published[pair].append(time)
+                read = parts[pair % len(REACH)]
+                time = max([time, *published[pair][index - read : index]]) + PART * read
+            time += length
+            heapq.heapreplace(free, time)
+            end = max(end, time)
+        before += length
+    return end + (CALL if looks_back else CALL / 2)
 
 
 def _parts(before: list[int], reach: int) -> int:
@@ -200,6 +190,10 @@ def squared_error(lengths: list[int], memory: float) -> float:
     return 2 + before * (1 - kept) / (first - kept * energy(first))
 
 
+def _exact_candidates(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
+    return (one for one in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(one, nchunks))
+
+
 def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
     """Candidate cuts of a sequence of `nchunks` chunks; the GPU runs `programs_per_pair` programs per pair at once."""
     yield Cut(segment=max(1, nchunks))
@@ -220,6 +214,12 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
                     yield Cut(
                         long_count=1, long_segment=first, segment=ceil_div(nchunks - first, count), recompute=True
                     )
+
+
+COSTS = {
+    split: CutCost(candidates=_exact_candidates, time=partial(simulated_time, n_split=split), classes=16, whole_from=1)
+    for split in (1, 2)
+}  # by `n_split`
 
 
 def unsupported(inputs: SSDInputs) -> str:
