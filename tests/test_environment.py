@@ -236,14 +236,14 @@ def test_a_full_or_locked_cache_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_interpreter_is_said() -> None:
-    from ssdprof.kernels._triton import INTERPRETED
+    from ssdprof.kernels.device import INTERPRETED
 
     assert check("kernels").status == ("warn" if INTERPRETED else "ok")
 
 
 def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML finds the GPU, so kernels are not interpreted.  For example, its driver is too old."""
-    monkeypatch.setattr("ssdprof.kernels._triton.INTERPRETED", False)
+    monkeypatch.setattr("ssdprof.kernels.functions.INTERPRETED", False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert check("kernels").status == "missing"
     assert "TRITON_INTERPRET=1" in check("kernels").hint

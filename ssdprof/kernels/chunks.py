@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-import ssdprof.kernels._triton  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
-from ssdprof.kernels._launch import launch
+import ssdprof.kernels.functions  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
+from ssdprof.kernels.launch import launch
 
 _BLOCK = 128  # sequences or chunks per iteration
 

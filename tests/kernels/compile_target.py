@@ -110,7 +110,7 @@ class _AbsentGpu:
 
 
 def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
-    from ssdprof.kernels._direct import parameter_count
+    from ssdprof.kernels.launch import parameter_count
 
     binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ssd_cases import EXACT
 
-from ssdprof.kernels._gpu import capability, sm_count
+from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count, ssd_fused_hopper

@@ -25,11 +25,11 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._workspace import Part
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
 from ssdprof.kernels.gdn.hopper import slow_heads
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
+from ssdprof.kernels.tensors import Part
 
 THREADS = 256  # of the first role
 PATIENCE = 60.0  # seconds
@@ -563,7 +563,7 @@ class Machine:
         return functions
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
-        """Replaces `ssdprof.kernels._launch.Launcher`."""
+        """Replaces `ssdprof.kernels.launch.Launcher`."""
         kernels = self.kernels()
 
         def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:

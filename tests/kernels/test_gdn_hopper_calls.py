@@ -14,11 +14,11 @@ from gdn_hopper_cases import GDNCase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof.kernels import gdn_fused
-from ssdprof.kernels._workspace import ALIGNMENT, Layout, Part
 from ssdprof.kernels.gdn import fused, variants
 from ssdprof.kernels.gdn.hopper import launch, slices, slow_heads
 from ssdprof.kernels.gdn.hopper.config import HopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.tensors import ALIGNMENT, Layout, Part
 
 ALLOCATING = {"empty", "empty_like", "empty_strided", "clone", "new_zeros"}
 POISON = {"detach", "fill_"}  # `conftest.py` fills new memory

@@ -7,11 +7,11 @@ import torch
 from compile_target import compiled, on_meta
 from ssd_cases import Case
 
-from ssdprof.kernels._tiles import row_stride
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, shared_bytes, unsupported
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
 from ssdprof.kernels.ssd.hopper.segments import Segments
+from ssdprof.kernels.tensors import row_stride
 
 H200 = 132  # multiprocessors
 MAMBA2 = dict(heads=80, headdim=1, dstate=16)

@@ -13,7 +13,8 @@ import triton
 from ssd_cases import EXACT, RELAXED, Case
 from test_fused import assert_bitwise
 
-from ssdprof.kernels import SSDInputs, _launch
+from ssdprof.kernels import SSDInputs
+from ssdprof.kernels import launch as launching
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
 
@@ -64,9 +65,9 @@ def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
 def test_the_unfused_pipeline_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {}
     for name, inputs in variants(0).items():
-        monkeypatch.setattr(_launch, "_kept", {})
+        monkeypatch.setattr(launching, "_kept", {})
         expected[name] = run_unfused(inputs)
-    monkeypatch.setattr(_launch, "_kept", {})
+    monkeypatch.setattr(launching, "_kept", {})
     for _ in range(3):
         for name, inputs in variants(0).items():
             assert_bitwise(run_unfused(inputs), expected[name])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from ssd_cases import EXACT, RELAXED, Case
 
-from ssdprof.kernels import _gpu
+from ssdprof.kernels import device
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused, tuned
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
@@ -29,7 +29,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 def hopper_find(inputs: SSDInputs, precision: Precision = EXACT, **fields: Any) -> tuned.HopperFind:
     find = tuned.HopperFind(
-        gpu=_gpu.name(inputs.x),
+        gpu=device.gpu_name(inputs.x),
         layer=tuned.Layer.of(inputs, precision),
         sequences=inputs.sequences,
         nchunks=tuned.nchunks(inputs),
@@ -99,7 +99,7 @@ def test_use_replaces_and_none_forgets() -> None:
 
 def portable_find(inputs: SSDInputs, **fields: Any) -> tuned.PortableFind:
     config = replace(PortableConfig.choose(inputs, (9, 0)), reason="tuned on this GPU, today", **fields)
-    return tuned.PortableFind(gpu=_gpu.name(inputs.x), layer=tuned.Layer.of(inputs, EXACT), config=config)
+    return tuned.PortableFind(gpu=device.gpu_name(inputs.x), layer=tuned.Layer.of(inputs, EXACT), config=config)
 
 
 def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:

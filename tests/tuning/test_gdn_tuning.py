@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from ssdprof import operators
 from ssdprof.cli import app
 from ssdprof.errors import BadInputError
-from ssdprof.kernels import _gpu
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels import device
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn import fused, tuned
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.portable.config import PortableConfig
@@ -54,7 +54,7 @@ def tried(inputs: GDNInputs) -> list[PortableConfig]:
 
 
 def find(inputs: GDNInputs, config: PortableConfig, precision: Precision = EXACT) -> tuned.Find:
-    return tuned.Find(gpu=_gpu.name(inputs.q), calls=tuned.Calls.of(inputs, precision), config=config)
+    return tuned.Find(gpu=device.gpu_name(inputs.q), calls=tuned.Calls.of(inputs, precision), config=config)
 
 
 def test_candidates_are_ones_that_the_kernel_takes() -> None:

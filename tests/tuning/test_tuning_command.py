@@ -15,7 +15,7 @@ from tuning_fakes import GPU, Fake, environment, inputs_of, outcome
 from typer.testing import CliRunner
 
 from ssdprof.cli import app
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.ssd import fused, tuned
 from ssdprof.tuning import run, search, store, use
 from ssdprof.tuning.records import Finds, TuneReport

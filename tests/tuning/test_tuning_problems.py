@@ -13,7 +13,6 @@ from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.errors import BadInputError
-from ssdprof.kernels import _gpu
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig
@@ -50,7 +49,7 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths() -> None:
 
 def test_the_hopper_kernel_has_one_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
-    monkeypatch.setattr(_gpu, "sm_count", lambda _: 132)
+    monkeypatch.setattr(device, "sm_count", lambda _: 132)
     found = made(drawn(SSD, CELLS, CPU))
     assert [(one.calls.sizes["sequences"], one.calls.sizes["nchunks"]) for one in found] == [(1, 2), (2, 1)]
     assert all(isinstance(one.committed, HopperConfig) for one in found)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ssdprof.kernels._launch import LaunchCache
 from ssdprof.kernels.gdn import tuned, variants
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
 from ssdprof.kernels.gdn.variants import Call, Launch
+from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 

@@ -24,14 +24,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import LaunchCache, Launcher
-from ssdprof.kernels._strides import is_expanded, strides_of
-from ssdprof.kernels._triton import INTERPRETED, decay_exp, ptr_offset, sequence_bounds
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.functions import decay_exp, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
 from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.launch import LaunchCache, Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
+from ssdprof.kernels.tensors import is_expanded, strides_of
 
 L2NORM_EPS = tl.constexpr(1e-6)
 

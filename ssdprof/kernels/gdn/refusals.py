@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, capability
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.registry import UnsupportedError
 

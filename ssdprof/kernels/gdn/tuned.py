@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdprof.kernels import _gpu
+from ssdprof.kernels import device
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.precision import Precision
@@ -88,4 +88,4 @@ def portable(inputs: GDNInputs, precision: Precision, *, batch_invariant: bool =
     """The find for this call of the portable kernel, or None."""
     if not _portable or inputs.cu_seqlens is not None:
         return None
-    return _portable.get((_gpu.name(inputs.q), Calls.of(inputs, precision, batch_invariant=batch_invariant)))
+    return _portable.get((device.gpu_name(inputs.q), Calls.of(inputs, precision, batch_invariant=batch_invariant)))

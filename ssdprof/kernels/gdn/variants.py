@@ -10,8 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from ssdprof.kernels._gpu import capability, sm_count
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.gdn import tuned
 from ssdprof.kernels.gdn.hopper import config as hopper_config
 from ssdprof.kernels.gdn.hopper import slices as hopper_slices

@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._strides import strides_of
-from ssdprof.kernels._triton import TL_DTYPE, ptr_offset
+from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.kernels.tensors import strides_of
 
 MAX_WIDTH = 16
 

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import TL_DTYPE, ptr_offset
+from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.registry import UnsupportedError
 
 MAX_GROUP_SIZE = 32768

@@ -12,8 +12,7 @@ from dataclasses import asdict
 
 import torch
 
-from ssdprof.kernels._gpu import capability, sm_count
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd import tuned

@@ -24,14 +24,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._launch import LaunchCache, Launcher
-from ssdprof.kernels._strides import is_expanded, strides_of
-from ssdprof.kernels._triton import INTERPRETED, LOG2_E, decay_exp, ptr_offset, sequence_bounds
+from ssdprof.kernels.device import INTERPRETED, capability
+from ssdprof.kernels.functions import LOG2_E, decay_exp, ptr_offset, sequence_bounds
+from ssdprof.kernels.launch import LaunchCache, Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.stages import softplus
+from ssdprof.kernels.tensors import is_expanded, strides_of
 
 MAX_DSTATE = 256
 

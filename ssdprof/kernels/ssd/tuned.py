@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdprof.kernels import _gpu
+from ssdprof.kernels import device
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.hopper.rings import CHUNK
@@ -109,14 +109,14 @@ def hopper(inputs: SSDInputs, precision: Precision, *, batch_invariant: bool) ->
     if not _hopper or inputs.cu_seqlens is not None:
         return None
     sequences = 1 if batch_invariant else inputs.sequences
-    return _hopper.get((_gpu.name(inputs.x), Layer.of(inputs, precision), sequences, nchunks(inputs)))
+    return _hopper.get((device.gpu_name(inputs.x), Layer.of(inputs, precision), sequences, nchunks(inputs)))
 
 
 def portable(inputs: SSDInputs, precision: Precision) -> PortableConfig | None:
     """The find for this layer in the portable kernel, or None."""
     if not _portable:
         return None
-    config = _portable.get((_gpu.name(inputs.x), Layer.of(inputs, precision)))
+    config = _portable.get((device.gpu_name(inputs.x), Layer.of(inputs, precision)))
     return config and config.fitted(inputs)
 
 

@@ -7,12 +7,11 @@ from functools import lru_cache
 
 import torch
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._tiles import row_stride
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, capability
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.tensors import row_stride
 
 # Times are in units of one chunk of the second pass.
 FIRST_PASS = 0.55  # time of a chunk of the first pass

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._tiles import Rows, Tiles, row_stride, steps
-from ssdprof.kernels._workspace import Part, part
 from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
@@ -17,6 +14,8 @@ from ssdprof.kernels.gdn.hopper.slow_heads import SlowHeads
 from ssdprof.kernels.gdn.hopper.workspace import Workspace, padded_strides
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.tensors import Part, Rows, Tiles, part, row_stride, steps
 
 Gates = tuple[Part | None, Part | None, Part | None]  # decays, bounds, norms
 

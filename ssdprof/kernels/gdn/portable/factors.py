@@ -27,7 +27,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2, ptr_offset
+from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.portable.inverse import unit_lower_inverse
 from ssdprof.kernels.gdn.portable.positions import piece_of_slot
 

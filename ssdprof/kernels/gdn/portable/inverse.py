@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION
+from ssdprof.kernels.functions import DOT_PRECISION
 
 LEAF = tl.constexpr(16)  # least rows of a product
 

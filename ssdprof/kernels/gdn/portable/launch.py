@@ -10,9 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._strides import strides_of, tile_strides
-from ssdprof.kernels._triton import TL_DTYPE
+from ssdprof.kernels.functions import TL_DTYPE
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.factors import _gdn_factors_kernel
@@ -20,7 +18,9 @@ from ssdprof.kernels.gdn.portable.positions import slot_count
 from ssdprof.kernels.gdn.portable.scan import _gdn_scan_kernel
 from ssdprof.kernels.gdn.states import FinalStates
 from ssdprof.kernels.gdn.unfused.precisions import inverse_products, operand_dtype
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.tensors import strides_of, tile_strides
 
 
 @dataclass(frozen=True, kw_only=True)

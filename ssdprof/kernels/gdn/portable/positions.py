@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import sequence_bounds
+from ssdprof.kernels.functions import sequence_bounds
 
 STAGES = {"first_slot": "setup", "piece_of_slot": "setup"}
 

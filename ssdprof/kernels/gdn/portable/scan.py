@@ -27,7 +27,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset, sequence_bounds
+from ssdprof.kernels.functions import DOT_PRECISION, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.portable.factors import load_rows
 from ssdprof.kernels.gdn.portable.positions import first_slot, piece_of_slot
 

@@ -25,13 +25,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._strides import strides_unit
-from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.chunks import Chunks
+from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn.unfused.configs import ChunkStateConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.tensors import strides_unit
 
 STAGES = {"_load": "caller", "_gdn_chunk_state_kernel": "chunk_state"}
 

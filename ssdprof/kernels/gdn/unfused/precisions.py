@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from ssdprof.kernels._triton import TL_DTYPE
+from ssdprof.kernels.functions import TL_DTYPE
 from ssdprof.kernels.precision import Precision
 
 

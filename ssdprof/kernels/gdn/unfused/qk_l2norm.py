@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._strides import strides_unit
-from ssdprof.kernels._triton import in_units, ptr_offset
+from ssdprof.kernels.functions import in_units, ptr_offset
 from ssdprof.kernels.gdn.unfused.configs import QkL2NormConfig
+from ssdprof.kernels.launch import launch
+from ssdprof.kernels.tensors import strides_unit
 
 L2NORM_EPS = tl.constexpr(1e-6)
 

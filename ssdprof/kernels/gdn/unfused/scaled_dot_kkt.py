@@ -21,11 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._strides import strides_unit
-from ssdprof.kernels._triton import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn.unfused.configs import LEAF, ScaledDotKktConfig
+from ssdprof.kernels.launch import launch
+from ssdprof.kernels.tensors import strides_unit
 
 STAGES = {"_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt"}
 

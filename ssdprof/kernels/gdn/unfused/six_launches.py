@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.chunks import Chunks, chunk_count
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.unfused import configs
 from ssdprof.kernels.gdn.unfused.chunk_output import chunk_output

@@ -26,11 +26,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.functions import ptr_offset
 from ssdprof.kernels.gdn.unfused.configs import LEAF, SolveTrilConfig
 from ssdprof.kernels.gdn.unfused.precisions import inverse_products
+from ssdprof.kernels.launch import launch
 
 STAGES = {"_side_by_side": "solve_tril", "_merge_pairs": "solve_tril", "_gdn_solve_tril_kernel": "solve_tril"}
 

@@ -17,11 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._strides import strides_of
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.functions import ptr_offset
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.recurrent import RecurrentConfig
+from ssdprof.kernels.launch import launch
+from ssdprof.kernels.tensors import strides_of
 
 STAGES = {"_gdn_step_output_kernel": "step_output"}
 

@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._strides import strides_of
-from ssdprof.kernels._triton import decay_exp2, ptr_offset
+from ssdprof.kernels.functions import decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.recurrent import RecurrentConfig
+from ssdprof.kernels.launch import launch
+from ssdprof.kernels.tensors import strides_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 

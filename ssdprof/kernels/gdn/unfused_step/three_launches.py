@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import torch
 
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.recurrent import RecurrentConfig
 from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported

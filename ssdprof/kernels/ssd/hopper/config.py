@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._tiles import row_stride
+from ssdprof.kernels.device import capability
 from ssdprof.kernels.ssd.config_table import HOPPER, CallSizes, first_fit
 from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, weight_places
 from ssdprof.kernels.ssd.hopper.segments import Segments, ceil_div, cut, packed_segment
 from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
+from ssdprof.kernels.tensors import row_stride
 
 
 @dataclass(frozen=True, kw_only=True)

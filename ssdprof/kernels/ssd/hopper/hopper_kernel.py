@@ -29,7 +29,6 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._tiles import tensor_of
 from ssdprof.kernels.ssd.hopper.assignment import packed_segment_of, segment_of, share_of
 from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH, allocate_exchange
 from ssdprof.kernels.ssd.hopper.lanes import THREADS, lane_number
@@ -39,6 +38,7 @@ from ssdprof.kernels.ssd.hopper.role_loads import loads
 from ssdprof.kernels.ssd.hopper.role_scores import scores
 from ssdprof.kernels.ssd.hopper.role_states import unit_states
 from ssdprof.kernels.ssd.hopper.role_stores import stores
+from ssdprof.kernels.tensors import tensor_of
 
 FLAGS = gl.constexpr(8)  # offset of the flags in sync; each has a 32-byte sector
 STAGES = {"units": "caller", "_fused_hopper_kernel": "setup"}

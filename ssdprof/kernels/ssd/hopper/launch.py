@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._tiles import Strides, Tiles, row_stride, steps
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.buffers import BufferSizes
 from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count, unit_count
@@ -16,6 +15,7 @@ from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.hopper.segments import ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.tensors import Strides, Tiles, row_stride, steps
 
 
 def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:

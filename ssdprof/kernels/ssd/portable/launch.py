@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._strides import strides_of, tile_strides
-from ssdprof.kernels._triton import TL_DTYPE
+from ssdprof.kernels.functions import TL_DTYPE
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.buffers import BufferSizes
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.config import PortableConfig, whole_block
 from ssdprof.kernels.ssd.portable.portable_kernel import FLAG_STRIDE, FLAGS, _fused_kernel
+from ssdprof.kernels.tensors import strides_of, tile_strides
 
 
 def buffer_sizes(inputs: SSDInputs, precision: Precision, config: PortableConfig) -> BufferSizes:

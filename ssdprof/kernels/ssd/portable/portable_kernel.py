@@ -33,7 +33,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.functions import ptr_offset
 from ssdprof.kernels.ssd.portable.segments import find_segment, segment_chunks, take_ticket
 from ssdprof.kernels.ssd.portable.stages import (
     Gates,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2
+from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import decay_exp2
+from ssdprof.kernels.functions import decay_exp2
 
 STAGES = {
     "zero_state": "caller",

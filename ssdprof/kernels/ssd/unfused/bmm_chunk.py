@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.functions import DOT_PRECISION, ptr_offset
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config_table import BMM_CHUNK, CallSizes, first_fit
 

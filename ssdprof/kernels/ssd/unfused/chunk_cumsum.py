@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.functions import ptr_offset
+from ssdprof.kernels.launch import launch
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 

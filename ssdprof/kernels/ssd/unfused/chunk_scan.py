@@ -26,9 +26,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.ssd.config_table import CHUNK_SCAN, CallSizes, first_fit
 from ssdprof.kernels.ssd.inputs import SSDInputs
 

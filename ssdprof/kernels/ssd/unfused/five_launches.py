@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.kernels.chunks import Chunks, chunk_count
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput

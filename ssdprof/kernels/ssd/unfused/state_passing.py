@@ -21,9 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import decay_exp2, ptr_offset
 from ssdprof.kernels.chunks import Chunks
+from ssdprof.kernels.functions import decay_exp2, ptr_offset
+from ssdprof.kernels.launch import launch
 
 STAGES = {"_state_passing_kernel": "state_passing"}
 

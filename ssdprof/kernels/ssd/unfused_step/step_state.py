@@ -19,12 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._strides import strides_of
-from ssdprof.kernels._triton import decay_exp2, ptr_offset
+from ssdprof.kernels.functions import decay_exp2, ptr_offset
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.portable.stages import softplus
 from ssdprof.kernels.ssd.recurrent import RecurrentConfig
+from ssdprof.kernels.tensors import strides_of
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ssdprof.errors import BadInputError
-from ssdprof.kernels._launch import LaunchCache
 from ssdprof.kernels.gdn import tuned, variants
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.portable.launch import PortableLaunch
+from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.gdn.tuning.candidates import Axis, axes

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels import _gpu
+from ssdprof.kernels import device
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import tuned
 from ssdprof.kernels.ssd.hopper import config as hopper_config
@@ -52,8 +52,8 @@ class SSDTuning:
 
     def committed(self, inputs: SSDInputs, kernel: str) -> Config:
         if kernel == "hopper":
-            return HopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
-        return PortableConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+            return HopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
+        return PortableConfig.choose(inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
 
     def axes(self, config: Config) -> tuple[Axis, ...]:
         return axes(config)

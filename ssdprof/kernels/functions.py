@@ -1,28 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
-"""Shared code of all kernel files: the choice of interpreter or GPU, dtypes, products and strided offsets.
-
-Without an NVIDIA GPU, kernels run in Triton's interpreter on the CPU.  Triton reads this choice when a kernel is
-defined, so this module makes it before any kernel file is imported.  Triton's own TRITON_INTERPRET has precedence.
-"""
+"""Device functions and constants that all kernels share: dtypes, products, decays and strided offsets."""
 
 import math
-import os
 
 import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels import _gpu, _interpreter
-
-if "TRITON_INTERPRET" not in os.environ and not _gpu.is_there_one():
-    _interpreter.interpret()
-
-INTERPRETED: bool = triton.knobs.runtime.interpret
-if INTERPRETED:
-    _interpreter.follow_bfloat16()
-    _interpreter.skip_idle_work()
+import ssdprof.kernels.device  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
 
 TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

@@ -1,20 +1,162 @@
-"""Launches a compiled kernel through the CUDA driver, with parameters in fixed memory.
+"""Launches a kernel repeatedly without searching for its compiled form again, and without Triton's launcher.
 
-At each launch, Triton's launcher encodes every descriptor again and unpacks some eighty Python objects.  This is most
-of the host's time for a launch.  Here only the first launch goes through Triton.  Then the kernel's parameters are
-written once, and each later launch writes only the addresses of its tensors.  Triton encodes a descriptor once per
-address.
+At every launch, Triton finds the compiled form by the type, alignment and value of every argument.  If these properties
+are known to be unchanged, this module launches the compiled kernel that Triton returned the first time.  Triton's
+launcher would then encode every descriptor again and unpack some eighty Python objects.  So only the first launch goes
+through it.  The kernel's parameters are written once, and each later launch writes only the addresses of its tensors
+and calls the CUDA driver.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from threading import Lock
-from typing import Any, NamedTuple
+from inspect import signature
+from itertools import count
+from threading import Lock, Thread
+from types import SimpleNamespace
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 import triton
+from triton.runtime.cache import triton_key
+
+from ssdprof.kernels.device import INTERPRETED, has_gpu
+
+_FIXED = {
+    "enable_fp_fusion": True,  # otherwise a setting of Triton decides, which will be off from Triton 3.10 on
+    "sanitize_overflow": False,  # otherwise Triton builds, and drops again, a check of every integer sum and product
+}
+_MOST = 4096  # most kept launches; a call with new sizes adds a few
+_kept: dict[Hashable, Launcher] = {}
+Kept = TypeVar("Kept")
+
+
+class Constants(SimpleNamespace):
+    """Compile-time arguments of a kernel, by name.  The kernel reads `S.BLOCK`."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(vars(self).items()))
+
+
+class Launcher:
+    """A kernel with all arguments except its tensors and the number of programs.
+
+    scalars: the arguments after the tensors, including tuples of strides
+    options: compile-time arguments in capitals, and launch options such as num_warps
+
+    A kernel takes its descriptors, then its other tensors as one tuple, `tensors`, then the scalars, then its
+    compile-time arguments as one, `S`.  A kernel without such parameters takes every tensor and every compile-time
+    argument as a parameter.
+
+    Properties on which Triton specialises must be the same in all launches: the current device, and for each tensor
+    whether it is None, its dtype, and whether its address is a multiple of 16 (see `place`).  Triton settings that
+    affect compilation, such as its debug mode, are those of the first launch.
+    """
+
+    def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
+        names = _arguments(kernel.fn)
+        if "S" in names:
+            constants = {name: value for name, value in options.items() if name.isupper()}
+            options = {"S": Constants(**constants)} | {n: v for n, v in options.items() if n not in constants}
+        self._kernel, self._scalars, self._options = kernel, scalars, options
+        self._constants = (*scalars, *(options[name] for name in names if name in options))
+        self._descriptors = names.index("tensors") if "tensors" in names else None
+        self._compiled: Any = None
+        self._direct: DirectLaunch | None = None
+
+    def __call__(self, programs: int, *tensors: Any) -> None:
+        if self._direct is not None and self._direct(programs, tensors):
+            return
+        grid, first = (programs, 1, 1), self._descriptors
+        grouped = tensors if first is None else (*tensors[:first], tensors[first:])
+        if self._compiled is not None:
+            self._compiled[grid](*grouped, *self._constants)
+            return
+        # the first launch; in the interpreter, every launch
+        wait_for_hash()
+        # compiling creates so many objects that garbage collection would take a twentieth of the time
+        with no_garbage_collection():
+            self._compiled = self._kernel[grid](*grouped, *self._scalars, **self._options, **_FIXED)
+        if self._compiled is not None:
+            self._direct = direct_launch(self._compiled, grouped, self._constants)
+
+
+def place(tensor: torch.Tensor | None) -> Hashable:
+    """The properties of a tensor that select a compiled kernel, if the kernel receives only its address."""
+    return None if tensor is None else (tensor.dtype, tensor.device, tensor.data_ptr() % 16)
+
+
+def launch(
+    kernel: Any, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple[Any, ...], **options: Any
+) -> None:
+    """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be that of the tensors."""
+    # the key has the types too, because 0, 0.0 and False are equal but different arguments
+    key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
+    launcher = _kept.get(key)
+    if launcher is None:
+        if len(_kept) >= _MOST:
+            _kept.clear()
+        launcher = _kept[key] = Launcher(kernel, scalars, options)
+    launcher(programs, *tensors)
+
+
+@cache
+def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(signature(function).parameters)
+
+
+class LaunchCache(Generic[Kept]):
+    """Prepared launches by the signature of a call.  Preparing is most of a call's time on the host."""
+
+    def __init__(self, most: int = 4096) -> None:
+        self._most = most
+        self._kept: dict[Hashable, Kept] = {}
+
+    def get(self, signature: Hashable, prepare: Callable[..., Kept], *arguments: Any) -> Kept:
+        """The launch kept for `signature`.  If there is none, keep and return `prepare(*arguments)`."""
+        launch = self._kept.get(signature)
+        if launch is None:
+            if len(self._kept) >= self._most:
+                self._kept.clear()
+            launch = self._kept[signature] = prepare(*arguments)
+        return launch
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+
+# --- Triton's hash of itself, which it needs to compile a kernel for a GPU, or to find a compiled one.  It takes 0.4 s,
+# once per process, to read 400 MB.  A thread does it while the caller prepares the first call: hashing does not hold
+# Python's global lock.
+
+_hashing = Thread(target=triton_key, name="Triton's hash of itself", daemon=True)  # `triton_key` caches its result
+if has_gpu() and not INTERPRETED:
+    _hashing.start()
+
+
+def wait_for_hash() -> None:
+    """Wait until the hash is complete, otherwise Triton would start a second one."""
+    if _hashing.ident is not None:
+        _hashing.join()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection in the context, and restore its state afterwards."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# --- launches through the CUDA driver
 
 _WARP = 32
 _MOST_ENCODED = 256  # addresses per descriptor whose encoding is kept: more than a model has layers
@@ -135,7 +277,7 @@ class _Encoded:
 
 def encode(descriptor: Any, meta: dict[str, Any]) -> Any:
     """Triton's object that contains the encoded descriptor."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg as make
+    from triton.backends.nvidia.driver import make_tensordesc_arg as make  # absent without NVIDIA's backend
 
     unused = [None] * (make.__code__.co_argcount - 2)  # Triton 3.9 has a third parameter
     return make(descriptor, meta, *unused)[0]
@@ -149,8 +291,10 @@ def _map_in(encoded: Any) -> int:
     return int(where)
 
 
-def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any]) -> DirectLaunch | None:
+def direct_launch(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> DirectLaunch | None:
     """A direct launch of the kernel that Triton compiled for these arguments, or None if only Triton can launch it.
+
+    tensors: the first arguments; the last of them may be a tuple
 
     It is None if the CUDA driver is older than 12.4, if the launch has options or arguments that this package does not
     use, or if the kernel's parameters differ from those that Triton 3.6 derives from the arguments.
@@ -161,15 +305,20 @@ def direct_launch(compiled: Any, tensors: Sequence[Any], constants: Sequence[Any
     try:
         if not _is_plain(compiled.metadata):
             return None
-        fields = list(_fields(compiled, (*tensors, *constants)))
+        fields = list(_fields(compiled, tensors, constants))
         sizes = _sizes(driver, compiled.function, parameter_count(compiled.asm["ptx"]))
         scratch = len(sizes) - len(fields)
         fields += [Field(Address)] * scratch  # 0, because `_is_plain` requires that there is no scratch memory
         if scratch > _SCRATCH or [ctypes.sizeof(field.kind) for field in fields] != sizes:
             return None
-        return DirectLaunch(driver, compiled, fields, tensors)
+        return DirectLaunch(driver, compiled, fields, list(_leaves(tensors)))
     except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError):  # another version of Triton
         return None
+
+
+def _leaves(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    for one in arguments:
+        yield from _leaves(one) if isinstance(one, tuple) else (one,)
 
 
 def _is_plain(metadata: Any) -> bool:
@@ -178,15 +327,17 @@ def _is_plain(metadata: Any) -> bool:
     return metadata.num_ctas == 1 and not (special or metadata.global_scratch_size or metadata.profile_scratch_size)
 
 
-def _fields(compiled: Any, arguments: Sequence[Any]) -> Iterator[Field]:
+def _fields(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> Iterator[Field]:
     """The kernel's parameters, in their order."""
-    metas = list(compiled.metadata.tensordesc_meta or ())
+    metas, places = list(compiled.metadata.tensordesc_meta or ()), count()
 
-    def of(kind: Any, value: Any, place: int) -> Iterator[Field]:
+    def of(kind: Any, value: Any, is_tensor: bool) -> Iterator[Field]:
         if isinstance(kind, tuple):
             for one, part in zip(kind, value, strict=True):
-                yield from of(one, part, place)
-        elif kind.startswith("tensordesc"):
+                yield from of(one, part, is_tensor)
+            return
+        place = next(places) if is_tensor else -1
+        if kind.startswith("tensordesc"):
             yield Field(Map, place=place, meta=metas.pop(0))
             yield from (Field(ctypes.c_int32, size) for size in value.shape)
             yield from (Field(ctypes.c_int64, stride) for stride in value.strides)
@@ -196,8 +347,8 @@ def _fields(compiled: Any, arguments: Sequence[Any]) -> Iterator[Field]:
             yield Field(SCALARS[kind], value)
 
     kinds = compiled.src.signature.values()
-    for place, (kind, value) in enumerate(zip(kinds, arguments, strict=True)):
-        yield from of(kind, value, place)
+    for index, (kind, value) in enumerate(zip(kinds, (*tensors, *constants), strict=True)):
+        yield from of(kind, value, index < len(tensors))
 
 
 def parameter_count(ptx: str) -> int:

@@ -1,12 +1,16 @@
-"""Turns on Triton's interpreter for this process, and patches it to compute bfloat16 as a GPU does.
+"""Where kernels run: on a GPU, whose properties are cached, or in Triton's interpreter on the CPU.
 
-The interpreter stores bfloat16 as 16-bit integers, multiplies them as integers and rounds towards zero.  The patch
+Without an NVIDIA GPU, kernels run in the interpreter.  Triton reads this choice when a kernel is defined, so this
+module makes it before any kernel file is imported.  Triton's own TRITON_INTERPRET has precedence.
+
+The interpreter stores bfloat16 as 16-bit integers, multiplies them as integers and rounds towards zero.  The patch here
 widens bfloat16 operands to fp32, and rounds results to nearest even, as a GPU does.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +24,43 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU.
+
+    Asks NVML if possible, which does not start the driver: a process forked after its start could not use the driver.
+    """
+    return torch.cuda.device_count() > 0
+
+
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """Compute capability, (9, 0) for Hopper."""
+    return _properties(tensor.get_device())[0]
+
+
+def sm_count(tensor: torch.Tensor) -> int:
+    """Number of multiprocessors."""
+    return _properties(tensor.get_device())[1]
+
+
+@cache
+def _properties(index: int) -> tuple[tuple[int, int], int]:
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def gpu_name(tensor: torch.Tensor) -> str:
+    """Name of the GPU, for example "NVIDIA H200"; "cpu" for a tensor on the CPU."""
+    return _gpu_name(tensor.get_device())
+
+
+@cache
+def _gpu_name(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).name) if index >= 0 else "cpu"
+
+
+# --- the interpreter
 
 
 def interpret() -> None:
@@ -95,3 +136,11 @@ def _narrow(values: npt.NDArray[np.float32]) -> Any:
     """Round fp32 values to nearest even bfloat16."""
     rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
     return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+
+
+if "TRITON_INTERPRET" not in os.environ and not has_gpu():
+    interpret()
+INTERPRETED: bool = triton.knobs.runtime.interpret
+if INTERPRETED:
+    follow_bfloat16()
+    skip_idle_work()
