@@ -20,6 +20,10 @@ def strides_of(tensor: torch.Tensor | None) -> tuple[int, ...]:
     return () if tensor is None else tensor.stride()
 
 
+def strides_of_each(*tensors: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(strides_of, tensors))
+
+
 def is_expanded(tensor: torch.Tensor | None) -> bool:
     """Whether several indices share an element, as after `expand`.  Such a tensor must not be written to."""
     return tensor is not None and any(

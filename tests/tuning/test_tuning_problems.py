@@ -13,6 +13,7 @@ from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.errors import BadInputError
+from ssdprof.kernels import device
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig

@@ -60,8 +60,8 @@ class RecurrentConfig:
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, v, initial, final = (args[f"{name}_ptr"] for name in ("q", "v", "initial_state", "final_states"))
-    tensors = (q, q, v, v, args["g_ptr"], args["beta_ptr"], initial, final)
+    q, _, v, g, beta, initial, _, _, final = args["tensors"]
+    tensors = (q, q, v, v, g, beta, initial, final)
     return {
         "name": f"{kernel.name} {tuple(q.shape)} hv{v.shape[2]} v{v.shape[3]}",
         "flops": 7 * v.numel() * q.shape[3],
@@ -70,25 +70,24 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
-def _gdn_recurrent_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr,
-    q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
-    out_strides, final_states_strides, seqlen, scale,
-    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, L2NORM: tl.constexpr,
-):  # fmt: skip
+def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr = tensors
+    (
+        q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
+        out_strides, final_states_strides,
+    ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
-    SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    unit = tl.program_id(0) % (VALUE_HEADS * SLICES)
-    sequence, i_h, i_slice = tl.program_id(0) // (VALUE_HEADS * SLICES), unit // SLICES, unit % SLICES
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    sequence, i_h, i_slice = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES, unit % SLICES
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
     if cu_seqlens_ptr is not None:
         begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
         i_b = 0
-    o_k, o_v = tl.arange(0, BLOCK_K), i_slice * BLOCK_V + tl.arange(0, BLOCK_V)
-    m_k, m_v = o_k < KEY_DIM, o_v < VALUE_DIM
+    o_k, o_v = tl.arange(0, S.BLOCK_K), i_slice * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
     m_state = m_k[:, None] & m_v[None, :]
-    i_k = i_h // VALUES_PER_KEY
+    i_k = i_h // S.VALUES_PER_KEY
     q_ptr += ptr_offset((i_b, begin, i_k), q_strides[:3]) + o_k.to(tl.int64) * q_strides[3]
     k_ptr += ptr_offset((i_b, begin, i_k), k_strides[:3]) + o_k.to(tl.int64) * k_strides[3]
     v_ptr += ptr_offset((i_b, begin, i_h), v_strides[:3]) + o_v.to(tl.int64) * v_strides[3]
@@ -97,7 +96,7 @@ def _gdn_recurrent_kernel(
     beta_ptr += ptr_offset((i_b, begin, i_h), beta_strides)
 
     # stage setup.load
-    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    state = tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32)
     if initial_state_ptr is not None:
         index = (sequence, i_h, o_k[:, None], o_v[None, :])
         initial = tl.load(initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0)
@@ -111,7 +110,7 @@ def _gdn_recurrent_kernel(
         v = tl.load(v_ptr + step * v_strides[1], mask=m_v, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + step * beta_strides[1]).to(tl.float32)
         g = tl.load(g_ptr + step * g_strides[1]).to(tl.float32)
-        if L2NORM:
+        if S.L2NORM:
             q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2NORM_EPS)
             k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2NORM_EPS)
         state *= decay_exp(g)
@@ -141,7 +140,7 @@ class RecurrentLaunch:
         tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
         self._launcher = Launcher(
             _gdn_recurrent_kernel,
-            (*map(strides_of, (*tokens, new)), final, inputs.v.shape[1], inputs.scale_or_default),
+            ((*map(strides_of, (*tokens, new)), final), inputs.v.shape[1], inputs.scale_or_default),
             {
                 "VALUE_HEADS": inputs.v.shape[2],
                 "VALUES_PER_KEY": inputs.values_per_key,

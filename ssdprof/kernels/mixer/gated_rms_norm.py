@@ -40,35 +40,33 @@ class GatedRMSNormConfig:
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x = args["x_ptr"]
+    x, gate, *_ = args["tensors"]
     return {
         "name": f"{kernel.name} {tuple(x.shape)}",
         "flops": 8 * x.numel(),
-        "bytes": x.numel() * (2 * x.element_size() + args["gate_ptr"].element_size()),
+        "bytes": x.numel() * (2 * x.element_size() + gate.element_size()),
     }
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gated_rms_norm_kernel(
-    x_ptr, gate_ptr, weight_ptr, out_ptr, x_strides, gate_strides, weight_strides, out_strides,
-    length, groups, rows, eps,
-    NORM_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    o_r = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    o_c = tl.arange(0, BLOCK_G)
-    m = (o_r < rows)[:, None] & (o_c < GROUP_SIZE)[None, :]
+def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.constexpr):
+    x_ptr, gate_ptr, weight_ptr, out_ptr = tensors
+    x_strides, gate_strides, weight_strides, out_strides = strides
+    o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)
+    o_c = tl.arange(0, S.BLOCK_G)
+    m = (o_r < rows)[:, None] & (o_c < S.GROUP_SIZE)[None, :]
     i_g, i_bl = o_r % groups, o_r // groups
-    channel = i_g[:, None] * GROUP_SIZE + o_c[None, :]
+    channel = i_g[:, None] * S.GROUP_SIZE + o_c[None, :]
     index = ((i_bl // length)[:, None], (i_bl % length)[:, None], channel)
 
     b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_G]
     b_gate = tl.load(gate_ptr + ptr_offset(index, gate_strides), mask=m, other=0.0).to(tl.float32)
     b_weight = tl.load(weight_ptr + ptr_offset((channel,), weight_strides), mask=m, other=0.0).to(tl.float32)
     b_gate = b_gate * tl.sigmoid(b_gate)
-    if not NORM_FIRST:
+    if not S.NORM_FIRST:
         b_x *= b_gate
-    b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=1) / GROUP_SIZE + eps)[:, None] * b_weight
-    if NORM_FIRST:
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=1) / S.GROUP_SIZE + eps)[:, None] * b_weight
+    if S.NORM_FIRST:
         b_x *= b_gate
     tl.store(out_ptr + ptr_offset(index, out_strides), b_x.to(out_ptr.dtype.element_ty), mask=m)
 
@@ -105,7 +103,7 @@ def gated_rms_norm(
         triton.cdiv(rows, config.block_rows),
         (x, gate, weight, out),
         (
-            *(_three(tensor) for tensor in (x, gate)), weight.stride(), _three(out), x.shape[-2], width // group_size,
+            (_three(x), _three(gate), weight.stride(), _three(out)), x.shape[-2], width // group_size,
             rows, float(eps),
         ),
         NORM_FIRST=norm_first, GROUP_SIZE=group_size, BLOCK_ROWS=config.block_rows,

@@ -58,9 +58,9 @@ def log2_decays(g_ptr, stride, o_t, m_t):
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, beta, chunk = args["q_ptr"], args["beta_ptr"], args["CHUNK"]
-    tokens, key_dim = beta.numel(), q.shape[3]
-    tensors = (q, q, beta, args["g_ptr"], args["state_factor_ptr"], args["out_factor_ptr"])
+    q, _, g, beta, _, state_factor, out_factor, *_ = args["tensors"]
+    tokens, key_dim, chunk = beta.numel(), q.shape[3], args["S"].CHUNK
+    tensors = (q, q, beta, g, state_factor, out_factor)
     return {
         "name": f"{kernel.name} {tuple(q.shape)} hv{beta.shape[2]}",
         "flops": 2 * tokens * chunk * (3 * key_dim + chunk),
@@ -69,28 +69,23 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
-def _gdn_factors_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr,
-    q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides, seqlen, sequences, scale,
-    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, L2NORM: tl.constexpr, OPERAND: tl.constexpr, MERGE: tl.constexpr,
-    MERGE_PRECISION: tl.constexpr,
-    ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
+def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
+    q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr = tensors
+    q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
     # stage setup: which chunk of which head is mine
-    slot, i_h = tl.program_id(0) // VALUE_HEADS, tl.program_id(0) % VALUE_HEADS
+    slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
     cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
-    _, i_b, i_c, begin, length = piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, CHUNK)
-    t = i_c * CHUNK
+    _, i_b, i_c, begin, length = piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK)
+    t = i_c * S.CHUNK
     if t >= length:
         return
-    BLOCKS: tl.constexpr = (KEY_DIM + BLOCK_K - 1) // BLOCK_K
-    WHOLE: tl.constexpr = KEY_DIM % BLOCK_K == 0
-    i_k = i_h // VALUES_PER_KEY
-    o_t, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    BLOCKS: tl.constexpr = (S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K
+    WHOLE: tl.constexpr = S.KEY_DIM % S.BLOCK_K == 0
+    i_k = i_h // S.VALUES_PER_KEY
+    o_t, o_k = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K)
     m_t = o_t < length - t
-    q_ptr = tl.multiple_of(q_ptr + ptr_offset((i_b, begin + t, i_k), q_strides[:3]), ALIGNMENT)
-    k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), ALIGNMENT)
+    q_ptr = tl.multiple_of(q_ptr + ptr_offset((i_b, begin + t, i_k), q_strides[:3]), S.ALIGNMENT)
+    k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), S.ALIGNMENT)
     place = tl.program_id(0).to(tl.int64)
 
     # stage gate_cumsum
@@ -99,52 +94,52 @@ def _gdn_factors_kernel(
     )
     beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
     beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(tl.float32)
-    end = tl.sum(tl.where(o_t == CHUNK - 1, g_cumsum_log2, 0.0), axis=0)
+    end = tl.sum(tl.where(o_t == S.CHUNK - 1, g_cumsum_log2, 0.0), axis=0)
 
     # stage scaled_dot_kkt
-    kk, k_squares = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    kk, k_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
     for n in tl.static_range(BLOCKS):
-        k = load_rows(k_ptr, k_strides, o_t.to(OFFSET), m_t, n * BLOCK_K + o_k, KEY_DIM, ALIGNED, WHOLE)
+        k = load_rows(k_ptr, k_strides, o_t.to(S.OFFSET), m_t, n * S.BLOCK_K + o_k, S.KEY_DIM, S.ALIGNED, WHOLE)
         k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
-        kk = tl.dot(k.to(OPERAND), tl.trans(k.to(OPERAND)), kk, input_precision=DOT_PRECISION)
-    k_length = tl.full((CHUNK,), 1.0, tl.float32)  # reciprocal of the norm
-    if L2NORM:
+        kk = tl.dot(k.to(S.OPERAND), tl.trans(k.to(S.OPERAND)), kk, input_precision=DOT_PRECISION)
+    k_length = tl.full((S.CHUNK,), 1.0, tl.float32)  # reciprocal of the norm
+    if S.L2NORM:
         k_length = tl.rsqrt(k_squares + L2NORM_EPS)
     kk *= (beta * k_length)[:, None] * k_length[None, :]
 
     # stage solve_tril
-    A = (unit_lower_inverse(kk, MERGE, MERGE_PRECISION) * k_length[:, None]).to(OPERAND)
+    A = (unit_lower_inverse(kk, S.MERGE, S.MERGE_PRECISION) * k_length[:, None]).to(S.OPERAND)
 
     # stage state_factor
-    qk, q_squares = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    qk, q_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
     to_end = decay_exp2(end - g_cumsum_log2) * beta
     for n in tl.static_range(BLOCKS):
-        o_n = n * BLOCK_K + o_k
-        k = load_rows(k_ptr, k_strides, o_t.to(OFFSET), m_t, o_n, KEY_DIM, ALIGNED, WHOLE).to(OPERAND)
-        q = load_rows(q_ptr, q_strides, o_t.to(OFFSET), m_t, o_n, KEY_DIM, ALIGNED, WHOLE)
-        if L2NORM:
+        o_n = n * S.BLOCK_K + o_k
+        k = load_rows(k_ptr, k_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(S.OPERAND)
+        q = load_rows(q_ptr, q_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE)
+        if S.L2NORM:
             q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
-        qk = tl.dot(q.to(OPERAND), tl.trans(k), qk, input_precision=DOT_PRECISION)
+        qk = tl.dot(q.to(S.OPERAND), tl.trans(k), qk, input_precision=DOT_PRECISION)
         X = tl.dot(tl.trans(A), k, input_precision=DOT_PRECISION) * to_end[:, None]
-        tile = place * (CHUNK * BLOCKS * BLOCK_K) + o_t[:, None] * (BLOCKS * BLOCK_K) + o_n[None, :]
+        tile = place * (S.CHUNK * BLOCKS * S.BLOCK_K) + o_t[:, None] * (BLOCKS * S.BLOCK_K) + o_n[None, :]
         tl.store(state_factor_ptr + tile, X.to(state_factor_ptr.dtype.element_ty))
 
     # stage out_factor
-    q_scale = tl.full((CHUNK,), 1.0, tl.float32) * scale
-    if L2NORM:
+    q_scale = tl.full((S.CHUNK,), 1.0, tl.float32) * scale
+    if S.L2NORM:
         q_scale *= tl.rsqrt(q_squares + L2NORM_EPS)
     causal = o_t[:, None] >= o_t[None, :]
-    P = tl.where(causal, qk * q_scale[:, None], 0.0).to(OPERAND)
+    P = tl.where(causal, qk * q_scale[:, None], 0.0).to(S.OPERAND)
     W = tl.dot(P, A, input_precision=DOT_PRECISION)
     W *= decay_exp2(g_cumsum_log2[:, None] - g_cumsum_log2[None, :]) * beta[None, :]
-    tile = place * (CHUNK * CHUNK) + o_t[:, None] * CHUNK + o_t[None, :]
+    tile = place * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(causal, W, 0.0).to(out_factor_ptr.dtype.element_ty))
 
     # stage rows
     since_start = decay_exp2(g_cumsum_log2)
-    rows_ptr += place * (2 * CHUNK)
+    rows_ptr += place * (2 * S.CHUNK)
     tl.store(rows_ptr + o_t, since_start * k_length)
-    tl.store(rows_ptr + CHUNK + o_t, since_start * q_scale)
+    tl.store(rows_ptr + S.CHUNK + o_t, since_start * q_scale)
     # with unit keys and beta up to 2, a position does not stretch a state; longer keys or a larger beta may
     stretch = tl.abs(1.0 - beta * k_squares * (k_length * k_length))
     stretch_log2 = tl.log2(tl.maximum(stretch, 1.0, propagate_nan=tl.PropagateNan.ALL))

@@ -98,11 +98,7 @@ class PortableLaunch:
         self._factors = Launcher(
             _gdn_factors_kernel,
             (
-                q_strides,
-                k_strides,
-                inputs.g.stride(),
-                inputs.beta.stride(),
-                cu_strides,
+                (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides),
                 *sizes,
                 inputs.scale_or_default,
             ),
@@ -118,8 +114,11 @@ class PortableLaunch:
         self._scan = Launcher(
             _gdn_scan_kernel,
             (
-                q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides,
-                tile_strides(new), self._final_states.strides, *sizes,
+                (
+                    q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides,
+                    tile_strides(new), self._final_states.strides,
+                ),
+                *sizes,
             ),
             common
             | {

@@ -25,13 +25,13 @@ from ssdprof.kernels.gdn.unfused.configs import ChunkOutputConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.tensors import strides_unit
+from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 STAGES = {"_gdn_chunk_output_kernel": "chunk_output"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, k, prev_states, v_new, out = (args[f"{name}_ptr"] for name in ("q", "k", "prev_states", "v_new", "out"))
+    q, k, prev_states, v_new, *_, out = args["tensors"]
     batch, length, heads, value_dim = out.shape
     return {
         "name": f"{kernel.name} b{batch} t{length} hv{heads} k{q.shape[3]} v{value_dim}",
@@ -41,42 +41,37 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_chunk_output_kernel(
-    q_ptr, k_ptr, prev_states_ptr, v_new_ptr, g_cumsum_log2_ptr, spans_ptr, out_ptr,
-    q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides,
-    length, heads, nchunks, values_per_key, scale,
-    CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def _gdn_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr):
+    q_ptr, k_ptr, prev_states_ptr, v_new_ptr, g_cumsum_log2_ptr, spans_ptr, out_ptr = tensors
+    q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides = strides
     # --- this program's values; heads of one chunk are in neighbouring programs, because they share q and k
-    V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     i_bch = tl.program_id(0) // V_BLOCKS
     i_h, i_bc = i_bch % heads, i_bch // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)
+    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
     if count <= 0:
         return
     i_kh = i_h // values_per_key
-    o_v = (tl.program_id(0) % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
-    o_i = tl.arange(0, CHUNK_SIZE)
-    m_v, m_i = o_v < VALUE_DIM, o_i < count
+    o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_v, m_i = o_v < S.VALUE_DIM, o_i < count
 
     # --- products with q
-    q_strides, k_strides = in_units(q_strides, UNIT), in_units(k_strides, UNIT)
-    prev_states_strides, out_strides = in_units(prev_states_strides, UNIT), in_units(out_strides, UNIT)
-    acc = tl.zeros((CHUNK_SIZE, BLOCK_V), dtype=tl.float32)
-    scores = tl.zeros((CHUNK_SIZE, CHUNK_SIZE), dtype=tl.float32)
-    for first_k in range(0, KEY_DIM, BLOCK_K):
-        o_k = first_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < KEY_DIM
+    q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
+    prev_states_strides, out_strides = in_units(prev_states_strides, S.UNIT), in_units(out_strides, S.UNIT)
+    acc = tl.zeros((S.CHUNK_SIZE, S.BLOCK_V), dtype=tl.float32)
+    scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
+        m_k = o_k < S.KEY_DIM
         m_ik = m_i[:, None] & m_k[None, :]
         b_q = tl.load(
             q_ptr + ptr_offset((i_b, start + o_i[:, None], i_kh, o_k[None, :]), q_strides), mask=m_ik, other=0.0
-        ).to(OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
         b_k = tl.load(
             k_ptr + ptr_offset((i_b, start + o_i[:, None], i_kh, o_k[None, :]), k_strides), mask=m_ik, other=0.0
-        ).to(OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
         b_S = tl.load(
             prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
             mask=m_v[:, None] & m_k[None, :], other=0.0,
@@ -90,9 +85,9 @@ def _gdn_chunk_output_kernel(
         v_new_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), v_new_strides),
         mask=m_v[:, None], other=0.0,
     )  # [BLOCK_V, CHUNK_SIZE]  # fmt: skip
-    acc *= decay_exp2(b_g).to(INTERMEDIATE).to(tl.float32)[:, None]
-    decay = decay_exp2(b_g[:, None] - b_g[None, :]).to(INTERMEDIATE)
-    b_scores = tl.where(o_i[:, None] >= o_i[None, :], scores.to(INTERMEDIATE) * decay, 0.0).to(OPERAND)
+    acc *= decay_exp2(b_g).to(S.INTERMEDIATE).to(tl.float32)[:, None]
+    decay = decay_exp2(b_g[:, None] - b_g[None, :]).to(S.INTERMEDIATE)
+    b_scores = tl.where(o_i[:, None] >= o_i[None, :], scores.to(S.INTERMEDIATE) * decay, 0.0).to(S.OPERAND)
     acc = tl.dot(b_scores, tl.trans(b_v_new), acc, input_precision=DOT_PRECISION) * scale
     tl.store(
         out_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), out_strides),
@@ -124,7 +119,7 @@ def chunk_output(
         batch * chunks.count * heads * triton.cdiv(value_dim, config.block_v),
         (q, k, prev_states, v_new, g_cumsum_log2, chunks.spans, out),
         (
-            q.stride(), k.stride(), prev_states.stride(), v_new.stride(), g_cumsum_log2.stride(), out.stride(),
+            strides_of_each(q, k, prev_states, v_new, g_cumsum_log2, out),
             length, heads, chunks.count, heads // key_heads, float(scale),
         ),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,

@@ -31,13 +31,13 @@ from ssdprof.kernels.gdn.unfused.configs import ChunkStateConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.tensors import strides_unit
+from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 STAGES = {"_load": "caller", "_gdn_chunk_state_kernel": "chunk_state"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    w, u, k, prev_states, v_new = (args[f"{name}_ptr"] for name in ("w", "u", "k", "prev_states", "v_new"))
+    k, w, u, *_, prev_states, v_new, _ = args["tensors"]
     batch, nchunks, heads, _, key_dim = w.shape
     return {
         "name": f"{kernel.name} b{batch} c{nchunks} hv{heads} k{key_dim} v{u.shape[3]}",
@@ -56,25 +56,24 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_chunk_state_kernel(
-    k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr,
-    prev_states_ptr, v_new_ptr, final_states_ptr,
-    k_strides, w_strides, u_strides, g_cumsum_log2_strides, initial_state_strides, prev_states_strides, v_new_strides,
-    final_states_strides,
-    length, heads, nchunks, values_per_key,
-    CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr, STATE: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+    (
+        k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr, prev_states_ptr, v_new_ptr,
+        final_states_ptr,
+    ) = tensors  # fmt: skip
+    (
+        k_strides, w_strides, u_strides, g_cumsum_log2_strides, initial_state_strides, prev_states_strides,
+        v_new_strides, final_states_strides,
+    ) = strides  # fmt: skip
     # --- this program's rows of a state
-    V_BLOCKS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    ALL_K: tl.constexpr = KEY_DIM == BLOCK_K
-    ALL_V: tl.constexpr = VALUE_DIM % BLOCK_V == 0
+    V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    ALL_K: tl.constexpr = S.KEY_DIM == S.BLOCK_K
+    ALL_V: tl.constexpr = S.VALUE_DIM % S.BLOCK_V == 0
     i_sh = tl.program_id(0) // V_BLOCKS
     i_s, i_h = i_sh // heads, i_sh % heads
-    o_v = (tl.program_id(0) % V_BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
-    o_k, o_i = tl.arange(0, BLOCK_K), tl.arange(0, CHUNK_SIZE)
-    m_v, m_k = o_v < VALUE_DIM, o_k < KEY_DIM
+    o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    o_k, o_i = tl.arange(0, S.BLOCK_K), tl.arange(0, S.CHUNK_SIZE)
+    m_v, m_k = o_v < S.VALUE_DIM, o_k < S.KEY_DIM
     m_vk = m_v[:, None] & m_k[None, :]
     if bounds_ptr is None:
         i_b, first, after = i_s, 0, nchunks
@@ -85,8 +84,8 @@ def _gdn_chunk_state_kernel(
         end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
 
     # --- addresses of the first chunk; those of later chunks are multiples of a stride further
-    k_strides, w_strides = in_units(k_strides, UNIT), in_units(w_strides, UNIT)
-    prev_states_strides = in_units(prev_states_strides, UNIT)
+    k_strides, w_strides = in_units(k_strides, S.UNIT), in_units(w_strides, S.UNIT)
+    prev_states_strides = in_units(prev_states_strides, S.UNIT)
     p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
     p_u = u_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), u_strides)
     p_k = k_ptr + ptr_offset((i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides)
@@ -95,37 +94,38 @@ def _gdn_chunk_state_kernel(
     p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
 
     # --- loop over chunks
-    S = tl.zeros((BLOCK_V, BLOCK_K), dtype=tl.float32)
+    state = tl.zeros((S.BLOCK_V, S.BLOCK_K), dtype=tl.float32)
     if initial_state_ptr is not None:
         initial_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), initial_state_strides)
-        S += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
+        state += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
     for turn in range(after - first):
         step = tl.cast(turn, tl.int64)
-        S_operand = S.to(OPERAND)
+        state_operand = state.to(S.OPERAND)
         if ALL_K and ALL_V:
-            tl.store(p_prev + step * prev_states_strides[1], S_operand)
+            tl.store(p_prev + step * prev_states_strides[1], state_operand)
         else:
-            tl.store(p_prev + step * prev_states_strides[1], S_operand, mask=m_vk)
+            tl.store(p_prev + step * prev_states_strides[1], state_operand, mask=m_vk)
         b_w = _load(p_w + step * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
         b_u = _load(p_u + step * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
-        m_i = o_i < end - begin - step * CHUNK_SIZE
+        m_i = o_i < end - begin - step * S.CHUNK_SIZE
         b_k = tl.load(
-            p_k + step * CHUNK_SIZE * k_strides[1], mask=m_i[:, None] & m_k[None, :], other=0.0
-        ).to(OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+            p_k + step * S.CHUNK_SIZE * k_strides[1], mask=m_i[:, None] & m_k[None, :], other=0.0
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
         p_g_chunk = p_g + step * g_cumsum_log2_strides[1]
         b_g = tl.load(p_g_chunk + o_i)
-        g_end = tl.load(p_g_chunk + (CHUNK_SIZE - 1))
+        g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
 
-        v_new = b_u.to(tl.float32) - tl.dot(S_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
+        v_new = b_u.to(tl.float32) - tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
         if ALL_V:
-            tl.store(p_new + step * v_new_strides[1], v_new.to(OPERAND))
+            tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND))
         else:
-            tl.store(p_new + step * v_new_strides[1], v_new.to(OPERAND), mask=m_v[:, None])
-        to_end = decay_exp2(g_end - b_g).to(INTERMEDIATE)
-        decayed = (v_new.to(INTERMEDIATE) * to_end[None, :]).to(OPERAND)
-        S = tl.dot(decayed, b_k, S * decay_exp2(g_end), input_precision=DOT_PRECISION)
-        S = S.to(STATE).to(tl.float32)
-    tl.store(final_states_ptr + ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides), S, mask=m_vk)
+            tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND), mask=m_v[:, None])
+        to_end = decay_exp2(g_end - b_g).to(S.INTERMEDIATE)
+        decayed = (v_new.to(S.INTERMEDIATE) * to_end[None, :]).to(S.OPERAND)
+        state = tl.dot(decayed, b_k, state * decay_exp2(g_end), input_precision=DOT_PRECISION)
+        state = state.to(S.STATE).to(tl.float32)
+    final_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides)
+    tl.store(final_states_ptr + final_offset, state, mask=m_vk)
 
 
 def chunk_state(
@@ -155,9 +155,7 @@ def chunk_state(
         chunks.sequences * heads * triton.cdiv(value_dim, config.block_v),
         (k, w, u, g_cumsum_log2, initial_state, chunks.spans, chunks.bounds, prev_states, v_new, final_states),
         (
-            k.stride(), w.stride(), u.stride(), g_cumsum_log2.stride(),
-            () if initial_state is None else initial_state.stride(),
-            prev_states.stride(), v_new.stride(), final_states.stride(),
+            strides_of_each(k, w, u, g_cumsum_log2, initial_state, prev_states, v_new, final_states),
             length, heads, chunks.count, heads // key_heads,
         ),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,

@@ -34,7 +34,7 @@ STAGES = {"_gdn_gate_cumsum_kernel": "gate_cumsum"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    g = args["g_ptr"]
+    g = args["tensors"][0]
     batch, length, heads = g.shape
     return {
         "name": f"{kernel.name} b{batch} t{length} hv{heads}",
@@ -44,21 +44,18 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_gate_cumsum_kernel(
-    g_ptr, spans_ptr, g_cumsum_log2_ptr,
-    g_strides, g_cumsum_log2_strides,
-    length, heads, nchunks,
-    CHUNK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    g_ptr, spans_ptr, g_cumsum_log2_ptr = tensors
+    g_strides, g_cumsum_log2_strides = strides
     # --- this program's heads and chunk
-    h_blocks = tl.cdiv(heads, BLOCK_H)
+    h_blocks = tl.cdiv(heads, S.BLOCK_H)
     i_bc = tl.program_id(0) // h_blocks
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)
+    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
     if count <= 0:
         return
-    o_h = (tl.program_id(0) % h_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    o_i = tl.arange(0, CHUNK_SIZE)
+    o_h = (tl.program_id(0) % h_blocks) * S.BLOCK_H + tl.arange(0, S.BLOCK_H)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
     m_h = o_h < heads
 
     b_g = tl.load(
@@ -81,7 +78,7 @@ def gate_cumsum(g: torch.Tensor, chunks: Chunks, *, config: GateCumsumConfig | N
         _gdn_gate_cumsum_kernel,
         batch * chunks.count * triton.cdiv(heads, config.block_h),
         (g, chunks.spans, g_cumsum_log2),
-        (g.stride(), g_cumsum_log2.stride(), length, heads, chunks.count),
+        ((g.stride(), g_cumsum_log2.stride()), length, heads, chunks.count),
         CHUNK_SIZE=chunks.size, BLOCK_H=config.block_h,
         num_warps=config.num_warps,
     )  # fmt: skip

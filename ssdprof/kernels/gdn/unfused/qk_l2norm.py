@@ -28,7 +28,7 @@ STAGES = {"_gdn_qk_l2norm_kernel": "qk_l2norm"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, y = args["x_ptr"], args["y_ptr"]
+    x, y = args["tensors"]
     return {
         "name": f"{kernel.name} {tuple(x.shape)}",
         "flops": 3 * x.numel(),
@@ -37,19 +37,18 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_qk_l2norm_kernel(
-    x_ptr, y_ptr, x_strides, length, heads, rows,
-    KEY_DIM: tl.constexpr, UNIT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    o_r = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    o_k = tl.arange(0, BLOCK_K)
-    m = (o_r < rows)[:, None] & (o_k < KEY_DIM)[None, :]
+def _gdn_qk_l2norm_kernel(tensors, strides, length, heads, rows, S: tl.constexpr):
+    x_ptr, y_ptr = tensors
+    (x_strides,) = strides
+    o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)
+    o_k = tl.arange(0, S.BLOCK_K)
+    m = (o_r < rows)[:, None] & (o_k < S.KEY_DIM)[None, :]
     i_h, i_bt = o_r % heads, o_r // heads
     index = ((i_bt // length)[:, None], (i_bt % length)[:, None], i_h[:, None], o_k[None, :])
-    offset = ptr_offset(index, in_units(x_strides, UNIT))
+    offset = ptr_offset(index, in_units(x_strides, S.UNIT))
     b_x = tl.load(x_ptr + offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_K]
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)[:, None]
-    tl.store(y_ptr + o_r[:, None] * KEY_DIM + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m)
+    tl.store(y_ptr + o_r[:, None] * S.KEY_DIM + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m)
 
 
 def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype, config: QkL2NormConfig | None = None) -> torch.Tensor:
@@ -62,7 +61,7 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype, config: QkL2NormConfig | N
         _gdn_qk_l2norm_kernel,
         triton.cdiv(rows, config.block_rows),
         (x, y),
-        (x.stride(), length, heads, rows),
+        ((x.stride(),), length, heads, rows),
         KEY_DIM=key_dim, UNIT=strides_unit(x), BLOCK_ROWS=config.block_rows, BLOCK_K=triton.next_power_of_2(key_dim),
         num_warps=config.num_warps,
     )  # fmt: skip

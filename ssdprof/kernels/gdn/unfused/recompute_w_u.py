@@ -28,13 +28,13 @@ from ssdprof.kernels.gdn.unfused.configs import RecomputeWUConfig
 from ssdprof.kernels.gdn.unfused.precisions import intermediate, operand_dtype
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.tensors import strides_unit
+from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 STAGES = {"_gdn_recompute_w_u_kernel": "recompute_w_u"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    A, k, v, w, u = (args[f"{name}_ptr"] for name in ("A", "k", "v", "w", "u"))
+    A, k, v, *_, w, u = args["tensors"]
     batch, length, heads, value_dim = v.shape
     return {
         "name": f"{kernel.name} b{batch} t{length} hv{heads} k{k.shape[3]} v{value_dim}",
@@ -44,57 +44,53 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_recompute_w_u_kernel(
-    A_ptr, k_ptr, v_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, w_ptr, u_ptr,
-    A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides,
-    length, heads, nchunks, values_per_key,
-    CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    OPERAND: tl.constexpr, INTERMEDIATE: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    k_strides, v_strides, w_strides = in_units(k_strides, UNIT), in_units(v_strides, UNIT), in_units(w_strides, UNIT)
+def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+    A_ptr, k_ptr, v_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, w_ptr, u_ptr = tensors
+    A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides = strides
+    k_strides, v_strides = in_units(k_strides, S.UNIT), in_units(v_strides, S.UNIT)
+    w_strides = in_units(w_strides, S.UNIT)
 
     # --- this program's chunk; value heads of one key head are in neighbouring programs, because they share k
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)
+    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
     if count <= 0:
         return
-    o_i = tl.arange(0, CHUNK_SIZE)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
     m_i = o_i < count
-    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(INTERMEDIATE)
+    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(S.INTERMEDIATE)
     b_beta = tl.load(beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0)
     b_beta = b_beta.to(tl.float32)
     b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
 
     # --- u
-    b_A_u = (b_A * b_beta.to(INTERMEDIATE)[None, :]).to(OPERAND)
-    for first_v in range(0, VALUE_DIM, BLOCK_V):
-        o_v = first_v + tl.arange(0, BLOCK_V)
-        m_v = o_v < VALUE_DIM
+    b_A_u = (b_A * b_beta.to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
+    for first_v in range(0, S.VALUE_DIM, S.BLOCK_V):
+        o_v = first_v + tl.arange(0, S.BLOCK_V)
+        m_v = o_v < S.VALUE_DIM
         b_v = tl.load(
             v_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), v_strides),
             mask=m_i[:, None] & m_v[None, :], other=0.0,
-        ).to(OPERAND)  # [CHUNK_SIZE, BLOCK_V]  # fmt: skip
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_V]  # fmt: skip
         b_u = tl.dot(b_A_u, b_v, input_precision=DOT_PRECISION)
         tl.store(
             u_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), u_strides),
-            tl.trans(b_u).to(OPERAND), mask=m_v[:, None],
+            tl.trans(b_u).to(S.OPERAND), mask=m_v[:, None],
         )  # fmt: skip
 
     # --- w
-    b_A_w = (b_A * (decay_exp2(b_g) * b_beta).to(INTERMEDIATE)[None, :]).to(OPERAND)
-    for first_k in range(0, KEY_DIM, BLOCK_K):
-        o_k = first_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < KEY_DIM
+    b_A_w = (b_A * (decay_exp2(b_g) * b_beta).to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
+        m_k = o_k < S.KEY_DIM
         b_k = tl.load(
             k_ptr + ptr_offset((i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides),
             mask=m_i[:, None] & m_k[None, :], other=0.0,
-        ).to(OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
         b_w = tl.dot(b_A_w, b_k, input_precision=DOT_PRECISION)
         tl.store(
             w_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), w_strides),
-            b_w.to(OPERAND), mask=m_k[None, :],
+            b_w.to(S.OPERAND), mask=m_k[None, :],
         )  # fmt: skip
 
 
@@ -121,7 +117,7 @@ def recompute_w_u(
         batch * chunks.count * heads,
         (A, k, v, beta, g_cumsum_log2, chunks.spans, w, u),
         (
-            A.stride(), k.stride(), v.stride(), beta.stride(), g_cumsum_log2.stride(), w.stride(), u.stride(),
+            strides_of_each(A, k, v, beta, g_cumsum_log2, w, u),
             length, heads, chunks.count, heads // k.shape[2],
         ),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,

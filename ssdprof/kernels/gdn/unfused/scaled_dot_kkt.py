@@ -31,7 +31,7 @@ STAGES = {"_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    k, L = args["k_ptr"], args["L_ptr"]
+    k, *_, L = args["tensors"]
     batch, length, heads, key_dim = k.shape
     return {
         "name": f"{kernel.name} b{batch} t{length} h{heads} k{key_dim}",
@@ -41,38 +41,34 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_scaled_dot_kkt_kernel(
-    k_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, L_ptr,
-    k_strides, beta_strides, g_cumsum_log2_strides, L_strides,
-    length, heads, nchunks,
-    CHUNK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUES_PER_KEY: tl.constexpr, OPERAND: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK_K: tl.constexpr, LEAF: tl.constexpr,
-):  # fmt: skip
+def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    k_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, L_ptr = tensors
+    k_strides, beta_strides, g_cumsum_log2_strides, L_strides = strides
     # --- this program's chunk
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)
+    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
     if count <= 0:
         return
-    o_i = tl.arange(0, CHUNK_SIZE)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
     m_i = o_i < count
 
     # --- once per key head
-    k_strides = in_units(k_strides, UNIT)
-    kkt = tl.zeros((CHUNK_SIZE, CHUNK_SIZE), dtype=tl.float32)
-    for first_k in range(0, KEY_DIM, BLOCK_K):
-        o_k = first_k + tl.arange(0, BLOCK_K)
+    k_strides = in_units(k_strides, S.UNIT)
+    kkt = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
         b_k = tl.load(
             k_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_k[None, :]), k_strides),
-            mask=m_i[:, None] & (o_k < KEY_DIM)[None, :], other=0.0,
-        ).to(OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+            mask=m_i[:, None] & (o_k < S.KEY_DIM)[None, :], other=0.0,
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
         kkt = tl.dot(b_k, tl.trans(b_k), kkt, input_precision=DOT_PRECISION)
 
     # --- for each value head
     m_below = o_i[:, None] > o_i[None, :]
-    m_block = (o_i // LEAF)[:, None] >= (o_i // LEAF)[None, :]
-    for value in tl.static_range(VALUES_PER_KEY):
-        i_hv = i_h * VALUES_PER_KEY + value
+    m_block = (o_i // S.LEAF)[:, None] >= (o_i // S.LEAF)[None, :]
+    for value in tl.static_range(S.VALUES_PER_KEY):
+        i_hv = i_h * S.VALUES_PER_KEY + value
         b_beta = tl.load(
             beta_ptr + ptr_offset((i_b, start + o_i, i_hv), beta_strides), mask=m_i, other=0.0
         ).to(tl.float32)  # fmt: skip
@@ -104,7 +100,7 @@ def scaled_dot_kkt(
         _gdn_scaled_dot_kkt_kernel,
         batch * chunks.count * heads,
         (k, beta, g_cumsum_log2, chunks.spans, L),
-        (k.stride(), beta.stride(), g_cumsum_log2.stride(), L.stride(), length, heads, chunks.count),
+        ((k.stride(), beta.stride(), g_cumsum_log2.stride(), L.stride()), length, heads, chunks.count),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUES_PER_KEY=value_heads // heads, OPERAND=TL_DTYPE[operand],
         UNIT=strides_unit(k), BLOCK_K=config.block_k, LEAF=LEAF,
         num_warps=config.num_warps, num_stages=config.num_stages,

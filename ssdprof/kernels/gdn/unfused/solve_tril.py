@@ -36,7 +36,7 @@ STAGES = {"_side_by_side": "solve_tril", "_merge_pairs": "solve_tril", "_gdn_sol
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    L, A = args["L_ptr"], args["A_ptr"]
+    L, _, A = args["tensors"]
     batch, nchunks, heads, size, _ = L.shape
     return {
         "name": f"{kernel.name} b{batch} c{nchunks} hv{heads} size{size}",
@@ -69,39 +69,36 @@ def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_solve_tril_kernel(
-    L_ptr, spans_ptr, A_ptr,
-    L_strides, A_strides,
-    length, heads, nchunks,
-    CHUNK_SIZE: tl.constexpr, LEAF: tl.constexpr, MERGES: tl.constexpr, PRODUCTS: tl.constexpr,
-):  # fmt: skip
+def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    L_ptr, spans_ptr, A_ptr = tensors
+    L_strides, A_strides = strides
     # --- this program's chunk
     i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    _, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)
+    _, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
     if count <= 0:
         return
     L_ptr += ptr_offset((i_b, i_c, i_h), L_strides[:3])
 
-    # --- blocks of LEAF rows
-    LEAVES: tl.constexpr = CHUNK_SIZE // LEAF
-    o_n, o_r = tl.arange(0, LEAVES), tl.arange(0, LEAF)
-    A = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0) + tl.zeros((LEAVES, LEAF, LEAF), tl.float32)
-    for i in tl.static_range(1, LEAF):
+    # --- blocks of S.LEAF rows
+    LEAVES: tl.constexpr = S.CHUNK_SIZE // S.LEAF
+    o_n, o_r = tl.arange(0, LEAVES), tl.arange(0, S.LEAF)
+    A = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0) + tl.zeros((LEAVES, S.LEAF, S.LEAF), tl.float32)
+    for i in tl.static_range(1, S.LEAF):
         row = tl.load(
-            L_ptr + ptr_offset((o_n[:, None] * LEAF + i, o_n[:, None] * LEAF + o_r[None, :]), L_strides[3:])
+            L_ptr + ptr_offset((o_n[:, None] * S.LEAF + i, o_n[:, None] * S.LEAF + o_r[None, :]), L_strides[3:])
         )  # [LEAVES, LEAF], zero from column i on  # fmt: skip
         known = tl.sum(row[:, :, None] * A, axis=1)
         A = tl.where(o_r[None, :, None] == i, A - known[:, None, :], A)
 
     # --- pairs of blocks
-    for _ in tl.static_range(MERGES):
-        A = _merge_pairs(A, L_ptr, L_strides[3:], PRODUCTS)
+    for _ in tl.static_range(S.MERGES):
+        A = _merge_pairs(A, L_ptr, L_strides[3:], S.PRODUCTS)
 
-    o_i = tl.arange(0, CHUNK_SIZE)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
     tl.store(
         A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides),
-        tl.reshape(A, (CHUNK_SIZE, CHUNK_SIZE)).to(A_ptr.dtype.element_ty),
+        tl.reshape(A, (S.CHUNK_SIZE, S.CHUNK_SIZE)).to(A_ptr.dtype.element_ty),
     )
 
 
@@ -116,7 +113,7 @@ def solve_tril(
         _gdn_solve_tril_kernel,
         batch * chunks.count * heads,
         (L, chunks.spans, A),
-        (L.stride(), A.stride(), length, heads, chunks.count),
+        ((L.stride(), A.stride()), length, heads, chunks.count),
         CHUNK_SIZE=size, LEAF=LEAF, MERGES=(size // LEAF).bit_length() - 1, PRODUCTS=inverse_products(operand),
         num_warps=config.num_warps,
     )  # fmt: skip

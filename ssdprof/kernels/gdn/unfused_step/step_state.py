@@ -22,7 +22,7 @@ from ssdprof.kernels.functions import decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.recurrent import RecurrentConfig
 from ssdprof.kernels.launch import launch
-from ssdprof.kernels.tensors import strides_of
+from ssdprof.kernels.tensors import strides_of_each
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -30,7 +30,7 @@ STAGES = {"_gdn_step_state_kernel": "step_state"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    initial, final = args["initial_state_ptr"], args["final_states_ptr"]
+    *_, initial, final = args["tensors"]
     states = [final] if initial is None else [initial, final]
     return {
         "name": f"{kernel.name} {tuple(final.shape)}",
@@ -40,21 +40,19 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_step_state_kernel(
-    k_ptr, u_ptr, g_ptr, initial_state_ptr, final_states_ptr,
-    k_strides, u_strides, g_strides, initial_state_strides, final_states_strides,
-    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    unit = tl.program_id(0) % (VALUE_HEADS * SLICES)
-    i_b, i_h = tl.program_id(0) // (VALUE_HEADS * SLICES), unit // SLICES
-    o_k, o_v = tl.arange(0, BLOCK_K), (unit % SLICES) * BLOCK_V + tl.arange(0, BLOCK_V)
-    m_k, m_v = o_k < KEY_DIM, o_v < VALUE_DIM
+def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
+    k_ptr, u_ptr, g_ptr, initial_state_ptr, final_states_ptr = tensors
+    k_strides, u_strides, g_strides, initial_state_strides, final_states_strides = strides
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
+    o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
     m_state = m_k[:, None] & m_v[None, :]
     index = (i_b, i_h, o_k[:, None], o_v[None, :])
 
-    k = tl.load(k_ptr + ptr_offset((i_b, 0, i_h // VALUES_PER_KEY, o_k), k_strides), mask=m_k, other=0.0).to(tl.float32)
+    k_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
+    k = tl.load(k_ptr + ptr_offset(k_index, k_strides), mask=m_k, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), mask=m_v, other=0.0)
     state = k[:, None] * u[None, :]
     if initial_state_ptr is not None:
@@ -73,7 +71,7 @@ def step_state(inputs: GDNInputs, k: torch.Tensor, u: torch.Tensor, config: Recu
         _gdn_step_state_kernel,
         batch * heads * triton.cdiv(value_dim, config.block_v),
         tensors,
-        tuple(map(strides_of, tensors)),
+        (strides_of_each(*tensors),),
         VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config.block_v,
         num_warps=config.num_warps,

@@ -22,7 +22,7 @@ from ssdprof.kernels.functions import decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.recurrent import RecurrentConfig
 from ssdprof.kernels.launch import launch
-from ssdprof.kernels.tensors import strides_of
+from ssdprof.kernels.tensors import strides_of_each
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -30,7 +30,7 @@ STAGES = {"_gdn_step_write_kernel": "step_write"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    state, u = args["initial_state_ptr"], args["u_ptr"]
+    *_, state, u = args["tensors"]
     elements = 0 if state is None else state.numel()
     return {
         "name": f"{kernel.name} {tuple(u.shape)}",
@@ -40,17 +40,14 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gdn_step_write_kernel(
-    k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, u_ptr,
-    k_strides, v_strides, g_strides, beta_strides, initial_state_strides, u_strides,
-    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    unit = tl.program_id(0) % (VALUE_HEADS * SLICES)
-    i_b, i_h = tl.program_id(0) // (VALUE_HEADS * SLICES), unit // SLICES
-    o_k, o_v = tl.arange(0, BLOCK_K), (unit % SLICES) * BLOCK_V + tl.arange(0, BLOCK_V)
-    m_k, m_v = o_k < KEY_DIM, o_v < VALUE_DIM
+def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
+    k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, u_ptr = tensors
+    k_strides, v_strides, g_strides, beta_strides, initial_state_strides, u_strides = strides
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
+    o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
 
     u = tl.load(v_ptr + ptr_offset((i_b, 0, i_h, o_v), v_strides), mask=m_v, other=0.0).to(tl.float32)
     if initial_state_ptr is not None:
@@ -58,7 +55,7 @@ def _gdn_step_write_kernel(
         state = tl.load(
             initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_k[:, None] & m_v[None, :], other=0.0
         ).to(tl.float32)  # fmt: skip
-        k = tl.load(k_ptr + ptr_offset((i_b, 0, i_h // VALUES_PER_KEY, o_k), k_strides), mask=m_k, other=0.0)
+        k = tl.load(k_ptr + ptr_offset((i_b, 0, i_h // S.VALUES_PER_KEY, o_k), k_strides), mask=m_k, other=0.0)
         g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
         u -= decay_exp2(g * LOG2_E) * tl.sum(state * k.to(tl.float32)[:, None], axis=0)
     u *= tl.load(beta_ptr + ptr_offset((i_b, 0, i_h), beta_strides)).to(tl.float32)
@@ -74,7 +71,7 @@ def step_write(inputs: GDNInputs, k: torch.Tensor, config: RecurrentConfig) -> t
         _gdn_step_write_kernel,
         batch * heads * triton.cdiv(value_dim, config.block_v),
         tensors,
-        tuple(map(strides_of, tensors)),
+        (strides_of_each(*tensors),),
         VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config.block_v,
         num_warps=config.num_warps,

@@ -61,9 +61,11 @@ def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: Porta
 def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
     """Strides in the order of the tensors, those of the output last; sizes; limits of dt."""
     return (
-        tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B),
-        tile_strides(inputs.C), strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias),
-        strides_of(inputs.initial_states), strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
+        (
+            tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B),
+            tile_strides(inputs.C), strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias),
+            strides_of(inputs.initial_states), strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
+        ),
         inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
     )  # fmt: skip
 

@@ -177,10 +177,7 @@ def add_outer_products(block, x, B, P_ROWS: tl.constexpr):
 
 
 @triton.jit
-def segment_state(
-    state, x_rows, m_p, B_rows, gates, first, count, felt, length,
-    DSTATE: tl.constexpr, P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length, S: tl.constexpr):
     """Stage 2 for a segment, from its end backwards.  Returns its state from a zero state, and log2 of its decay.
 
     Reads only the last `felt` chunks.  If these are not all, the decay is below FORGOTTEN, which counts as zero.
@@ -188,10 +185,10 @@ def segment_state(
     """
     CHUNK: tl.constexpr = x_rows.tile.shape[0]
     tail = 0.0
-    for i in tl.range(0, felt, num_stages=STAGES):
+    for i in tl.range(0, felt, num_stages=S.STATE_STAGES):
         t = (first + count - 1 - i) * CHUNK
         x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0)
-        state = chunk_state(state, x, B_rows, gates, t, length, tail, DSTATE, P_ROWS, INTERMEDIATE, True)
+        state = chunk_state(state, x, B_rows, gates, t, length, tail, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, True)
         tail += tl.load(gates.ptr + gates.plane + t + CHUNK - 1)
     return state, tail
 

@@ -49,7 +49,7 @@ class BmmChunkConfig:
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    B, CB = args["B_ptr"], args["CB_ptr"]
+    _, B, _, CB = args["tensors"]
     batch, seqlen, ngroups, dstate = B.shape
     return {
         "name": f"{kernel.name} b{batch} l{seqlen} g{ngroups} n{dstate}",
@@ -59,32 +59,28 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _bmm_chunk_kernel(
-    C_ptr, B_ptr, spans_ptr, CB_ptr,
-    C_strides, B_strides, CB_strides,
-    seqlen, ngroups, nchunks,
-    CHUNK_SIZE: tl.constexpr, DSTATE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexpr):
+    C_ptr, B_ptr, spans_ptr, CB_ptr = tensors
+    C_strides, B_strides, CB_strides = strides
     # --- this program's tile
-    Q_TILES: tl.constexpr = (CHUNK_SIZE + BLOCK_Q - 1) // BLOCK_Q
-    S_TILES: tl.constexpr = (CHUNK_SIZE + BLOCK_S - 1) // BLOCK_S
+    Q_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_Q - 1) // S.BLOCK_Q
+    S_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_S - 1) // S.BLOCK_S
     i_tile = tl.program_id(0) % (Q_TILES * S_TILES)
     i_bcg = tl.program_id(0) // (Q_TILES * S_TILES)
     i_g, i_bc = i_bcg % ngroups, i_bcg // ngroups
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, length = chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE)
-    first_q, first_s = (i_tile // S_TILES) * BLOCK_Q, (i_tile % S_TILES) * BLOCK_S
-    if (first_s >= first_q + BLOCK_Q) | (first_q >= length):
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
+    first_q, first_s = (i_tile // S_TILES) * S.BLOCK_Q, (i_tile % S_TILES) * S.BLOCK_S
+    if (first_s >= first_q + S.BLOCK_Q) | (first_q >= length):
         return
-    o_q, o_s = first_q + tl.arange(0, BLOCK_Q), first_s + tl.arange(0, BLOCK_S)
+    o_q, o_s = first_q + tl.arange(0, S.BLOCK_Q), first_s + tl.arange(0, S.BLOCK_S)
     m_q, m_s = o_q < length, o_s < length
 
     # --- sum over the state dimension
-    acc = tl.zeros((BLOCK_Q, BLOCK_S), dtype=tl.float32)
-    for n in range(0, DSTATE, BLOCK_N):
-        o_n = n + tl.arange(0, BLOCK_N)
-        m_n = o_n < DSTATE
+    acc = tl.zeros((S.BLOCK_Q, S.BLOCK_S), dtype=tl.float32)
+    for n in range(0, S.DSTATE, S.BLOCK_N):
+        o_n = n + tl.arange(0, S.BLOCK_N)
+        m_n = o_n < S.DSTATE
         b_C = tl.load(
             C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
             mask=m_q[:, None] & m_n[None, :], other=0.0,
@@ -115,7 +111,7 @@ def bmm_chunk(
         _bmm_chunk_kernel,
         batch * chunks.count * ngroups * tiles,
         (C, B, chunks.spans, CB),
-        (C.stride(), B.stride(), CB.stride(), seqlen, ngroups, chunks.count),
+        ((C.stride(), B.stride(), CB.stride()), seqlen, ngroups, chunks.count),
         CHUNK_SIZE=chunks.size, DSTATE=dstate,
         BLOCK_Q=config.block_q, BLOCK_S=config.block_s, BLOCK_N=config.block_n,
         num_warps=config.num_warps, num_stages=config.num_stages,

@@ -25,6 +25,7 @@ import triton.language as tl
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.functions import ptr_offset
 from ssdprof.kernels.launch import launch
+from ssdprof.kernels.tensors import strides_of_each
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -40,12 +41,13 @@ class ChunkCumsumConfig:
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    batch, seqlen, nheads = args["dt_raw_ptr"].shape
+    dt_raw = args["tensors"][0]
+    batch, seqlen, nheads = dt_raw.shape
     elements = batch * seqlen * nheads
     return {
         "name": f"{kernel.name} b{batch} l{seqlen} h{nheads}",
         "flops": 2 * elements,
-        "bytes": elements * (args["dt_raw_ptr"].element_size() + 8),
+        "bytes": elements * (dt_raw.element_size() + 8),
     }
 
 
@@ -60,21 +62,18 @@ def _softplus(x):
 
 
 @triton.jit(launch_metadata=_metadata)
-def _chunk_cumsum_kernel(
-    dt_raw_ptr, A_ptr, dt_bias_ptr, spans_ptr, dt_ptr, dA_cumsum_log2_ptr,
-    dt_raw_strides, A_strides, dt_bias_strides, dt_strides, dA_cumsum_log2_strides,
-    seqlen, nheads, nchunks, dt_low, dt_high,
-    DT_SOFTPLUS: tl.constexpr, CHUNK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def _chunk_cumsum_kernel(tensors, strides, seqlen, nheads, nchunks, dt_low, dt_high, S: tl.constexpr):
+    dt_raw_ptr, A_ptr, dt_bias_ptr, spans_ptr, dt_ptr, dA_cumsum_log2_ptr = tensors
+    dt_raw_strides, A_strides, dt_bias_strides, dt_strides, dA_cumsum_log2_strides = strides
     # --- this program's heads and chunk
-    h_blocks = tl.cdiv(nheads, BLOCK_H)
+    h_blocks = tl.cdiv(nheads, S.BLOCK_H)
     i_bc = tl.program_id(0) // h_blocks
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, length = chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE)
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
     if length <= 0:
         return
-    o_h = (tl.program_id(0) % h_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
-    o_q = tl.arange(0, CHUNK_SIZE)
+    o_h = (tl.program_id(0) % h_blocks) * S.BLOCK_H + tl.arange(0, S.BLOCK_H)
+    o_q = tl.arange(0, S.CHUNK_SIZE)
     m_h = o_h < nheads
     m = m_h[:, None] & (o_q < length)[None, :]
 
@@ -84,7 +83,7 @@ def _chunk_cumsum_kernel(
     if dt_bias_ptr is not None:
         b_bias = tl.load(dt_bias_ptr + ptr_offset((o_h,), dt_bias_strides), mask=m_h, other=0.0).to(tl.float32)
         b_dt += b_bias[:, None]
-    if DT_SOFTPLUS:
+    if S.DT_SOFTPLUS:
         b_dt = _softplus(b_dt)
     b_dt = tl.clamp(b_dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
     b_dt = tl.where(m, b_dt, 0.0)
@@ -122,8 +121,8 @@ def chunk_cumsum(
         batch * chunks.count * triton.cdiv(nheads, config.block_h),
         (dt_raw, A, dt_bias, chunks.spans, dt, dA_cumsum_log2),
         (
-            dt_raw.stride(), A.stride(), () if dt_bias is None else dt_bias.stride(), dt.stride(),
-            dA_cumsum_log2.stride(), seqlen, nheads, chunks.count, *map(float, dt_limit),
+            strides_of_each(dt_raw, A, dt_bias, dt, dA_cumsum_log2),
+            seqlen, nheads, chunks.count, *map(float, dt_limit),
         ),
         DT_SOFTPLUS=dt_softplus, CHUNK_SIZE=chunks.size, BLOCK_H=config.block_h,
         num_warps=config.num_warps,

@@ -31,6 +31,7 @@ from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.ssd.config_table import CHUNK_SCAN, CallSizes, first_fit
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.tensors import strides_of_each
 
 STAGES = {"_chunk_scan_kernel": "chunk_scan"}
 
@@ -61,7 +62,7 @@ class ChunkScanConfig:
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    CB, x, C, prev_states, z = (args[f"{name}_ptr"] for name in ("CB", "x", "C", "prev_states", "z"))
+    CB, x, _, _, C, prev_states, _, z, *_ = args["tensors"]
     batch, seqlen, nheads, headdim = x.shape
     chunk_size, dstate = CB.shape[-1], C.shape[-1]
     read = sum(t.numel() * t.element_size() for t in (x, C, prev_states, z) if t is not None)
@@ -73,36 +74,34 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _chunk_scan_kernel(
-    CB_ptr, x_ptr, dt_ptr, dA_cumsum_log2_ptr, C_ptr, prev_states_ptr, D_ptr, z_ptr, spans_ptr, out_ptr,
-    CB_strides, x_strides, dt_strides, dA_cumsum_log2_strides, C_strides, prev_states_strides, D_strides, z_strides,
-    out_strides,
-    seqlen, nheads, nchunks, heads_per_group,
-    CHUNK_SIZE: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
+    CB_ptr, x_ptr, dt_ptr, dA_cumsum_log2_ptr, C_ptr, prev_states_ptr, D_ptr, z_ptr, spans_ptr, out_ptr = tensors
+    (
+        CB_strides, x_strides, dt_strides, dA_cumsum_log2_strides, C_strides, prev_states_strides, D_strides,
+        z_strides, out_strides,
+    ) = strides  # fmt: skip
     # --- this program's block; heads of one chunk are in neighbouring programs, because they share CB and C
-    P_TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
-    Q_BLOCKS: tl.constexpr = CHUNK_SIZE // BLOCK_Q
+    P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    Q_BLOCKS: tl.constexpr = S.CHUNK_SIZE // S.BLOCK_Q
     i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
     i_bch = tl.program_id(0) // (P_TILES * Q_BLOCKS)
     i_h, i_bc = i_bch % nheads, i_bch // nheads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     i_g = i_h // heads_per_group
-    start, length = chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE)
-    first_q = (i_tile // P_TILES) * BLOCK_Q
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
+    first_q = (i_tile // P_TILES) * S.BLOCK_Q
     if first_q >= length:
         return
-    o_q, o_p = first_q + tl.arange(0, BLOCK_Q), (i_tile % P_TILES) * BLOCK_P + tl.arange(0, BLOCK_P)
-    m_q, m_p = o_q < length, o_p < HEADDIM
+    o_q, o_p = first_q + tl.arange(0, S.BLOCK_Q), (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P)
+    m_q, m_p = o_q < length, o_p < S.HEADDIM
     b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
     dA_first = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides))
 
     # stage chunk_scan.previous: what entered the chunk, decayed to the block's first row
-    acc = tl.zeros((BLOCK_Q, BLOCK_P), dtype=tl.float32)
-    for n in range(0, DSTATE, BLOCK_N):
-        o_n = n + tl.arange(0, BLOCK_N)
-        m_n = o_n < DSTATE
+    acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
+    for n in range(0, S.DSTATE, S.BLOCK_N):
+        o_n = n + tl.arange(0, S.BLOCK_N)
+        m_n = o_n < S.DSTATE
         b_C = tl.load(
             C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
             mask=m_q[:, None] & m_n[None, :], other=0.0,
@@ -115,8 +114,8 @@ def _chunk_scan_kernel(
     acc *= decay_exp2(dA_first)
 
     # stage chunk_scan.current: the chunk's positions before the block, decayed to its first row, then to each row
-    for s in range(0, first_q, BLOCK_S):
-        o_s = s + tl.arange(0, BLOCK_S)
+    for s in range(0, first_q, S.BLOCK_S):
+        o_s = s + tl.arange(0, S.BLOCK_S)
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
         b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
@@ -129,8 +128,8 @@ def _chunk_scan_kernel(
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
 
     # stage chunk_scan.current: the block's own positions
-    for s in range(first_q, tl.minimum(first_q + BLOCK_Q, length), BLOCK_S):
-        o_s = s + tl.arange(0, BLOCK_S)
+    for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
+        o_s = s + tl.arange(0, S.BLOCK_S)
         m_s = o_s < length
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
         b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
@@ -184,8 +183,7 @@ def chunk_scan(
         x.shape[0] * chunks.count * nheads * tiles,
         (CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, chunks.spans, out),
         (
-            CB.stride(), x.stride(), dt.stride(), dA_cumsum_log2.stride(), C.stride(), prev_states.stride(),
-            () if D is None else D.stride(), () if z is None else z.stride(), out.stride(),
+            strides_of_each(CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, out),
             seqlen, nheads, chunks.count, inputs.heads_per_group,
         ),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,

@@ -23,6 +23,7 @@ from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_o
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config_table import CHUNK_STATE, CallSizes, first_fit
+from ssdprof.kernels.tensors import strides_of_each
 
 STAGES = {"_chunk_state_kernel": "chunk_state"}
 
@@ -49,7 +50,7 @@ class ChunkStateConfig:
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, B, states = args["x_ptr"], args["B_ptr"], args["states_ptr"]
+    x, B, *_, states = args["tensors"]
     batch, seqlen, nheads, headdim = x.shape
     return {
         "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{B.shape[3]}",
@@ -59,33 +60,29 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _chunk_state_kernel(
-    x_ptr, B_ptr, dt_ptr, dA_cumsum_log2_ptr, spans_ptr, states_ptr,
-    x_strides, B_strides, dt_strides, dA_cumsum_log2_strides, states_strides,
-    seqlen, nheads, nchunks, heads_per_group,
-    CHUNK_SIZE: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr, INTERMEDIATE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
+def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
+    x_ptr, B_ptr, dt_ptr, dA_cumsum_log2_ptr, spans_ptr, states_ptr = tensors
+    x_strides, B_strides, dt_strides, dA_cumsum_log2_strides, states_strides = strides
     # --- this program's tile; heads of one chunk are in neighbouring programs, because they share B
-    P_TILES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
-    N_TILES: tl.constexpr = (DSTATE + BLOCK_N - 1) // BLOCK_N
+    P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    N_TILES: tl.constexpr = (S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N
     i_tile = tl.program_id(0) % (P_TILES * N_TILES)
     i_bch = tl.program_id(0) // (P_TILES * N_TILES)
     i_h, i_bc = i_bch % nheads, i_bch // nheads
     i_b, i_c = i_bc // nchunks, i_bc % nchunks
     i_g = i_h // heads_per_group
-    start, length = chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE)
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
     if length <= 0:
         return
-    o_p = (i_tile // N_TILES) * BLOCK_P + tl.arange(0, BLOCK_P)
-    o_n = (i_tile % N_TILES) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_p, m_n = o_p < HEADDIM, o_n < DSTATE
+    o_p = (i_tile // N_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P)
+    o_n = (i_tile % N_TILES) * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
+    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
 
     # --- sum over the chunk
-    end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, CHUNK_SIZE - 1), dA_cumsum_log2_strides))
-    acc = tl.zeros((BLOCK_P, BLOCK_N), dtype=tl.float32)
-    for q in range(0, length, BLOCK_Q):
-        o_q = q + tl.arange(0, BLOCK_Q)
+    end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides))
+    acc = tl.zeros((S.BLOCK_P, S.BLOCK_N), dtype=tl.float32)
+    for q in range(0, length, S.BLOCK_Q):
+        o_q = q + tl.arange(0, S.BLOCK_Q)
         o_l = start + o_q
         m_l = o_q < length
         b_x = tl.load(
@@ -98,9 +95,9 @@ def _chunk_state_kernel(
         )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_q), dt_strides))
         b_dA = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
-        weight = (decay_exp2(end - b_dA) * b_dt).to(INTERMEDIATE)
+        weight = (decay_exp2(end - b_dA) * b_dt).to(S.INTERMEDIATE)
         # scale x, not B: the scaled operand then stays in registers
-        b_x = (b_x.to(INTERMEDIATE) * weight[None, :]).to(b_B.dtype)
+        b_x = (b_x.to(S.INTERMEDIATE) * weight[None, :]).to(b_B.dtype)
         acc = tl.dot(b_x, b_B, acc, input_precision=DOT_PRECISION)
 
     tl.store(
@@ -130,7 +127,7 @@ def chunk_state(
         batch * chunks.count * nheads * tiles,
         (x, B, dt, dA_cumsum_log2, chunks.spans, states),
         (
-            x.stride(), B.stride(), dt.stride(), dA_cumsum_log2.stride(), states.stride(),
+            strides_of_each(x, B, dt, dA_cumsum_log2, states),
             seqlen, nheads, chunks.count, nheads // ngroups,
         ),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,

@@ -24,6 +24,7 @@ import triton.language as tl
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.functions import decay_exp2, ptr_offset
 from ssdprof.kernels.launch import launch
+from ssdprof.kernels.tensors import strides_of_each
 
 STAGES = {"_state_passing_kernel": "state_passing"}
 
@@ -41,7 +42,7 @@ class StatePassingConfig:
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    states, prev_states, final_states = args["states_ptr"], args["prev_states_ptr"], args["final_states_ptr"]
+    states, *_, prev_states, final_states = args["tensors"]
     batch, nchunks, nheads, headdim, dstate = states.shape
     return {
         "name": f"{kernel.name} b{batch} c{nchunks} h{nheads} p{headdim} n{dstate}",
@@ -51,33 +52,29 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _state_passing_kernel(
-    states_ptr, dA_cumsum_log2_ptr, initial_states_ptr, bounds_ptr, prev_states_ptr, final_states_ptr,
-    states_strides, dA_cumsum_log2_strides, initial_states_strides, prev_states_strides, final_states_strides,
-    nheads, nchunks,
-    CHUNK_SIZE: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-    BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
+def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
+    states_ptr, dA_cumsum_log2_ptr, initial_states_ptr, bounds_ptr, prev_states_ptr, final_states_ptr = tensors
+    states_strides, dA_cumsum_log2_strides, initial_states_strides, prev_states_strides, final_states_strides = strides
     # --- this program's part of a state
-    BLOCKS: tl.constexpr = (HEADDIM * DSTATE + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = (S.HEADDIM * S.DSTATE + S.BLOCK - 1) // S.BLOCK
     i_sh = tl.program_id(0) // BLOCKS
     i_s, i_h = i_sh // nheads, i_sh % nheads
-    o_pn = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-    o_p, o_n = o_pn // DSTATE, o_pn % DSTATE
-    m = o_pn < HEADDIM * DSTATE
+    o_pn = (tl.program_id(0) % BLOCKS) * S.BLOCK + tl.arange(0, S.BLOCK)
+    o_p, o_n = o_pn // S.DSTATE, o_pn % S.DSTATE
+    m = o_pn < S.HEADDIM * S.DSTATE
     if bounds_ptr is None:
         i_b, first, after = i_s, 0, nchunks
     else:
         i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
 
     # --- loop over chunks
-    state = tl.zeros((BLOCK,), dtype=tl.float32)
+    state = tl.zeros((S.BLOCK,), dtype=tl.float32)
     if initial_states_ptr is not None:
         initial_offset = ptr_offset((i_s, i_h, o_p, o_n), initial_states_strides)
         state += tl.load(initial_states_ptr + initial_offset, mask=m, other=0.0).to(tl.float32)
-    for i_c in tl.range(first, after, num_stages=NUM_STAGES):
+    for i_c in tl.range(first, after, num_stages=S.NUM_STAGES):
         b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_p, o_n), states_strides), mask=m, other=0.0)
-        end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, CHUNK_SIZE - 1), dA_cumsum_log2_strides))
+        end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides))
         prev_offset = ptr_offset((i_b, i_c, i_h, o_p, o_n), prev_states_strides)
         tl.store(prev_states_ptr + prev_offset, state.to(prev_states_ptr.dtype.element_ty), mask=m)
         state = state * decay_exp2(end) + b_states
@@ -103,8 +100,8 @@ def state_passing(
         chunks.sequences * nheads * triton.cdiv(headdim * dstate, config.block),
         (states, dA_cumsum_log2, initial_states, chunks.bounds, prev_states, final_states),
         (
-            states.stride(), dA_cumsum_log2.stride(), () if initial_states is None else initial_states.stride(),
-            prev_states.stride(), final_states.stride(), nheads, chunks.count,
+            strides_of_each(states, dA_cumsum_log2, initial_states, prev_states, final_states),
+            nheads, chunks.count,
         ),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
         BLOCK=config.block, NUM_STAGES=config.num_stages,

@@ -22,7 +22,7 @@ from ssdprof.kernels.functions import ptr_offset
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.recurrent import RecurrentConfig
-from ssdprof.kernels.tensors import strides_of
+from ssdprof.kernels.tensors import strides_of_each
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -30,7 +30,7 @@ STAGES = {"_ssd_step_output_kernel": "step_output"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    states = args["states_ptr"]
+    states = args["tensors"][0]
     return {
         "name": f"{kernel.name} {tuple(states.shape)}",
         "flops": 2 * states.numel(),
@@ -39,21 +39,18 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _ssd_step_output_kernel(
-    states_ptr, C_ptr, x_ptr, D_ptr, z_ptr, out_ptr,
-    states_strides, C_strides, x_strides, D_strides, z_strides, out_strides,
-    HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
-    unit = tl.program_id(0) % (HEADS * SLICES)
-    i_b, i_h = tl.program_id(0) // (HEADS * SLICES), unit // SLICES
-    o_p, o_n = (unit % SLICES) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    m_p, m_n = o_p < HEADDIM, o_n < DSTATE
+def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
+    states_ptr, C_ptr, x_ptr, D_ptr, z_ptr, out_ptr = tensors
+    states_strides, C_strides, x_strides, D_strides, z_strides, out_strides = strides
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    unit = tl.program_id(0) % (S.HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
+    o_p, o_n = (unit % SLICES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
+    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
 
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
     state = tl.load(states_ptr + ptr_offset(index, states_strides), mask=m_p[:, None] & m_n[None, :], other=0.0)
-    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_h // HEADS_PER_GROUP, o_n), C_strides), mask=m_n, other=0.0).to(
+    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_h // S.HEADS_PER_GROUP, o_n), C_strides), mask=m_n, other=0.0).to(
         tl.float32
     )
     out = tl.sum(state * C[None, :], axis=1)
@@ -79,7 +76,7 @@ def step_output(inputs: SSDInputs, states: torch.Tensor, config: RecurrentConfig
         _ssd_step_output_kernel,
         batch * heads * triton.cdiv(headdim, config.block_p),
         tensors,
-        tuple(map(strides_of, tensors)),
+        (strides_of_each(*tensors),),
         HEADS=heads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
         BLOCK_P=config.block_p, BLOCK_N=triton.next_power_of_2(dstate),
         num_warps=config.num_warps,

@@ -24,7 +24,7 @@ from ssdprof.kernels.launch import launch
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.portable.stages import softplus
 from ssdprof.kernels.ssd.recurrent import RecurrentConfig
-from ssdprof.kernels.tensors import strides_of
+from ssdprof.kernels.tensors import strides_of_each
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -32,7 +32,7 @@ STAGES = {"_ssd_step_state_kernel": "step_state"}
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    initial, final = args["initial_states_ptr"], args["final_states_ptr"]
+    *_, initial, final = args["tensors"]
     states = [final] if initial is None else [initial, final]
     return {
         "name": f"{kernel.name} {tuple(final.shape)}",
@@ -42,30 +42,26 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 
 
 @triton.jit(launch_metadata=_metadata)
-def _ssd_step_state_kernel(
-    x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, initial_states_ptr, final_states_ptr,
-    x_strides, dt_strides, A_strides, B_strides, dt_bias_strides, initial_states_strides, final_states_strides,
-    dt_low, dt_high,
-    HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DT_SOFTPLUS: tl.constexpr,
-):  # fmt: skip
-    SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
-    unit = tl.program_id(0) % (HEADS * SLICES)
-    i_b, i_h = tl.program_id(0) // (HEADS * SLICES), unit // SLICES
-    o_p, o_n = (unit % SLICES) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    m_p, m_n = o_p < HEADDIM, o_n < DSTATE
+def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
+    x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, initial_states_ptr, final_states_ptr = tensors
+    x_strides, dt_strides, A_strides, B_strides, dt_bias_strides, initial_states_strides, final_states_strides = strides
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    unit = tl.program_id(0) % (S.HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
+    o_p, o_n = (unit % SLICES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
+    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
     m_state = m_p[:, None] & m_n[None, :]
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
 
     dt = tl.load(dt_ptr + ptr_offset((i_b, 0, i_h), dt_strides)).to(tl.float32)
     if dt_bias_ptr is not None:
         dt += tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
-    if DT_SOFTPLUS:
+    if S.DT_SOFTPLUS:
         dt = softplus(dt)
     dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
     A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
     x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(tl.float32)
-    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_h // HEADS_PER_GROUP, o_n), B_strides), mask=m_n, other=0.0).to(
+    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_h // S.HEADS_PER_GROUP, o_n), B_strides), mask=m_n, other=0.0).to(
         tl.float32
     )
     state = (dt * x)[:, None] * B[None, :]
@@ -84,7 +80,7 @@ def step_state(inputs: SSDInputs, config: RecurrentConfig) -> torch.Tensor:
         _ssd_step_state_kernel,
         batch * heads * triton.cdiv(headdim, config.block_p),
         tensors,
-        (*map(strides_of, tensors), *map(float, inputs.dt_limit)),
+        (strides_of_each(*tensors), *map(float, inputs.dt_limit)),
         HEADS=heads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
         BLOCK_P=config.block_p, BLOCK_N=triton.next_power_of_2(dstate), DT_SOFTPLUS=bool(inputs.dt_softplus),
         num_warps=config.num_warps,
