@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from ssdprof.kernels.registry import UnsupportedError
 
 
 def has_gpu() -> bool:
@@ -144,3 +146,23 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 if INTERPRETED:
     follow_bfloat16()
     skip_idle_work()
+
+
+# --- what no Triton kernel of this package does
+
+
+def refuse_gradient(name: str, tensors: Iterable[Any]) -> None:
+    """Raises UnsupportedError if one of the tensors requires a gradient.  name: of the implementation."""
+    if torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors):
+        raise UnsupportedError(f"{name}: forward only; call it under torch.no_grad() or detach the inputs")
+
+
+def refuse_device(name: str, tensor: torch.Tensor, *, oldest: tuple[int, int] = (8, 0)) -> None:
+    """Raises UnsupportedError for a device that the kernels do not run on.  oldest: compute capability."""
+    if tensor.is_cuda:
+        if capability(tensor) < oldest:
+            raise UnsupportedError(f"{name}: needs a GPU of compute capability 8.0 or newer")
+    elif not INTERPRETED:
+        raise UnsupportedError(
+            f"{name}: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {tensor.device}"
+        )

@@ -26,6 +26,7 @@ STAGES = {
     "decay_exp2": "caller",
     "decay_exp": "caller",
     "sequence_bounds": "caller",
+    "softplus": "chunk_cumsum",
 }
 
 
@@ -78,3 +79,13 @@ def sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_stride):
     p = cu_seqlens_ptr + tl.cast(sequence, tl.int64) * cu_seqlens_stride
     begin = tl.load(p).to(tl.int64)
     return begin, (tl.load(p + cu_seqlens_stride) - begin).to(tl.int32)
+
+
+@triton.jit
+def softplus(v):
+    """log(1 + exp(v)), without overflow, and with full precision where exp(v) is small."""
+    e = tl.exp2(-tl.abs(v) * LOG2_E)
+    u = 1.0 + e
+    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p

@@ -22,6 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.cache import triton_key
 
 from ssdprof.kernels.device import INTERPRETED, has_gpu
@@ -60,7 +61,8 @@ class Launcher:
     def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
         names = _arguments(kernel.fn)
         if "S" in names:
-            constants = {name: value for name, value in options.items() if name.isupper()}
+            wrap = (lambda value: value) if INTERPRETED else tl.constexpr  # Triton takes no attribute for a constant
+            constants = {name: wrap(value) for name, value in options.items() if name.isupper()}
             options = {"S": Constants(**constants)} | {n: v for n, v in options.items() if n not in constants}
         self._kernel, self._scalars, self._options = kernel, scalars, options
         self._constants = (*scalars, *(options[name] for name in names if name in options))

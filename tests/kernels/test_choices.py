@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ssdprof import kernels
-from ssdprof.kernels.gdn.portable.config import PortableConfig as GDNPortableConfig
+from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.portable.config import PortableConfig as SSDPortableConfig
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 
 CALLS = 1000  # for each implementation of each operator
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
 from gdn_cases import EXACT, RELAXED, Case
 
-from ssdprof.kernels.gdn.unfused.six_launches import six_stages
+from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.precision import Precision
 
 pytestmark = pytest.mark.compiler

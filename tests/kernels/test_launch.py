@@ -22,11 +22,11 @@ from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels import SSDInputs, UnsupportedError, ssd_fused
 from ssdprof.kernels import launch as launching
-from ssdprof.kernels.launch import Launcher, launch
+from ssdprof.kernels.launch import LaunchCache, Launcher, launch
 from ssdprof.kernels.ssd import fused
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.hopper.launch import HopperLaunch
-from ssdprof.kernels.ssd.portable.config import PortableConfig
 
 CASE = Case(seqlen=20, gate=True, initial_states=True)
 
@@ -61,7 +61,7 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_kept", {})
-    monkeypatch.setattr(fused, "_launches", {})
+    monkeypatch.setattr(fused, "_launches", LaunchCache())
 
 
 @pytest.mark.slow
@@ -216,12 +216,12 @@ def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
 
 def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST", 3)
-    monkeypatch.setattr(fused, "_MOST_LAUNCHES", 3)
+    monkeypatch.setattr(fused, "_launches", LaunchCache(most=3))
     kinds(*(((None, None), (size,), {}) for size in range(8)))
     assert 0 < len(launching._kept) <= 3
     for seqlen in range(1, 8):
         fused.run(Case(seqlen=seqlen).inputs())
-    assert 0 < len(fused._launches) <= 3
+    assert 0 < len(fused._launches._kept) <= 3
 
 
 # --- a whole call
@@ -251,14 +251,14 @@ def test_a_call_is_prepared_once_and_right_every_time(monkeypatch: pytest.Monkey
 def test_a_changed_choice_is_seen_after_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = CASE.inputs()
     fused.run(inputs)
-    chosen: list[PortableConfig] = []
-    choose = PortableConfig.choose
+    chosen: list[SSDPortableConfig] = []
+    choose = SSDPortableConfig.choose
 
-    def noted(*arguments: Any) -> PortableConfig:
+    def noted(*arguments: Any) -> SSDPortableConfig:
         chosen.append(choose(*arguments))
         return chosen[-1]
 
-    monkeypatch.setattr(PortableConfig, "choose", noted)
+    monkeypatch.setattr(SSDPortableConfig, "choose", noted)
     fused.run(inputs)
     assert not chosen
     fused.forget_launches()

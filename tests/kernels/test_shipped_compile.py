@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +21,10 @@ from compile_target import CAPABILITIES, Compiled, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd import config_table
-from ssdprof.kernels.ssd.portable import config as portable_config
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused import bmm_chunk, chunk_scan, chunk_state
-from ssdprof.kernels.ssd.unfused.five_launches import five_stages
+from ssdprof.kernels.ssd import config
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused.pipeline import five_stages
 
 pytestmark = pytest.mark.compiler
 
@@ -61,7 +59,7 @@ UNFUSED: dict[str, tuple[Case, Precision]] = {
 def launch_portable(case: Case, precision: Precision) -> None:
     inputs = on_meta(case.inputs())
     capability = triton.runtime.driver.active.get_current_target().arch
-    ssd_fused_portable(inputs, precision, config=PortableConfig.choose(inputs, divmod(capability, 10)))
+    ssd_fused_portable(inputs, precision, config=SSDPortableConfig.choose(inputs, divmod(capability, 10)))
 
 
 def launch_unfused(case: Case, precision: Precision) -> None:
@@ -103,24 +101,24 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The rows that are chosen during a test, by id."""
     chosen: set[int] = set()
 
-    def noting(table: object, call: object) -> object:
-        row = config_table.first_fit(table, call)  # type: ignore[arg-type, var-annotated]
+    first_fit = config.first_fit
+
+    def noting(table: Any, **call: Any) -> Any:
+        row = first_fit(table, **call)
         chosen.add(id(row))
         return row
 
-    modules: tuple[ModuleType, ...] = (bmm_chunk, chunk_scan, chunk_state, portable_config)
-    for module in modules:
-        monkeypatch.setattr(module, "first_fit", noting)
+    monkeypatch.setattr(config, "first_fit", noting)
     return chosen
 
 
 def test_every_row_is_compiled(rows: set[int]) -> None:
     for case, _ in PORTABLE.values():
         for capability in CAPABILITIES:
-            PortableConfig.choose(case.inputs(), divmod(capability, 10))
+            SSDPortableConfig.choose(case.inputs(), divmod(capability, 10))
     for case, precision in UNFUSED.values():
         five_stages(replace(case, seqlen=17, chunk_size=16, heads=1).inputs(), precision)
-    for table in (config_table.PORTABLE, config_table.CHUNK_STATE, config_table.BMM_CHUNK, config_table.CHUNK_SCAN):
+    for table in (config.PORTABLE, config.CHUNK_STATE, config.BMM_CHUNK, config.CHUNK_SCAN):
         for row in table:
             assert id(row) in rows, row
 

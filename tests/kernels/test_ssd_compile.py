@@ -10,8 +10,8 @@ from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
-from ssdprof.kernels.ssd.unfused.five_launches import five_stages
+from ssdprof.kernels.ssd.unfused.pipeline import five_stages
+from ssdprof.kernels.ssd.unfused.stages import ChunkScanConfig, chunk_scan
 
 pytestmark = pytest.mark.compiler
 

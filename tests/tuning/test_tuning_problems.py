@@ -14,9 +14,9 @@ from ssdprof.capture.captured import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import device
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.operators.tensors import tensors
@@ -42,7 +42,7 @@ def made(sources: tuple[Workload, ...]) -> list[problems.Problem]:
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths() -> None:
     (problem,) = made(drawn(SSD, CELLS, CPU))
-    assert isinstance(problem.committed, PortableConfig)
+    assert isinstance(problem.committed, SSDPortableConfig)
     assert [inputs.x.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
     assert "nchunks" not in problem.calls.sizes
     assert problem.calls.sizes["nheads"] == 2

@@ -24,11 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import decay_exp, ptr_offset, sequence_bounds
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
-from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
 from ssdprof.kernels.launch import LaunchCache, Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
@@ -40,14 +38,14 @@ STAGES = {"_gdn_recurrent_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
+class GDNRecurrentConfig:
     """block_v: slice of V per program, a power of two."""
 
     block_v: int = 32
     num_warps: int = 2
 
     @classmethod
-    def choose(cls, inputs: GDNInputs) -> RecurrentConfig:
+    def choose(cls, inputs: GDNInputs) -> GDNRecurrentConfig:
         """At most 64 numbers of the state per thread: with K = 256, more would spill.
 
         On an H200 with K = V = 128 and one token, 32 values and 2 warps are the fastest for 16 and 64 sequences, and
@@ -125,11 +123,11 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
 
 
-class RecurrentLaunch:
+class GDNRecurrentLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature`, and keeps none of them."""
 
     def __init__(
-        self, inputs: GDNInputs, config: RecurrentConfig, *, in_place: bool = False, state_v_first: bool = False
+        self, inputs: GDNInputs, config: GDNRecurrentConfig, *, in_place: bool = False, state_v_first: bool = False
     ) -> None:
         self._in_place = in_place
         self._index, self._device = inputs.q.get_device(), inputs.q.device
@@ -170,7 +168,7 @@ class RecurrentLaunch:
         return self._final_states.empty(self._device)
 
 
-_launches: LaunchCache[RecurrentLaunch] = LaunchCache()
+_launches: LaunchCache[GDNRecurrentLaunch] = LaunchCache()
 
 
 def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
@@ -187,12 +185,12 @@ def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
     return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
-def _prepare(inputs: GDNInputs, in_place: bool) -> RecurrentLaunch:
+def _prepare(inputs: GDNInputs, in_place: bool) -> GDNRecurrentLaunch:
     inputs.check()
-    refuse_unsupported("recurrent", inputs)
+    refuse_device("recurrent", inputs.q)
     if in_place and is_expanded(inputs.initial_state):
         raise ValueError("in_place cannot write to an expanded initial_state: pass initial_state.contiguous()")
-    return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs), in_place=in_place)
+    return GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs), in_place=in_place)
 
 
 def _run(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
@@ -203,11 +201,11 @@ _EQUALS = "; the same as exact with fp32 states"  # appended to the reason for e
 
 
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:
-    refuse_unsupported("recurrent", inputs)
+    refuse_device("recurrent", inputs.q)
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
-        config=asdict(RecurrentConfig.choose(inputs)),
+        config=asdict(GDNRecurrentConfig.choose(inputs)),
         reason="one launch, token by token; fp32 throughout" + _EQUALS * (precision != Precision()),
     )
 

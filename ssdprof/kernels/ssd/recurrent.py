@@ -24,13 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.device import INTERPRETED, capability
-from ssdprof.kernels.functions import LOG2_E, decay_exp, ptr_offset, sequence_bounds
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
+from ssdprof.kernels.functions import LOG2_E, decay_exp, ptr_offset, sequence_bounds, softplus
 from ssdprof.kernels.launch import LaunchCache, Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.stages import softplus
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
@@ -39,14 +38,14 @@ STAGES = {"_ssd_recurrent_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
+class SSDRecurrentConfig:
     """block_p: slice of P per program, a power of two."""
 
     block_p: int = 16
     num_warps: int = 2
 
     @classmethod
-    def choose(cls, inputs: SSDInputs) -> RecurrentConfig:
+    def choose(cls, inputs: SSDInputs) -> SSDRecurrentConfig:
         return cls(block_p=min(cls.block_p, triton.next_power_of_2(inputs.x.shape[3])))
 
 
@@ -130,10 +129,10 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
 
 
-class RecurrentLaunch:
+class SSDRecurrentLaunch:
     """A call without its tensors.  It serves all inputs of one `SSDInputs.signature`, and keeps none of them."""
 
-    def __init__(self, inputs: SSDInputs, config: RecurrentConfig, *, in_place: bool = False) -> None:
+    def __init__(self, inputs: SSDInputs, config: SSDRecurrentConfig, *, in_place: bool = False) -> None:
         self._in_place = in_place
         self._index, self._device = inputs.x.get_device(), inputs.x.device
         self._states_shape = inputs.states_shape
@@ -179,7 +178,7 @@ def _tensors(inputs: SSDInputs) -> tuple[torch.Tensor | None, ...]:
     )  # fmt: skip
 
 
-_launches: LaunchCache[RecurrentLaunch] = LaunchCache()
+_launches: LaunchCache[SSDRecurrentLaunch] = LaunchCache()
 
 
 def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
@@ -192,27 +191,23 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
     """
     if in_place and inputs.initial_states is None:
         raise ValueError("in_place needs initial_states to write to")
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in _tensors(inputs)):
-        raise UnsupportedError("recurrent: forward only; call it under torch.no_grad() or detach the inputs")
+    refuse_gradient("recurrent", _tensors(inputs))
     return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
-def _prepare(inputs: SSDInputs, in_place: bool) -> RecurrentLaunch:
+def _prepare(inputs: SSDInputs, in_place: bool) -> SSDRecurrentLaunch:
     inputs.check()
     _refuse_unsupported(inputs)
     if in_place and is_expanded(inputs.initial_states):
         raise ValueError("in_place cannot write to expanded initial_states: pass initial_states.contiguous()")
-    return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs), in_place=in_place)
+    return SSDRecurrentLaunch(inputs, SSDRecurrentConfig.choose(inputs), in_place=in_place)
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
     dstate, x = inputs.B.shape[3], inputs.x
     if dstate > MAX_DSTATE:
         raise UnsupportedError(f"recurrent: dstate is at most {MAX_DSTATE}, not {dstate}")
-    if not x.is_cuda and not INTERPRETED:
-        raise UnsupportedError(f"recurrent: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {x.device}")
-    if x.is_cuda and capability(x) < (8, 0):
-        raise UnsupportedError("recurrent: needs a GPU of compute capability 8.0 or newer")
+    refuse_device("recurrent", x)
 
 
 def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
@@ -227,7 +222,7 @@ def plan(inputs: SSDInputs, precision: Precision) -> Plan:
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
-        config=asdict(RecurrentConfig.choose(inputs)),
+        config=asdict(SSDRecurrentConfig.choose(inputs)),
         reason="one launch, position by position; fp32 throughout" + _EQUALS * (precision != Precision()),
     )
 

@@ -12,8 +12,7 @@ from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
 from ssdprof.kernels.gdn.hopper.slow_heads import SlowHeads
 from ssdprof.kernels.gdn.hopper.workspace import Workspace, padded_strides
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.tensors import Part, Rows, Tiles, part, row_stride, steps
 

@@ -21,21 +21,129 @@ Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
-from ssdprof.kernels.gdn.portable.inverse import unit_lower_inverse
-from ssdprof.kernels.gdn.portable.positions import piece_of_slot
+from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, decay_exp2, ptr_offset, sequence_bounds
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost later differences their precision
 L2NORM_EPS = tl.constexpr(1e-6)
+LEAF = tl.constexpr(16)  # least rows of a product
 
-STAGES = {"_gdn_factors_kernel": "setup", "load_rows": "caller", "log2_decays": "gate_cumsum"}
+STAGES = {
+    "first_slot": "setup",
+    "piece_of_slot": "setup",
+    "between_halves": "solve_tril",
+    "leaf_inverses": "solve_tril",
+    "unit_lower_inverse": "solve_tril",
+    "_gdn_factors_kernel": "setup",
+    "load_rows": "caller",
+    "log2_decays": "gate_cumsum",
+}
+
+
+# --- division of sequences into pieces: chunks, or segments of several chunks.
+#
+# Each piece has a slot.  In a batch, all sequences have equally many slots.  The slots of packed sequence i, which
+# begins at b, start at b // size + i.  This leaves room for one partial piece per sequence, and needs no sum over
+# earlier sequences.  Some slots stay empty.
+
+
+def slot_count(length: int, sequences: int, size: int, *, packed: bool) -> int:
+    """Slots for pieces of `size` positions, for `sequences` of `length` each, or packed into `length` positions."""
+    return length // size + sequences if packed else sequences * -(-length // size)
+
+
+@triton.jit
+def first_slot(sequence, begin, seqlen, PACKED: tl.constexpr, SIZE: tl.constexpr):
+    """Slot of a sequence's first piece."""
+    if PACKED:
+        return (begin // SIZE).to(tl.int32) + sequence
+    else:
+        return sequence * tl.cdiv(seqlen, SIZE)
+
+
+@triton.jit
+def piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SIZE: tl.constexpr):
+    """(sequence, batch entry, index of the piece in its sequence, first position and length of that sequence).
+
+    A piece that begins at or past the end does not exist, except the first one of an empty sequence.
+    """
+    if cu_seqlens_ptr is None:
+        pieces = tl.cdiv(seqlen, SIZE)
+        sequence = slot // pieces
+        return sequence, sequence, slot % pieces, tl.zeros((), tl.int64), seqlen
+    else:
+        low, high = tl.zeros((), tl.int32), tl.cast(sequences, tl.int32)  # finds the last sequence not after `slot`
+        while high - low > 1:
+            middle = (low + high) // 2
+            begin, _ = sequence_bounds(middle, cu_seqlens_ptr, cu_seqlens_stride)
+            later = first_slot(middle, begin, seqlen, True, SIZE) > slot
+            low, high = tl.where(later, low, middle), tl.where(later, middle, high)
+        begin, length = sequence_bounds(low, cu_seqlens_ptr, cu_seqlens_stride)
+        return low, tl.zeros((), tl.int32), slot - first_slot(low, begin, seqlen, True, SIZE), begin, length
+
+
+# --- the inverse of I + L in registers, with L strictly lower triangular.
+#
+#     [I + L1        ]^-1   [   A1         ]
+#     [  C     I + L2]    = [-A2 C A1   A2 ]
+#
+# Let A be the block diagonal matrix of the inverses of the diagonal blocks of s rows, and let C hold the entries of L
+# between the two halves of each block of 2s rows.  Then A - A C A holds the inverses of the diagonal blocks of 2s rows.
+# Every entry of these products is an entry of an inverse, which stays small even for collinear keys.  A Neumann series
+# would compute powers of L, which do not stay small.
+#
+# Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join them have operands in MERGE.  fp16 has
+# the precision of tf32 and costs half, but its range is guaranteed to be sufficient only for normalised keys.
+
+
+@triton.jit
+def between_halves(i, j, half: tl.constexpr):
+    """Whether entry (i, j) lies between the lower and the upper half of a diagonal block of 2 * half rows."""
+    return (i // (2 * half) == j // (2 * half)) & (i // half > j // half)
+
+
+@triton.jit
+def leaf_inverses(L):
+    """The inverses of I + L for L (n, LEAF, LEAF)."""
+    o = tl.arange(0, LEAF)
+    i, j = o[None, :, None], o[None, None, :]
+    A = tl.where(i == j, 1.0, 0.0) - tl.where(between_halves(i, j, 1), L, 0.0)
+    for log2_half in tl.static_range(1, 4):
+        C = tl.where(between_halves(i, j, 2**log2_half), L, 0.0)
+        A -= tl.dot(A, tl.dot(C, A, input_precision=DOT_PRECISION), input_precision=DOT_PRECISION)
+    return A
+
+
+@triton.jit
+def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 for L (s, s) fp32.  Reads only entries below the diagonal.  s is 16, 32, 64 or 128.
+
+    MERGE: dtype of the operands of the products that join blocks of 16 rows
+    PRECISION: input precision of these products if MERGE is fp32
+    """
+    SIZE: tl.constexpr = L.shape[0]
+    LEAVES: tl.constexpr = SIZE // LEAF
+    o_n = tl.arange(0, LEAVES)
+    diagonal = (o_n[:, None] == o_n[None, :])[:, None, :, None]
+    # extract the diagonal blocks: each sum has one nonzero term
+    leaves = tl.sum(tl.where(diagonal, tl.reshape(L, (LEAVES, LEAF, LEAVES, LEAF)), 0.0), axis=2)
+    A = tl.reshape(leaf_inverses(leaves), (LEAVES, LEAF, 1, LEAF))
+    A = tl.reshape(tl.where(diagonal, A, 0.0), (SIZE, SIZE))
+    o = tl.arange(0, SIZE)
+    for log2_half in tl.static_range(4, 7):
+        if 2**log2_half < SIZE:
+            C = tl.where(between_halves(o[:, None], o[None, :], 2**log2_half), L, 0.0)
+            factor = A.to(MERGE)
+            product = tl.dot(C.to(MERGE), factor, input_precision=PRECISION)
+            A -= tl.dot(factor, product.to(MERGE), input_precision=PRECISION)
+    return A
+
+
+# --- the first launch
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ssdprof.kernels.device import capability
-from ssdprof.kernels.ssd.config_table import HOPPER, CallSizes, first_fit
+from ssdprof.kernels.ssd.config import HOPPER, first_fit
 from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, weight_places
 from ssdprof.kernels.ssd.hopper.segments import Segments, ceil_div, cut, packed_segment
@@ -47,8 +47,7 @@ class HopperConfig(Segments):
             segments = cut(nchunks, sequences * program_count(inputs), half_count(inputs.B.shape[3]), sm_count)
             how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
-        call = CallSizes(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
-        row = first_fit(HOPPER, call)
+        row = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
         return cls(**asdict(segments), **asdict(row.take), reason=f"{reason}; {row.why}")
 
 

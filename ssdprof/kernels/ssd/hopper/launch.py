@@ -9,7 +9,7 @@ import torch
 
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.buffers import BufferSizes
+from ssdprof.kernels.ssd.config import BufferSizes
 from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count, unit_count
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, COLUMNS, FLAG_STRIDE, SLICE

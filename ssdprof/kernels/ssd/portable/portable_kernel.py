@@ -28,25 +28,38 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; 
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.functions import ptr_offset
-from ssdprof.kernels.ssd.portable.segments import find_segment, segment_chunks, take_ticket
+from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
+from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.config import BufferSizes, SSDPortableConfig, whole_block
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable.stages import (
-    Gates,
-    Rows,
+    ChunkGates,
     Steps,
+    TokenRows,
     chunk_cumsum,
     chunk_products,
     chunk_state,
+    find_segment,
+    hand_over_state,
     scan_current,
     scan_residual,
+    segment_chunks,
     segment_state,
+    store_state,
+    take_state,
+    take_ticket,
+    wait_for_state,
+    zero_state,
 )
-from ssdprof.kernels.ssd.portable.states import hand_over_state, store_state, take_state, wait_for_state, zero_state
+from ssdprof.kernels.tensors import strides_of, tile_strides
 
 FLAGS = tl.constexpr(32)  # offset of the flags in sync
 FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector
@@ -109,14 +122,14 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     C_tile = rows * C_strides[1] + o_n[None, :] * C_strides[3]
     B_step, C_step = ptr_offset((S.BLOCK_N,), B_strides[3:]), ptr_offset((S.BLOCK_N,), C_strides[3:])
     out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
-    x_rows = Rows(x_ptr + ptr_offset((i_b, begin, i_h, first_p), x_strides), x_tile, x_strides[1])
-    B_rows = Rows(B_ptr + ptr_offset((i_b, begin, i_g), B_strides[:3]), B_tile, B_strides[1], B_step)
-    C_rows = Rows(C_ptr + ptr_offset((i_b, begin, i_g), C_strides[:3]), C_tile, C_strides[1], C_step)
-    out_rows = Rows(out_ptr + ptr_offset((i_b, begin, i_h, first_p), out_strides), out_tile, out_strides[1])
+    x_rows = TokenRows(x_ptr + ptr_offset((i_b, begin, i_h, first_p), x_strides), x_tile, x_strides[1])
+    B_rows = TokenRows(B_ptr + ptr_offset((i_b, begin, i_g), B_strides[:3]), B_tile, B_strides[1], B_step)
+    C_rows = TokenRows(C_ptr + ptr_offset((i_b, begin, i_g), C_strides[:3]), C_tile, C_strides[1], C_step)
+    out_rows = TokenRows(out_ptr + ptr_offset((i_b, begin, i_h, first_p), out_strides), out_tile, out_strides[1])
     positions = tl.cast(seqlen, tl.int64)  # positions of all sequences
     if cu_seqlens_ptr is None:
         positions *= sequences
-    gates = Gates(gates_ptr + (2 * positions * unit + position), positions)
+    gates = ChunkGates(gates_ptr + (2 * positions * unit + position), positions)
     state_offset = ((tl.cast(sequence, tl.int64) * S.HEADS + i_h) * S.HEADDIM + first_p) * S.DSTATE
     if S.P_ROWS:
         state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
@@ -163,7 +176,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
             D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
     if z_ptr is not None:
         z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
-        z_rows = Rows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
+        z_rows = TokenRows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
     for i_c in tl.range(first, first + count, num_stages=S.SCAN_STAGES):
         t = i_c * S.CHUNK
         CB, out = chunk_products(state, C_rows, B_rows, gates, t, length, S.DSTATE, S.P_ROWS, S.ALIGNED)
@@ -173,3 +186,94 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     # stage state_passing.store
     if last:
         store_state(final_states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, state, S.DSTATE, S.P_ROWS)
+
+
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> BufferSizes:
+    units = config.units(inputs)
+    flags = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value
+    handover = config.handover(inputs)
+    return BufferSizes.of(
+        inputs,
+        precision,
+        states=prod(inputs.states_shape) if handover and precision.state_dtype != torch.float32 else 0,
+        sync=flags if handover else 0,
+        gates=units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
+    )
+
+
+class SSDPortableLaunch:
+    """A call without its tensors.  It serves all inputs of one `SSDInputs.signature` and keeps none of them."""
+
+    def __init__(self, inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> None:
+        self._sizes = buffer_sizes(inputs, precision, config)
+        self._index = inputs.x.get_device()
+        self._programs = config.segments(inputs) * config.units(inputs)
+        self._launcher = Launcher(
+            _fused_kernel, _scalars(inputs), _options(inputs, precision, config, self._sizes.sync > 0)
+        )
+
+    def __call__(self, inputs: SSDInputs) -> SSDOutput:
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
+            out, final_states, states, sync, gates = self._sizes.allocate(inputs.x)
+            self._launcher(
+                self._programs, inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
+                inputs.initial_states, inputs.cu_seqlens, out, final_states, gates,
+                final_states if states is None else states, sync,
+            )  # fmt: skip
+        return SSDOutput(out, final_states)
+
+
+def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: SSDPortableConfig) -> SSDOutput:
+    """Output in x's dtype, final states in fp32.  `fused.py` has rejected unsupported inputs."""
+    return SSDPortableLaunch(inputs, precision, config)(inputs)
+
+
+def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
+    """Strides in the order of the tensors, those of the output last; sizes; limits of dt."""
+    return (
+        (
+            tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B),
+            tile_strides(inputs.C), strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias),
+            strides_of(inputs.initial_states), strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
+        ),
+        inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
+    )  # fmt: skip
+
+
+def _options(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig, handover: bool) -> dict[str, Any]:
+    nheads, headdim = inputs.x.shape[2:]
+    return {
+        "HEADS": nheads,
+        "HEADS_PER_GROUP": inputs.heads_per_group,
+        "HEADDIM": headdim,
+        "DSTATE": inputs.B.shape[3],
+        "CHUNK": config.chunk,
+        "BLOCK_P": config.block_p,
+        "BLOCK_N": min(config.block_n, whole_block(inputs.B.shape[3])),
+        "RULE": (config.max_segments, config.min_chunks, config.max_chunks),
+        "HANDOVER": handover,
+        "P_ROWS": config.p_rows,
+        "DT_SOFTPLUS": inputs.dt_softplus,
+        "INTERMEDIATE": TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
+        "ALIGNED": inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
+        "OFFSET": tl.int32 if _span(inputs, config.chunk) < 2**31 else tl.int64,
+        "STATE_STAGES": config.state_stages,
+        "SCAN_STAGES": config.scan_stages,
+        "num_warps": config.num_warps,
+    }
+
+
+def _span(inputs: SSDInputs, chunk: int) -> int:
+    """Largest distance, in elements, between two elements of a tile of positions or of a state."""
+    tokens = (inputs.x, inputs.B, inputs.C, inputs.z, _new(inputs))
+    spans = [chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3) for tensor in tokens if tensor is not None]
+    if inputs.initial_states is not None:
+        *_, headdim, dstate = inputs.initial_states.shape
+        *_, p, n = inputs.initial_states.stride()
+        spans.append(headdim * p + dstate * n)
+    return max(spans)
+
+
+def _new(inputs: SSDInputs) -> torch.Tensor:
+    """A meta tensor with the output's shape and strides."""
+    return torch.empty(inputs.x.shape, device="meta")

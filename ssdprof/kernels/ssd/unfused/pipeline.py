@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 from ssdprof.kernels.chunks import Chunks, chunk_count
-from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.ssd.config import (
+    BmmChunkConfig,
+    ChunkCumsumConfig,
+    ChunkScanConfig,
+    ChunkStateConfig,
+    StatePassingConfig,
+)
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.unfused.bmm_chunk import BmmChunkConfig, bmm_chunk
-from ssdprof.kernels.ssd.unfused.chunk_cumsum import ChunkCumsumConfig, chunk_cumsum
-from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
-from ssdprof.kernels.ssd.unfused.chunk_state import ChunkStateConfig, chunk_state
-from ssdprof.kernels.ssd.unfused.state_passing import StatePassingConfig, state_passing
+from ssdprof.kernels.ssd.unfused.stages import bmm_chunk, chunk_cumsum, chunk_scan, chunk_state, state_passing
 
 MAX_HEADDIM, MAX_DSTATE = 128, 256
 
@@ -114,13 +117,8 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
     for name, value, limit in (("headdim", inputs.x.shape[3], MAX_HEADDIM), ("dstate", inputs.B.shape[3], MAX_DSTATE)):
         if value > limit:
             raise UnsupportedError(f"unfused: {name} is at most {limit}, not {value}")
-    tensors = [value for value in vars(inputs).values() if isinstance(value, torch.Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise UnsupportedError("unfused: forward only; call it under torch.no_grad() or detach the inputs")
-    if not inputs.x.is_cuda and not INTERPRETED:
-        raise UnsupportedError(
-            f"unfused: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {inputs.x.device}"
-        )
+    refuse_gradient("unfused", vars(inputs).values())
+    refuse_device("unfused", inputs.x, oldest=(0, 0))
 
 
 register(Implementation(operator="ssd", name="unfused", run=run, plan=plan))

@@ -1,28 +1,81 @@
-"""Control of libraries that tune themselves: separate choices for each kind of call, and faster tuning.
+"""Kernels of other libraries, as `registry.Implementation`s: code that the adapters of all operators share.
 
-Their tuners choose by few sizes of the model and not by the number of tokens, so that the first call decides for all
-later ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.  The tuners
-still choose among the library's own configurations by the times they measure.  But the configurations are compiled in
-parallel, and each is measured for a quarter of the usual time.
+An adapter contains no code of the library.  It rejects inputs for which the library silently returns wrong results.
+Plans give no workspace, because it is measured.
+
+Tuners of libraries choose by few sizes of the model and not by the number of tokens, so that the first call decides
+for all later ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.  The
+tuners still choose among the library's own configurations by the times they measure.  But the configurations are
+compiled in parallel, and each is measured for a quarter of the usual time.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 import triton
 from triton.runtime import Autotuner
 from triton.testing import do_bench
 
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan
+
 SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
+
+
+INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
+
+
+def span(tensor: torch.Tensor, *, axes: slice = slice(None)) -> int:
+    """Elements from the first to the last one along `axes`, including those that strides skip."""
+    sizes, strides = tensor.shape[axes], tensor.stride()[axes]
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def library_kernel(
+    operator: str,
+    name: str,
+    refuse: Callable[[Any, Precision], None],
+    call: Callable[[Any, Precision], Any],
+    plan: Callable[[Any, Precision], Plan],
+) -> Implementation:
+    """A library's kernel.  refuse: raises UnsupportedError for inputs that it does not support, before the others."""
+
+    return Implementation(
+        operator=operator, name=name, run=partial(_checked, refuse, call), plan=partial(_checked, refuse, plan)
+    )
+
+
+def _checked(
+    refuse: Callable[[Any, Precision], None], then: Callable[[Any, Precision], Any], inputs: Any, precision: Precision
+) -> Any:
+    refuse(inputs, precision)
+    return then(inputs, precision)
+
+
+def content(file: Path) -> str:
+    """Name and hash of a file, for example "ssd_fused5.py, sha256 0123456789ab"."""
+    return f"{file.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+
+
+def package_version(package: str) -> str:
+    """The version of an installed package, or "unknown" for a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 class Tunings:

@@ -1,7 +1,7 @@
 """GDN in six launches, one per stage of the algorithm: the baseline.
 
 `gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  By default, dtypes are those
-of the unfused Triton kernels of flash-linear-attention (`precisions.py`).
+of the unfused Triton kernels of flash-linear-attention (`config.py`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,12 @@ from typing import Any
 import torch
 
 from ssdprof.kernels.chunks import Chunks, chunk_count
-from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
+from ssdprof.kernels.gdn import config as configs
+from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.unfused import configs
-from ssdprof.kernels.gdn.unfused.chunk_output import chunk_output
-from ssdprof.kernels.gdn.unfused.chunk_state import chunk_state
-from ssdprof.kernels.gdn.unfused.gate_cumsum import gate_cumsum
-from ssdprof.kernels.gdn.unfused.precisions import operand_dtype
-from ssdprof.kernels.gdn.unfused.qk_l2norm import qk_l2norm
-from ssdprof.kernels.gdn.unfused.recompute_w_u import recompute_w_u
-from ssdprof.kernels.gdn.unfused.scaled_dot_kkt import scaled_dot_kkt
-from ssdprof.kernels.gdn.unfused.solve_tril import solve_tril
+from ssdprof.kernels.gdn.unfused.states import chunk_output, chunk_state
+from ssdprof.kernels.gdn.unfused.system import gate_cumsum, qk_l2norm, recompute_w_u, scaled_dot_kkt, solve_tril
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 
@@ -100,7 +95,7 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
         "scaled_dot_kkt": configs.ScaledDotKktConfig.choose(key_dim=key_dim, operand=operand),
         "solve_tril": configs.SolveTrilConfig(),
         "recompute_w_u": configs.RecomputeWUConfig.choose(**dims),
-        "chunk_state": configs.ChunkStateConfig.choose(**dims, states=inputs.sequences * heads),
+        "chunk_state": configs.GDNChunkStateConfig.choose(**dims, states=inputs.sequences * heads),
         "chunk_output": configs.ChunkOutputConfig.choose(**dims),
     }
     extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
@@ -123,13 +118,8 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
 def _refuse_unsupported(inputs: GDNInputs) -> None:
     if inputs.chunk_size > MAX_CHUNK_SIZE:
         raise UnsupportedError(f"unfused: chunk_size is at most {MAX_CHUNK_SIZE}, not {inputs.chunk_size}")
-    tensors = [value for value in vars(inputs).values() if isinstance(value, torch.Tensor)]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise UnsupportedError("unfused: forward only; call it under torch.no_grad() or detach the inputs")
-    if not inputs.q.is_cuda and not INTERPRETED:
-        raise UnsupportedError(
-            f"unfused: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {inputs.q.device}"
-        )
+    refuse_gradient("unfused", vars(inputs).values())
+    refuse_device("unfused", inputs.q, oldest=(0, 0))
 
 
 register(Implementation(operator="gdn", name="unfused", run=run, plan=plan))
