@@ -2,7 +2,7 @@
 and shared memory than is recorded in `data/compiled.json`.
 
 Other tests (`test_*_compile.py`) have absolute limits; this one detects a change for the worse.  After an intended
-change, record again: python tests/kernels/test_shipped_compile.py
+change, record again: python tests/kernels/machine_code.py --record
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
-from compile_target import CAPABILITIES, Compiled, compiled, on_meta
+from compile_target import CAPABILITIES, RECORDED, assert_recorded, compiled, on_meta, recorded_form
+from machine_code import HASHES, operators_hashes
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
@@ -28,7 +28,6 @@ from ssdprof.kernels.ssd.unfused.pipeline import five_stages
 
 pytestmark = pytest.mark.compiler
 
-RECORDED = Path(__file__).parent / "data" / "compiled.json"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 P64 = Case(seqlen=1000, heads=2, headdim=64, dstate=128, chunk_size=256, dtype=BF16)
 PACKED = dict(lengths=(600, 9), initial_states=True, gate=True, skip="(h, p)")
@@ -69,24 +68,27 @@ def launch_unfused(case: Case, precision: Precision) -> None:
 LAUNCHES: dict[str, Callable[[], None]] = {
     f"portable: {label}": partial(launch_portable, *case) for label, case in PORTABLE.items()
 } | {f"unfused: {label}": partial(launch_unfused, *case) for label, case in UNFUSED.items()}
-KEYS = ("registers", "spilled_bytes", "shared_bytes")
-
-
-def measured(capability: int, label: str) -> dict[str, dict[str, int]]:
-    """Kernel -> its resources."""
-    kernels: list[Compiled] = compiled("test_shipped_compile", capability)[label]
-    return {kernel.kernel: {key: getattr(kernel, key) for key in KEYS} for kernel in kernels}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("label", LAUNCHES)
-def test_takes_no_more_than_recorded(label: str, capability: int) -> None:
-    recorded = json.loads(RECORDED.read_text())[str(capability)][label]
-    kernels = measured(capability, label)
-    assert kernels.keys() == recorded.keys()
-    for kernel, taken in kernels.items():
-        for key, value in taken.items():
-            assert value <= recorded[kernel][key], f"{kernel}: {key} {value}, recorded {recorded[kernel][key]}"
+def test_takes_no_more_than_recorded(capability: int) -> None:
+    recorded = json.loads(RECORDED.read_text())[str(capability)]
+    for name, taken in recorded_form("test_shipped_compile", capability).items():
+        kernel, *limits = recorded[name].split()
+        found, *resources = taken.split()
+        assert found == kernel
+        for value, limit in zip(resources[:3], limits[:3], strict=True):
+            assert int(value) <= int(limit), (
+                f"{name}: registers, stack, shared memory {taken}, recorded {recorded[name]}"
+            )
+
+
+def test_machine_code_is_the_recorded_one() -> None:
+    assert_recorded("test_shipped_compile")
+
+
+def test_operators_hashes_are_those_of_the_recorded_kernels() -> None:
+    assert json.loads(HASHES.read_text()) == operators_hashes(json.loads(RECORDED.read_text())["90"])
 
 
 @pytest.mark.parametrize("label", LAUNCHES)
@@ -121,16 +123,3 @@ def test_every_row_is_compiled(rows: set[int]) -> None:
     for table in (config.PORTABLE, config.CHUNK_STATE, config.BMM_CHUNK, config.CHUNK_SCAN):
         for row in table:
             assert id(row) in rows, row
-
-
-if __name__ == "__main__":
-    RECORDED.write_text(
-        json.dumps(
-            {
-                str(capability): {label: measured(capability, label) for label in LAUNCHES}
-                for capability in CAPABILITIES
-            },
-            indent=1,
-        )
-        + "\n"
-    )
