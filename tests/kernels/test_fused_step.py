@@ -45,7 +45,7 @@ def nothing_kept() -> None:
 
 def kernels() -> list[type]:
     """The kernels of the kept launches, in the order of their preparation."""
-    return [type(launch) for launch in fused._launches.values()]
+    return [type(launch) for launch in fused._launches._kept.values()]
 
 
 @pytest.mark.parametrize(

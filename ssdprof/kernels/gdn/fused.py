@@ -262,20 +262,10 @@ def gdn_fused(
 
 @torch.library.custom_op("ssdprof::gdn_fused", mutates_args=())
 def _operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    use_qk_l2norm: bool,
-    cu_seqlens: torch.Tensor | None,
-    intermediates: str,
-    state_dtype: torch.dtype,
-    state_v_first: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float | None,
+    initial_state: torch.Tensor | None, use_qk_l2norm: bool, cu_seqlens: torch.Tensor | None, intermediates: str,
+    state_dtype: torch.dtype, state_v_first: bool = False, batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`gdn_fused` with a schema that the dispatcher understands."""
     with torch.no_grad():
         return gdn_fused(
@@ -290,7 +280,7 @@ def _operator(
 def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the results of `_operator`."""
     q, _, v, *_ = arguments
-    cu_seqlens, state_v_first = arguments[8], arguments[11]
+    cu_seqlens, state_v_first = arguments[8], arguments[11:12] == (True,)  # a default is not passed
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     return v.new_empty(v.shape), v.new_empty(sequences, v.shape[2], *state, dtype=torch.float32)

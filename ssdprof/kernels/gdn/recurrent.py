@@ -27,7 +27,7 @@ import triton.language as tl
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import decay_exp, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
-from ssdprof.kernels.launch import LaunchCache, Launcher
+from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.tensors import is_expanded, strides_of
@@ -57,14 +57,11 @@ class GDNRecurrentConfig:
         return cls(block_v=block_v, num_warps=max(cls.num_warps, state // (64 * 32)))
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, _, v, g, beta, initial, _, _, final = args["tensors"]
-    tensors = (q, q, v, v, g, beta, initial, final)
-    return {
-        "name": f"{kernel.name} {tuple(q.shape)} hv{v.shape[2]} v{v.shape[3]}",
-        "flops": 7 * v.numel() * q.shape[3],
-        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
-    }
+@described
+def _metadata(tensors: Any, _S: Any) -> Described:
+    q, _, v, g, beta, initial, _, _, final = tensors
+    flops = 7 * v.numel() * q.shape[3]
+    return f"{tuple(q.shape)} hv{v.shape[2]} v{v.shape[3]}", flops, (q, q, v, v, g, beta, initial, final)
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])

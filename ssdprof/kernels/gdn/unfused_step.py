@@ -21,7 +21,7 @@ from ssdprof.kernels.functions import LOG2_E, decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig
 from ssdprof.kernels.gdn.unfused.system import qk_l2norm
-from ssdprof.kernels.launch import launch
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.tensors import strides_of_each
@@ -35,14 +35,11 @@ _NAME = "unfused_step"
 _EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
 
 
-def _step_write_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    *_, state, u = args["tensors"]
-    elements = 0 if state is None else state.numel()
-    return {
-        "name": f"{kernel.name} {tuple(u.shape)}",
-        "flops": 2 * elements + 3 * u.numel(),
-        "bytes": elements * (0 if state is None else state.element_size()) + 2 * u.numel() * u.element_size(),
-    }
+@described
+def _step_write_metadata(tensors: Any, _S: Any) -> Described:
+    *_, state, u = tensors
+    flops = 2 * (0 if state is None else state.numel()) + 3 * u.numel()
+    return f"{tuple(u.shape)}", flops, (state, u, u)
 
 
 @triton.jit(launch_metadata=_step_write_metadata)
@@ -92,14 +89,10 @@ def step_write(inputs: GDNInputs, k: torch.Tensor, config: GDNRecurrentConfig) -
     return u
 
 
-def _step_state_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    *_, initial, final = args["tensors"]
-    states = [final] if initial is None else [initial, final]
-    return {
-        "name": f"{kernel.name} {tuple(final.shape)}",
-        "flops": 3 * final.numel(),
-        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in states),
-    }
+@described
+def _step_state_metadata(tensors: Any, _S: Any) -> Described:
+    *_, initial, final = tensors
+    return f"{tuple(final.shape)}", 3 * final.numel(), (initial, final)
 
 
 @triton.jit(launch_metadata=_step_state_metadata)
@@ -149,13 +142,10 @@ def step_state(inputs: GDNInputs, k: torch.Tensor, u: torch.Tensor, config: GDNR
     return final_states
 
 
-def _step_output_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    states = args["tensors"][0]
-    return {
-        "name": f"{kernel.name} {tuple(states.shape)}",
-        "flops": 2 * states.numel(),
-        "bytes": states.numel() * states.element_size(),
-    }
+@described
+def _step_output_metadata(tensors: Any, _S: Any) -> Described:
+    states = tensors[0]
+    return f"{tuple(states.shape)}", 2 * states.numel(), (states,)
 
 
 @triton.jit(launch_metadata=_step_output_metadata)

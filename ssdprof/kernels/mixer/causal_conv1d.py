@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
-from ssdprof.kernels.launch import launch
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.tensors import strides_of_each
 
@@ -44,13 +44,10 @@ class CausalConv1dConfig:
         return cls(block_l=16, num_warps=8) if stateful else cls()
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, weight, *_ = args["tensors"]
-    return {
-        "name": f"{kernel.name} {tuple(x.shape)}",
-        "flops": 2 * weight.shape[1] * x.numel(),
-        "bytes": 2 * x.numel() * x.element_size(),
-    }
+@described
+def _metadata(tensors: Any, _S: Any) -> Described:
+    x, weight, *_ = tensors
+    return f"{tuple(x.shape)}", 2 * weight.shape[1] * x.numel(), 2 * x.numel() * x.element_size()
 
 
 @triton.jit
@@ -105,15 +102,10 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
 
 
 def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    silu: bool = True,
-    initial_state: torch.Tensor | None = None,
-    wants_final_state: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, silu: bool = True,
+    initial_state: torch.Tensor | None = None, wants_final_state: bool = False,
     config: CausalConv1dConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(out, final_state); final_state is None unless wants_final_state.  Shapes are in the module docstring.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths without support.

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
-from ssdprof.kernels.launch import launch
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.registry import UnsupportedError
 
 MAX_GROUP_SIZE = 32768
@@ -39,13 +39,10 @@ class GatedRMSNormConfig:
         return cls(block_rows=max(1, 4096 // block), num_warps=min(16, max(4, block // 1024)))
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, gate, *_ = args["tensors"]
-    return {
-        "name": f"{kernel.name} {tuple(x.shape)}",
-        "flops": 8 * x.numel(),
-        "bytes": x.numel() * (2 * x.element_size() + gate.element_size()),
-    }
+@described
+def _metadata(tensors: Any, _S: Any) -> Described:
+    x, gate, *_ = tensors
+    return f"{tuple(x.shape)}", 8 * x.numel(), x.numel() * (2 * x.element_size() + gate.element_size())
 
 
 @triton.jit(launch_metadata=_metadata)
@@ -72,15 +69,9 @@ def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.co
 
 
 def gated_rms_norm(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    eps: float,
-    group_size: int,
-    norm_first: bool,
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float, group_size: int, norm_first: bool,
     config: GatedRMSNormConfig | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Launch the kernel.  Shapes are in the module docstring.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes without support.

@@ -96,24 +96,11 @@ def ssd_fused(
 
 @torch.library.custom_op("ssdprof::ssd_fused", mutates_args=())
 def _operator(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    initial_states: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    intermediates: str,
-    state_dtype: torch.dtype,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int,
+    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool, dt_low: float,
+    dt_high: float, initial_states: torch.Tensor | None, cu_seqlens: torch.Tensor | None, intermediates: str,
+    state_dtype: torch.dtype, batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`ssd_fused` with a schema that the dispatcher understands."""
     with torch.no_grad():
         return ssd_fused(

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import LOG2_E, decay_exp, ptr_offset, sequence_bounds, softplus
-from ssdprof.kernels.launch import LaunchCache, Launcher
+from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -49,14 +49,10 @@ class SSDRecurrentConfig:
         return cls(block_p=min(cls.block_p, triton.next_power_of_2(inputs.x.shape[3])))
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, dt, _, B, _, _, z, _, initial, _, _, final = args["tensors"]
-    tensors = (x, x, B, B, z, dt, initial, final)
-    return {
-        "name": f"{kernel.name} {tuple(x.shape)} n{B.shape[3]}",
-        "flops": 6 * x.numel() * B.shape[3],
-        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
-    }
+@described
+def _metadata(tensors: Any, _S: Any) -> Described:
+    x, dt, _, B, _, _, z, _, initial, _, _, final = tensors
+    return f"{tuple(x.shape)} n{B.shape[3]}", 6 * x.numel() * B.shape[3], (x, x, B, B, z, dt, initial, final)
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])

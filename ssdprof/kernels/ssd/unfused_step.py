@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import LOG2_E, decay_exp2, ptr_offset, softplus
-from ssdprof.kernels.launch import launch
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -30,14 +30,10 @@ _NAME = "unfused_step"
 _EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
 
 
-def _step_state_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    *_, initial, final = args["tensors"]
-    states = [final] if initial is None else [initial, final]
-    return {
-        "name": f"{kernel.name} {tuple(final.shape)}",
-        "flops": 4 * final.numel(),
-        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in states),
-    }
+@described
+def _step_state_metadata(tensors: Any, _S: Any) -> Described:
+    *_, initial, final = tensors
+    return f"{tuple(final.shape)}", 4 * final.numel(), (initial, final)
 
 
 @triton.jit(launch_metadata=_step_state_metadata)
@@ -95,13 +91,10 @@ def step_state(inputs: SSDInputs, config: SSDRecurrentConfig) -> torch.Tensor:
     return final_states
 
 
-def _step_output_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    states = args["tensors"][0]
-    return {
-        "name": f"{kernel.name} {tuple(states.shape)}",
-        "flops": 2 * states.numel(),
-        "bytes": states.numel() * states.element_size(),
-    }
+@described
+def _step_output_metadata(tensors: Any, _S: Any) -> Described:
+    states = tensors[0]
+    return f"{tuple(states.shape)}", 2 * states.numel(), (states,)
 
 
 @triton.jit(launch_metadata=_step_output_metadata)

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels.launch import Described, described
 
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost later differences their precision
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -165,15 +166,12 @@ def log2_decays(g_ptr, stride, o_t, m_t):
     return tl.clamp(g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, _, g, beta, _, state_factor, out_factor, *_ = args["tensors"]
-    tokens, key_dim, chunk = beta.numel(), q.shape[3], args["S"].CHUNK
-    tensors = (q, q, beta, g, state_factor, out_factor)
-    return {
-        "name": f"{kernel.name} {tuple(q.shape)} hv{beta.shape[2]}",
-        "flops": 2 * tokens * chunk * (3 * key_dim + chunk),
-        "bytes": sum(t.numel() * t.element_size() for t in tensors),
-    }
+@described
+def _metadata(tensors: Any, S: Any) -> Described:
+    q, _, g, beta, _, state_factor, out_factor, *_ = tensors
+    tokens, key_dim, chunk = beta.numel(), q.shape[3], S.CHUNK
+    flops = 2 * tokens * chunk * (3 * key_dim + chunk)
+    return f"{tuple(q.shape)} hv{beta.shape[2]}", flops, (q, q, beta, g, state_factor, out_factor)
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])

@@ -34,7 +34,7 @@ from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, ptr_offset, seque
 from ssdprof.kernels.gdn.config import GDNPortableConfig, inverse_products, operand_dtype
 from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.factors import _gdn_factors_kernel, first_slot, load_rows, piece_of_slot, slot_count
-from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.launch import Described, Launcher, described
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of, tile_strides
 
@@ -123,15 +123,12 @@ def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS:
     return after
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, _, v, state_factor, out_factor, *_, final_states = args["tensors"]
+@described
+def _metadata(tensors: Any, S: Any) -> Described:
+    q, _, v, state_factor, out_factor, *_, final_states = tensors
     (batch, length, heads, value_dim), key_dim = v.shape, q.shape[3]
-    tensors = (q, q, v, v, state_factor, out_factor, final_states)
-    return {
-        "name": f"{kernel.name} {tuple(q.shape)} hv{heads} v{value_dim}",
-        "flops": 2 * batch * length * heads * value_dim * (3 * key_dim + args["S"].CHUNK),
-        "bytes": sum(t.numel() * t.element_size() for t in tensors),
-    }
+    flops = 2 * batch * length * heads * value_dim * (3 * key_dim + S.CHUNK)
+    return f"{tuple(q.shape)} hv{heads} v{value_dim}", flops, (q, q, v, v, state_factor, out_factor, final_states)
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])

@@ -17,21 +17,19 @@ import triton.language as tl
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn.config import ChunkOutputConfig, GDNChunkStateConfig, intermediate, operand_dtype
-from ssdprof.kernels.launch import launch
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 STAGES = {"_load": "caller", "_gdn_chunk_state_kernel": "chunk_state", "_gdn_chunk_output_kernel": "chunk_output"}
 
 
-def _chunk_state_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    k, w, u, *_, prev_states, v_new, _ = args["tensors"]
+@described
+def _chunk_state_metadata(tensors: Any, _S: Any) -> Described:
+    k, w, u, *_, prev_states, v_new, _ = tensors
     batch, nchunks, heads, _, key_dim = w.shape
-    return {
-        "name": f"{kernel.name} b{batch} c{nchunks} hv{heads} k{key_dim} v{u.shape[3]}",
-        "flops": 4 * u.numel() * key_dim,
-        "bytes": sum(t.numel() * t.element_size() for t in (w, u, k, prev_states, v_new)),
-    }
+    flops = 4 * u.numel() * key_dim
+    return f"b{batch} c{nchunks} hv{heads} k{key_dim} v{u.shape[3]}", flops, (w, u, k, prev_states, v_new)
 
 
 @triton.jit
@@ -117,17 +115,10 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
 
 
 def chunk_state(
-    k: torch.Tensor,
-    w: torch.Tensor,
-    u: torch.Tensor,
-    g_cumsum_log2: torch.Tensor,
-    chunks: Chunks,
-    *,
-    inputs_dtype: torch.dtype,
-    precision: Precision,
-    initial_state: torch.Tensor | None = None,
+    k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks, *,
+    inputs_dtype: torch.dtype, precision: Precision, initial_state: torch.Tensor | None = None,
     config: GDNChunkStateConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """GDN stage 5 of 6: the state that enters each chunk, the values that the chunk writes, and the final state.
 
         v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
@@ -169,14 +160,12 @@ def chunk_state(
     return prev_states, v_new, final_states
 
 
-def _chunk_output_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, k, prev_states, v_new, *_, out = args["tensors"]
+@described
+def _chunk_output_metadata(tensors: Any, _S: Any) -> Described:
+    q, k, prev_states, v_new, *_, out = tensors
     batch, length, heads, value_dim = out.shape
-    return {
-        "name": f"{kernel.name} b{batch} t{length} hv{heads} k{q.shape[3]} v{value_dim}",
-        "flops": 2 * v_new.numel() * (q.shape[3] + v_new.shape[4] // 2),
-        "bytes": sum(t.numel() * t.element_size() for t in (q, k, prev_states, v_new, out)),
-    }
+    flops = 2 * v_new.numel() * (q.shape[3] + v_new.shape[4] // 2)
+    return f"b{batch} t{length} hv{heads} k{q.shape[3]} v{value_dim}", flops, (q, k, prev_states, v_new, out)
 
 
 @triton.jit(launch_metadata=_chunk_output_metadata)
@@ -235,18 +224,10 @@ def _gdn_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_pe
 
 
 def chunk_output(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    prev_states: torch.Tensor,
-    v_new: torch.Tensor,
-    g_cumsum_log2: torch.Tensor,
-    chunks: Chunks,
-    *,
-    scale: float,
-    out_dtype: torch.dtype,
-    precision: Precision,
+    q: torch.Tensor, k: torch.Tensor, prev_states: torch.Tensor, v_new: torch.Tensor, g_cumsum_log2: torch.Tensor,
+    chunks: Chunks, *, scale: float, out_dtype: torch.dtype, precision: Precision,
     config: ChunkOutputConfig | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """GDN stage 6 of 6: the output, from the state that enters the chunk and from the chunk's own corrected values.
 
         out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k]

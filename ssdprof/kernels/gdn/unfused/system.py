@@ -27,7 +27,7 @@ from ssdprof.kernels.gdn.config import (
     inverse_products,
     operand_dtype,
 )
-from ssdprof.kernels.launch import launch
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
@@ -46,13 +46,10 @@ STAGES = {
 }
 
 
-def _qk_l2norm_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, y = args["tensors"]
-    return {
-        "name": f"{kernel.name} {tuple(x.shape)}",
-        "flops": 3 * x.numel(),
-        "bytes": x.numel() * (x.element_size() + y.element_size()),
-    }
+@described
+def _qk_l2norm_metadata(tensors: Any, _S: Any) -> Described:
+    x, y = tensors
+    return f"{tuple(x.shape)}", 3 * x.numel(), x.numel() * (x.element_size() + y.element_size())
 
 
 @triton.jit(launch_metadata=_qk_l2norm_metadata)
@@ -94,14 +91,11 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype, config: QkL2NormConfig | N
     return y
 
 
-def _gate_cumsum_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    g = args["tensors"][0]
+@described
+def _gate_cumsum_metadata(tensors: Any, _S: Any) -> Described:
+    g = tensors[0]
     batch, length, heads = g.shape
-    return {
-        "name": f"{kernel.name} b{batch} t{length} hv{heads}",
-        "flops": 2 * g.numel(),
-        "bytes": g.numel() * (g.element_size() + 4),
-    }
+    return f"b{batch} t{length} hv{heads}", 2 * g.numel(), g.numel() * (g.element_size() + 4)
 
 
 @triton.jit(launch_metadata=_gate_cumsum_metadata)
@@ -156,14 +150,12 @@ def gate_cumsum(g: torch.Tensor, chunks: Chunks, *, config: GateCumsumConfig | N
     return g_cumsum_log2
 
 
-def _scaled_dot_kkt_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    k, *_, L = args["tensors"]
+@described
+def _scaled_dot_kkt_metadata(tensors: Any, _S: Any) -> Described:
+    k, *_, L = tensors
     batch, length, heads, key_dim = k.shape
-    return {
-        "name": f"{kernel.name} b{batch} t{length} h{heads} k{key_dim}",
-        "flops": 2 * k.numel() * L.shape[-1],
-        "bytes": k.numel() * k.element_size() + L.numel() * 4 * 5 // 8,
-    }
+    flops = 2 * k.numel() * L.shape[-1]
+    return f"b{batch} t{length} h{heads} k{key_dim}", flops, k.numel() * k.element_size() + L.numel() * 4 * 5 // 8
 
 
 @triton.jit(launch_metadata=_scaled_dot_kkt_metadata)
@@ -207,14 +199,9 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
 
 
 def scaled_dot_kkt(
-    k: torch.Tensor,
-    beta: torch.Tensor,
-    g_cumsum_log2: torch.Tensor,
-    chunks: Chunks,
-    *,
-    operand: torch.dtype,
+    k: torch.Tensor, beta: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks, *, operand: torch.dtype,
     config: ScaledDotKktConfig | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """GDN stage 2 of 6: the triangular system of each chunk.
 
         L[i, j] = beta[i] * exp(g_cumsum[i] - g_cumsum[j]) * sum_k k[i, k] * k[j, k]      for j < i, else 0
@@ -244,14 +231,12 @@ def scaled_dot_kkt(
     return L
 
 
-def _solve_tril_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    L, _, A = args["tensors"]
+@described
+def _solve_tril_metadata(tensors: Any, _S: Any) -> Described:
+    L, _, A = tensors
     batch, nchunks, heads, size, _ = L.shape
-    return {
-        "name": f"{kernel.name} b{batch} c{nchunks} hv{heads} size{size}",
-        "flops": L.numel() * size // 3,
-        "bytes": L.numel() * 4 * 5 // 8 + A.numel() * A.element_size(),
-    }
+    flops = L.numel() * size // 3
+    return f"b{batch} c{nchunks} hv{heads} size{size}", flops, L.numel() * 4 * 5 // 8 + A.numel() * A.element_size()
 
 
 @triton.jit
@@ -345,14 +330,12 @@ def solve_tril(
     return A
 
 
-def _recompute_w_u_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    A, k, v, *_, w, u = args["tensors"]
+@described
+def _recompute_w_u_metadata(tensors: Any, _S: Any) -> Described:
+    A, k, v, *_, w, u = tensors
     batch, length, heads, value_dim = v.shape
-    return {
-        "name": f"{kernel.name} b{batch} t{length} hv{heads} k{k.shape[3]} v{value_dim}",
-        "flops": 2 * A.numel() * (k.shape[3] + value_dim),
-        "bytes": sum(t.numel() * t.element_size() for t in (A, k, v, w, u)),
-    }
+    flops = 2 * A.numel() * (k.shape[3] + value_dim)
+    return f"b{batch} t{length} hv{heads} k{k.shape[3]} v{value_dim}", flops, (A, k, v, w, u)
 
 
 @triton.jit(launch_metadata=_recompute_w_u_metadata)
@@ -407,16 +390,9 @@ def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_p
 
 
 def recompute_w_u(
-    A: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    g_cumsum_log2: torch.Tensor,
-    chunks: Chunks,
-    *,
-    precision: Precision,
-    config: RecomputeWUConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    A: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
+    *, precision: Precision, config: RecomputeWUConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """GDN stage 4 of 6: keys and values of each chunk after the inverse, which do not depend on the state.
 
         u[v, i] = sum_j A[i, j] * beta[j] * v[j, v]

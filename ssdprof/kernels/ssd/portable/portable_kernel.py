@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
-from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.launch import Described, Launcher, described
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import BufferSizes, SSDPortableConfig, whole_block
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -67,16 +67,14 @@ FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector
 STAGES = {"_fused_kernel": "setup"}
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, dt, _, B, _, _, z, _, initial_states, _, _, final_states, *_ = args["tensors"]
+@described
+def _metadata(tensors: Any, S: Any) -> Described:
+    x, dt, _, B, _, _, z, _, initial_states, _, _, final_states, *_ = tensors
     batch, seqlen, nheads, headdim = x.shape
-    dstate, chunk = B.shape[3], args["S"].CHUNK
-    tensors = (x, x, dt, B, B, z, initial_states, final_states)  # x and out, B and C
-    return {
-        "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}",
-        "flops": 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate),
-        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
-    }
+    dstate, chunk = B.shape[3], S.CHUNK
+    flops = 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate)
+    moved = (x, x, dt, B, B, z, initial_states, final_states)  # x and out, B and C
+    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}", flops, moved
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset
-from ssdprof.kernels.launch import launch
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import (
     BmmChunkConfig,
@@ -37,15 +37,12 @@ STAGES = {
 }
 
 
-def _chunk_cumsum_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    dt_raw = args["tensors"][0]
+@described
+def _chunk_cumsum_metadata(tensors: Any, _S: Any) -> Described:
+    dt_raw = tensors[0]
     batch, seqlen, nheads = dt_raw.shape
     elements = batch * seqlen * nheads
-    return {
-        "name": f"{kernel.name} b{batch} l{seqlen} h{nheads}",
-        "flops": 2 * elements,
-        "bytes": elements * (dt_raw.element_size() + 8),
-    }
+    return f"b{batch} l{seqlen} h{nheads}", 2 * elements, elements * (dt_raw.element_size() + 8)
 
 
 @triton.jit
@@ -98,15 +95,10 @@ def _chunk_cumsum_kernel(tensors, strides, seqlen, nheads, nchunks, dt_low, dt_h
 
 
 def chunk_cumsum(
-    dt_raw: torch.Tensor,
-    A: torch.Tensor,
-    chunks: Chunks,
-    *,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_raw: torch.Tensor, A: torch.Tensor, chunks: Chunks, *, dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
     config: ChunkCumsumConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """SSD stage 1 of 5: the time step of every position, and its cumulative log decay in the chunk.
 
         dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
@@ -137,14 +129,11 @@ def chunk_cumsum(
     return dt, dA_cumsum_log2
 
 
-def _chunk_state_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, B, *_, states = args["tensors"]
+@described
+def _chunk_state_metadata(tensors: Any, _S: Any) -> Described:
+    x, B, *_, states = tensors
     batch, seqlen, nheads, headdim = x.shape
-    return {
-        "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{B.shape[3]}",
-        "flops": 2 * x.numel() * B.shape[3],
-        "bytes": sum(t.numel() * t.element_size() for t in (x, B, states)),
-    }
+    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{B.shape[3]}", 2 * x.numel() * B.shape[3], (x, B, states)
 
 
 @triton.jit(launch_metadata=_chunk_state_metadata)
@@ -195,15 +184,9 @@ def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_gro
 
 
 def chunk_state(
-    x: torch.Tensor,
-    B: torch.Tensor,
-    dt: torch.Tensor,
-    dA_cumsum_log2: torch.Tensor,
-    chunks: Chunks,
-    *,
-    precision: Precision,
-    config: ChunkStateConfig | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *,
+    precision: Precision, config: ChunkStateConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
     """SSD stage 2 of 5: the state after each chunk, starting from a zero state.
 
         states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
@@ -233,14 +216,12 @@ def chunk_state(
     return states
 
 
-def _state_passing_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    states, *_, prev_states, final_states = args["tensors"]
+@described
+def _state_passing_metadata(tensors: Any, _S: Any) -> Described:
+    states, *_, prev_states, final_states = tensors
     batch, nchunks, nheads, headdim, dstate = states.shape
-    return {
-        "name": f"{kernel.name} b{batch} c{nchunks} h{nheads} p{headdim} n{dstate}",
-        "flops": 2 * states.numel(),
-        "bytes": sum(t.numel() * t.element_size() for t in (states, prev_states, final_states)),
-    }
+    flops = 2 * states.numel()
+    return f"b{batch} c{nchunks} h{nheads} p{headdim} n{dstate}", flops, (states, prev_states, final_states)
 
 
 @triton.jit(launch_metadata=_state_passing_metadata)
@@ -274,14 +255,9 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
 
 
 def state_passing(
-    states: torch.Tensor,
-    dA_cumsum_log2: torch.Tensor,
-    chunks: Chunks,
-    *,
-    initial_states: torch.Tensor | None = None,
-    state_dtype: torch.dtype = torch.float32,
-    config: StatePassingConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    states: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *, initial_states: torch.Tensor | None = None,
+    state_dtype: torch.dtype = torch.float32, config: StatePassingConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """SSD stage 3 of 5: the state that enters each chunk, and the final state.
 
         prev_states[0]   = initial_states, or 0
@@ -312,14 +288,12 @@ def state_passing(
     return prev_states, final_states
 
 
-def _bmm_chunk_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    _, B, _, CB = args["tensors"]
+@described
+def _bmm_chunk_metadata(tensors: Any, _S: Any) -> Described:
+    _, B, _, CB = tensors
     batch, seqlen, ngroups, dstate = B.shape
-    return {
-        "name": f"{kernel.name} b{batch} l{seqlen} g{ngroups} n{dstate}",
-        "flops": CB.numel() * dstate,  # 2 per element of the causal half
-        "bytes": 2 * B.numel() * B.element_size() + CB.numel() * CB.element_size() // 2,
-    }
+    moved = 2 * B.numel() * B.element_size() + CB.numel() * CB.element_size() // 2
+    return f"b{batch} l{seqlen} g{ngroups} n{dstate}", CB.numel() * dstate, moved  # the causal half: 2 per element
 
 
 @triton.jit(launch_metadata=_bmm_chunk_metadata)
@@ -392,16 +366,14 @@ def bmm_chunk(
     return CB
 
 
-def _chunk_scan_metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    CB, x, _, _, C, prev_states, _, z, *_ = args["tensors"]
+@described
+def _chunk_scan_metadata(tensors: Any, _S: Any) -> Described:
+    CB, x, _, _, C, prev_states, _, z, *_ = tensors
     batch, seqlen, nheads, headdim = x.shape
     chunk_size, dstate = CB.shape[-1], C.shape[-1]
     read = sum(t.numel() * t.element_size() for t in (x, C, prev_states, z) if t is not None)
-    return {
-        "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}",
-        "flops": x.numel() * (2 * dstate + chunk_size),
-        "bytes": read + CB.numel() * CB.element_size() // 2 + x.numel() * x.element_size(),
-    }
+    flops, moved = x.numel() * (2 * dstate + chunk_size), read + CB.numel() * CB.element_size() // 2
+    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}", flops, moved + x.numel() * x.element_size()
 
 
 @triton.jit(launch_metadata=_chunk_scan_metadata)
@@ -490,15 +462,9 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
 
 
 def chunk_scan(
-    inputs: SSDInputs,
-    dt: torch.Tensor,
-    dA_cumsum_log2: torch.Tensor,
-    prev_states: torch.Tensor,
-    CB: torch.Tensor,
-    chunks: Chunks,
-    *,
-    config: ChunkScanConfig | None = None,
-) -> torch.Tensor:
+    inputs: SSDInputs, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, prev_states: torch.Tensor, CB: torch.Tensor,
+    chunks: Chunks, *, config: ChunkScanConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
     """SSD stage 5 of 5: the output, from the state that enters the chunk and from the chunk's own positions.
 
         a         = dA_cumsum
