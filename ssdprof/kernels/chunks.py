@@ -12,36 +12,18 @@ also those of the empty chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
 import ssdprof.kernels.functions  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.launch import launch
 
 _BLOCK = 128  # sequences or chunks per iteration
 
 STAGES = {"chunk_span": "caller", "_chunk_table_kernel": "setup"}
-
-
-class Sequences(Protocol):
-    """The part of an operator's inputs that locates its sequences."""
-
-    @property
-    def length(self) -> int:
-        """Positions of one row of the batch."""
-
-    @property
-    def sequences(self) -> int: ...
-
-    @property
-    def power_of_two_chunk(self) -> int:
-        """Positions per chunk."""
-
-    @property
-    def cu_seqlens(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +42,7 @@ class Chunks:
     bounds: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Sequences) -> Chunks:
+    def of(cls, inputs: Inputs) -> Chunks:
         size, count, sequences = inputs.power_of_two_chunk, chunk_count(inputs), inputs.sequences
         if inputs.cu_seqlens is None:
             return cls(size=size, count=count, sequences=sequences)
@@ -77,7 +59,7 @@ class Chunks:
         return cls(size=size, count=count, sequences=sequences, spans=spans, bounds=bounds)
 
 
-def chunk_count(inputs: Sequences) -> int:
+def chunk_count(inputs: Inputs) -> int:
     """Chunks per row of the batch; an upper bound for packed sequences."""
     whole = triton.cdiv(inputs.length, inputs.power_of_two_chunk)
     return int(whole if inputs.cu_seqlens is None else whole + inputs.sequences)
