@@ -27,7 +27,7 @@ from ssdprof.capture.layout import PromptBuffer
 from ssdprof.capture.manifest import AGAIN, MANIFEST, is_capture, read_manifest
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
-from ssdprof.kernels.oracle_blocks import sequences
+from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import tensors
 from ssdprof.schema import CallRef, CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, TensorRecord

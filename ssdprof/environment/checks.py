@@ -128,7 +128,7 @@ def _company(gpu_name: str) -> Iterator[Check]:
 def _kernels() -> Check:
     import torch
 
-    from ssdprof.kernels._triton import INTERPRETED
+    from ssdprof.kernels.device import INTERPRETED
 
     usable = torch.cuda.is_available()
     if not INTERPRETED and usable:

@@ -6,7 +6,7 @@ import torch
 
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 
 
 def require_gpu(what: str, hint: str) -> torch.device:

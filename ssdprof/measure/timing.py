@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels._garbage import no_garbage_collection
+from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.measure.bench import WARM_CALLS, Bench, CaptureError, Recording
 from ssdprof.measure.call import Run
 from ssdprof.measure.faults import blaming, refuse_if_interrupted, type_and_message

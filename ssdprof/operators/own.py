@@ -15,7 +15,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError, library_message
-from ssdprof.kernels import _triton as _triton  # sets interpreter mode before the user's kernels are defined
+from ssdprof.kernels import device as device  # sets interpreter mode before the user's kernels are defined
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.operators import tensors

@@ -12,7 +12,7 @@ from ssdprof.checkpoint.families import siblings_that_fit
 from ssdprof.environment.memory import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.faults import first_line
 from ssdprof.quantities import size_words
 

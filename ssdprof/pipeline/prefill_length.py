@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ssdprof.kernels._garbage import no_garbage_collection
+from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.measure.bench import Bench
 from ssdprof.measure.faults import blaming
 from ssdprof.measure.gpu_trace import Trace, work

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ssdprof import kernels, operators
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.accuracy import Comparison
 from ssdprof.measure.attempt import Attempt, attempt
 from ssdprof.measure.bench import Bench, CudaBench

@@ -19,7 +19,7 @@ from ssdprof.bench.schema import BenchReport, load
 from ssdprof.cli import app
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.kernels import registry
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure import rehearsal
 from ssdprof.operators.drawing import Cell
 

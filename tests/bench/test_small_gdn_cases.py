@@ -12,7 +12,7 @@ from ssdprof.bench.contenders import line_up
 from ssdprof.bench.judge import judge
 from ssdprof.bench.schema import BenchReport
 from ssdprof.errors import BadInputError
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.operators.named import resolve
 from ssdprof.schema import precisions_for
 

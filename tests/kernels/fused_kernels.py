@@ -8,13 +8,13 @@ import pytest
 import torch
 from ssd_cases import EXACT
 
-from ssdprof.kernels._gpu import capability, sm_count
+from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count, ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 
 Kernel = Callable[..., SSDOutput]  # arguments: inputs, and a precision if not EXACT
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -27,13 +27,13 @@ def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
 
 
 def portable(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
-    return ssd_fused_portable(inputs, precision, config=PortableConfig.choose(inputs, capability(inputs.x)))
+    return ssd_fused_portable(inputs, precision, config=SSDPortableConfig.choose(inputs, capability(inputs.x)))
 
 
 def portable_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     """One chunk per segment: the largest number of programs that wait for another one."""
     return ssd_fused_portable(
-        inputs, precision, config=PortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32)
+        inputs, precision, config=SSDPortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32)
     )
 
 

@@ -16,14 +16,14 @@ from functools import partial
 import torch
 from gdn_hopper_cases import GDNCase, errors
 
+from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported, unsupported_otherwise
 from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable.config import PortableConfig
-from ssdprof.kernels.gdn.portable.launch import PortableLaunch
+from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
 from ssdprof.kernels.gdn.recurrent import gdn_recurrent
-from ssdprof.kernels.gdn.unfused.six_launches import run as run_unfused
+from ssdprof.kernels.gdn.unfused.pipeline import run as run_unfused
 from ssdprof.kernels.precision import Precision
 
 LARGEST_ERROR = 6e-3  # of bf16, relative to the RMS
@@ -41,8 +41,8 @@ OTHER_DIMS = {
 
 
 def portable(inputs: GDNInputs) -> GDNOutput:
-    config = PortableConfig(chunk=32, segment=3, block_k=32, block_v=32)
-    return PortableLaunch(inputs, Precision(), config, state_v_first=False)(inputs)
+    config = GDNPortableConfig(chunk=32, segment=3, block_k=32, block_v=32)
+    return GDNPortableLaunch(inputs, Precision(), config, state_v_first=False)(inputs)
 
 
 def hopper(inputs: GDNInputs, *, config: GDNHopperConfig) -> GDNOutput:

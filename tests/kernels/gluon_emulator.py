@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
+from inspect import signature
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,11 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._workspace import Part
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
 from ssdprof.kernels.gdn.hopper import slow_heads
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
+from ssdprof.kernels.tensors import Part
 
 THREADS = 256  # of the first role
 PATIENCE = 60.0  # seconds
@@ -565,7 +566,7 @@ class Machine:
         return functions
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
-        """Replaces `ssdprof.kernels._launch.Launcher`."""
+        """Replaces `ssdprof.kernels.launch.Launcher`."""
         kernels = self.kernels()
 
         def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
@@ -574,10 +575,16 @@ class Machine:
                 return lambda programs, *tensors: interpreted(programs, *map(_tensor, tensors))
             constants = {name: value for name, value in options.items() if name.isupper()}
             kernel = kernels[jitted.__name__]
+            names = list(signature(kernel).parameters)
+            if "S" in names:
+                constants = {"S": SimpleNamespace(**constants)}
 
             def program(number: int, tensors: tuple[Any, ...]) -> None:
                 self.turns.local.program = number
-                kernel(*map(_argument, tensors), *scalars, **constants)
+                given = list(map(_argument, tensors))
+                if "tensors" in names:  # after the descriptors
+                    given[names.index("tensors") :] = [tuple(given[names.index("tensors") :])]
+                kernel(*given, *scalars, **constants)
 
             def launch(count: int, *tensors: Any) -> None:
                 self.count = count

@@ -21,11 +21,11 @@ from compile_target import _AbsentGpu
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from ssdprof.kernels import _launch
+from ssdprof.kernels import launch as launching
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.unfused.five_launches import five_stages
+from ssdprof.kernels.ssd.unfused.pipeline import five_stages
 
 CALLS, SEEDS = 1500, 30
 
@@ -157,7 +157,7 @@ def main(name: str) -> None:
             inputs = inputs_of(draw, for_hopper=name == "hopper")
             call = partial(run, inputs, Precision(state_dtype=draw(torch.float32, torch.bfloat16)))
             ours, before = launched(call), counts.copy()
-            with patch.dict(fused._launches, clear=True), patch.dict(_launch._kept, clear=True):
+            with patch.dict(fused._launches._kept, clear=True), patch.dict(launching._kept, clear=True):
                 theirs = launched(call)
             counts.update(before)
             counts["wrong"] += ours != theirs

@@ -19,12 +19,12 @@ from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL = Case(heads=2, headdim=64, dstate=64, chunk_size=32, dtype=torch.bfloat16)
@@ -39,7 +39,7 @@ CASES = {
 
 
 def portable(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-    config = PortableConfig(chunk=32, max_segments=3, min_chunks=1, max_chunks=2, block_p=32)
+    config = SSDPortableConfig(chunk=32, max_segments=3, min_chunks=1, max_chunks=2, block_p=32)
     return ssd_fused_portable(inputs, precision, config=config)
 
 

@@ -12,10 +12,9 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ssdprof.kernels import _direct
-from ssdprof.kernels._direct import DirectLaunch, Map, direct_launch
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._tiles import Rows
+from ssdprof.kernels import launch as launching
+from ssdprof.kernels.launch import DirectLaunch, Launcher, Map, direct_launch
+from ssdprof.kernels.tensors import Rows
 
 FUNCTION, STREAM = 1234, 77
 SIGNATURE = {
@@ -83,9 +82,9 @@ class Compiled:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr(_direct, "cuda_driver", lambda: fake)
-    monkeypatch.setattr(_direct, "encode", fake.encode)
-    monkeypatch.setattr(_direct, "_map_in", ctypes.addressof)
+    monkeypatch.setattr(launching, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(launching, "encode", fake.encode)
+    monkeypatch.setattr(launching, "_map_in", ctypes.addressof)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _device: STREAM)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     return fake
@@ -123,7 +122,7 @@ def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monke
         assert all(launch(1, one) for one in kept)
     assert driver.encoded == addresses
     assert [values[0] for *_, values in driver.launches] == 3 * addresses
-    monkeypatch.setattr(_direct, "_MOST_ENCODED", 3)
+    monkeypatch.setattr(launching, "_MOST_ENCODED", 3)
     other = tensors()
     assert launch(1, other)
     assert launch(1, kept[0])
@@ -132,7 +131,7 @@ def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monke
 
 def test_only_tritons_object_holds_a_map() -> None:
     with pytest.raises(ValueError, match="no encoded descriptor"):
-        _direct._map_in(Map())
+        launching._map_in(Map())
 
 
 def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
@@ -187,7 +186,7 @@ def test_only_triton_launches_arguments_of_other_kinds(
 
 
 def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_direct, "cuda_driver", lambda: None)
+    monkeypatch.setattr(launching, "cuda_driver", lambda: None)
     assert direct_launch(Compiled(), tensors(), CONSTANTS) is None
 
 

@@ -14,11 +14,11 @@ from gdn_hopper_cases import GDNCase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof.kernels import gdn_fused
-from ssdprof.kernels._workspace import ALIGNMENT, Layout, Part
-from ssdprof.kernels.gdn import fused, variants
+from ssdprof.kernels.gdn import fused
 from ssdprof.kernels.gdn.hopper import launch, slices, slow_heads
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.tensors import ALIGNMENT, Layout, Part
 
 ALLOCATING = {"empty", "empty_like", "empty_strided", "clone", "new_zeros"}
 POISON = {"detach", "fill_"}  # `conftest.py` fills new memory
@@ -76,9 +76,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 
     for module in (launch, slow_heads):
         monkeypatch.setattr(module, "Launcher", launcher)
-    hopper = replace(variants.HOPPER, unsupported=lambda inputs: "" if inputs.q.shape[3] == inputs.v.shape[3] else "no")
+    hopper = replace(fused.HOPPER, unsupported=lambda inputs: "" if inputs.q.shape[3] == inputs.v.shape[3] else "no")
     monkeypatch.setattr(slices, "unsupported_otherwise", lambda _inputs: "")
-    monkeypatch.setattr(variants, "VARIANTS", (hopper, variants.SLICES))
+    monkeypatch.setattr(fused, "VARIANTS", (hopper, fused.SLICES))
     fused.forget_launches()
     yield made
     fused.forget_launches()
@@ -97,7 +97,7 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
 ) -> None:
     case, config, number, operations = CASES[name]
-    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
+    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
     call(case.inputs())
     launches.clear()
     inputs = case.inputs(seed=1)
@@ -126,8 +126,8 @@ def test_a_call_of_a_known_signature_decides_nothing_again(
 
         monkeypatch.setattr(where, what, property(replaced) if isinstance(found, property) else replaced)
 
-    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
-    for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (variants, "choose"), (torch.cuda, "device")):
+    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
+    for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (fused, "choose"), (torch.cuda, "device")):
         count(where, what)
     for number in range(1, 4):
         call(case.inputs(seed=number))
@@ -141,7 +141,7 @@ def test_parts_of_a_workspace_lie_apart_and_aligned(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
 ) -> None:
     case, config, *_ = CASES[name]
-    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
+    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
     call(case.inputs())
     parts = {one.data_ptr(): one for arguments in launches for one in map(_base, arguments) if isinstance(one, Part)}
     memory = {one.tensor().untyped_storage().data_ptr() for one in parts.values()}

@@ -7,12 +7,12 @@ import torch
 from gdn_hopper_cases import GDNCase, errors
 from gluon_emulator import GDN, emulate
 
-from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import MOST_PARTS, MOST_WAVES, WORTH_PARTS, GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.launch import Launcher
 
 TWO = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1, transition_programs=3)
 CASES = {

@@ -14,7 +14,6 @@ from compile_target import compiled, on_meta
 from ssd_cases import Case
 from test_exactness_gpu import NO_LARGER
 
-from ssdprof.kernels._tiles import row_stride
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.schedule import Cut, cut
@@ -30,6 +29,7 @@ from ssdprof.kernels.ssd.hopper.config import (
 )
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.tensors import row_stride
 
 H200 = 132  # multiprocessors
 LAYER = dict(heads=80, headdim=1, dstate=16)

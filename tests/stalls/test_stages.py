@@ -113,25 +113,25 @@ def test_line_0_is_the_compilers_word_for_no_line() -> None:
 
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
     sources = Sources({})
-    stage = KERNELS / "ssd" / "portable" / "states.py"
+    stage = KERNELS / "ssd" / "portable" / "stages.py"
     number = next(i for i, line in enumerate(stage.read_text().splitlines(), 1) if "while tl.atomic_add" in line)
-    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/states.py", number)
+    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/stages.py", number)
     assert place == Place("wait_for_state", "state_passing.wait")
-    assert sources.not_recorded == {"states.py"}
+    assert sources.not_recorded == {"stages.py"}
     assert sources.place("/home/someone/kernel.py", 3) == Place("", "kernel.py")
 
 
 def test_an_excerpt_must_agree_with_the_installed_file() -> None:
-    path = "/elsewhere/ssdprof/kernels/ssd/portable/states.py"
-    lines = (KERNELS / "ssd" / "portable" / "states.py").read_text().splitlines()
+    path = "/elsewhere/ssdprof/kernels/ssd/portable/stages.py"
+    lines = (KERNELS / "ssd" / "portable" / "stages.py").read_text().splitlines()
     number = next(i for i, line in enumerate(lines, 1) if "while tl.atomic_add" in line)
     agreeing = Sources({}, {path: {number: lines[number - 1], number + 1: lines[number]}})
     assert agreeing.place(path, number).stage == "state_passing.wait"
     assert not agreeing.not_recorded
     other = Sources({}, {path: {number: lines[number - 1], number + 1: "return 7"}})
-    assert other.place(path, number) == Place("", "states.py")
+    assert other.place(path, number) == Place("", "stages.py")
     assert other.text(path, number + 1) == "return 7"
-    assert other.not_recorded == {"states.py"}
+    assert other.not_recorded == {"stages.py"}
 
 
 def test_who_ends_a_wait_is_found_in_the_source() -> None:
@@ -225,7 +225,7 @@ def test_waits_of_the_gdn_hopper_kernel_have_stages() -> None:
 
 def test_the_fused_kernels_have_every_stage() -> None:
     for folder, *names in (
-        ("portable", "portable_kernel", "segments", "stages", "states"),
+        ("portable", "portable_kernel", "stages"),
         ("hopper", "hopper_kernel", "assignment", *WITH_BARRIERS),
     ):
         found: set[str] = set()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from tuning_fakes import hopper_problem, inputs_of, portable_problem
 
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.operators.ssd.tuning import TUNING
 from ssdprof.operators.ssd.tuning.candidates import Config, axes
 from ssdprof.tuning.search import Problem, difference
@@ -67,7 +67,7 @@ def test_rings_that_fit_shared_memory() -> None:
 
 def test_portable_candidates_are_ones_that_the_kernel_takes() -> None:
     for config in tried(portable_problem(1024)):
-        assert isinstance(config, PortableConfig)
+        assert isinstance(config, SSDPortableConfig)
         assert config.chunk & (config.chunk - 1) == 0
         assert config.chunk >= 16
         assert config.block_p == 16  # all of P
@@ -78,41 +78,41 @@ def test_portable_candidates_are_ones_that_the_kernel_takes() -> None:
 @pytest.mark.parametrize(
     ("headdim", "dtype", "committed"),
     [
-        (64, torch.bfloat16, PortableConfig()),
-        (64, torch.bfloat16, PortableConfig(chunk=128)),
-        (32, torch.bfloat16, PortableConfig(chunk=32, block_p=32)),
-        (16, torch.float32, PortableConfig(chunk=16, block_p=16)),
+        (64, torch.bfloat16, SSDPortableConfig()),
+        (64, torch.bfloat16, SSDPortableConfig(chunk=128)),
+        (32, torch.bfloat16, SSDPortableConfig(chunk=32, block_p=32)),
+        (16, torch.float32, SSDPortableConfig(chunk=16, block_p=16)),
     ],
 )
 def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
-    headdim: int, dtype: torch.dtype, committed: PortableConfig
+    headdim: int, dtype: torch.dtype, committed: SSDPortableConfig
 ) -> None:
     """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to such rows."""
     inputs = SSDInputs.unchecked(**vars(inputs_of(1024)) | {"x": torch.zeros(1, 1024, 2, headdim, dtype=dtype)})
     configs = [config for axis in axes(committed) for config in axis(committed, inputs)]
     assert len(configs) > 10
     for config in configs:
-        assert isinstance(config, PortableConfig)
+        assert isinstance(config, SSDPortableConfig)
         assert config.chunk < 64 or config.block_p * dtype.itemsize >= 128, config
 
 
 @pytest.mark.parametrize(("committed", "tried"), [(256, (64, 128, 256)), (64, (64,))], ids=str)
 def test_no_portable_candidate_makes_longer_sums_over_n(committed: int, tried: tuple[int, ...]) -> None:
     """Longer sums would be less accurate: benchmarks/log/ssd.md#row-60."""
-    config = PortableConfig(block_n=committed)
+    config = SSDPortableConfig(block_n=committed)
     inputs = inputs_of(1024, "2x64x256x1")
     candidates = [one for axis in axes(config) for one in axis(config, inputs)]
-    assert {one.block_n for one in candidates if isinstance(one, PortableConfig)} == set(tried)
+    assert {one.block_n for one in candidates if isinstance(one, SSDPortableConfig)} == set(tried)
 
 
 def test_a_chunk_of_another_length_leaves_segments_as_long() -> None:
-    committed = PortableConfig()
+    committed = SSDPortableConfig()
     inputs = inputs_of(1024)
     chunks = {
         config.chunk: config.max_chunks * config.chunk
         for axis in axes(committed)
         for config in axis(committed, inputs)
-        if isinstance(config, PortableConfig) and config.chunk != committed.chunk
+        if isinstance(config, SSDPortableConfig) and config.chunk != committed.chunk
     }
     assert chunks == {32: 2048, 128: 2048}
 

@@ -10,8 +10,8 @@ import pytest
 from tuning_fakes import COMMITTED_SEGMENT, Fake, hopper_problem, portable_problem
 
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
-from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.measure import faults
 from ssdprof.measure.bench import Recording
 from ssdprof.operators.ssd.tuning.settings import config_of
@@ -159,7 +159,7 @@ def test_without_the_committed_choice_there_is_nothing_to_beat(broken: str) -> N
 
 
 def by_warps(better_at: tuple[int, ...]) -> Any:
-    def cost(config: PortableConfig, tokens: int) -> float:
+    def cost(config: SSDPortableConfig, tokens: int) -> float:
         """8 warps are 20 % faster at some lengths, and 5 % slower at others."""
         return tokens * (1.0 if config.num_warps < 8 else 0.8 if tokens in better_at else 1.05)
 

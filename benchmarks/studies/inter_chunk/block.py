@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-import ssdprof.kernels._triton  # noqa: F401  chooses GPU or interpreter, before a kernel is defined
+import ssdprof.kernels.functions  # noqa: F401  chooses GPU or interpreter, before a kernel is defined
 
 
 @triton.jit

@@ -28,8 +28,8 @@ import triton.language as tl
 from inter_chunk.block import block_of
 from inter_chunk.inputs import InterChunkInputs
 from inter_chunk.loop import metadata
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.functions import ptr_offset
+from ssdprof.kernels.launch import launch
 
 FLAG_STRIDE = 8  # int32 numbers: flags of different programs are in different sectors
 

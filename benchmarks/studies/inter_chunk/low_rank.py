@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from inter_chunk.inputs import InterChunkInputs
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
+from ssdprof.kernels.functions import DOT_PRECISION, ptr_offset
+from ssdprof.kernels.launch import launch
 
 LEAST_INNER = 16  # the least inner size of tl.dot
 

@@ -21,8 +21,8 @@ import triton.language as tl
 from inter_chunk.block import block_of
 from inter_chunk.inputs import InterChunkInputs
 from inter_chunk.loop import metadata
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.functions import ptr_offset
+from ssdprof.kernels.launch import launch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from importlib import import_module
 import torch
 
 from inter_chunk.inputs import InterChunkInputs
-from ssdprof.kernels.adapters.tuning import Tunings
+from ssdprof.kernels.adapters import Tunings
 
 NAME = "mamba_ssm's state pass"
 Passed = tuple[torch.Tensor, torch.Tensor]  # the states that enter chunks (b, c, h, k v), the last one (b, h, k v)

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from selective_scan.inputs import ScanInputs
 from selective_scan.sequential import ScanConfig, metadata
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.functions import ptr_offset
+from ssdprof.kernels.launch import launch
 
 CONFIG = ScanConfig(num_warps=4, num_stages=2)
 

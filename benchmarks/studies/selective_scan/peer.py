@@ -12,7 +12,7 @@ import torch
 
 from selective_scan.inputs import Layer
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.adapters import mamba_ssm
+from ssdprof.kernels.ssd.adapters import load_mamba_ssm
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 NAME = "mamba_ssm"
@@ -24,7 +24,7 @@ class MambaSsm:
     """Raises ImportError if the library, or a package that it needs, is missing."""
 
     def __init__(self) -> None:
-        self._forward = mamba_ssm.load()
+        self._forward = load_mamba_ssm()
         self._combined = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
     def forward(self, layer: Layer) -> torch.Tensor:

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from selective_scan.inputs import ScanInputs
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.functions import ptr_offset
+from ssdprof.kernels.launch import launch
 
 
 @dataclass(frozen=True, kw_only=True)

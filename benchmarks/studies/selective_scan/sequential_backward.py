@@ -20,8 +20,8 @@ import triton.language as tl
 
 from selective_scan.inputs import ScanInputs
 from selective_scan.sequential import ScanConfig, metadata
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.functions import ptr_offset
+from ssdprof.kernels.launch import launch
 
 
 @triton.jit(launch_metadata=metadata, do_not_specialize=["nheads", "seqlen"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ssdprof.kernels._tiles import row_stride
+from ssdprof.kernels.tensors import row_stride
 
 
 def unreadable(**tensors: torch.Tensor) -> str:

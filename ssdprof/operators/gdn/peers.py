@@ -8,7 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from ssdprof.kernels.gdn.adapters import fla, flash_qla, flashinfer, packages
+from ssdprof.kernels.adapters import package_version
+from ssdprof.kernels.gdn import adapters
 from ssdprof.operators.drawing import InputDType, Peer, PeerSource
 from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
@@ -16,11 +17,17 @@ _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is importe
 
 
 def _fla(_checkout: Path | None) -> Peer:
-    return Peer(implementation=fla.load(_fla_operator()), version=fla.version(), precisions=_states_as_inputs)
+    return Peer(
+        implementation=adapters.load_fla(_fla_operator()), version=adapters.fla_version(), precisions=_states_as_inputs
+    )
 
 
 def _fla_recurrent(_checkout: Path | None) -> Peer:
-    return Peer(implementation=fla.load_recurrent(_fla_operator()), version=fla.version(), precisions=_fp32_states)
+    return Peer(
+        implementation=adapters.load_fla_recurrent(_fla_operator()),
+        version=adapters.fla_version(),
+        precisions=_fp32_states,
+    )
 
 
 def _fla_operator() -> ModuleType:
@@ -28,19 +35,19 @@ def _fla_operator() -> ModuleType:
 
     Raises ImportError if it is not installed, and if it was imported before with these calls on.
     """
-    if fla.OPERATOR in sys.modules and os.environ.get(_NO_DISPATCH) != "1":
+    if adapters.FLA in sys.modules and os.environ.get(_NO_DISPATCH) != "1":
         raise ImportError(f"fla was imported before {_NO_DISPATCH}=1 was set, and may call other libraries")
     os.environ[_NO_DISPATCH] = "1"
-    return import_module(fla.OPERATOR)
+    return import_module(adapters.FLA)
 
 
 def _flash_qla(_checkout: Path | None) -> Peer:
-    return Peer(implementation=flash_qla.load(), version=packages.version("flash_qla"), precisions=_fp32_states)
+    return Peer(implementation=adapters.load_flash_qla(), version=package_version("flash_qla"), precisions=_fp32_states)
 
 
 def _flashinfer(_checkout: Path | None) -> Peer:
-    version = packages.version("flashinfer-python")
-    return Peer(implementation=flashinfer.load(), version=version, precisions=_fp32_states)
+    version = package_version("flashinfer-python")
+    return Peer(implementation=adapters.load_flashinfer(), version=version, precisions=_fp32_states)
 
 
 def _states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:

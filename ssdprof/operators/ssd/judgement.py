@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ssdprof.kernels.oracle_blocks import Block
+from ssdprof.kernels.oracle import OracleBlock
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_blocks
 from ssdprof.operators.operator import Form, Judgement
@@ -21,7 +21,7 @@ def forms(inputs: SSDInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: SSDInputs, length: int) -> Iterator[Block]:
+def blocks(inputs: SSDInputs, length: int) -> Iterator[OracleBlock]:
     """The oracle, `length` positions at a time."""
     return ssd_blocks(inputs, torch.float64, block=length)
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ssdprof.kernels.ssd.adapters import mamba_ssm, published, selective_state_update
+from ssdprof.kernels.ssd import adapters
 from ssdprof.operators.drawing import InputDType, Peer, PeerSource
 from ssdprof.schema import DType, PrecisionRecord, precisions_for
 
 
 def _mamba_ssm(_checkout: Path | None) -> Peer:
     return Peer(
-        implementation=mamba_ssm.load(),
-        version=mamba_ssm.version(),
-        precisions=lambda dtype: _exact(*dict.fromkeys((dtype, "fp32")) if mamba_ssm.passes_any_states() else (dtype,)),
+        implementation=adapters.load_mamba_ssm(),
+        version=adapters.mamba_ssm_version(),
+        precisions=lambda dtype: _exact(
+            *dict.fromkeys((dtype, "fp32")) if adapters.mamba_ssm_passes_any_states() else (dtype,)
+        ),
     )
 
 
 def _selective_state_update(_checkout: Path | None) -> Peer:
     return Peer(
-        implementation=selective_state_update.load(),
-        version=mamba_ssm.version(),
+        implementation=adapters.load_selective_state_update(),
+        version=adapters.mamba_ssm_version(),
         precisions=lambda _dtype: _exact("fp32"),
     )
 
@@ -28,7 +30,9 @@ def _selective_state_update(_checkout: Path | None) -> Peer:
 def _published(checkout: Path | None) -> Peer:
     assert checkout is not None
     return Peer(
-        implementation=published.load(checkout), version=published.version(checkout), precisions=_published_precisions
+        implementation=adapters.load_published(checkout),
+        version=adapters.published_version(checkout),
+        precisions=_published_precisions,
     )
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, capability
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.hopper.rings import DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs

@@ -48,7 +48,7 @@ class GDNEnv:
     initial_ptr: gl.tensor | gl.constexpr
     entering_ptr: gl.tensor | gl.constexpr
     to_ptr: gl.tensor  # final states, or parts
-    S: gl.constexpr  # `GDNSettings`
+    S: gl.constexpr  # compile-time arguments
 
 
 @gluon.jit
@@ -86,11 +86,14 @@ def as_tensors(strides):
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
 def _hopper_kernel(
-    q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr,
-    decays_ptr, bounds_ptr, norms_ptr, g_ptr, beta_ptr, strides, scale, truncation_log2, seqlen, sequences, slots, K,
+    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, strides, scale, truncation_log2, seqlen, sequences, slots, K,
     S: gl.constexpr,
 ):  # fmt: skip
     """strides: of g, beta, cu_seqlens."""
+    (
+        initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr, decays_ptr, bounds_ptr, norms_ptr,
+        g_ptr, beta_ptr,
+    ) = tensors  # fmt: skip
     rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
     begin_barriers(rings, True)
     exists = True
@@ -125,19 +128,19 @@ def _hopper_kernel(
 
 @gluon.jit(do_not_specialize=["rows", "limit", "seqlen", "sequences", "slots", "K"])
 def _parts_kernel(
-    q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, parts_ptr, warmup_lengths_ptr, decays_ptr,
-    bounds_ptr, norms_ptr, cu_strides, scale, truncation_log2, seqlen, sequences, slots, K, rows, limit,
-    S: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
+    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots, K,
+    rows, limit, S: gl.constexpr,
 ):  # fmt: skip
     """Computes the parts of `parts.py`, (rows, PARTS, 2, V, K), and lengths of first passes (rows).
 
     A program computes several parts.
     """
+    initial_ptr, cu_seqlens_ptr, parts_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
     rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
     begin_barriers(rings, False)
     work = parts_of(
         gl.program_id(0), gl.num_programs(0), rows, seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr,
-        slots, K, limit, truncation_log2, warmup_lengths_ptr, S.HEADS, ROWS, PARTS, MOST,
+        slots, K, limit, truncation_log2, warmup_lengths_ptr, S.HEADS, S.ROWS, S.PARTS, S.MOST,
     )  # fmt: skip
     if work.count > 0:
         descs = (q_desc, k_desc, v_desc, A_desc, out_desc)

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._tiles import Rows, Tiles, row_stride, steps
-from ssdprof.kernels._workspace import Part, part
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.hopper.slow_heads import LongMemory
 from ssdprof.kernels.gdn.hopper.workspace import HopperWorkspace, padded_strides
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
-
-
-@dataclass(frozen=True, kw_only=True)
-class GDNSettings:
-    """Compile-time arguments.  GROUP: value heads per key head; STATE_STRIDES: of initial and of final states."""
-
-    KEY_HEADS: int
-    HEADS: int
-    GROUP: int
-    PACKED: bool
-    PERSISTENT: bool
-    FIRST_SEGMENT_EXTRA: bool
-    STATE_STRIDES: tuple[int, ...]
-    KEY_DEPTH: int
-    DEPTH: int
-    STATE_REGISTERS: int
-    OTHER_REGISTERS: int
-
+from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.tensors import Part, Rows, Tiles, part, row_stride, steps
 
 Gates = tuple[Part | None, Part | None, Part | None]  # decays, bounds, norms
 
@@ -101,14 +80,13 @@ class GDNHopperLaunch:
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
         final = padded_strides(heads, state_v_first=state_v_first) if padded else self._final_states.strides
-        settings = GDNSettings(
+        options: dict[str, Any] = dict(  # GROUP: value heads per key head
             KEY_HEADS=key_heads, HEADS=heads, GROUP=heads // key_heads, PACKED=packed,
             PERSISTENT=config.persistent_programs > 0, FIRST_SEGMENT_EXTRA=config.first_segment_extra,
             STATE_STRIDES=(*initial, *final), KEY_DEPTH=config.key_ring, DEPTH=config.ring,
-            STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers,
+            STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers, num_warps=8,
         )  # fmt: skip
         scalars = inputs.scale_or_default, config.truncation_log2, *sizes, config.segment
-        options = {"S": settings, "num_warps": 8}
         self._long_memory = LongMemory(inputs, config, self._places, (cu_strides, *scalars), options)
         self._main = Launcher(_hopper_kernel, ((*gate_strides, cu_strides), *scalars), options)
 

@@ -14,8 +14,7 @@ from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
 from ssdprof.kernels.gdn.hopper.launch import workspace_bytes as hopper_bytes
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.hopper.workspace import padded_strides
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
 from ssdprof.kernels.hopper.schedule import ceil_div
 
 LEAST = 64  # K, and V of a slice, must be larger: otherwise at least half of each product would be zeros

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from triton import next_power_of_2
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._workspace import Part, part
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _parts_kernel
@@ -17,6 +15,8 @@ from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.hopper.workspace import HopperWorkspace
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.schedule import ceil_div
+from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.tensors import Part, part
 
 BLOCK_V = 16  # rows of a transposed state in one program of `combine_kernel.py`
 

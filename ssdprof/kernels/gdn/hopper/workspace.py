@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdprof.kernels._workspace import Layout, Place
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.tensors import Layout, Place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,16 @@ from functools import partial
 
 import torch
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._tiles import row_stride
+from ssdprof.kernels.device import capability
 from ssdprof.kernels.hopper.launch import unreadable
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
-from ssdprof.kernels.ssd.config_table import HOPPER, CallSizes, first_fit
+from ssdprof.kernels.inputs import INPUT_DTYPES
+from ssdprof.kernels.ssd.config import HOPPER, first_fit
 from ssdprof.kernels.ssd.hopper.lanes import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import SLICE, weight_places
-from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.tensors import row_stride
 
 # Times are in units of one chunk of the second pass (1.8 us on an H200), fitted to
 # benchmarks/results/hopper-segments-h200.json.  Quality of the fit: benchmarks/log/ssd.md#row-53.
@@ -72,8 +73,7 @@ class SSDHopperConfig(Cut):
             segments = cut(nchunks, sequences * program_count(inputs), sm_count, cost)
             how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
-        call = CallSizes(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
-        row = first_fit(HOPPER, call)
+        row = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
         return cls(**asdict(segments), **asdict(row.take), reason=f"{reason}; {row.why}")
 
 

@@ -28,7 +28,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels._gluon import role_barrier
-from ssdprof.kernels._tiles import tensor_of
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.work import aggregate
 from ssdprof.kernels.ssd.hopper.assignment import SSDSegment, StreamK, packed_segment_of, segment_of, share_of
@@ -38,6 +37,7 @@ from ssdprof.kernels.ssd.hopper.role_copies import loads, stores
 from ssdprof.kernels.ssd.hopper.role_gates import gates
 from ssdprof.kernels.ssd.hopper.role_scores import scores
 from ssdprof.kernels.ssd.hopper.role_states import units
+from ssdprof.kernels.tensors import tensor_of
 
 FLAGS = gl.constexpr(8)  # offset of the flags in sync; each has a 32-byte sector
 STAGES = {"_fused_hopper_kernel": "setup"}
@@ -61,14 +61,15 @@ class SSDEnv:
     final_ptr: gl.tensor
     flags_ptr: gl.tensor
     exchange: gl.shared_memory_descriptor | gl.tuple
-    S: gl.constexpr  # `SSDSettings`
+    S: gl.constexpr  # compile-time arguments
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, B, final_states = tensor_of(args["x_desc"]), tensor_of(args["B_desc"]), args["final_ptr"]
+    x, B = tensor_of(args["x_desc"]), tensor_of(args["B_desc"])
+    dt, _, _, _, initial_states, _, final_states, *_ = args["tensors"]
     batch, seqlen, nheads, headdim = x.shape
     dstate, chunk = B.shape[3], CHUNK.value
-    tensors = (x, x, args["dt_ptr"], B, B, args["initial_ptr"], final_states)  # x and out, B and C
+    tensors = (x, x, dt, B, B, initial_states, final_states)  # x and out, B and C
     return {
         "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}",
         "flops": 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate),
@@ -79,10 +80,11 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.  It specialises all in a tuple.
 @gluon.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
-    x_desc, B_desc, C_desc, out_desc, dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr,
-    states_ptr, sync_ptr, strides, dt_limit, seqlen, sequences, K, LONG_COUNT, K_LONG, S: gl.constexpr,
+    x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT, K_LONG,
+    S: gl.constexpr,
 ):  # fmt: skip
     """strides: of dt, A, dt_bias, D, cu_seqlens."""
+    dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr, states_ptr, sync_ptr = tensors
     shared = allocate(x_desc.dtype, S)
     exchange = ()
     if S.N_SPLIT == 2:

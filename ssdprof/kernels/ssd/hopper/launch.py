@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._tiles import Strides, Tiles, row_stride, steps
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.buffers import BufferSizes
+from ssdprof.kernels.ssd.config import BufferSizes
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, n_split, program_count, unit_count
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-
-
-@dataclass(frozen=True, kw_only=True)
-class SSDSettings:
-    """Compile-time arguments.  UNITS: units per program; PAIRS: programs per segment; PASSING: see `_passing`."""
-
-    HEADS: int
-    HEADS_PER_GROUP: int
-    HEADDIM: int
-    DSTATE: int
-    SLICES: int
-    N_SPLIT: int
-    UNITS: int
-    PAIRS: int
-    DT_SOFTPLUS: bool
-    RELAXED: bool
-    PASSING: str
-    INITIAL_STRIDES: tuple[int, ...]
-    DEPTH: int
-    SCORE_DEPTH: int
-    UNIT_REGISTERS: int
-    OTHER_REGISTERS: int
+from ssdprof.kernels.tensors import Strides, Tiles, row_stride, steps
 
 
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
@@ -92,7 +70,7 @@ class SSDHopperLaunch:
         self._launcher = Launcher(
             _fused_hopper_kernel,
             _scalars(inputs, config),
-            {"S": _settings(inputs, precision, config, _passing(config, shares, self._sizes)), "num_warps": 8},
+            _options(inputs, precision, config, _passing(config, shares, self._sizes)),
         )
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
@@ -140,16 +118,17 @@ def _passing(config: SSDHopperConfig, shares: int, sizes: BufferSizes) -> str:
     return "look back" if sizes.sync else "none"
 
 
-def _settings(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig, passing: str) -> SSDSettings:
+def _options(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig, passing: str) -> dict[str, Any]:
+    """UNITS: units per program; PAIRS: programs per segment."""
     nheads, headdim = inputs.x.shape[2:]
-    dstate, initial = inputs.B.shape[3], inputs.initial_states
-    return SSDSettings(
-        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
-        SLICES=ceil_div(headdim, SLICE.value), N_SPLIT=n_split(dstate), UNITS=2 // n_split(dstate),
-        PAIRS=program_count(inputs), DT_SOFTPLUS=inputs.dt_softplus, RELAXED=not precision.exact, PASSING=passing,
+    split, initial = n_split(inputs.B.shape[3]), inputs.initial_states
+    return dict(
+        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
+        SLICES=ceil_div(headdim, SLICE.value), N_SPLIT=split, UNITS=2 // split, PAIRS=program_count(inputs),
+        DT_SOFTPLUS=inputs.dt_softplus, RELAXED=not precision.exact, PASSING=passing,
         INITIAL_STRIDES=(0, 0, 0, 0) if initial is None else initial.stride(),
         DEPTH=config.ring, SCORE_DEPTH=config.score_ring,
-        UNIT_REGISTERS=config.unit_registers, OTHER_REGISTERS=config.other_registers,
+        UNIT_REGISTERS=config.unit_registers, OTHER_REGISTERS=config.other_registers, num_warps=8,
     )  # fmt: skip
 
 

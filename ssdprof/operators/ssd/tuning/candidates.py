@@ -10,17 +10,21 @@ import torch
 import triton
 
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
+from ssdprof.kernels.ssd.config import HOPPER_CHUNK, SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused, shared_bytes
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.tuned import nchunks
 
-Config = SSDHopperConfig | PortableConfig
+Config = SSDHopperConfig | SSDPortableConfig
 Axis = Callable[[Config, SSDInputs], Iterable[Config]]
 
 _CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
 _HOPPER_SHARED_BYTES = 227 << 10  # per program
 _LARGEST_STATE = 128 * 128  # numbers that a program holds in registers; more are spilled
+
+
+def nchunks(inputs: SSDInputs) -> int:
+    """Chunks of the Hopper kernel per sequence."""
+    return ceil_div(inputs.length, HOPPER_CHUNK)
 
 
 def axes(config: Config) -> tuple[Axis, ...]:
@@ -42,15 +46,15 @@ def _on_hopper(axis: Callable[[SSDHopperConfig, SSDInputs], Iterable[SSDHopperCo
     return checked
 
 
-def _on_portable(axis: Callable[[PortableConfig, SSDInputs], Iterable[PortableConfig]]) -> Axis:
+def _on_portable(axis: Callable[[SSDPortableConfig, SSDInputs], Iterable[SSDPortableConfig]]) -> Axis:
     def checked(config: Config, inputs: SSDInputs) -> Iterable[Config]:
-        assert isinstance(config, PortableConfig)
+        assert isinstance(config, SSDPortableConfig)
         return (one for one in axis(config, inputs) if _addresses_last(one, inputs))
 
     return checked
 
 
-def _addresses_last(config: PortableConfig, inputs: SSDInputs) -> bool:
+def _addresses_last(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
     """ptxas loses addresses of products of 64 rows and more with less than 128 bytes each: they are wrong, or fault
     (benchmarks/log/ssd.md#row-57)."""
     return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
@@ -75,7 +79,7 @@ def _long_segments_first(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator
 
 
 def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
-    """Cut that wait for no other one: the first pass of each covers everything before it."""
+    """Segments that wait for no other one: the first pass of each covers everything before it."""
     if nchunks(inputs) > LONGEST_RECOMPUTED:
         return
     for cuts in (2, 3, 4):
@@ -119,13 +123,13 @@ def _rings(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConf
 # --- the portable kernel
 
 
-def _warps(config: PortableConfig, _: SSDInputs) -> Iterator[PortableConfig]:
+def _warps(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
     for num_warps in (2, 4, 8):
         yield replace(config, num_warps=num_warps)
 
 
-def _chunks(config: PortableConfig, inputs: SSDInputs) -> Iterator[PortableConfig]:
-    """Cut keep their lengths in positions."""
+def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
+    """Segments keep their lengths in positions."""
     for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
         yield replace(
             config,
@@ -135,26 +139,26 @@ def _chunks(config: PortableConfig, inputs: SSDInputs) -> Iterator[PortableConfi
         )
 
 
-def _blocks_of_p(config: PortableConfig, inputs: SSDInputs) -> Iterator[PortableConfig]:
+def _blocks_of_p(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
     for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
         if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE:
             yield replace(config, block_p=block_p, p_rows=p_rows)
 
 
-def _blocks_of_n(config: PortableConfig, inputs: SSDInputs) -> Iterator[PortableConfig]:
+def _blocks_of_n(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
     """Sums at most as long as the committed ones, because longer sums are less exact."""
     for block_n in (64, 128):
         if block_n < min(config.block_n, inputs.B.shape[3]):
             yield replace(config, block_n=block_n)
 
 
-def _stages(config: PortableConfig, _: SSDInputs) -> Iterator[PortableConfig]:
+def _stages(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
     for state_stages, scan_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 2)):
         yield replace(config, state_stages=state_stages, scan_stages=scan_stages)
 
 
-def _cuts(config: PortableConfig, _: SSDInputs) -> Iterator[PortableConfig]:
+def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
     """More or fewer segments, shorter or longer ones."""
     for times in (0.5, 2, 4):
         yield replace(config, max_segments=max(1, int(config.max_segments * times)))

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
-from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.operators.tuning import Settings
 from ssdprof.schema import Record
 
@@ -16,7 +16,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 
 
 class HopperSettings(Record):
-    """See `SSDHopperConfig` and `Cut`."""
+    """See `SSDHopperConfig` and `Segments`."""
 
     segment: Positive
     long_count: NotNegative
@@ -36,7 +36,7 @@ class HopperSettings(Record):
 
 
 class PortableSettings(Record):
-    """See `PortableConfig`."""
+    """See `SSDPortableConfig`."""
 
     chunk: Positive
     max_segments: Positive
@@ -50,14 +50,14 @@ class PortableSettings(Record):
     scan_stages: Positive
 
 
-def settings_of(config: SSDHopperConfig | PortableConfig) -> Settings:
+def settings_of(config: SSDHopperConfig | SSDPortableConfig) -> Settings:
     """The stored form of a configuration."""
     kernel, kind = ("hopper", HopperSettings) if isinstance(config, SSDHopperConfig) else ("portable", PortableSettings)
     return Settings(kernel=kernel, values={name: getattr(config, name) for name in kind.model_fields})
 
 
-def config_of(settings: Settings, reason: str) -> SSDHopperConfig | PortableConfig:
+def config_of(settings: Settings, reason: str) -> SSDHopperConfig | SSDPortableConfig:
     """The inverse of `settings_of`.  pydantic's ValidationError for invalid values."""
     if settings.kernel == "hopper":
         return SSDHopperConfig(**HopperSettings.model_validate(settings.values).model_dump(), reason=reason)
-    return PortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)
+    return SSDPortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)

@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels import _gpu
+from ssdprof.kernels import device
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd import tuned
+from ssdprof.kernels.registry import CallKey, use_overrides
+from ssdprof.kernels.ssd.config import SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
-from ssdprof.kernels.ssd.tuned import nchunks
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.ssd.tuning.candidates import Axis, Config, axes
+from ssdprof.operators.ssd.tuning.candidates import Axis, Config, axes, nchunks
 from ssdprof.operators.ssd.tuning.settings import config_of, settings_of
 from ssdprof.operators.tuning import Calls, Settings, Use, Value
 from ssdprof.schema import Intermediates
@@ -37,23 +36,15 @@ class SSDTuning:
         return kernel == "portable"
 
     def calls(self, inputs: SSDInputs, intermediates: Intermediates, kernel: str) -> Calls:
-        layer = tuned.Layer.of(inputs, Precision(intermediates=intermediates))
-        sizes: dict[str, Value] = {
-            "nheads": layer.nheads,
-            "headdim": layer.headdim,
-            "dstate": layer.dstate,
-            "ngroups": layer.ngroups,
-            "dtype": dtype_name(layer.dtype),
-            "gate": layer.gate,
-        }
-        if kernel == "hopper":
-            sizes |= {"sequences": inputs.sequences, "nchunks": nchunks(inputs)}
+        own = dict(call_key(inputs, Precision(intermediates=intermediates), kernel).sizes)
+        del own["exact"]  # it is in `intermediates`
+        sizes: dict[str, Value] = own | {"dtype": dtype_name(own["dtype"])}
         return Calls(operator="ssd", kernel=kernel, intermediates=intermediates, sizes=sizes)
 
     def committed(self, inputs: SSDInputs, kernel: str) -> Config:
         if kernel == "hopper":
-            return SSDHopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
-        return PortableConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+            return SSDHopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
+        return SSDPortableConfig.choose(inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
 
     def axes(self, config: Config) -> tuple[Axis, ...]:
         return axes(config)
@@ -103,21 +94,13 @@ class SSDTuning:
         return replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries)
 
     def use(self, finds: Iterable[Use]) -> None:
-        tuned.use(_find(find) for find in finds)
+        use_overrides("ssd", dict(map(_override, finds)))
 
 
-def _find(find: Use) -> tuned.Find:
+def _override(find: Use) -> tuple[CallKey, Config]:
     sizes: dict[str, Any] = dict(find.calls.sizes)
-    layer = tuned.Layer(
-        **{name: sizes[name] for name in ("nheads", "headdim", "dstate", "ngroups", "gate")},
-        dtype=dtype_named(sizes["dtype"]),
-        exact=find.calls.intermediates == "exact",
-    )
-    config = config_of(find.settings, find.reason)
-    if isinstance(config, PortableConfig):
-        return tuned.PortableFind(gpu=find.gpu, layer=layer, config=config)
-    sequences, nchunks = sizes["sequences"], sizes["nchunks"]
-    return tuned.HopperFind(gpu=find.gpu, layer=layer, sequences=sequences, nchunks=nchunks, config=config)
+    sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": find.calls.intermediates == "exact"}
+    return CallKey.of(find.gpu, "ssd", find.calls.kernel, **sizes), config_of(find.settings, find.reason)
 
 
 TUNING = SSDTuning()
