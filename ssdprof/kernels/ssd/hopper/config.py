@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ssdprof.kernels.device import capability
+from ssdprof.kernels.inputs import INPUT_DTYPES
 from ssdprof.kernels.ssd.config import HOPPER, first_fit
 from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, weight_places
 from ssdprof.kernels.ssd.hopper.segments import Segments, ceil_div, cut, packed_segment
-from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.tensors import row_stride
 
 
