@@ -50,8 +50,8 @@ class Launcher:
     options: compile-time arguments in capitals, and launch options such as num_warps
 
     A kernel takes its descriptors, then its other tensors as one tuple, `tensors`, then the scalars, then its
-    compile-time arguments as one, `S`.  A kernel without such parameters takes every tensor and every compile-time
-    argument as a parameter.
+    compile-time arguments as one, `S`.  A kernel without such parameters takes every tensor, and every compile-time
+    argument, as a parameter.
 
     Properties on which Triton specialises must be the same in all launches: the current device, and for each tensor
     whether it is None, its dtype, and whether its address is a multiple of 16 (see `place`).  Triton settings that
@@ -60,7 +60,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> None:
         names = _arguments(kernel.fn)
-        if "S" in names:
+        if "S" in names and "S" not in options:
             wrap = (lambda value: value) if INTERPRETED else tl.constexpr  # Triton takes no attribute for a constant
             constants = {name: wrap(value) for name, value in options.items() if name.isupper()}
             options = {"S": Constants(**constants)} | {n: v for n, v in options.items() if n not in constants}

@@ -74,14 +74,18 @@ def first_launch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **
 
 
 def in_words(arguments: Iterable[Any]) -> list[str]:
-    return [
-        f"{value.dtype} {tuple(value.shape)} {value.stride()}"
-        if isinstance(value, torch.Tensor)
-        else f"{value.base.dtype} {value.shape} {value.strides} {value.block_shape} {value.layout}"
-        if isinstance(value, TensorDescriptor)
-        else repr(value)
-        for value in arguments
-    ]
+    words: list[str] = []
+    for value in arguments:
+        if isinstance(value, tuple):
+            words.append(str(in_words(value)))
+        elif isinstance(value, torch.Tensor):
+            words.append(f"{value.dtype} {tuple(value.shape)} {value.stride()}")
+        elif isinstance(value, TensorDescriptor):
+            base = value.base
+            words.append(f"{base.dtype} {value.shape} {value.strides} {value.block_shape} {value.layout}")
+        else:
+            words.append(repr(value))
+    return words
 
 
 def launched(call: Callable[[], object]) -> list[Launched]:

@@ -113,6 +113,18 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver) -> No
         assert driver.launches.pop() == (FUNCTION, programs, 1, 1, 128, 1, 1, 1000, STREAM, values)
 
 
+def test_tensors_may_be_one_argument(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, x, absent, y = tensors()
+    kinds = {name: SIGNATURE[name] for name in ("rows", "strides", "scale", "SIZE")}
+    grouped = {"rows": kinds.pop("rows"), "tensors": ("*bf16", "constexpr", "*fp32")} | kinds
+    compiled = Compiled()
+    monkeypatch.setattr(compiled.src, "signature", grouped)
+    launch = direct_launch(compiled, (rows, (x, absent, y)), CONSTANTS)
+    assert launch is not None
+    assert launch(5, (rows, x, absent, y))
+    assert driver.launches.pop()[-1][5:7] == [x.data_ptr(), y.data_ptr()]
+
+
 def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless too many are kept."""
     kept = [tensors() for _ in range(3)]

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels import SSDInputs, UnsupportedError, ssd_fused
 from ssdprof.kernels import launch as launching
-from ssdprof.kernels.launch import LaunchCache, Launcher, launch
+from ssdprof.kernels.launch import Constants, LaunchCache, Launcher, launch
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
@@ -167,6 +167,30 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
         ("triton", (5, 1, 1), ("a", None, (4, 1), 7), options),
         ("compiled", (6, 1, 1), ("b", None, (4, 1), 7, 64, True), {}),
     ]
+
+
+def test_tensors_and_constants_are_one_argument_each_where_a_kernel_takes_them_so() -> None:
+    class Grouped(Kernel):
+        @staticmethod
+        def fn(desc: Any, tensors: Any, strides: Any, size: Any, S: Any) -> None:
+            """Has the names of its arguments."""
+
+    kernel = Grouped()
+    launcher = Launcher(kernel, (((1,), ()), 7), {"BLOCK": 64, "num_warps": 8})
+    launcher(5, "desc", "a", None)
+    launcher(6, "desc", "b", None)
+    (_, _, first, options), (_, _, second, _) = kernel.launches
+    S = options.pop("S")
+    assert S.BLOCK == 64
+    assert options == {"num_warps": 8, "enable_fp_fusion": True, "sanitize_overflow": False}
+    assert first == ("desc", ("a", None), ((1,), ()), 7)
+    assert second == ("desc", ("b", None), ((1,), ()), 7, S)
+
+
+def test_constants_are_equal_by_name_and_value() -> None:
+    assert Constants(A=1, B=True) == Constants(A=1, B=True) != Constants(A=2, B=True)
+    assert len({Constants(A=1, B=2), Constants(A=1, B=2), Constants(A=2, B=1)}) == 2
+    assert repr(Constants(A=1, B="x")) == "Constants(A=1, B='x')", "Triton's key of a compiled kernel"
 
 
 def test_where_triton_returns_nothing_nothing_is_kept() -> None:

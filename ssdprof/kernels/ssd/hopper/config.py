@@ -1,6 +1,6 @@
 """Which inputs the Hopper kernel supports, and how a call is divided into programs.
 
-Rings and registers come from a row of `config_table.py`, segments from a simulation of the programs on the SMs.
+Rings and registers come from a row of `../config.py`, segments from a simulation of the programs on the SMs.
 """
 
 from __future__ import annotations
