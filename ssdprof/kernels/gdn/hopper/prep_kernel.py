@@ -145,10 +145,13 @@ def inverses_of(
 
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots"])
 def _prep_kernel(
-    k_desc, q_desc, A_desc, g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr,
-    g_strides, beta_strides, cu_strides, seqlen, sequences, slots,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, AT_ONCE: gl.constexpr, NORMALISE: gl.constexpr,
+    k_desc, q_desc, A_desc, tensors, g_strides, beta_strides, cu_strides, seqlen, sequences, slots, S: gl.constexpr
 ):  # fmt: skip
+    g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
+    HEADS: gl.constexpr = S.HEADS
+    KEY_HEADS: gl.constexpr = S.KEY_HEADS
+    AT_ONCE: gl.constexpr = S.AT_ONCE
+    NORMALISE: gl.constexpr = S.NORMALISE
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)
