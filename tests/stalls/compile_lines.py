@@ -23,7 +23,7 @@ from gdn_cases import Case as GDNCase
 from ssd_cases import EXACT, Case
 from triton.runtime.jit import JITFunction
 
-from ssdprof.kernels.gdn.config import SSDPortableConfig as GDNPortableConfig
+from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
