@@ -47,7 +47,7 @@ from ssdprof.core.subject import (
 from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
-from ssdprof.kernels.oracle_blocks import sequences
+from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import device as device_of
 from ssdprof.operators.tensors import tensors
