@@ -8,7 +8,7 @@ import torch
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_blocks
-from ssdprof.kernels.oracle import OracleBlock
+from ssdprof.kernels.oracle import OutputBlock
 from ssdprof.operators.gdn.rounding import CHUNK, GDNGate, RoundedGDN
 from ssdprof.operators.operator import Form, Judgement
 
@@ -21,7 +21,7 @@ def forms(inputs: GDNInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: GDNInputs, length: int) -> Iterator[OracleBlock]:
+def blocks(inputs: GDNInputs, length: int) -> Iterator[OutputBlock]:
     """The oracle, `length` positions at a time."""
     return gdn_blocks(inputs, torch.float64, block=length)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ssdprof.kernels.oracle import OracleBlock
+from ssdprof.kernels.oracle import OutputBlock
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_blocks
 from ssdprof.operators.operator import Form, Judgement
@@ -21,7 +21,7 @@ def forms(inputs: SSDInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: SSDInputs, length: int) -> Iterator[OracleBlock]:
+def blocks(inputs: SSDInputs, length: int) -> Iterator[OutputBlock]:
     """The oracle, `length` positions at a time."""
     return ssd_blocks(inputs, torch.float64, block=length)
 
