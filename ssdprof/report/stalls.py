@@ -461,10 +461,10 @@ def _launched(report: StallReport) -> Table | None:
             fmt.count(launch.registers),
             fmt.count(launch.spills),
             fmt.size(launch.shared_bytes),
-            fmt.share(occupancy),
+            fmt.share(launch.warps_pct),
         )
         for one in report.launched
-        for launch, occupancy in zip_longest(one.launches, one.occupancy_pct)
+        for launch in one.launches
     ]
     return strings(
         "Resources of the kernels, from Triton",
