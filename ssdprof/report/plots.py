@@ -215,12 +215,12 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, str]]:
             f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name: share.reasons
             for name, share in group.stages.items()
         }
-        found[group.name.lstrip("_")] = (title, _stages(bars, title, [reason for reason, _ in every.most]))
-    roof = _stall_roofline(report)
+        found[group.name.lstrip("_")] = (title, stages(bars, title, [reason for reason, _ in every.most]))
+    roof = stall_roofline(report)
     return found if roof is None else found | {"roofline": ("Roofline", roof)}
 
 
-def _stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str]) -> str:
+def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str]) -> str:
     """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
 
     reasons: all reasons in the order of their colours, which is the same in all plots of a report; the last ones
@@ -247,7 +247,7 @@ def _stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequen
     return draw(paint, (10.0, 1.2 + 0.32 * len(bars)), legend=0)
 
 
-def _stall_roofline(report: StallReport) -> str | None:
+def stall_roofline(report: StallReport) -> str | None:
     """Arithmetic, on tensor cores and in fp32, per byte of DRAM, and per second.  None if no kernel's are known.
 
     The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores' rate for the operand

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from stalls import synthetic
 
-from ssdprof.schema import EXACT_FP32, Launch
-from ssdprof.schema.stalls import KernelStalls, Launched, StallReport
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.case import Launch
+from ssdprof.core.stalls import KernelStalls, Launched, StallReport
 from ssdprof.stalls.facts import analyse, stalls_of
 from ssdprof.stalls.read import Point
 

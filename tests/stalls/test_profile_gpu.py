@@ -10,11 +10,11 @@ from kernels.ssd_cases import Case
 from stalls.captures import store_layers
 
 import ssdprof
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.stalls import StallReport
 from ssdprof.environment.toolchain import find_ncu
 from ssdprof.jobs.stalls import StallRequest, profile
 from ssdprof.progress import Unwatched
-from ssdprof.schema import EXACT_FP32
-from ssdprof.schema.stalls import StallReport
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import pytest
 
+from ssdprof.core.stalls import KernelStalls
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import stall_files
-from ssdprof.report import stall_words as words
-from ssdprof.report.stall_document import compose
-from ssdprof.report.stall_groups import groups
-from ssdprof.schema.stalls import KernelStalls
+from ssdprof.report import stalls as words
+from ssdprof.report.stalls import compose
+from ssdprof.report.stalls import kernel_groups as groups
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import RawReport, read
 
