@@ -12,10 +12,14 @@ import pytest
 from command_line import Answer
 
 import ssdprof
-from ssdprof import cli, runs
-from ssdprof.environment.checks import Check
+from ssdprof import cli
+from ssdprof.checkpoint.model import DEMO_FOLDERS
+from ssdprof.commands import terminal
+from ssdprof.core.conditions import parse_percent
+from ssdprof.environment import Check, collect
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
-from ssdprof.pipeline.request import parse_percent
+from ssdprof.progress import Unwatched
+from ssdprof.store import reports
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +155,8 @@ def test_without_a_run(command: list[str]) -> None:
 
 
 def test_another_run_in_the_same_folder() -> None:
-    with runs.opened(Path("shared"), "demo"):
+    header = reports.draft("run", "demo", (), environment=collect(), baseline="unfused")
+    with reports.opened(Path("shared"), header, Unwatched()):
         assert "Another run is writing into shared" in refused(2, "run", "demo", "--out", "shared", "--seq", "16")
     assert not Path("shared").exists()
 
@@ -174,10 +179,10 @@ def test_another_run_in_the_same_folder() -> None:
     ],
 )
 def test_how_a_command_ends(monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, words: str) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(runs, "read", fail)
+    monkeypatch.setattr(reports, "load", fail)
     answer = Answer("export")
     assert answer.code == code
     assert answer.out == ""
@@ -187,10 +192,10 @@ def test_how_a_command_ends(monkeypatch: pytest.MonkeyPatch, raised: BaseExcepti
 def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError("somewhere deep at http://user:secret@host")
 
-    monkeypatch.setattr(runs, "read", fail)
+    monkeypatch.setattr(reports, "load", fail)
     monkeypatch.setattr(sys, "argv", ["ssdprof", "export"])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("signal.signal", lambda *_: None)  # the process is pytest's
@@ -270,8 +275,6 @@ def test_a_reader_that_stops_early_is_no_mistake_and_no_verdict(words: str) -> N
 
 
 def test_tokens_do_not_reach_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssdprof.commands import terminal
-
     monkeypatch.setattr(sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"])
     assert terminal.command_line() == ("ssdprof", "run", "org/name", "--revision", "hf_...")
 
@@ -398,7 +401,7 @@ def test_sigterm_is_told_as_ctrl_c_is(tmp_path: Path) -> None:
 
 def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated, because root may run the tests and may write everywhere."""
-    monkeypatch.setattr("ssdprof.pipeline.model.load_model", lambda *_, **__: pytest.fail("loads the model"))
+    monkeypatch.setattr("ssdprof.jobs.model.load_model", lambda *_, **__: pytest.fail("loads the model"))
     monkeypatch.setattr("os.access", lambda *_: False)
     assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16", "--out", "captures")
     assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16")
@@ -433,7 +436,6 @@ def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_random_tokens_need_no_tokenizer() -> None:
-    from ssdprof.checkpoint.names import DEMO_FOLDERS
 
     Path("model").mkdir()
     for name in ("config.json", "model.safetensors"):
@@ -448,7 +450,6 @@ def test_random_tokens_need_no_tokenizer() -> None:
 
 def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:
     """This happens before any download: the folder has no weights."""
-    from ssdprof.checkpoint.names import DEMO_FOLDERS
 
     Path("model").mkdir()
     config = json.loads((DEMO_FOLDERS["demo"] / "config.json").read_text())

@@ -7,13 +7,13 @@ import jsonschema
 import pytest
 import typer
 from report.make import failed, make_report
+from ssdprof.bench import schema as bench_schema
+from ssdprof.commands.schemas import documents
+from ssdprof.runs import REPORT, document
 from typer.testing import CliRunner
 
-from ssdprof.bench import schema as bench_schema
 from ssdprof.cli import app
-from ssdprof.commands.schemas import documents
 from ssdprof.pipeline import stall_files
-from ssdprof.runs import REPORT, document
 from ssdprof.schema import SCHEMA_VERSION, published
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

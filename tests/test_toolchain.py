@@ -14,6 +14,8 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from ssdprof.pipeline.capture import capture
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest
 from triton import knobs
 
 from ssdprof import environment
@@ -21,8 +23,6 @@ from ssdprof.environment import checks, clocks, toolchain
 from ssdprof.environment.toolchain import Need, needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import limits
-from ssdprof.pipeline.capture import capture
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest
 from ssdprof.progress import Unwatched
 
 
