@@ -13,10 +13,11 @@ from command_line import Answer
 
 import ssdprof
 from ssdprof import cli
-from ssdprof.checkpoint.model import DEMO_FOLDERS
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.commands import terminal
 from ssdprof.core.conditions import parse_percent
-from ssdprof.environment import Check, collect
+from ssdprof.environment.doctor import Check
+from ssdprof.environment.machine import collect
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 from ssdprof.progress import Unwatched
 from ssdprof.store import reports
@@ -232,7 +233,7 @@ def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Square brackets are not markup."""
     check = Check(name="cache", status="ok", detail="/home/[bold]me")
-    monkeypatch.setattr("ssdprof.environment.doctor", lambda: (check,))
+    monkeypatch.setattr("ssdprof.environment.doctor.doctor", lambda: (check,))
     assert Answer("doctor").out.split() == ["ok", "cache", "/home/[bold]me"]
 
 

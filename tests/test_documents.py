@@ -1,9 +1,15 @@
-"""Links and anchors of documents and of code have targets, and the prose uses plain words."""
+"""Links and anchors of documents and of code have targets, commands and options exist, and the words are plain."""
 
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer
+
+import ssdprof
+from ssdprof.cli import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -14,6 +20,7 @@ DOCUMENTS = sorted(
 CODE = sorted(
     {file for folder in ("ssdprof", "benchmarks", "tests") for file in (ROOT / folder).rglob("*.py")} - {Path(__file__)}
 )
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
 def anchors(file: Path) -> set[str]:
@@ -117,3 +124,46 @@ def test_the_prose_keeps_to_plain_words() -> None:
 def test_a_banned_phrase_is_found(text: str) -> None:
     assert BANNED.search(text)
     assert not BANNED.search("Each of these fails. The rest of it goes on.  Of course it does.")
+
+
+def options_of(command: str) -> set[str]:
+    return {option for parameter in COMMANDS[command].params for option in parameter.opts}
+
+
+@pytest.mark.parametrize("file", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda one: one.name)
+def test_every_command_line_in_the_documents_exists(file: Path) -> None:
+    blocks = re.findall(r"^```\w*\n(.*?)^```", file.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in (line.strip() for block in blocks for line in block.splitlines()):
+        for call in re.findall(r"(?:^|&& |\$ |-m )ssdprof ([^-].*?)(?= &&|$)", line):
+            command, *words = call.split()
+            assert command in COMMANDS, line
+            unknown = {word.split("=")[0] for word in words if re.match(r"-{1,2}[a-z]", word)} - options_of(command)
+            assert not unknown, line
+
+
+def test_the_documents_list_every_command_and_no_other_option() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
+    known = {"--install-completion", "--help", "--version"}.union(*map(options_of, COMMANDS))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / "README.md").read_text())) <= known
+
+
+@pytest.mark.parametrize("mark", ["main", "test", "full"])
+def test_ci_finds_the_readme_commands(mark: str) -> None:
+    """.ci/run reads the fenced block after the mark; there must be exactly one, with one line."""
+    found = re.findall(rf"^<!-- ci: {mark} -->\n```\n(.+)\n```$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(found) == 1
+
+
+def test_make_help_lists_every_target() -> None:
+    shown = subprocess.run(["make", "-C", ROOT, "--no-print-directory"], capture_output=True, text=True, check=True)
+    phony = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert {line.split()[0] for line in shown.stdout.splitlines()} == set(phony[1].split())
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## \[(\d[^]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert ssdprof.__version__ == declared == newest[1]

@@ -13,9 +13,8 @@ import torch
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.meta import Mixer
+from ssdprof.core.subject import CallRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
-from ssdprof.core.subject import CallRef, Serving
-from ssdprof.core.subject import split_prompt
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 

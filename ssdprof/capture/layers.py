@@ -15,11 +15,11 @@ from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.memory import capture_bytes_per_token, choose_segment_length
 from ssdprof.capture.store import CapturedLayer, OnLayer, PromptBuffer, packed, strides, token_major
 from ssdprof.checkpoint.meta import find_mixers, match_layers
-from ssdprof.environment.memory import host_memory
-from ssdprof.store.ranks import started
-from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.core.words import size_words
 from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
+from ssdprof.core.words import size_words
+from ssdprof.environment.machine import host_memory
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.environment.child import started
 
 
 @dataclass(frozen=True, kw_only=True)

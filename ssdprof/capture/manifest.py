@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ssdprof.errors import BadInputError, library_message, unreadable
-from ssdprof.core.subject import CaptureManifest
 from ssdprof.core.base import VERSION, first_fault
+from ssdprof.core.subject import CaptureManifest
+from ssdprof.errors import BadInputError, library_message, unreadable
 
 MANIFEST = "manifest.json"
 AGAIN = "Capture again."

@@ -25,12 +25,11 @@ from ssdprof.capture.store import PromptBuffer, token_major
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.meta import Mixer, find_mixers, is_attention
 from ssdprof.checkpoint.weights import layer_index
-from ssdprof.environment.memory import free_memory
+from ssdprof.core.subject import LayerRef, Serving, split_prompt
+from ssdprof.core.words import size_words
+from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.operators import tensors
-from ssdprof.core.words import size_words
-from ssdprof.core.subject import LayerRef, Serving
-from ssdprof.core.subject import split_prompt
 
 # Peak of replaying a layer, in units of its inputs: the outputs of two implementations, and the unfused
 # one's states of every chunk.

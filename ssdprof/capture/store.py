@@ -33,16 +33,24 @@ from safetensors.torch import save_file
 
 from ssdprof import operators
 from ssdprof.capture.manifest import AGAIN, MANIFEST, is_capture, read_manifest
+from ssdprof.core.base import VERSION
+from ssdprof.core.subject import (
+    CallRef,
+    CaptureManifest,
+    CheckpointRef,
+    LayerCapture,
+    LayerRef,
+    Prompt,
+    TensorRecord,
+    scalars_hash,
+)
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
 from ssdprof.kernels.oracle_blocks import sequences
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import device as device_of
 from ssdprof.operators.tensors import tensors
-from ssdprof.core.words import size_words
-from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, TensorRecord
-from ssdprof.core.base import VERSION
-from ssdprof.core.subject import scalars_hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,7 +340,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
             raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
         if _sha256(tensor) != record.sha256:
             raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)
-    if capture.scalars_sha256 not in (None, scalars_hash(capture.scalars)):
+    if capture.scalars_sha256 != scalars_hash(capture.scalars):
         raise BadInputError(
             f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were written.", AGAIN
         )

@@ -18,8 +18,8 @@ import torch
 
 from ssdprof.capture import text
 from ssdprof.checkpoint import transformers
-from ssdprof.errors import BadInputError, library_message, unreadable
 from ssdprof.core.subject import Prompt
+from ssdprof.errors import BadInputError, library_message, unreadable
 
 Kind = Literal["default", "file", "random"]
 CONFIG = "tokenizer_config.json"

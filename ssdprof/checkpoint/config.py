@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
-from ssdprof.errors import BadInputError, library_message
 from ssdprof.core.subject import DECODED_ON_LOAD
+from ssdprof.errors import BadInputError, library_message
 
 LIMIT = 1 << 24  # no single size of a language model is larger; a vocabulary is at most a few 10^5
 LAYER_LIMIT = 1024

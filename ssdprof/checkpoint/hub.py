@@ -33,8 +33,8 @@ from safetensors import SafetensorError, safe_open
 
 from ssdprof import __version__
 from ssdprof.checkpoint.names import shown
-from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, library_message, masked
 from ssdprof.core.words import size_words
+from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, library_message, masked
 
 T = TypeVar("T")
 CONFIG = "config.json"

@@ -25,10 +25,9 @@ from ssdprof.checkpoint.meta import empty_model, quiet_transformers, refusals, r
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import INDEX, is_needed
-from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
 from ssdprof.core.words import size_words
-from ssdprof.core.subject import CheckpointRef
-from ssdprof.core.subject import DECODED_ON_LOAD
+from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

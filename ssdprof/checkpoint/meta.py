@@ -25,8 +25,8 @@ from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import CODES, layer_index
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 from ssdprof.core.subject import LayerRef
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -36,8 +36,8 @@ from ssdprof.checkpoint.names import (
     shown,
 )
 from ssdprof.checkpoint.weights import INDEX, Weights, find_weights, layer_index, usual_dtype
-from ssdprof.errors import BadInputError, ModelUnavailableError, SsdprofError
 from ssdprof.core.subject import CheckpointRef, LayerRef
+from ssdprof.errors import BadInputError, ModelUnavailableError, SsdprofError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

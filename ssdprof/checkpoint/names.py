@@ -13,8 +13,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ssdprof import operators
-from ssdprof.errors import BadInputError
 from ssdprof.core.subject import LayerRef
+from ssdprof.errors import BadInputError
 
 DEMO_FOLDERS = {name: Path(__file__).parent / name for name in ("demo", "demo-gdn")}
 _ALIKE = 0.83  # difflib's ratio from which a name counts as a typo of another

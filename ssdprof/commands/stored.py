@@ -21,7 +21,7 @@ from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError, nearest
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.request import parse_implementations, parse_states
-from ssdprof.report import brief, comparison, exports, html, markdown
+from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
@@ -145,16 +145,16 @@ def export(options: options.Export) -> None:
 def _markdown(folder: Path, report: Report, target: Path | None) -> str:
     """With the stalls of a run.  Pictures are written next to the target."""
     text = markdown.render(compose(report))
-    stalls = stall_files.of_run(folder)
-    if stalls is None:
+    profiled = stall_files.of_run(folder)
+    if profiled is None:
         return text
-    figures = stall_files.write_pictures(target, stalls) if target else {}
-    return f"{text}\n{stall_files.as_markdown(stalls, figures)}"
+    figures = stall_files.write_pictures(target, profiled) if target else {}
+    return f"{text}\n{stall_files.as_markdown(profiled, figures)}"
 
 
 _FORMATS: dict[str, Callable[[Path, Report, Path | None], str]] = {
     "markdown": _markdown,
-    "html": lambda _, report, __: html.render(report),
+    "html": lambda folder, report, _: html.render(report, stall_files.of_run(folder)),
     "json": lambda _, report, __: reports.dump(report),
     "junit": lambda _, report, __: exports.junit(report),
     "csv": lambda _, report, __: exports.csv(report),
@@ -200,9 +200,11 @@ def compare(options: options.Compare) -> None:
     conditions = [parse_fail_if(text) for text in (stored.fail_if if options.fail_if is None else options.fail_if)]
     smallest = parse_percent("--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%")
     target = _target(options.output, force=options.force)
-    base, new = ((name, reports.load(name)[1]) for name in (options.base, options.new))
-    found = pairs.compare(base, new, smallest_difference=smallest, conditions=conditions)
-    document, as_json = comparison.compose(found), options.json or options.format == "json"
+    (one, base), (other, new) = reports.load(options.base), reports.load(options.new)
+    sides = (options.base, base), (options.new, new)
+    found = pairs.compare(*sides, smallest_difference=smallest, conditions=conditions)
+    changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
+    document, as_json = comparison.compose(found, tuple(changes)), options.json or options.format == "json"
     if target is not None or as_json or options.format:
         text = pairs.DOCUMENT.dump_json(found, indent=1).decode() if as_json else markdown.render(document)
         _write(text, target, force=options.force)
@@ -223,11 +225,11 @@ _SCHEMAS = {  # [] after a type: the document is a list
     "runs": "ssdprof.commands.stored:ListedRun[]",
     "dry-run": "ssdprof.core.subject:DryRun",
     "capture": "ssdprof.commands.model:StoredCapture",
-    "stalls": "ssdprof.jobs.stall_files:StallReport",
+    "stalls": "ssdprof.core.stalls:StallReport",
     "tune": "ssdprof.tuning.records:TuneReport",
     "tune-dry-run": "ssdprof.tuning.records:PlannedSearch[]",
     "models": "ssdprof.checkpoint.names:Family[]",
-    "doctor": "ssdprof.environment:Check[]",
+    "doctor": "ssdprof.environment.doctor:Check[]",
     "settings": "ssdprof.settings:ProjectSettings",
 }
 

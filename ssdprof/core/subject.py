@@ -11,7 +11,6 @@ from pydantic import Field, computed_field
 
 from ssdprof.core.base import VERSION, Count, DType, PlacementKind, Record, Size, StoredDType
 
-
 # Quantisations whose weights transformers decodes to 16 bit on loading.
 DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 
@@ -256,6 +255,16 @@ class LayerCapture(Record):
     remark: str = ""
     scalars: dict[str, int | float | bool | str | None]
     scalars_sha256: str
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is of whole sequences: no chunk, and no decode step."""
+        return self.call is None or self.call.kind == "packed"
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is of a decode step."""
+        return self.call is not None and self.call.kind == "decode"
 
 
 class CaptureManifest(Record):

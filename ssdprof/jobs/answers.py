@@ -16,15 +16,13 @@ import numpy as np
 import torch
 
 from ssdprof import operators
-from ssdprof.capture.forward import hidden_states, logits
+from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.forward import greedy
-from ssdprof.capture.forward import PromptRun, check_ids
 from ssdprof.checkpoint.meta import Mixer, find_mixers, match_layers
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.case import Answers, Case, Generated
 from ssdprof.core.report import Report
-from ssdprof.environment import collect
+from ssdprof.environment.machine import collect
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits, notes
 from ssdprof.jobs.model import Loaded, load

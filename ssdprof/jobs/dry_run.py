@@ -10,8 +10,8 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.files import why
 from ssdprof.jobs import limits, placement
 from ssdprof.jobs.model import build_prompts
-from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.plan import stored_dims
+from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import Stored, Subject
 
 _BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."

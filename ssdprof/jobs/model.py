@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from ssdprof.capture import store
-from ssdprof.capture.store import CapturedLayer
-from ssdprof.capture.forward import logits
+from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
+from ssdprof.capture.store import CapturedLayer
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.capture.forward import check_ids
-from ssdprof.checkpoint.load import LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer
-from ssdprof.checkpoint.load import DType, load_model
+from ssdprof.checkpoint.load import DType, LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer, load_model
 from ssdprof.core.subject import Placement, Prompt
 from ssdprof.core.words import placement_words
 from ssdprof.jobs import limits, placement

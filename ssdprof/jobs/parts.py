@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from torch import nn
 
+from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import Mixer, is_attention
-from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.core.base import PartName
 from ssdprof.core.case import KernelTime, PartTime
 from ssdprof.jobs.substitute import Compute

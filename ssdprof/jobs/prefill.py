@@ -21,20 +21,19 @@ import numpy as np
 import torch
 
 from ssdprof import operators
+from ssdprof.capture.conv_and_norm import ConvAndNorm
+from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result
 from ssdprof.capture.memory import choose_segment_length
-from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import Mixer, find_mixers
-from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.core import statistics
-from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, KernelOrigin, DType, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, DType, KernelOrigin, PrecisionRecord
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Condition, LeftOut, Report, Requested, StepTime
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
 from ssdprof.core.subject import tokens as tokens_of
-from ssdprof.environment import ClockWatch, collect
-from ssdprof.environment.machine import installed_version
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.machine import ClockWatch, collect, installed_version
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits, notes
 from ssdprof.jobs.compare import device_times

@@ -16,13 +16,12 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
-from ssdprof.capture.store import CapturedLayer
-from ssdprof.capture.store import token_major
+from ssdprof.capture.store import CapturedLayer, token_major
 from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import CallRef, LayerRef, Prompt, split_prompt
-from ssdprof.environment import ClockWatch, collect
+from ssdprof.environment.machine import ClockWatch, collect
 from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits, notes

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from ssdprof import operators
 from ssdprof.core.base import Fault, PrecisionRecord, Status
 from ssdprof.core.case import FirstCall, Launch, Memory
-from ssdprof.environment.memory import free_memory
+from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ssdprof.core import words as fmt
@@ -13,6 +12,7 @@ from ssdprof.core.pairs import Comparison, Pair, Total, TotalBy
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.calls import PRECISION
 from ssdprof.report.facts import gpu_name
+from ssdprof.report.stalls import StageChange
 from ssdprof.report.table import (
     Column,
     Document,
@@ -47,18 +47,6 @@ _NAMES: tuple[Column[Pair], ...] = (
     text("implementation", lambda pair: pair.case.implementation),
     text(PRECISION, lambda pair: pair.case.precision.short),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageChange:
-    """A stage's share of an implementation's busy time, by ncu.  None: missing in that run."""
-
-    implementation: str
-    stage: str
-    base_pct: float | None
-    new_pct: float | None
-    base_us: float | None = None
-    new_us: float | None = None
 
 
 def compose(comparison: Comparison, stalls: Sequence[StageChange] = ()) -> Document:

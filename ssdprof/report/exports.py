@@ -59,13 +59,9 @@ def rows(report: Report) -> tuple[Case, ...]:
 
 def _excused(report: Report) -> set[str]:
     """Names of cases whose failure does not count, such as those of another library."""
-    refused = {case.name for case in outcome(report).refused}
-    return {
-        case.name
-        for case in report.cases
-        if case.result != "passed"
-        and ((case.kind == "library" and case.baseline) or (case.result == "refused" and case.name not in refused))
-    }
+    found = outcome(report)
+    counted = {case.name for case in (*found.failed, *found.refused, *found.answers_failed)}
+    return {case.name for case in report.cases if case.result != "passed" and case.name not in counted}
 
 
 def _caveats(report: Report) -> tuple[str, ...]:

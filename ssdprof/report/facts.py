@@ -260,7 +260,7 @@ def _of_run(report: Report) -> Iterator[tuple[str, str]]:
             f"copy {report.ceilings.copy_gb_per_s:,.0f} GB/s (read + written), matrix product "
             f"{report.ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run",
         )
-    if report.peak_bytes is not None:
+    if report.peak_bytes is not None and not _only_answers(report):
         yield "peak memory", f"{fmt.size(report.peak_bytes)} of GPU memory, model and replay"
     yield "CPU", f"{environment.cpu}, {environment.platform}"
     yield versions(environment, ssdprof=report.ssdprof_version)
@@ -290,11 +290,17 @@ def _of_answers(report: Report) -> Iterator[tuple[str, str]]:
         found = cases[0].answers
         assert found
         took = f", {fmt.duration(report.seconds * 1e6)}" if len(lengths) == 1 and report.seconds else ""
+        peak = f", peak memory {fmt.size(report.peak_bytes)} of the GPU" if _only_answers(report) else ""
         yield (
             f"answers, {fmt.tokens(seqlen)}",
             f"{fmt.plural(len(cases), 'case')} against {found.reference}, layers {fmt.indices(found.layers)}, "
-            f"model in {found.weights}, segments of {found.segment_length:,}{took}",
+            f"model in {found.weights}, segments of {found.segment_length:,}{took}{peak}",
         )
+
+
+def _only_answers(report: Report) -> bool:
+    """Whether the peak memory is that of the answers."""
+    return report.peak_bytes is not None and not report.of_calls
 
 
 def _of_prefill(report: Report) -> Iterator[tuple[str, str]]:

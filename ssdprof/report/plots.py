@@ -12,9 +12,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from ssdprof.core import words as fmt
-from ssdprof.core.case import Accuracy, Case, Deviation
+from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.report.groups import Group, Series, TotalSpeed, floor, layer_of, vs_oracle
+from ssdprof.report.groups import Against, Group, Series, TotalSpeed, deviation, layer_of
 
 # readable on white and on black, and, as far as nine colours can be, distinct without colour vision
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933", "#bbbbbb")
@@ -153,10 +153,10 @@ def along_positions(group: Group) -> str | None:
 
     None if no case recorded it, and for decode steps, which have one position.
     """
-    found = {series.label: line for series in _compared(group) if (line := _worst(series.cases, vs_oracle))}
+    found = {series.label: line for series in _compared(group) if (line := _worst(series.cases, "vs_oracle"))}
     if group.steps or not found:
         return None
-    limit = _worst(group.cases, floor)
+    limit = _worst(group.cases, "floor")
 
     def middles(line: Sequence[float]) -> list[float]:
         return [(number + 0.5) * group.seqlen / len(line) for number in range(len(line))]
@@ -214,9 +214,9 @@ def _timed(found: Sequence[Group], *, baseline: bool) -> dict[str, list[tuple[Gr
     return points
 
 
-def _worst(cases: Sequence[Case], which: Callable[[Accuracy], Deviation | None]) -> list[float]:
+def _worst(cases: Sequence[Case], which: Against) -> list[float]:
     """In each slice the largest of the layers' RMS errors; empty if none was recorded."""
-    errors = (which(out) for case in cases if (out := case.tensor("out")))
+    errors = (deviation(out, which) for case in cases if (out := case.tensor("out")))
     found = [[one or 0.0 for one in error.along] for error in errors if error and error.along]
     return [max(slices) for slices in zip(*found, strict=True)]
 

@@ -17,7 +17,6 @@ from ssdprof.report.groups import (
     Series,
     TotalSpeed,
     case_words,
-    floor,
     groups,
     layer_of,
     layer_words,
@@ -25,8 +24,6 @@ from ssdprof.report.groups import (
     precision_order,
     precision_words,
     trouble_words,
-    vs_baseline,
-    vs_oracle,
 )
 from ssdprof.report.table import Statement, VerdictLine, shortened
 
@@ -46,8 +43,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
         return tuple(_of_prefill(report))
     wrong = [VerdictLine(line, False) for line in errors(report)]
     if report.kind != "bench":
-        nothing = [line for line in wrong if line.text != NOTHING] + list(_of_run(report, outcome(report)))
-        return tuple(nothing) or (VerdictLine(NOTHING, False),)
+        return (*wrong, *_of_run(report, outcome(report)))
     passed = sum(case.result == "passed" for case in report.cases)
     good = VerdictLine(f"PASSED: {fmt.plural(passed, 'case')} compared with the fp64 oracle.", True)
     return tuple(wrong) or (good,)
@@ -57,7 +53,7 @@ def errors(report: Report) -> tuple[str, ...]:
     """The reasons why it did not pass."""
     found = outcome(report)
     if report.kind == "bench":
-        return (*_of_bench(report), *(f"GATE FAILED: {one}" for one in found.broken))
+        return (*_unfinished(found), *_of_bench(report), *(f"GATE FAILED: {one}" for one in found.broken))
     if report.kind == "prefill":
         failed = (f"{case.name}: {case.result}: {case.why}" for case in found.failed)
         return (*filter(None, [incomplete(report)]), *failed, *(f"GATE FAILED: {one}" for one in found.broken))
@@ -78,10 +74,7 @@ def incomplete(report: Report) -> str:
 
 def shortcomings(found: Outcome) -> Iterator[str]:
     """A line for each reason why a run's calls did not pass, if any of its cases ran."""
-    if found.ended_early:
-        yield f"PARTIAL: {found.ended_early}.  The results here are valid; the rest is missing."
-    elif found.missing:
-        yield f"MISSING: {fmt.plural(found.missing, 'requested case')}."
+    yield from _unfinished(found)
     of_inputs = [case for case in found.failed if not exact_answer_is_finite(case)]
     of_kernels = [case for case in found.failed if exact_answer_is_finite(case)]
     if of_inputs:
@@ -101,6 +94,13 @@ def shortcomings(found: Outcome) -> Iterator[str]:
         yield f"GATE FAILED: {gate}: {shortened(cases, _MOST_BROKEN)}."
 
 
+def _unfinished(found: Outcome) -> Iterator[str]:
+    if found.ended_early:
+        yield f"PARTIAL: {found.ended_early}.  The results here are valid; the rest is missing."
+    elif found.missing:
+        yield f"MISSING: {fmt.plural(found.missing, 'requested case')}."
+
+
 def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
     """Gate, as the user spelled it -> its verdicts."""
     found: dict[str, list[Verdict]] = {}
@@ -113,7 +113,8 @@ def _failed_answers(found: Outcome) -> Iterator[str]:
     """Phrases."""
     for case in found.answers_failed:
         broken = "; ".join(one.found for one in found.broken if one.case == case.name)
-        yield f"{case.label} at {case.seqlen:,} tokens: {broken or f'{case.result}: {case.why}'}"
+        why = broken or f"{case.result}: {case.why}"
+        yield f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens: {why}"
 
 
 def _of_run(report: Report, found: Outcome) -> Iterator[VerdictLine]:
@@ -227,7 +228,7 @@ def full_name(case: Case) -> str:
 def _on(found: Sequence[Group], name: str, precision: PrecisionRecord) -> str:
     own = [(group, one) for group in found for one in group.series(name) if one.precision == precision]
     speeds = [(group, speed) for group, one in own if (speed := one.speed()) and speed.device.speedup]
-    compared = [(group, one) for group, one in own if pool(one.cases, "out", vs_oracle)]
+    compared = [(group, one) for group, one in own if one.pooled("vs_oracle")]
     parts = []
     if troubles := list(dict.fromkeys(trouble_words(one) for _, one in own if _failed(one))):
         parts.append(f"FAILED: {'; '.join(troubles)}." + (" Elsewhere" if speeds else ""))
@@ -247,9 +248,9 @@ def _together(found: Sequence[Group], name: str) -> str:
     parts = [f"FAILED: {'; '.join(troubles)}."] if troubles else []
     if speeds := list(_speeds(found, name)):
         parts.append(f"{'; '.join(speeds)}.")
-    compared = [group for group in found if any(pool(one.cases, "out", vs_oracle) for one in group.series(name))]
+    compared = [group for group in found if any(one.pooled("vs_oracle") for one in group.series(name))]
     if compared:
-        own = [one for one in compared[0].series(name) if pool(one.cases, "out", vs_oracle)]
+        own = [one for one in compared[0].series(name) if one.pooled("vs_oracle")]
         parts.append(_placed(_exactness(compared[0], own), compared))
     return " ".join(parts)
 
@@ -314,22 +315,22 @@ def _verdicts(timed: Sequence[TotalSpeed], baseline: str) -> str:
 def _exactness(group: Group, series: Sequence[Series]) -> str:
     """ "78.098% to 93.707% of output elements are equal to those of unfused; rms error against fp64 1.81e-3 (...)"."""
     baseline = group.baseline
-    against = [pooled for one in series if (pooled := pool(one.cases, "out", vs_baseline))]
+    against = [pooled for one in series if (pooled := one.pooled("vs_baseline"))]
     parts = []
     if against:
         equal = _range((one.match_pct(0.0) for one in against), fmt.percent)
         near = f", {fmt.percent(against[0].match_pct(1e-3))} within 1e-3" if len(series) == 1 else ""
         parts.append(f"{equal} of output elements are equal to those of {baseline}{near}")
     originals = [original for one in series if (original := group.baseline_of(one))]
-    beside = [f"{baseline} {_rms(originals)}"] if any(pool(one.cases, "out", vs_oracle) for one in originals) else []
-    if limit := pool((case for one in series for case in one.cases), "out", floor):
+    beside = [f"{baseline} {_rms(originals)}"] if any(one.pooled("vs_oracle") for one in originals) else []
+    if limit := pool((case for one in series for case in one.cases), "out", "floor"):
         beside.append(f"floor {fmt.small(limit.rms_ratio)}")
     parts.append(f"rms error against fp64 {_rms(series)} ({', '.join(beside)})")
     return f"{'; '.join(parts)}."
 
 
 def _rms(series: Sequence[Series]) -> str:
-    return _range((one.rms_ratio for own in series if (one := pool(own.cases, "out", vs_oracle))), fmt.small)
+    return _range((one.rms_ratio for own in series if (one := own.pooled("vs_oracle"))), fmt.small)
 
 
 def _range(values: Iterable[float | None], show: Callable[[float | None], str]) -> str:

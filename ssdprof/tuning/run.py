@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ssdprof import __version__, environment
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.measure.timing import CudaBench
 from ssdprof.measure.first_run import first_line
 from ssdprof.operators.operator import Operator

@@ -35,6 +35,8 @@ EMPTY = BenchReport(
     environment=Environment(gpu=None, cpu="", platform="", python="", packages={}),
     peers={},
     baseline="unfused",
+    kernels="",
+    matched_with="unfused",
 )
 
 

@@ -30,7 +30,7 @@ OPTIONS = {  # options of the commands, with the defaults of `ssdprof bench`
 def block(operator: str) -> list[str]:
     """The lines of the code block for the operator's results."""
     text = (ROOT / "docs" / "benchmarking.md").read_text(encoding="utf-8")
-    (found,) = re.findall(rf"```\n(R=benchmarks/results/bench-{operator}-h200\n.*?)```", text, re.DOTALL)
+    (found,) = re.findall(rf"```\n(R={operator}-new\n.*?)```", text, re.DOTALL)
     return found.splitlines()
 
 

@@ -14,11 +14,12 @@ from compare.changed import FUSED, fused, other_machine, run, slowed
 from fakes import contender, measured
 from fakes import report as bench_report
 from report.make import RELAXED_FP32, failed, in_calls, make_checkpoint, make_prompt
+from test_schemas import schema_of
 
 from ssdprof.bench.schema import BenchReport
 from ssdprof.bench.schema import dump as dump_bench
 from ssdprof.compare import compare as comparing
-from ssdprof.compare.compare import SCHEMA_FILE, compare
+from ssdprof.compare.compare import compare
 from ssdprof.compare.conditions import parse
 from ssdprof.compare.read import read
 from ssdprof.errors import BadInputError
@@ -26,7 +27,7 @@ from ssdprof.report.comparison import compose
 from ssdprof.runs import document
 from ssdprof.schema import EXACT_FP32, CaseResult
 from ssdprof.schema.comparison import Comparison, Pair
-from ssdprof.schema.stalls import KernelStalls, Resources, Stage, StallReport, Throughput
+from ssdprof.schema.stalls import KernelStalls, StallReport
 
 
 @pytest.fixture
@@ -289,12 +290,10 @@ def stalled(shares: dict[str, int], us: float) -> StallReport:
     kernel = KernelStalls(
         kernel="k",
         implementation="fused",
-        resources=Resources(),
-        throughput=Throughput(duration_us=us),
+        duration_us=us,
         sample_count=sum(shares.values()),
         samples={"wait": sum(shares.values())},
-        stages=tuple(Stage(name=name, samples={"wait": count}) for name, count in shares.items()),
-        lines=(),
+        stages={name: {"wait": count} for name, count in shares.items()},
     )
     return StallReport(ssdprof_version="0", sources={}, gpu="", kernels=(kernel,))
 
@@ -311,7 +310,7 @@ def test_stalls_by_stage_where_both_runs_have_them(tmp_path: Path) -> None:
 
 
 def test_the_json_keeps_to_the_published_schema(compared: Callable[..., Comparison]) -> None:
-    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    schema = schema_of("comparison-v1")
     new = run(change=lambda case: failed(case, "nonfinite") if fused(case) else case)
     for found in (compared(run(), new, "rms:1%"), compared(a_bench(1.0), a_bench(2.0))):
         told = json.loads(comparing.dump(found), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))

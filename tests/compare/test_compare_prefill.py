@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from compare.changed import other_machine, run
 from report.make import make_checkpoint
 from report.make_prefill import FUSED, UNFUSED, found, length, report
+from test_schemas import keeps_to
 from typer.testing import CliRunner
 
 from ssdprof.cli import app
-from ssdprof.compare.compare import SCHEMA_FILE, compare
+from ssdprof.compare.compare import compare
 from ssdprof.compare.conditions import parse
 from ssdprof.compare.read import read
 from ssdprof.report import comparison
@@ -222,9 +221,8 @@ def test_the_tables_show_both_sides() -> None:
 
 def test_the_json_keeps_to_the_published_schema() -> None:
     found = compared(BASE, SLOW, "slower:3%")
-    told = json.loads(found.model_dump_json())
-    jsonschema.validate(told, json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
-    assert Comparison.model_validate(told) == found
+    keeps_to("comparison-v1", found.model_dump_json())
+    assert Comparison.model_validate_json(found.model_dump_json()) == found
 
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-prefill"

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from kernels.ssd_cases import Case
 
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.schema import CheckpointRef, LayerRef
 
 LAYERS = (2, 5, 7)

@@ -76,7 +76,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "gpu_to_tune", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "CudaBench", lambda _: fake)
     gpu = GPU.model_copy(update={"name": "cpu"})  # the kernels' name for the device of their tensors
-    monkeypatch.setattr(run.environment, "collect", lambda: environment(gpu))
+    monkeypatch.setattr(run.machine, "collect", lambda: environment(gpu))
     monkeypatch.setattr(search.Problem, "run", lambda _, inputs, config: fake.run(inputs, config))
     monkeypatch.setattr(use, "current_gpu", lambda: gpu)
 
@@ -122,7 +122,7 @@ def test_a_dry_run_lists_candidates_and_keeps_nothing(cache: Path) -> None:
     assert code == 0
     rows = json.loads(out)
     assert any("num_warps 8" in row["candidates"] for row in rows)
-    keeps_to("tune-dry-run.json", out)
+    keeps_to("tune-dry-run", out)
     assert not cache.exists()
 
 
@@ -133,7 +133,7 @@ def test_a_spent_budget_leaves_searches_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(run.time, "monotonic", lambda: next(seconds))
     words = ("ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40", "--budget", "150", "--json")
     text = tune(*words)[1]
-    keeps_to("tune-v2.json", text)
+    keeps_to("tune-v2", text)
     report = TuneReport.model_validate_json(text)
     assert [one.shape for one in report.outcomes] == ["2x16x16x1"]
     assert report.left_out == ("4x16x16x1, 1 x 40, bf16, exact: the budget of 150 s was spent",)

@@ -1,0 +1,144 @@
+"""Mutants of the package, and the tests that kill them: the proof that a smaller suite is as strong.
+
+    python tests/mutants.py RESULTS [ROOM ...] [--jobs N] [--limit SECONDS]
+
+`mutants.jsonl` lists them, one a line: a statement (of a compound one the header), as `ast.unparse` writes it, and what
+replaces it.  The operators of mutmut 3.8.1 drew them once, with the seed 43; those "by hand" are kinds of error that
+tests let live before.  A mutant follows its statement, in whatever file it stands.
+
+Each is applied in a copy of the tree, and judged by the tests of its room alone: first those that name its module.
+RESULTS gets a line for each: killed, and by which test; survived; timeout; not found; broken, if that test fails
+without the mutant too.  Mutants that RESULTS has are skipped, so that a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = ROOT / "tests" / "mutants.jsonl"
+# Files and folders of the tests of each room, in today's layout and in the one that the moves lead to.
+TESTS = {"kernels": "kernels", "stalls": "stalls", "report": "report stalls compare bench runs test_cli.py"} | {
+    "pipeline": "pipeline jobs compare test_cli.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
+    "operators": "operators kernels/test_legal_sizes.py",
+    "checkpoint": "checkpoint test_hub_end_to_end.py",
+    "measure": "measure test_implementations.py",
+    "commands": "commands test_cli.py compare bench settings stalls runs tuning jobs test_end_to_end.py",
+    "capture": "capture test_served_run.py",
+    "schema": "schema core report compare measure capture bench stalls test_schemas.py",
+    "bench": "bench jobs",
+    "environment": "environment test_environment.py test_toolchain.py test_ranks.py",
+    "tuning": "tuning jobs",
+    "store": "store settings compare runs core",
+}
+Mutant = dict[str, str]
+
+
+def header(statement: ast.stmt) -> str:
+    text = ast.unparse(statement)
+    return text.splitlines()[0] if hasattr(statement, "body") else text
+
+
+def statements(tree: ast.AST, name: str = "") -> list[tuple[str, ast.stmt]]:
+    """Every statement, with the name of its function."""
+    found = [(name, child) for child in ast.iter_child_nodes(tree) if isinstance(child, ast.stmt)]
+    for child in ast.iter_child_nodes(tree):
+        found += statements(child, child.name if isinstance(child, ast.FunctionDef | ast.ClassDef) else name)
+    return found
+
+
+def place(mutant: Mutant, tree: Path) -> tuple[Path, ast.stmt] | None:
+    """Where the statement stands; of several places, that in the function and the file of the mutant."""
+    found = []
+    for file in sorted((tree / "ssdprof").rglob("*.py")):
+        for name, statement in statements(ast.parse(file.read_text(encoding="utf-8"))):
+            if header(statement) == mutant["original"]:
+                alike = name == mutant["function"].split(".")[-1], file == tree / mutant["file"]
+                found.append((alike, file, statement))
+    return max(found, key=lambda one: one[0])[1:] if found else None
+
+
+def mutated(mutant: Mutant, source: str, statement: ast.stmt) -> str:
+    """The source with the statement, or its header, replaced."""
+    lines, first = source.splitlines(), statement.lineno - 1
+    inner = getattr(statement, "body", None)
+    last = statement.end_lineno if inner is None else max(first + 1, inner[0].lineno - 1)
+    indent, word = re.match(r"(\s*)(el(?=if ))?", lines[first]).groups(default="")
+    return "\n".join([*lines[:first], indent + word + mutant["mutated"], *lines[last:], ""])
+
+
+def tests_of(mutant: Mutant, tree: Path, module: Path) -> list[str]:
+    """The test files of the mutant's room: first those that name its module or what it defines, and the short ones."""
+    paths = [tree / "tests" / word for word in TESTS[mutant["room"]].split()]
+    files = [file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path] * path.exists())]
+    texts = {str(file.relative_to(tree)): file.read_text(encoding="utf-8") for file in files}
+    names = re.findall(r"^(?:def|class) ([A-Za-z]\w+)", module.read_text(encoding="utf-8"), re.MULTILINE)
+    named = re.compile(rf"\b({'|'.join([module.stem, *names])})\b")
+    return sorted(texts, key=lambda file: ("_gpu" in file, not named.search(texts[file]), len(texts[file])))
+
+
+def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int, str]:
+    """pytest's exit code, 128 or more after the limit of processor time, and the first test that failed."""
+    env = os.environ | {"PYTHONPATH": f"{tree}:{tree}/tests", "OMP_NUM_THREADS": "1"}
+    limits = f"prlimit --cpu={limit_s:.0f} timeout -s KILL {5 * limit_s:.0f} {sys.executable}"
+    command = [*f"{limits} -m pytest -x -n 0 -p no:cacheprovider --tb=no -rfE".split(), *tests]
+    ran = subprocess.run(command, cwd=tree, env=env, text=True, stdout=subprocess.PIPE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    return ran.returncode, failed[1] if failed else ""
+
+
+def judge(mutant: Mutant, tree: Path, limit_s: float) -> tuple[str, str]:
+    """The mutant's status, and the test that kills it."""
+    if (found := place(mutant, tree)) is None:
+        return "not found", ""
+    file, before = found[0], found[0].read_text(encoding="utf-8")
+    file.write_text(mutated(mutant, before, found[1]), encoding="utf-8")
+    code, test = run_tests(tree, tests_of(mutant, tree, file), limit_s)
+    file.write_text(before, encoding="utf-8")
+    if code == 0 or code >= 128:
+        return ("timeout" if code else "survived"), ""
+    without = test and run_tests(tree, [test.split("[")[0]], limit_s)[0]  # no test: nothing can be imported
+    return ("broken" if without else "killed"), test
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("results", type=Path)
+    parser.add_argument("rooms", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=240.0)
+    wanted = parser.parse_args()
+    listed = [json.loads(line) for line in LIST.read_text(encoding="utf-8").splitlines()]
+    known = {json.loads(line)["mutated"] for line in wanted.results.open()} if wanted.results.exists() else set()
+    left = [one for one in listed if one["mutated"] not in known and one["room"] in (wanted.rooms or TESTS)]
+    with tempfile.TemporaryDirectory(prefix="ssdprof-mutants-") as folder, ThreadPoolExecutor(wanted.jobs) as pool:
+        trees: Queue[Path] = Queue()
+        for job in range(wanted.jobs):
+            unwanted = shutil.ignore_patterns(".git", "__pycache__", "runs", ".*_cache")
+            trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(job), ignore=unwanted)))
+
+        def one(mutant: Mutant) -> None:
+            tree, began = trees.get(), time.monotonic()
+            status, test = judge(mutant, tree, wanted.limit)
+            trees.put(tree)
+            line = mutant | {"status": status, "test": test, "seconds": round(time.monotonic() - began)}
+            with wanted.results.open("a") as file:
+                print(json.dumps(line), file=file)
+
+        list(pool.map(one, left))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The output of every command in every format is what `tests/goldens/` holds: exit code, stdout, stderr, files.
+
+A golden is a transcript: its lines `$ ssdprof ...` are the cases.  The goldens of a folder run in the order of their
+names in one working directory.  After a change on purpose, `python tests/test_goldens.py --write` writes what follows
+each command anew, and the diff is the review.  It needs PYTHONPATH=tests.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import json
+import lzma
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import typer
+from tuning import tuning_fakes
+from typer.testing import CliRunner
+
+from ssdprof import __version__
+from ssdprof.bench import file as bench_file
+from ssdprof.cli import app
+from ssdprof.commands.schemas import documents
+from ssdprof.runs import prefill_file
+from ssdprof.tuning import store
+from ssdprof.tuning.records import TuneReport
+
+ROOT = Path(__file__).parents[1]
+GOLDENS = Path(__file__).with_name("goldens")
+LINES_SHOWN = 60  # of a diff
+GROUPS = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir() and folder.name != "reports")
+STALLS = ROOT / "tests" / "stalls" / "data" / "demo"
+RESULTS = {
+    "run": "results/h200-qwen3.5-9b-128k/report.json",
+    "bench": "reports/bench-ssd.json",
+    "prefill": "results/h200-prefill/qwen3.5-9b.json",
+}
+MASKS = (  # in this order
+    (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?([+]00:00| UTC)?", "DATE"),
+    (r"\b\d{8}-\d{6}\b", "TIME"),
+    (r"[0-9a-f]{64}", "SHA256"),
+    (r"(CPython|Python) 3[.\d]+", r"\1 VERSION"),
+    (r"\b\d+\.\d+\.\d+(\.\w+)*(\+\w+)?", "VERSION"),
+    (r"(?m)^( *versions  +)(.*\n)(  +\S.*\n)*", r"\1VERSIONS\n"),
+    (r"(?m)^(\| versions +\| ).*", r"\1VERSIONS"),
+    (r'("packages": ){[^}]*}', r"\1VERSIONS"),
+    (r"(<td.*>ssdprof VERSION), .*", r"\1, VERSIONS</td>"),
+    (r"(<td.*>).*, Linux x86_64", r"\1MACHINE"),
+    (r"(segments of [\d,]+, )[\d.]+ s\b", r"\1SECONDS"),
+    (r"(?m)^(\W*noise: .*(?:fp32|fp16|bf16)).*", r"\1 NUMBERS"),
+    (r'("(?:cpu|platform|python)": )".*"', r'\1"MACHINE"'),
+    (r"(?m)^(\|? *CPU +\|? *)\S.*", r"\1MACHINE"),
+    (r"(?m)^((?:ok|warn|missing) +\S+( \S+)?).*\n(  +.*\n)*", r"\1\n"),  # doctor
+    (r'("status": )"(?:ok|warn|missing)",\n( *"detail": ).*\n( *"hint": ).*', r"\1STATUS\n\2DETAIL\n\3HINT"),
+    (r"[\d.]+ [KMGT]iB (are free|free)", r"SIZE \1"),
+    (r"[\d.]+ [KMG]?i?B  config.json", "SIZE  config.json"),  # transformers writes it
+    (r'("config.json",\n *"size_bytes": )\d+', r"\1NUMBER"),
+    (r'("(?:free_bytes|seconds)": )[\d.]+', r"\1NUMBER"),
+    (r"(?s)<svg.*?</svg>", lambda found: "<svg>" + " ".join(re.findall(r"<!-- (.*?) -->", found[0])) + "</svg>"),
+    (r"\d\.\d+e-(0?[89]|[1-9]\d)\b", r"SMALL"),  # of rounding in fp64, which depends on the processor
+    (r"\d+\.\d{11,}(e-\d+)?|\d\.\d{9,}e-\d+", lambda found: f"{float(found[0]):.5g}"),
+    (r"[ \t]+(?=\n|$)", ""),
+)
+
+
+def masked(text: str) -> str:
+    """Without times, paths, versions, and what else depends on the machine."""
+    for pattern, put in MASKS:
+        text = re.sub(pattern, put, text)
+    return text
+
+
+def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """A folder for a group of commands, as the current one."""
+    patch.chdir(folder)
+    for name in [name for name in os.environ if name.startswith("SSDPROF_")]:
+        patch.delenv(name)
+    for name, value in {"NO_COLOR": "1", "COLUMNS": "100", "XDG_CACHE_HOME": str(folder / ".cache")}.items():
+        patch.setenv(name, value)
+    patch.setenv("GITHUB_STEP_SUMMARY", "summary.md")
+    patch.setenv("GITHUB_OUTPUT", "output.txt")
+    patch.setattr("torch.backends.mkldnn.enabled", False)  # its bf16 products depend on the processor
+    patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / ".cache"))
+    Path("results").symlink_to(ROOT / "benchmarks" / "results")
+    Path("reports").symlink_to(GOLDENS / "reports")
+    Path("file").write_text("no report")
+    Path("damaged").mkdir()
+    Path("damaged/manifest.json").write_text("{")
+
+
+def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
+    """A report of ncu, a run with stalls, and results in which all times are 5 % longer."""
+    Path("fused.ncu-rep").write_bytes(lzma.decompress((STALLS / "fused.ncu-rep.xz").read_bytes()))
+    Path("with-stalls/stalls").mkdir(parents=True)
+    shutil.copy("results/h200-granite-4.0-h-1b-32k-answers/report.json", "with-stalls")
+    shutil.copy(STALLS / "stalls.json", "with-stalls/stalls")
+    for name, file in RESULTS.items():
+        text = re.sub(r'(?<=_us": )[\d.]+', lambda time: repr(float(time[0]) * 1.05), Path(file).read_text())
+        Path(f"slower-{name}.json").write_text(text)
+
+
+def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Replaces what needs a GPU by functions that return stored reports."""
+    tuned = TuneReport(
+        operator="ssd",
+        ssdprof_version=__version__,
+        created="2026-01-01T00:00:00+00:00",
+        command=("ssdprof", "tune"),
+        environment=tuning_fakes.environment(),
+        outcomes=(tuning_fakes.outcome(), tuning_fakes.outcome(segment=None)),
+        left_out=("4x16x16x1, 1 x 40, bf16, exact: the budget of 150 s was spent",),
+    )
+
+    def returns(report: Any) -> Callable[..., Any]:
+        def job(*arguments: Any) -> Any:
+            for keep in arguments:
+                if inspect.isfunction(keep):
+                    keep(report)
+            return report
+
+        return job
+
+    patch.setattr("ssdprof.bench.run.bench", returns(bench_file.read(Path(RESULTS["bench"]))))
+    patch.setattr("ssdprof.pipeline.prefill.time_prefills", returns(prefill_file.read(Path(RESULTS["prefill"]))))
+    patch.setattr("ssdprof.tuning.run.tune", returns(tuned))
+    patch.setattr("ssdprof.tuning.run.gpu_to_tune", lambda: torch.device("cpu"))
+    # the last: modules that the lines above import take the function with them
+    patch.setattr("ssdprof.environment.toolchain.require_gpu", lambda *_: torch.device("cpu"))
+    store.keep(tuned.environment, tuned.outcomes)
+
+
+def prepare_machine(_patch: pytest.MonkeyPatch) -> None:
+    """A tiny model of each family."""
+    for name in tiny_models.MODELS:
+        tiny_models.build(name).save_pretrained(name)
+
+
+PREPARE = {"stored": prepare_stored, "gpu": prepare_gpu, "machine": prepare_machine}
+
+
+def files() -> dict[Path, str]:
+    """The files under the current folder, with their text where a person reads them."""
+    shown = (".md", ".txt")
+    return {
+        file: file.read_text() if file.suffix in shown else ""
+        for file in sorted(Path().rglob("*"))
+        if file.is_file() and not {"results", "reports"} & set(file.parts)
+    }
+
+
+def output(command: str, patch: pytest.MonkeyPatch) -> str:
+    """What a command does, as a golden shows it."""
+    words = command.split()
+    patch.setattr(sys, "argv", ["ssdprof", *words])
+    for file in ("summary.md", "output.txt"):
+        Path(file).unlink(missing_ok=True)
+    before = files()
+    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
+    text = f"{f'$ ssdprof {command}'.rstrip()}\nexit code {result.exit_code}\n{result.stdout.rstrip()}\n"
+    if result.stderr.strip():
+        text += f"--- stderr\n{result.stderr.rstrip()}\n"
+    for file, content in files().items():
+        if before.get(file) != content and file.suffix != ".safetensors" and ".lock" not in file.name:
+            text += f"--- wrote {file}\n{content}"
+    return masked(text.replace(str(Path.cwd()), "FOLDER").replace(str(ROOT), "ROOT"))
+
+
+def outputs(group: str, folder: Path) -> dict[str, str]:
+    """Golden -> its text now."""
+    texts = {}
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(folder, patch)
+        if group in PREPARE:
+            PREPARE[group](patch)
+        for golden in sorted((GOLDENS / group).iterdir()):
+            commands = re.findall(r"(?m)^\$ ssdprof ?(.*)$", golden.read_text(encoding="utf-8"))
+            texts[f"{group}/{golden.name}"] = "\n".join(output(command, patch) for command in commands)
+    return texts
+
+
+def options() -> Iterator[str]:
+    """The help of every command: its arguments and options with types, defaults and texts, one a line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "400")
+        for name in sorted(typer.main.get_command(app).commands):  # type: ignore[attr-defined]
+            text = CliRunner().invoke(app, [name, "--help"], prog_name="ssdprof").stdout
+            lines = (" ".join(re.sub("[─│╭╮╰╯]", "", line).split()) for line in text.splitlines())
+            yield from filter(None, lines)
+            yield ""
+
+
+def fields(schema: dict[str, Any], whole: dict[str, Any], path: str, remarks: str = "") -> Iterator[str]:
+    """One line for each field of a JSON schema, with what it may be; x[] is an element of x, and x{} a value."""
+    if "$ref" in schema:
+        schema = whole["$defs"][schema["$ref"].rpartition("/")[2]] | {
+            key: schema[key] for key in schema if key != "$ref"
+        }
+    below = ("properties", "items", "prefixItems", "anyOf", "oneOf", "additionalProperties", "required", "$defs")
+    if schema.get("enum") == ["NaN", "Infinity", "-Infinity"]:  # of every number
+        return
+    own = {
+        key: schema[key] for key in schema if key not in (*below, "title", "description", "$schema", "discriminator")
+    }
+    choices = [one for key in ("anyOf", "oneOf") for one in schema.get(key, ())]
+    if own or not choices:
+        closed = {"closed": True} if schema.get("additionalProperties") is False else {}
+        yield f"{path} {json.dumps(own | closed, sort_keys=True)[1:-1]}{remarks}"
+    for choice in choices:
+        yield from fields(choice, whole, path, remarks)
+    for name, inner in schema.get("properties", {}).items():
+        yield from fields(inner, whole, f"{path}.{name}", ", required" * (name in schema.get("required", ())))
+    for mark, inner in (("[]", schema.get("items")), ("{}", schema.get("additionalProperties"))):
+        if isinstance(inner, dict):
+            yield from fields(inner, whole, path + mark)
+    for inner in schema.get("prefixItems", ()):
+        yield from fields(inner, whole, f"{path}[]")
+
+
+def schemas() -> Iterator[str]:
+    """For each document that a command prints as JSON: a hash of its schema, and its fields."""
+    for name, one in documents().items():
+        text = json.dumps(one.schema, sort_keys=True)
+        yield f"{name}: {hashlib.sha256(text.encode()).hexdigest()[:16]}, printed by {', '.join(one.printed_by)}"
+        yield from sorted(set(fields(one.schema, one.schema, name.removesuffix(".json"))))
+
+
+def lists() -> dict[str, str]:
+    return {"options.txt": "\n".join(options()), "schema.txt": "\n".join(schemas()) + "\n"}
+
+
+def compare(texts: dict[str, str]) -> None:
+    """Fails with a diff of each golden that differs."""
+    lines: list[str] = []
+    for name, text in texts.items():
+        golden = GOLDENS / name
+        there = golden.read_text(encoding="utf-8") if golden.is_file() else ""
+        lines += difflib.unified_diff(there.splitlines(), text.splitlines(), f"goldens/{name}", "now", lineterm="", n=1)
+    left = len(lines) - LINES_SHOWN
+    assert not lines, "\n".join([*lines[:LINES_SHOWN], *([f"and {left} more lines"] if left > 0 else [])])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the goldens are of a machine without a GPU")
+@pytest.mark.parametrize("group", GROUPS)
+def test_outputs(group: str, tmp_path: Path) -> None:
+    compare(outputs(group, tmp_path))
+
+
+def test_options_and_schemas() -> None:
+    compare(lists())
+
+
+def write() -> None:
+    texts = lists()
+    for group in GROUPS:
+        with tempfile.TemporaryDirectory() as folder:
+            texts |= outputs(group, Path(folder))
+    for name, text in texts.items():
+        (GOLDENS / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--write"], "usage: python tests/test_goldens.py --write"
+    write()
