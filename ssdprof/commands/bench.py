@@ -21,7 +21,7 @@ from ssdprof.progress import Unwatched, Watcher
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
 from ssdprof.store.ranks import join
-from ssdprof.tuning.use import use_saved
+from ssdprof.store.tuned import use_saved
 
 
 def bench(options: Bench, asked: BenchWords) -> None:

@@ -32,7 +32,7 @@ from ssdprof.report import terminal as tables
 from ssdprof.report.document import compose
 from ssdprof.report.statements import verdict_lines
 from ssdprof.store.ranks import Ranks
-from ssdprof.tuning.use import use_saved
+from ssdprof.store.tuned import use_saved
 
 
 class StoredCapture(Record):

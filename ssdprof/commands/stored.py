@@ -219,34 +219,38 @@ def compare(options: options.Compare) -> None:
 
 # --- schemas
 
-_SCHEMAS = {  # [] after a type: the document is a list
-    "report": "ssdprof.core.report:Report",
-    "comparison": "ssdprof.core.pairs:Comparison",
-    "runs": "ssdprof.commands.stored:ListedRun[]",
-    "dry-run": "ssdprof.core.subject:DryRun",
-    "capture": "ssdprof.commands.model:StoredCapture",
-    "stalls": "ssdprof.core.stalls:StallReport",
-    "tune": "ssdprof.tuning.records:TuneReport",
-    "tune-dry-run": "ssdprof.tuning.records:PlannedSearch[]",
-    "models": "ssdprof.checkpoint.names:Family[]",
-    "doctor": "ssdprof.environment.doctor:Check[]",
-    "settings": "ssdprof.settings:ProjectSettings",
+# Name -> the commands that print such a document, and its type, [] after it for a list of them.
+# A version in a name is also a field of the document.
+_DRY = "run --dry-run, capture --dry-run, answers --dry-run"
+SCHEMAS = {
+    "report-v3": ("run, accuracy, answers, prefill, bench, export", "ssdprof.core.report:Report"),
+    "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
+    "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
+    "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
+    "runs": ("runs", "ssdprof.commands.stored:ListedRun[]"),
+    "stalls-v3": ("stalls", "ssdprof.core.stalls:StallReport"),
+    "tune-v3": ("tune", "ssdprof.core.tuned:TuneReport"),
+    "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearch[]"),
+    "models": ("models", "ssdprof.checkpoint.names:Family[]"),
+    "settings-v1": ("", "ssdprof.settings:ProjectSettings"),
+    "doctor": ("doctor", "ssdprof.environment.doctor:Check[]"),
 }
 
 
 def schema(name: str) -> dict[str, Any]:
     """The JSON schema of a document.  BadInputError for an unknown name."""
-    if name not in _SCHEMAS:
-        raise BadInputError(f"There is no document {name!r}.", nearest(name, _SCHEMAS))
-    kind = resolve_name(_SCHEMAS[name].removesuffix("[]"))
-    adapter = TypeAdapter(tuple[kind, ...] if _SCHEMAS[name].endswith("[]") else kind)
-    mode: Literal["validation", "serialization"] = "validation" if name == "settings" else "serialization"
-    title = f"ssdprof {name.replace('-', ' ')}"
-    return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode=mode), "title": title}
+    if name not in SCHEMAS:
+        raise BadInputError(f"There is no schema {name!r}.", nearest(name, SCHEMAS))
+    path = SCHEMAS[name][1]
+    kind: Any = resolve_name(path.removesuffix("[]"))
+    adapter: TypeAdapter[Any] = TypeAdapter(list[kind] if path.endswith("[]") else kind)
+    title = f"ssdprof {name.partition('-v')[0].replace('-', ' ')}"
+    return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode="serialization"), "title": title}
 
 
 def schemas(options: options.Schemas) -> None:
-    if options.name is None:
-        print(*_SCHEMAS, sep="\n")
-    else:
+    if options.name is not None:
         print(json.dumps(schema(options.name), indent=1, sort_keys=True))
+        return
+    for name, (printed_by, _) in SCHEMAS.items():
+        print(f"{name:15} {printed_by}".rstrip())

@@ -9,8 +9,7 @@ from pathlib import Path
 from ssdprof import files
 from ssdprof.core.stalls import STALLS_VERSION, StallReport
 from ssdprof.errors import BadInputError
-from ssdprof.report import markdown, stall_document
-from ssdprof.report.plots import stalls as plots
+from ssdprof.report import markdown, stalls
 
 FOLDER = "stalls"  # in a run's folder
 RECORD = "stalls.json"
@@ -45,7 +44,7 @@ def of_run(folder: Path) -> StallReport | None:
 
 def as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
     """figures: title -> file name of a picture in the Markdown's folder, from `write_pictures`."""
-    return markdown.render_document(stall_document.compose(report, figures or {}))
+    return markdown.render(stalls.compose(report, figures or {}))
 
 
 def write(folder: Path, report: StallReport) -> None:
@@ -76,4 +75,4 @@ def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
     """Part of a file's name -> (title, SVG)."""
-    return {files.safe_name(name): picture for name, picture in plots.pictures(report).items()}
+    return {files.safe_name(name): picture for name, picture in stalls.pictures(report).items()}

@@ -12,9 +12,9 @@ import pytest
 from command_line import call
 from fakes import contender, gated, measured, report
 from lxml import etree
+from ssdprof.bench.schema import BenchReport, LeftOut, dump
 from typer.testing import CliRunner
 
-from ssdprof.bench.schema import BenchReport, LeftOut, dump
 from ssdprof.cli import app
 from ssdprof.kernels.ssd.inputs import SSDOutput
 

@@ -6,13 +6,13 @@ import pytest
 from fakes import contender, gated, measured, report
 from pydantic import ValidationError
 from rich.console import Console
-
 from ssdprof.bench import gate, render, tables
 from ssdprof.bench.schema import BenchCase, BenchReport, Compiled, FirstCall, Kernel, LeftOut, dump, load
+from ssdprof.schema import Launch, PrecisionRecord
+
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.report import format as fmt
-from ssdprof.schema import Launch, PrecisionRecord
 
 
 def test_json_comes_back_as_it_was(done: BenchReport) -> None:

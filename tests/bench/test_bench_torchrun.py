@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ssdprof.bench.schema import BenchReport, load
 from torchrun import Start, ranks_of, starting, wait_for
 
-from ssdprof.bench.schema import BenchReport, load
 from ssdprof.kernels._triton import INTERPRETED
 
 pytestmark = [

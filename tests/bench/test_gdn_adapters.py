@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from ssdprof.operators.named import resolve
 
 from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
@@ -25,7 +26,6 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
-from ssdprof.operators.named import resolve
 
 GDN = operators.get("gdn")
 Calls = list[dict[str, Any]]

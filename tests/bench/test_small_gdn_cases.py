@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import small_gdn_cases as cases
 import torch
-
-from ssdprof import operators
 from ssdprof.bench.contenders import line_up
 from ssdprof.bench.judge import judge
-from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.operators.named import resolve
 from ssdprof.schema import precisions_for
+
+from ssdprof import operators
+from ssdprof.kernels._triton import INTERPRETED
 
 CPU = torch.device("cpu")
 

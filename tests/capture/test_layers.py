@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from ssdprof.quantities import size_words
+from ssdprof.schema import LayerRef
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CaptureSummary, capture_layers
@@ -25,8 +27,6 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.tensors import tensors
-from ssdprof.quantities import size_words
-from ssdprof.schema import LayerRef
 
 LENGTH = 90
 FP32_ROUNDING = 5e-5

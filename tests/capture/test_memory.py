@@ -9,6 +9,8 @@ import pytest
 import tiny_models
 import torch
 import transformers as tf
+from ssdprof.environment.machine import free_memory, host_memory
+from ssdprof.quantities import size_words
 
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import (
@@ -20,10 +22,8 @@ from ssdprof.capture.memory import (
 )
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.environment import memory
-from ssdprof.environment.memory import free_memory, host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
-from ssdprof.quantities import size_words
 
 GIB = 2**30
 

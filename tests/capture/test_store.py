@@ -16,6 +16,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
+from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt, Serving
 
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.manifest import MANIFEST, is_capture
@@ -23,7 +24,6 @@ from ssdprof.capture.store import CapturedLayer, CaptureWriter, check_folder, de
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt, Serving
 
 LENGTH = 50
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 from fused_kernels import CHOSEN, ON_HOPPER, Kernel, passing
 from ssd_cases import EXACT
+from ssdprof.bench.shapes import parse_shapes
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.ssd.drawing import DRAWING, draw
 from typer.testing import CliRunner
 
-from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture import store
 from ssdprof.cli import app
 from ssdprof.kernels.precision import Precision
@@ -22,8 +24,6 @@ from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.ssd.drawing import DRAWING, draw
 
 pytestmark = pytest.mark.gpu
 

@@ -25,10 +25,10 @@ import pytest
 import torch
 import triton
 from ssd_cases import EXACT, RELAXED, Case
+from ssdprof.bench.first_call import Patience, first_call
 from triton.runtime.jit import JITFunction
 
 from ssdprof import kernels
-from ssdprof.bench.first_call import Patience, first_call
 from ssdprof.kernels import _launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused

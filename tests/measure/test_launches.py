@@ -12,11 +12,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from ssdprof.measure.launches import describe, recorded_launches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import LazyDict
-
-from ssdprof.measure.launches import describe, recorded_launches
 
 BLOCKS = (128, 256, 512)
 

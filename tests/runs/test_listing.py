@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from report.make import failed, make_checkpoint, make_report
 from rich.console import Console
+from ssdprof.runs import REPORT, document
+from ssdprof.runs.listing import listed
+from ssdprof.schema import Gates
 from typer.testing import CliRunner
 
 from ssdprof.cli import app
 from ssdprof.report.tables import listing as tables
 from ssdprof.report.terminal import SplitTable
-from ssdprof.runs import REPORT, document
-from ssdprof.runs.listing import listed
-from ssdprof.schema import Gates
 
 
 def keep(folder, name, **fields):

@@ -9,6 +9,10 @@ import pytest
 import torch
 from kernels.ssd_cases import Case
 from report.make import make_report as run_report
+from ssdprof.pipeline import limits
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest
+from ssdprof.schema import EXACT_FP32, Asked, Cast, Launch, LayerRef
+from ssdprof.schema.stalls import Launched, StallReport
 from stalls import synthetic
 from stalls.captures import store_layers
 from typer.testing import CliRunner, Result
@@ -18,11 +22,7 @@ from ssdprof.cli import app
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import stall_files
 from ssdprof.jobs import stalls as stalls_job
-from ssdprof.pipeline import limits
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest
 from ssdprof.progress import Unwatched
-from ssdprof.schema import EXACT_FP32, Asked, Cast, Launch, LayerRef
-from ssdprof.schema.stalls import Launched, StallReport
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
 

@@ -6,19 +6,19 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from ssdprof.operators.ssd.stages import STAGES
+from ssdprof.report.stall_groups import groups
+from ssdprof.schema import EXACT_FP32
+from ssdprof.schema.stalls import StallReport
 from stalls import synthetic
 from stalls.test_facts import launched
 
 from ssdprof.jobs import stall_files
-from ssdprof.operators.ssd.stages import STAGES
 from ssdprof.report import markdown, stall_document, terminal
 from ssdprof.report import stall_words as words
 from ssdprof.report.plots import stalls as plots
-from ssdprof.report.stall_groups import groups
 from ssdprof.report.tables import stall_origin
 from ssdprof.report.tables import stalls as tables
-from ssdprof.schema import EXACT_FP32
-from ssdprof.schema.stalls import StallReport
 from ssdprof.stalls.attribute import IDLE_WARPS
 from ssdprof.stalls.facts import analyse, stalls_of
 from ssdprof.stalls.hints import ADVICE

@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stalls import synthetic
-
 from ssdprof.schema import EXACT_FP32, Launch
 from ssdprof.schema.stalls import KernelStalls, Launched, StallReport
+from stalls import synthetic
+
 from ssdprof.stalls.facts import analyse, stalls_of
 from ssdprof.stalls.read import Point
 

@@ -7,14 +7,14 @@ import torch
 from command_line import call
 from documented_kernels import write_example
 from kernels.ssd_cases import Case
+from ssdprof.schema import EXACT_FP32
+from ssdprof.schema.stalls import StallReport
 from stalls.captures import store_layers
 
 import ssdprof
 from ssdprof.environment.toolchain import find_ncu
 from ssdprof.jobs.stalls import StallRequest, profile
 from ssdprof.progress import Unwatched
-from ssdprof.schema import EXACT_FP32
-from ssdprof.schema.stalls import StallReport
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 

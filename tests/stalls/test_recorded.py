@@ -20,13 +20,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from ssdprof.report.stall_document import compose
+from ssdprof.report.stall_groups import groups
+from ssdprof.schema.stalls import KernelStalls
 
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import stall_files
 from ssdprof.report import stall_words as words
-from ssdprof.report.stall_document import compose
-from ssdprof.report.stall_groups import groups
-from ssdprof.schema.stalls import KernelStalls
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import RawReport, read
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.gdn.tuning import TUNING
+from ssdprof.operators.gdn.tuning.settings import config_of, settings_of
 from tuning_fakes import GPU, Fake, environment
 from typer.testing import CliRunner
 
@@ -22,9 +25,6 @@ from ssdprof.kernels.gdn import fused, tuned
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.precision import Precision
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.gdn.tuning import TUNING
-from ssdprof.operators.gdn.tuning.settings import config_of, settings_of
 from ssdprof.operators.tuning import Settings
 from ssdprof.tuning import run, search, use
 from ssdprof.tuning.records import TuneReport

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from ssdprof.operators.ssd.tuning import TUNING
+from ssdprof.operators.ssd.tuning.candidates import Config, axes
 from tuning_fakes import hopper_problem, inputs_of, portable_problem
 
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.hopper.segments import LONGEST_RECOMPUTED, as_exact_as_unfused
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.operators.ssd.tuning import TUNING
-from ssdprof.operators.ssd.tuning.candidates import Config, axes
 from ssdprof.tuning.search import Problem, difference
 
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from ssdprof.bench.shapes import parse_shapes
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.ssd.operator import OPERATOR as SSD
+from ssdprof.schema import LayerRef, Prompt, Serving
 from tuning_fakes import inputs_of
 
-from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import LayerRef, Prompt, Serving
 from ssdprof.tuning import problems
 from ssdprof.tuning.problems import Workload, captured, drawn
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ssdprof.measure.bench import Recording
+from ssdprof.operators.ssd.tuning.settings import config_of
 from tuning_fakes import COMMITTED_SEGMENT, Fake, hopper_problem, portable_problem
 
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.measure import faults
-from ssdprof.measure.bench import Recording
-from ssdprof.operators.ssd.tuning.settings import config_of
 from ssdprof.tuning.records import Outcome, Trial
 from ssdprof.tuning.search import DECIDING, SCREENING, Problem, search
 

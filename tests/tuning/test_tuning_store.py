@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ssdprof.schema import EXACT_FP32
 from tuning_fakes import GPU, environment, outcome
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd import tuned
-from ssdprof.schema import EXACT_FP32
 from ssdprof.stalls import ncu
 from ssdprof.tuning import store, use
 from ssdprof.tuning.records import Finds

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from ssdprof import schema
 from ssdprof.bench.shapes import parse_shapes
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.bench import CaptureError, Recording
 from ssdprof.measure.call import Run
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.drawing import draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
+
+from ssdprof import schema
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.tuning import Calls, Config, Settings
 from ssdprof.tuning.records import Find, Outcome
 from ssdprof.tuning.search import Problem

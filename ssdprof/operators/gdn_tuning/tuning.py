@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ssdprof.core.base import Intermediates
+from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse, Value
 from ssdprof.errors import BadInputError
 from ssdprof.kernels._launch import LaunchCache
 from ssdprof.kernels.gdn import tuned, variants
@@ -17,7 +18,6 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.gdn_tuning.candidates import Axis, axes
 from ssdprof.operators.gdn_tuning.settings import KERNEL, config_of, settings_of
-from ssdprof.operators.tuning import Calls, Settings, Use, Value
 
 CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
 
@@ -39,11 +39,11 @@ class GDNTuning:
     def shares_find(self, kernel: str) -> bool:  # noqa: ARG002
         return False
 
-    def calls(self, inputs: GDNInputs, intermediates: Intermediates, kernel: str) -> Calls:
+    def calls(self, inputs: GDNInputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
         own = tuned.Calls.of(inputs, Precision(intermediates=intermediates))
         sizes: dict[str, Value] = {**vars(own), "dtype": dtype_name(own.dtype)}
         del sizes["exact"]  # it is in `intermediates`
-        return Calls(operator="gdn", kernel=kernel, intermediates=intermediates, sizes=sizes)
+        return TunedCalls(operator="gdn", kernel=kernel, intermediates=intermediates, sizes=sizes)
 
     def committed(self, inputs: GDNInputs, kernel: str) -> PortableConfig:  # noqa: ARG002
         return variants.committed_portable(inputs)
@@ -56,10 +56,10 @@ class GDNTuning:
         launch = _launches.get(key, lambda: PortableLaunch(inputs, precision, config, state_v_first=False))
         return launch(inputs)
 
-    def settings(self, config: PortableConfig) -> Settings:
+    def settings(self, config: PortableConfig) -> KernelSettings:
         return settings_of(config)
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: KernelSettings) -> None:
         config_of(settings, "")
 
     def short(self, inputs: GDNInputs) -> GDNInputs:
@@ -77,11 +77,11 @@ class GDNTuning:
         """None: a find applies to inputs of one size only."""
         return ()
 
-    def use(self, finds: Iterable[Use]) -> None:
+    def use(self, finds: Iterable[TunedUse]) -> None:
         tuned.use(_find(find) for find in finds)
 
 
-def _find(find: Use) -> tuned.Find:
+def _find(find: TunedUse) -> tuned.Find:
     sizes: dict[str, Any] = dict(find.calls.sizes)
     calls = tuned.Calls(**(sizes | {"dtype": dtype_named(sizes["dtype"])}), exact=find.calls.intermediates == "exact")
     return tuned.Find(gpu=find.gpu, calls=calls, config=config_of(find.settings, find.reason))

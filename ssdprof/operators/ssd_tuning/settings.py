@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from ssdprof.core.base import Record
+from ssdprof.core.tuned import KernelSettings
 from ssdprof.kernels.ssd.hopper.config import HopperConfig
 from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.operators.tuning import Settings
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -50,13 +50,13 @@ class PortableSettings(Record):
     scan_stages: Positive
 
 
-def settings_of(config: HopperConfig | PortableConfig) -> Settings:
+def settings_of(config: HopperConfig | PortableConfig) -> KernelSettings:
     """The stored form of a configuration."""
     kernel, kind = ("hopper", HopperSettings) if isinstance(config, HopperConfig) else ("portable", PortableSettings)
-    return Settings(kernel=kernel, values={name: getattr(config, name) for name in kind.model_fields})
+    return KernelSettings(kernel=kernel, values={name: getattr(config, name) for name in kind.model_fields})
 
 
-def config_of(settings: Settings, reason: str) -> HopperConfig | PortableConfig:
+def config_of(settings: KernelSettings, reason: str) -> HopperConfig | PortableConfig:
     """The inverse of `settings_of`.  pydantic's ValidationError for invalid values."""
     if settings.kernel == "hopper":
         return HopperConfig(**HopperSettings.model_validate(settings.values).model_dump(), reason=reason)

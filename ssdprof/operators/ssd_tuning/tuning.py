@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ssdprof.core.base import Intermediates
+from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse, Value
 from ssdprof.kernels import _gpu
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import tuned
@@ -22,7 +23,6 @@ from ssdprof.kernels.ssd.tuned import nchunks
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.ssd_tuning.candidates import Axis, Config, axes
 from ssdprof.operators.ssd_tuning.settings import config_of, settings_of
-from ssdprof.operators.tuning import Calls, Settings, Use, Value
 
 CHECKED_CHUNKS = 16  # of 64 positions, on which a candidate is first verified
 
@@ -36,7 +36,7 @@ class SSDTuning:
     def shares_find(self, kernel: str) -> bool:
         return kernel == "portable"
 
-    def calls(self, inputs: SSDInputs, intermediates: Intermediates, kernel: str) -> Calls:
+    def calls(self, inputs: SSDInputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
         layer = tuned.Layer.of(inputs, Precision(intermediates=intermediates))
         sizes: dict[str, Value] = {
             "nheads": layer.nheads,
@@ -48,7 +48,7 @@ class SSDTuning:
         }
         if kernel == "hopper":
             sizes |= {"sequences": inputs.sequences, "nchunks": nchunks(inputs)}
-        return Calls(operator="ssd", kernel=kernel, intermediates=intermediates, sizes=sizes)
+        return TunedCalls(operator="ssd", kernel=kernel, intermediates=intermediates, sizes=sizes)
 
     def committed(self, inputs: SSDInputs, kernel: str) -> Config:
         if kernel == "hopper":
@@ -63,10 +63,10 @@ class SSDTuning:
             return ssd_fused_hopper(inputs, precision, config=config)
         return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
 
-    def settings(self, config: Config) -> Settings:
+    def settings(self, config: Config) -> KernelSettings:
         return settings_of(config)
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: KernelSettings) -> None:
         config_of(settings, "")
 
     def short(self, inputs: SSDInputs) -> SSDInputs:
@@ -102,11 +102,11 @@ class SSDTuning:
         z = None if short.z is None else short.z[:1]
         return replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries)
 
-    def use(self, finds: Iterable[Use]) -> None:
+    def use(self, finds: Iterable[TunedUse]) -> None:
         tuned.use(_find(find) for find in finds)
 
 
-def _find(find: Use) -> tuned.Find:
+def _find(find: TunedUse) -> tuned.Find:
     sizes: dict[str, Any] = dict(find.calls.sizes)
     layer = tuned.Layer(
         **{name: sizes[name] for name in ("nheads", "headdim", "dstate", "ngroups", "gate")},

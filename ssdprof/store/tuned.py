@@ -1,17 +1,17 @@
-"""Stores finds in the user's cache, one file per GPU model, and checks whether they are still valid."""
+"""The configurations that `ssdprof tune` found, in the user's cache: one file for each GPU model."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ssdprof import __version__, files, operators
-from ssdprof.environment.machine import installed_version, kernels_hash
 from ssdprof.core.subject import Environment, Gpu
-from ssdprof.schema import migrate  # TODO
-from ssdprof.tuning.records import Finds, Outcome
+from ssdprof.core.tuned import SearchOutcome, TunedConfigs
+from ssdprof.environment import machine
+from ssdprof.environment.machine import installed_version, kernels_hash
 
 
 def folder() -> Path:
@@ -25,16 +25,14 @@ def file_of(gpu: Gpu) -> Path:
     return folder() / f"{files.safe_name(gpu.name)}.json"
 
 
-def load(gpu: Gpu) -> tuple[Finds | None, str]:
+def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
     """The finds for GPUs of this name.  (None, "") if there are none; (None, why) if they are no longer valid."""
     file = file_of(gpu)
     if not file.is_file():
         return None, ""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(document, dict) and document.get("schema_version") == migrate.OLDEST:
-            return None, f"an older ssdprof kept them ({document.get('ssdprof_version')}, now {__version__})"
-        finds = Finds.model_validate(document)
+        finds = TunedConfigs.model_validate(document)
         for find in finds.finds:
             operators.get(find.calls.operator).tunable.check(find.settings)
     except (OSError, ValueError) as error:
@@ -43,7 +41,7 @@ def load(gpu: Gpu) -> tuple[Finds | None, str]:
     return (None, why) if why else (finds, "")
 
 
-def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
+def keep(found_on: Environment, outcomes: Sequence[SearchOutcome]) -> Path:
     """Store the finds of these outcomes, and delete earlier ones for the same calls and invalid ones.
 
     Raises MissingCapabilityError if the file cannot be written.
@@ -53,7 +51,7 @@ def keep(found_on: Environment, outcomes: Sequence[Outcome]) -> Path:
     anew = [outcome.calls for outcome in outcomes]
     kept = [find for find in before.finds if find.calls not in anew] if before else []
     found = (*kept, *(outcome.find for outcome in outcomes if outcome.find is not None))
-    finds = Finds(
+    finds = TunedConfigs(
         ssdprof_version=__version__,
         kernels={name: kernels_hash(name) for name in dict.fromkeys(find.calls.operator for find in found)},
         environment=found_on,
@@ -79,7 +77,7 @@ def clear() -> tuple[Path, ...]:
     return gone
 
 
-def _why_stale(finds: Finds, gpu: Gpu) -> str:
+def _why_stale(finds: TunedConfigs, gpu: Gpu) -> str:
     there, triton = finds.environment, installed_version("triton")
     if there.gpu is None or there.gpu.name != gpu.name:
         return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
@@ -88,3 +86,43 @@ def _why_stale(finds: Finds, gpu: Gpu) -> str:
     if there.packages.get("triton") != triton:
         return f"they were compiled by Triton {there.packages.get('triton')}, this is {triton}"
     return ""
+
+
+# --- in use
+
+_AGAIN = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
+
+
+def use_saved(say: Callable[[str], None]) -> Path | None:
+    """From now on, kernels in this process use the finds for the current GPU.  Returns their file.
+
+    Prints their number, or the reason if they are ignored; prints nothing if there are none.
+    """
+    gpu = machine.gpu()
+    if gpu is None:
+        return None
+    finds, why = load(gpu)
+    if why:
+        say(f"The configurations tuned on this GPU are ignored: {why}.  {_AGAIN}")
+    if finds is None or not finds.finds:
+        return None
+    _use(finds)
+    number = len(finds.finds)
+    say(
+        f"{number} {'configuration' if number == 1 else 'configurations'} tuned on this GPU will be used where they "
+        "fit; --no-tuned takes the committed ones."
+    )
+    return file_of(gpu)
+
+
+def use_file(file: Path) -> None:
+    """The same in another process, with the file that `use_saved` returned."""
+    _use(TunedConfigs.model_validate_json(file.read_text(encoding="utf-8")))
+
+
+def _use(finds: TunedConfigs) -> None:
+    assert finds.environment.gpu is not None
+    name = finds.environment.gpu.name
+    for operator in dict.fromkeys(find.calls.operator for find in finds.finds):
+        own = [find.for_kernels(name) for find in finds.finds if find.calls.operator == operator]
+        operators.get(operator).tunable.use(own)

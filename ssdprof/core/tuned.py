@@ -1,24 +1,52 @@
-"""Records of `ssdprof tune`."""
+"""Records of `ssdprof tune`: configurations of kernels that were searched for and found."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
-from ssdprof.operators.tuning import Calls, Settings, Use
 from ssdprof.core.base import Intermediates, Record
 from ssdprof.core.case import Interval
 from ssdprof.core.subject import Environment
 
+Value = int | float | bool | str
 
-class Find(Record):
+
+class TunedCalls(Record):
+    """The calls to which a find applies: those of `kernel` with these sizes, by the operator's own names."""
+
+    operator: str
+    kernel: str
+    intermediates: Intermediates
+    sizes: dict[str, Value]
+
+
+class KernelSettings(Record):
+    """A configuration of a kernel, field by field, without its reason."""
+
+    kernel: str
+    values: dict[str, Value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedUse:
+    """A configuration for some calls on GPUs of one name.  reason: shown in reports where it is used."""
+
+    gpu: str
+    calls: TunedCalls
+    settings: KernelSettings
+    reason: str
+
+
+class TunedConfig(Record):
     """A configuration that passed, and was faster than the committed one on one GPU.
 
     device_ratio: the committed one's time over this one's, with its interval; over several lengths a geometric mean.
     created: ISO 8601, UTC.
     """
 
-    calls: Calls
-    settings: Settings
+    calls: TunedCalls
+    settings: KernelSettings
     device_ratio: float
     device_interval: Interval
     created: str
@@ -28,22 +56,22 @@ class Find(Record):
         """The reason shown in reports that use the find."""
         return f"tuned on this GPU, {self.created[:10]}"
 
-    def for_kernels(self, gpu: str) -> Use:
-        return Use(gpu=gpu, calls=self.calls, settings=self.settings, reason=self.reason)
+    def for_kernels(self, gpu: str) -> TunedUse:
+        return TunedUse(gpu=gpu, calls=self.calls, settings=self.settings, reason=self.reason)
 
 
-class Finds(Record):
+class TunedConfigs(Record):
     """The cached finds of one GPU.
 
-    kernels: the hash of each operator's sources; finds are valid only for these sources.
+    kernels: the hash of each operator's machine code; finds are valid only for it.
     """
 
-    schema_version: Literal[2] = 2
+    version: Literal[3] = 3
     kind: Literal["ssdprof tuned"] = "ssdprof tuned"
     ssdprof_version: str
     kernels: dict[str, str]
     environment: Environment
-    finds: tuple[Find, ...]
+    finds: tuple[TunedConfig, ...]
 
 
 class Trial(Record):
@@ -55,7 +83,7 @@ class Trial(Record):
     """
 
     change: str
-    settings: Settings
+    settings: KernelSettings
     verdict: Literal["committed", "faster", "no difference", "slower", "wrong", "does not run"]
     why: str = ""
     device_us: float | None = None
@@ -63,15 +91,15 @@ class Trial(Record):
     device_interval: Interval | None = None
 
 
-class Outcome(Record):
+class SearchOutcome(Record):
     """One search.  tokens: in words, "1 x 8,192".  find: None if the committed one stays; `why`: the reason."""
 
     shape: str
     tokens: str
-    calls: Calls
-    committed: Settings
+    calls: TunedCalls
+    committed: KernelSettings
     trials: tuple[Trial, ...]
-    find: Find | None
+    find: TunedConfig | None
     why: str
 
 
@@ -87,7 +115,7 @@ class PlannedSearch(Record):
 class TuneReport(Record):
     """left_out: searches that were skipped, each with the reason."""
 
-    schema_version: Literal[2] = 2
+    version: Literal[3] = 3
     kind: Literal["tune"] = "tune"
     operator: str
     ssdprof_version: str
@@ -95,5 +123,5 @@ class TuneReport(Record):
     command: tuple[str, ...]
     seconds: float = 0.0
     environment: Environment
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[SearchOutcome, ...] = ()
     left_out: tuple[str, ...] = ()
