@@ -20,7 +20,7 @@ from ssdprof import kernels
 from ssdprof.cli import app
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.kernels import registry
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure import rehearsal
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")

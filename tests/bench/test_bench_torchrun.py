@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ssdprof.bench.schema import BenchReport, load
 from torchrun import Start, ranks_of, starting, wait_for
 
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.bench.schema import BenchReport, load
+from ssdprof.kernels.device import INTERPRETED
 
 pytestmark = [
     pytest.mark.slow,
