@@ -339,7 +339,8 @@ class Case(Record):
     kind: a library's failures and refusals fail no run; those of the user's own kernel do.
     version: of a library; module:function of an own kernel.
     variant: which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
-    baseline: the implementation that it is compared with; empty for the baseline itself.
+    baseline: the implementation that it is compared with; empty for the baseline itself, whose other precisions are
+        compared with its exact one.
     reason: why it did not run, or a remark.  plan: the reason for this kernel and configuration.
     later_fault: an error after the first call, while it was timed; then there is no time.
     nonfinite: an element of an output that was not compared is not finite.
@@ -482,7 +483,7 @@ class Case(Record):
         """Whether gates apply: not to the baseline, other libraries, noise, and single layers in the model."""
         if self.answers:
             return not self.answers.change and self.answers.alone is None
-        return bool(self.baseline) and self.kind != "library"
+        return self.baseline not in ("", self.implementation) and self.kind != "library"
 
     # --- times
 

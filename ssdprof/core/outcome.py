@@ -39,8 +39,9 @@ class Outcome:
 
 
 def outcome(report: Report) -> Outcome:
-    """Of any kind of report.  In a prefill, refusals of an implementation fail nothing."""
-    own = [case for case in report.cases if case.kind != "library" or not case.baseline]
+    """Of any kind of report.  In a prefill, refusals fail nothing; in a bench, nothing of other libraries does."""
+    bench = report.kind == "bench"
+    own = [case for case in report.cases if case.kind != "library" or not (case.baseline or bench)]
     calls = [case for case in own if not case.answers]
     refused = [case for case in calls if case.result == "refused"]
     answers = tuple(case for case in own if case.answers and case.judged)

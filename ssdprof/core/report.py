@@ -192,15 +192,20 @@ class Report(Record):
 
     def rival(self, case: Case, implementation: str = "") -> Case | None:
         """The case's baseline, or another implementation, in the same place: at exact intermediates and equal states if
-        there is such a case, else its first one; of a bench the fastest one.  None if that is the case itself."""
+        there is such a case, else its first one.  None if that is the case itself.
+
+        Of a bench the fastest case of the other implementation; other libraries have no rival there.
+        """
         name = implementation or case.baseline
         there = self._by_place.get((case.place, name), []) if name else []
         if case.drawn:
+            if case.kind == "library" or name == case.implementation:
+                return None
             timed = [one for one in there if one.device_us]
             found = min(timed, key=lambda one: one.device_us.value if one.device_us else 0.0, default=None)
         else:
             found = min(there, key=lambda one: one.precision != case.precision.exact, default=None)
-        return None if found is case or found is None or found.implementation == case.implementation else found
+        return None if found is case else found
 
     def speedup(self, case: Case, clock: Clock | None = None, over: str = "") -> Estimate | None:
         """Over the case's baseline, or over another implementation.  clock: None: the one that verdicts use."""

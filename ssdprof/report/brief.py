@@ -1,78 +1,324 @@
-"""The report on one screen: the subject, a table of speed, one of accuracy, caveats, a pointer, then the verdict."""
+"""Screens of a terminal: the report on one screen, as `run` prints it, and the output of `accuracy` and `runs`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Group as Renderables
+from rich.console import RenderableType
 from rich.text import Text
 
 from ssdprof.core import words as fmt
-from ssdprof.report import terminal
-from ssdprof.report.caveats import caveats
+from ssdprof.core.base import DType, Intermediates, PrecisionRecord
+from ssdprof.core.case import Case
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Report
+from ssdprof.errors import BadInputError, SsdprofError
+from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
-from ssdprof.report.groups import groups
-from ssdprof.report.origin import meanings, origin
-from ssdprof.report.statements import nothing_timed
-from ssdprof.report.tables import answers, brief, prefill, warm
-from ssdprof.report.verdict import GOOD, verdict_lines
-from ssdprof.schema import RunReport
-from ssdprof.schema.outcome import outcome
+from ssdprof.report.facts import caveats, gpu_name, meanings, origin, when
+from ssdprof.report.groups import (
+    Group,
+    Pooled,
+    Series,
+    TotalSpeed,
+    floor,
+    groups,
+    places,
+    pool,
+    precision_order,
+    trouble_words,
+    vs_baseline,
+    vs_oracle,
+)
+from ssdprof.report.statements import nothing_timed, shortcomings, verdict_lines
+from ssdprof.report.table import Column, Table, VerdictLine, table, text
 
 _MOST_CAVEATS = 3
 _MOST_REASONS = 2
+_MOST_ROWS = 6
 _LONGEST = 170  # characters of a sentence
 _MORE = "All layers, plots, what ran: ssdprof export --format html -o report.html"
 
 
-def render(report: RunReport) -> RenderableType:
+def render(report: Report) -> RenderableType:
     """At most about forty lines of eighty columns."""
-    return Group(*_parts(report))
+    return Renderables(*_parts(report))
 
 
-def _parts(report: RunReport) -> Iterator[RenderableType]:
+def _parts(report: Report) -> Iterator[RenderableType]:
     found = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
     if untimed := nothing_timed(report):
         yield from ("", Text(f"No speed: {untimed}"))
-    for table in (brief.speed(found), brief.accuracy(found)):
-        if table:
-            yield from ("", terminal.SplitTable(table))
-    for table in filter(None, map(warm.total, found)):
-        yield from ("", terminal.SplitTable(table))
-    for one in report.answers:
-        if table := answers.total(one):
-            yield from ("", terminal.SplitTable(table))
-    if report.prefill and (table := prefill.times(report.prefill)):
-        yield from ("", terminal.SplitTable(table))
+    for made in (_speed(found), _accuracy(found), *map(model.answers, model.prompts(report))):
+        if made:
+            yield from ("", terminal.SplitTable(made))
     if found:
         yield ""
     for word, meaning in meanings(report) if found else ():
         yield Text(f"{word}: {meaning}", style="dim")
     if warnings := caveats(report):
         yield Text("Caveats:", style="yellow")
-        yield from (terminal.bullet(_short(line)) for line in warnings[:_MOST_CAVEATS])
-        if len(warnings) > _MOST_CAVEATS:
-            yield Text(f"  {fmt.plural(len(warnings) - _MOST_CAVEATS, 'more caveat')} with --full.")
-    reasons = _reasons(report)
-    yield from (terminal.bullet(reason) for reason in reasons[:_MOST_REASONS])
-    if len(reasons) > _MOST_REASONS:
-        yield Text(f"  {fmt.plural(len(reasons) - _MOST_REASONS, 'more reason')} with --full.")
+        yield from _listed(warnings, _MOST_CAVEATS, "more caveat")
+    yield from _listed(_reasons(report), _MOST_REASONS, "more reason")
     yield Text(_MORE, style="dim")
     for line in verdict_lines(report):
-        yield terminal.verdict(_short(line), good=line.startswith(GOOD))
+        yield terminal.verdict(line._replace(text=_short(line.text)))
 
 
-def _reasons(report: RunReport) -> list[str]:
+def _listed(lines: Sequence[str], most: int, noun: str) -> Iterator[RenderableType]:
+    yield from (terminal.bullet(_short(line)) for line in lines[:most])
+    if len(lines) > most:
+        yield Text(f"  {fmt.plural(len(lines) - most, noun)} with --full.")
+
+
+def _reasons(report: Report) -> list[str]:
     """The distinct reasons of failed cases."""
-    found = {case.reason: case for case in reversed(outcome(report).failed) if case.reason}
+    found = {case.why: case for case in reversed(outcome(report).failed) if case.why}
     return [
-        _short(f"layer {case.layer.index}, {case.implementation} ({case.precision}): {reason}")
-        for reason, case in reversed(found.items())
+        f"{case.where}, {case.implementation} ({case.precision}): {reason}" for reason, case in reversed(found.items())
     ]
 
 
 def _short(sentence: str) -> str:
     """Cut after a word."""
     return sentence if len(sentence) <= _LONGEST else f"{sentence[: _LONGEST - 3].rpartition(' ')[0]} ..."
+
+
+# --- its two tables: one row for each length, compared implementation and precision
+
+
+class _Row(NamedTuple):
+    """names: tokens, implementation and precision."""
+
+    names: tuple[str, str, str]
+    group: Group
+    series: Series
+    speed: TotalSpeed | None
+    ours: Pooled | None
+    against: Pooled | None
+    limit: Pooled | None
+
+
+def _speed(found: Sequence[Group]) -> Table | None:
+    """Speeds; None if nothing was timed."""
+
+    def cell(of: Callable[[TotalSpeed], str]) -> Callable[[_Row], str]:
+        return lambda row: of(row.speed) if row.speed else fmt.MISSING
+
+    def baseline(row: _Row) -> str:
+        original = row.group.baseline_of(row.series)
+        theirs = original.speed() if original else None
+        same = theirs and row.speed and theirs.layers == row.speed.layers
+        return fmt.duration(theirs.device.us if theirs and same else None)
+
+    columns: tuple[Column[_Row], ...] = (
+        Column("speedup,\ndevice", cell(lambda speed: fmt.speedup(speed.device.speedup))),
+        Column("verdict", cell(lambda speed: speed.device.verdict or fmt.MISSING)),
+        Column(
+            "speedup,\ncall", cell(lambda speed: fmt.ratio(speed.call.speedup.value if speed.call.speedup else None))
+        ),
+        Column("device\ntime", cell(lambda speed: fmt.duration(speed.device.us))),
+        Column("{},\ndevice", baseline),
+        Column("% of\nroof", cell(lambda speed: fmt.percent(speed.floor_pct, 1))),
+    )
+    return _table("Speed", [row for row in _rows(found) if row.speed], columns)
+
+
+def _accuracy(found: Sequence[Group]) -> Table | None:
+    """Accuracy of the outputs; None if nothing was compared."""
+
+    def cell(of: Callable[[Pooled], str], which: Literal["ours", "against", "limit"] = "ours") -> Callable[[_Row], str]:
+        def shown(row: _Row) -> str:
+            pooled: Pooled | None = getattr(row, which)
+            return of(pooled) if pooled else fmt.MISSING
+
+        return shown
+
+    columns: tuple[Column[_Row], ...] = (
+        Column("within\nbudget", lambda row: "NO" if any(case.outside_budget for case in row.series.cases) else "yes"),
+        Column("equal to\n{}", cell(lambda one: fmt.percent(one.match_pct(0.0)), "against")),
+        Column("within\n1e-3", cell(lambda one: fmt.percent(one.match_pct(1e-3)), "against")),
+        Column("rms error\nvs fp64", cell(lambda one: fmt.small(one.rms_ratio))),
+        Column("floor", cell(lambda one: fmt.small(one.rms_ratio), "limit")),
+        Column("largest\nerror", cell(lambda one: fmt.small(one.largest.max_abs))),
+        Column("largest\nvalue", cell(lambda one: fmt.small(one.largest.scale_max_abs))),
+    )
+    return _table("Accuracy of the output", [row for row in _rows(found) if row.ours], columns)
+
+
+def _table(title: str, rows: Sequence[_Row], columns: Sequence[Column[_Row]]) -> Table | None:
+    """A table whose title has the values equal in all rows.  A second column of names replaces the last number."""
+    if not rows:
+        return None
+    shown = list(dict.fromkeys(row.group for row in rows))
+    whole = len({group.tokens for group in shown}) > 1
+    rows = [row._replace(names=(_where(row.group, whole=whole), *row.names[1:])) for row in rows]
+    layers = {len(group.layers) for group in shown}
+    where = [fmt.plural(layers.pop(), "layer")] if len(layers) == 1 else []
+    kept = [i for i in range(3) if len({row.names[i] for row in rows}) > 1 or i == 2]
+    same = [shown[0].size if i == 0 else rows[0].names[i] for i in range(3) if i not in kept]
+    names: list[Column[_Row]] = [
+        text(("tokens", "implementation", "precision")[i], lambda row, i=i: row.names[i])  # type: ignore[misc]
+        for i in kept
+    ]
+    baselines = {group.baseline for group in shown}  # the one of decode steps is another
+    baseline = baselines.pop() if len(baselines) == 1 else "baseline"
+    numbers = [one._replace(header=one.header.replace("{}", baseline)) for one in columns]
+    hidden = len(rows) - _MOST_ROWS
+    return table(
+        ", ".join([title, *same, *where]),
+        (*names, *(numbers if len(kept) == 1 else numbers[:-1])),
+        rows[:_MOST_ROWS],
+        keys=len(kept),
+        note=f"{fmt.plural(hidden, 'more row')}: --full, or the exported report." if hidden > 0 else "",
+    )
+
+
+def _rows(found: Sequence[Group]) -> Iterator[_Row]:
+    for group in found:
+        for one in group.series(*group.compared) if group.compared else ():
+            names = ("", one.name, one.precision.short)
+            errors = (pool(one.cases, "out", which) for which in (vs_oracle, vs_baseline, floor))
+            yield _Row(names, group, one, one.speed(), *errors)
+
+
+def _where(group: Group, *, whole: bool) -> str:
+    """ "16,384", "chunks of 8,192", "steps after 16,384".  whole: name the prompt of chunks, too: "8,192 of 16,384"."""
+    if group.call is not None and group.call.kind == "chunk":
+        size = fmt.tokens(group.seqlen, group.cases[0].batch).removesuffix(" tokens")
+        return f"{size} of {group.tokens}".removesuffix(" tokens") if whole else f"chunks of {size}"
+    tokens = group.tokens.removesuffix(" tokens")
+    return f"steps after {tokens}" if group.steps else tokens
+
+
+# --- ssdprof accuracy
+
+
+def accuracy_table(
+    report: Report,
+    intermediates: Intermediates | Literal["all"] = "all",
+    state_dtypes: Sequence[DType] = ("fp32", "fp16", "bf16"),
+    *,
+    every_state: bool = False,
+) -> RenderableType:
+    """A recommendation, and the match table of the chosen precisions, under a verdict.
+
+    Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also if it compared
+    nothing at one of the state dtypes.
+    """
+    kinds: tuple[Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
+
+    def chosen(case: Case) -> bool:
+        return case.precision.intermediates in kinds and case.precision.state_dtype in state_dtypes
+
+    found = [
+        (_with_baseline(group, name, chosen), name)
+        for group in groups(report)
+        for name in group.compared
+        if any(chosen(case) for case in group.cases if case.implementation == name)
+    ]
+    held = {case.precision.state_dtype for group, _ in found for case in group.cases if chosen(case)}
+    absent = [state for state in state_dtypes if state not in held]
+    if not found or (every_state and absent):
+        raise _nothing_compared(report, f"{fmt.words(kinds, 'or')} with {fmt.words(absent, 'or')} states")
+    parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
+    wanted = [PrecisionRecord(intermediates=kind, state_dtype=state) for kind in kinds for state in state_dtypes]
+    wrong = shortcomings(outcome(report.restricted(precisions=wanted)))
+    parts += [terminal.verdict(VerdictLine(line, False)) for line in wrong]
+    advised: dict[tuple[str, bool], list[Group]] = {}
+    for group, name in found:
+        series = group.series(name)
+        advised.setdefault((advice(series), all(one.within_budget for one in series)), []).append(group)
+    for (words, good), own in advised.items():
+        where = places(own)
+        parts.append(terminal.verdict(VerdictLine(f"{where[0].upper()}{where[1:]}, {words}", good)))
+    parts += map(terminal.bullet, caveats(report))
+    for group, name in found:
+        for tensor in calls.TENSORS:
+            if made := calls.matches(group, name, tensor):
+                parts += ["", terminal.SplitTable(made)]
+    return Renderables(*parts)
+
+
+def advice(series: Sequence[Series]) -> str:
+    """The precisions of an implementation that may be used, judged by the operator's own output."""
+    name = series[0].implementation
+    good = [one for one in series if one.within_budget]
+    bad = "; ".join(f"{one.precision}: {trouble_words(one)}" for one in series if not one.within_budget)
+    if not good:
+        return f"{name} may not be used at {bad}."
+    layers = len({case.layer for one in good for case in one.cases})
+    where = "every layer replayed" if layers > 1 else "the layer replayed"
+    words = (
+        f"{name} may be used at {'; '.join(str(one.precision) for one in good)}: within the error budget in {where}."
+    )
+    return f"{words}  It may not be used at {bad}." if bad else words
+
+
+def _with_baseline(group: Group, name: str, chosen: Callable[[Case], bool]) -> Group:
+    """The chosen cases of an implementation, and every case of the baseline."""
+    baseline = group.baseline
+    return group.keep(lambda case: chosen(case) if case.implementation == name else case.implementation == baseline)
+
+
+def _nothing_compared(report: Report, asked: str) -> BadInputError:
+    held = {one.precision for group in groups(report) for name in group.compared for one in group.series(name)}
+    if held:
+        names = "; ".join(map(str, sorted(held, key=precision_order)))
+        return BadInputError(f"Run {report.id} compared nothing at {asked}.", f"It compared: {names}.")
+    hint = "It ended before its first comparison.  Run again."
+    if report.of_answers:
+        hint = "It holds a model's answers: 'ssdprof export' shows them."
+    elif report.cases:
+        hint = f"It holds {report.baseline} alone."
+    return BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
+
+
+# --- ssdprof runs
+
+
+def runs(found: Sequence[tuple[Path, Report | SsdprofError]]) -> Table | None:
+    """A row for each report, readable or not.  found: folder -> the report, or what is wrong with it."""
+
+    def cell(of: Callable[[Report], str]) -> Callable[[tuple[Path, Report | SsdprofError]], str]:
+        return lambda row: of(row[1]) if isinstance(row[1], Report) else fmt.MISSING
+
+    def model(report: Report) -> str:
+        return f"{report.subject}, random weights" if report.model and report.model.random_weights else report.subject
+
+    def tokens(report: Report) -> str:
+        return ", ".join(fmt.count(prompt.seqlen) for prompt in report.prompts)
+
+    def verdict(row: tuple[Path, Report | SsdprofError]) -> str:
+        if not isinstance(row[1], Report):
+            return "unreadable"
+        return f"{verdict_word(row[1])}{'' if row[1].complete else ', partial'}"
+
+    return table(
+        "Runs",
+        (
+            text("run", lambda row: row[0].name),
+            text("started", cell(lambda report: when(report.created))),
+            text("model", cell(model)),
+            Column("tokens", cell(tokens)),
+            text("GPU", cell(lambda report: gpu_name(report.environment))),
+            text("verdict", verdict),
+        ),
+        found,
+        note="  ".join(f"{path.name}: {one.message}" for path, one in found if isinstance(one, SsdprofError)),
+    )
+
+
+def verdict_word(report: Report) -> str:
+    """ "passed", "failed", "refused" or "incomplete"."""
+    found = outcome(report)
+    if found.passed:
+        return "passed"
+    if found.failed or found.broken or found.answers_failed:
+        return "failed"
+    return "refused" if found.refused else "incomplete"

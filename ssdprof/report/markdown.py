@@ -7,21 +7,16 @@ import re
 from tabulate import tabulate
 
 from ssdprof.core import words as fmt
-from ssdprof.report.document import Document, Section, compose
-from ssdprof.report.tables import Figure, Note, Table
-from ssdprof.schema import RunReport
+from ssdprof.report.table import Document, Figure, Note, Section, Table
 
 LIMIT_BYTES = 1_000_000  # GitHub drops a job summary above 1 MiB; leaves room for other steps of the job
 _ROOM_FOR_THE_REST = 1_000  # the note on omitted sections
 
 
-def render(report: RunReport, *, limit_bytes: int = LIMIT_BYTES) -> str:
-    """The whole report.  Sections beyond the limit are left out, from the end, and the last line names them."""
-    return render_document(compose(report), limit_bytes=limit_bytes)
-
-
-def render_document(document: Document, *, limit_bytes: int = LIMIT_BYTES) -> str:
-    """As `render`, for a composed document."""
+def render(document: Document, *, limit_bytes: int = LIMIT_BYTES) -> str:
+    """The whole document.  Sections beyond the limit are left out, from the end, and the last line names them."""
+    if document.tables_only:
+        return "\n\n".join(_block(block, "") for section in document.sections for block in section.blocks) + "\n"
     text = _head(document)
     used = len(text.encode())
     parts = [text]
@@ -34,14 +29,14 @@ def render_document(document: Document, *, limit_bytes: int = LIMIT_BYTES) -> st
         else:
             parts.append(drawn)
     if left_out:
-        parts.append(_rest(left_out, document.run_id, limit_bytes))
+        parts.append(_rest(left_out, document.name, limit_bytes))
     return "".join(parts)
 
 
 def _head(document: Document) -> str:
     lines = [f"## {escape(document.title)}", ""]
     for line in document.verdict:
-        lines += [f"**{escape(line)}**", ""]
+        lines += [f"**{escape(line.text)}**", ""]
     if document.origin:
         lines += [", ".join(f"{label}: {escape(value)}" for label, value in document.origin), ""]
     if document.summary:
@@ -94,13 +89,13 @@ def _unbroken(cell: str) -> str:
     return re.sub(r" (?!\[)", "\u00a0", cell)
 
 
-def _rest(sections: list[Section], run_id: str, limit_bytes: int) -> str:
+def _rest(sections: list[Section], name: str, limit_bytes: int) -> str:
     titles = [f'"{section.title}"' for section in sections]
     which = titles[0] if len(titles) == 1 else f"from {titles[0]} to {titles[-1]}"
     return (
         f"\nLeft out to stay below {limit_bytes:,} bytes (GitHub drops a job summary beyond 1 MiB): "
         f"{fmt.plural(len(sections), 'section')}, {escape(which)}.  All of it is in report.json of run "
-        f"{escape(run_id)}; `ssdprof export --format json` prints it.\n"
+        f"{escape(name)}; `ssdprof export --format json` prints it.\n"
     )
 
 

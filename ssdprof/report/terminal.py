@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
@@ -12,11 +12,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ssdprof.report.document import Document, Section, compose
 from ssdprof.core.words import MISSING
-from ssdprof.report.tables import Figure, Note, Table
-from ssdprof.report.verdict import GOOD, verdict_lines
-from ssdprof.schema import RunReport
+from ssdprof.report.table import Document, Figure, Note, Section, Table, VerdictLine
 
 WHOLE_REPORT = "ssdprof export --format markdown"
 _GAP = 2  # blanks between columns: one of padding, one of the box
@@ -33,49 +30,33 @@ _STYLES = {
 }
 
 
-def render(report: RunReport) -> RenderableType:
-    """The whole report except sections for files: the accuracy tables of single layers.
+def render(document: Document, *, rest: str = WHOLE_REPORT, verdict_last: bool = False) -> RenderableType:
+    """The whole document except sections for files: the accuracy tables of single layers.
 
-    The verdict is at the beginning and at the end.
+    rest: the command that shows all rows of a long table.  verdict_last: repeat the verdict at the end.
     """
-    return Group(render_document(compose(report), good=GOOD), "", *verdicts(report))
-
-
-def verdicts(report: RunReport) -> list[RenderableType]:
-    """The lines of the verdict."""
-    return [verdict(line, good=line.startswith(GOOD)) for line in verdict_lines(report)]
-
-
-def render_document(
-    document: Document, *, good: str | tuple[str, ...] = "", rest: str = WHOLE_REPORT
-) -> RenderableType:
-    """As `render`, for a composed document.
-
-    good: prefixes of verdict lines without a failure.  rest: the command that shows all rows of a long table.
-    """
-    parts: list[RenderableType] = [
-        Text(document.title, style="bold"),
-        *(verdict(line, good=line.startswith(good)) for line in document.verdict),
-        *([origin(document.origin)] if document.origin else []),
-    ]
+    parts: list[RenderableType] = []
+    if not document.tables_only:
+        parts += [Text(document.title, style="bold"), *map(verdict, document.verdict)]
+        parts += [origin(document.origin)] if document.origin else []
     if document.summary:
         parts += ["", *(bullet(said.text, said.subject) for said in document.summary)]
-    if document.caveats:
-        parts += ["", Text("Caveats:", style="yellow"), *(bullet(line) for line in document.caveats)]
+    if document.caveats and not document.tables_only:
+        parts += ["", Text("Caveats:", style="yellow"), *map(bullet, document.caveats)]
     for section in document.sections:
         if section.depth != "file":
             parts += _section(section, rest)
     if any(section.depth == "file" for section in document.sections):
         parts.append(Text(f"\nMore accuracy tables, layer by layer: {rest}", style="dim"))
-    return Group(*parts)
+    return Group(*parts[document.tables_only :], *(["", *map(verdict, document.verdict)] if verdict_last else []))
 
 
 def origin(pairs: Iterable[tuple[str, str]]) -> RenderableType:
     return Text(", ".join(f"{label}: {value}" for label, value in pairs), style="dim")
 
 
-def verdict(text: str, *, good: bool) -> RenderableType:
-    return Text(text, style="bold green" if good else "bold red")
+def verdict(line: VerdictLine) -> RenderableType:
+    return Text(line.text, style="bold green" if line.good else "bold red")
 
 
 def bullet(text: str, subject: str = "") -> RenderableType:
@@ -113,7 +94,7 @@ class SplitTable:
             yield Text(self.table.note, style="dim")
 
 
-def _section(section: Section, rest: str) -> Iterable[RenderableType]:
+def _section(section: Section, rest: str) -> Iterator[RenderableType]:
     for block in section.blocks:
         yield ""
         match block:

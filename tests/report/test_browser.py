@@ -9,30 +9,20 @@ import shutil
 import subprocess
 
 import pytest
-from report.make import ALL_PRECISIONS, make_report, with_scale
-from report.test_html import RESULTS, broken
+from cases import report
+from report.test_html import STALLS, broken
 
-from ssdprof import runs
-from ssdprof.pipeline import stall_files
 from ssdprof.report import html
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 
-def recorded():
-    name = "h200-granite-4.0-h-1b-128k"
-    stalls = stall_files.load(RESULTS / f"{name}-stalls" / "stalls.json")
-    return html.render(runs.read(RESULTS / name)[1], stalls)
-
-
 PAGES = {
-    "recorded": recorded,
-    "lengths": lambda: html.render(
-        make_report(seqlens=(1024, 131_072), precisions=ALL_PRECISIONS, change=with_scale, layers=range(0, 36, 3))
-    ),
-    "broken": lambda: html.render(make_report(change=broken, state="partial")),
-    "cpu": lambda: html.render(make_report(gpu=False)),
+    "stalls": lambda: html.render(report(), STALLS),
+    "lengths": lambda: html.render(report(seqlens=(1024, 131_072), layers=range(0, 36, 3))),
+    "broken": lambda: html.render(report(change=broken, complete=False)),
+    "cpu": lambda: html.render(report(gpu=False)),
 }
 
 
@@ -75,7 +65,7 @@ WIDER = """
 
 
 @pytest.mark.parametrize(
-    "name", ["recorded", "broken", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lengths", "cpu"))]
+    "name", ["stalls", "broken", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lengths", "cpu"))]
 )
 def test_a_page_opens_quietly_and_is_no_wider_than_a_telephone(name, tmp_path):
     visit = Visit(tmp_path, PAGES[name](), WIDER)
@@ -97,7 +87,7 @@ def test_a_click_sorts_by_number_and_a_second_one_the_other_way(tmp_path):
       button.click();
       document.body.dataset.down = read();
     """
-    visit = Visit(tmp_path, html.render(make_report(seqlens=(256,), layers=(9,))), script)
+    visit = Visit(tmp_path, html.render(report(seqlens=(256,), layers=(9,))), script)
     assert visit.console == []
     up, down = (re.search(rf'data-{way}="([^"]*)"', visit.dom)[1].split("|") for way in ("up", "down"))
     microseconds = [float(text.split()[0]) * {"µs": 1, "ms": 1000}[text.split()[1]] for text in up]
@@ -107,7 +97,7 @@ def test_a_click_sorts_by_number_and_a_second_one_the_other_way(tmp_path):
 
 
 def test_a_link_to_a_folded_section_opens_it(tmp_path):
-    text = html.render(make_report())
+    text = html.render(report())
     visit = Visit(tmp_path, text, 'location.hash = "kernels-as-they-were-launched"; openTarget();')
     assert re.search(r'<details id="kernels-as-they-were-launched" open', visit.dom)
     assert '<details id="kernels-as-they-were-launched">' in text

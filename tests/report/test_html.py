@@ -1,128 +1,118 @@
-"""The report as a page: complete, self-contained, and consistent with the records."""
+"""The report as a page: complete, self-contained, and consistent with the cases."""
 
-from pathlib import Path
+from __future__ import annotations
 
 import pytest
-import render_results
-from report.make import (
-    ALL_PRECISIONS,
-    RELAXED_FP16,
-    failed,
-    in_calls,
-    make_checkpoint,
-    make_report,
-    with_scale,
-    with_steps,
-)
+from cases import answers, bench, checkpoint, failed, in_calls, layer, prefill, report
 from report.pages import Page
+from report.shown import there
+from report.test_document import TWO, steps
 
-from ssdprof import runs
-from ssdprof.pipeline import stall_files
-from ssdprof.report import html
-from ssdprof.report.groups import groups
-from ssdprof.report.html.cells import sort_key, view
-from ssdprof.report.html.heat import heat_map
-from ssdprof.report.html.svg import inline
-from ssdprof.report.origin import origin
-from ssdprof.report.plots import run as plots
-from ssdprof.report.tables import run, speed
-from ssdprof.report.verdict import verdict_lines
-from ssdprof.schema import EXACT_FP32
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.case import Case
+from ssdprof.core.report import Report
+from ssdprof.core.stalls import KernelStalls, StallReport
+from ssdprof.report import calls, html, plots
+from ssdprof.report.facts import what_ran
+from ssdprof.report.groups import Group, groups
+from ssdprof.report.html import HeatMap, heat_map, inline, sort_key, view
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-TWO = (EXACT_FP32, RELAXED_FP16)
+STALLS = StallReport(
+    ssdprof_version="0.1.0",
+    sources={"a.ncu-rep": "ab" * 32},
+    gpu="NVIDIA H200",
+    created="2026-01-02T03:04:05Z",
+    kernels=(
+        KernelStalls(
+            kernel="_k", implementation="fused", duration_us=10.0, samples={"wait": 3, "barrier": 1},
+            stages={"scores": {"wait": 3}, "state": {"barrier": 1}},
+        ),
+    ),
+)  # fmt: skip
 
 
-def broken(case):
-    if case.implementation != "fused":
+def broken(case: Case) -> Case:
+    """Layer 0 passed; 9, 18 and 27 did not."""
+    assert case.layer
+    word = {9: "inaccurate", 18: "nonfinite", 27: "refused"}.get(case.layer.index)
+    if case.implementation != "fused" or word is None:
         return case
-    status = {0: "passed", 9: "inaccurate", 18: "nonfinite", 27: "refused"}[case.layer.index]
-    return case if status == "passed" else failed(case, status, f"layer {case.layer.index} <is> & broken")
+    return failed(case, word).changed(reason=f"layer {case.layer.index} <is> & broken")
 
 
-def of_gdn(case):
-    dims = case.dims.model_copy(update={"operator": "gdn", "chunk_size": 64, "words": "16 key heads x 128"})
-    return case.model_copy(update={"dims": dims, "layer": case.layer.model_copy(update={"operator": "gdn"})})
-
-
-REPORTS = {
-    "gpu": lambda: make_report(),
-    "lengths": lambda: make_report(seqlens=(1024, 8192, 131_072), precisions=ALL_PRECISIONS, change=with_scale),
-    "gdn": lambda: make_report(change=of_gdn),
-    "cpu": lambda: make_report(gpu=False),
-    "one layer": lambda: make_report(layers=(9,), precisions=(EXACT_FP32,)),
-    "broken": lambda: make_report(change=broken, state="partial"),
-    "nothing": lambda: make_report(state="partial", cases=(), captured_layers=()),
-}
+def texts() -> dict[str, str]:
+    reports = {
+        "gpu": report(),
+        "lengths": report(seqlens=(1024, 8192, 131_072)),
+        "cpu": report(gpu=False),
+        "one layer": report(layers=(9,), precisions=(EXACT_FP32,)),
+        "broken": report(change=broken, complete=False),
+        "nothing": report(complete=False, cases=(), captured=()),
+        "bench": bench(),
+        "prefill": prefill(),
+        "answers": answers(),
+    }
+    return {name: html.render(found) for name, found in reports.items()} | {"stalls": html.render(report(), STALLS)}
 
 
 @pytest.fixture(scope="module")
-def rendered():
-    """Renders every page once."""
-    texts = {name: html.render(make()) for name, make in REPORTS.items()}
-    for name in ("h200-granite-4.0-h-1b-128k", "h200-mamba2-2.7b-128k"):
-        stalls = RESULTS / f"{name}-stalls" / "stalls.json"
-        texts[name] = html.render(runs.read(RESULTS / name)[1], stall_files.load(stalls) if stalls.exists() else None)
-    return texts
+def pages() -> dict[str, str]:
+    """Every page, rendered once."""
+    return texts()
 
 
-def test_no_line_of_the_summary_ends_within_a_number(rendered):
-    assert 'within <span class="unbroken">1e-3</span>' in rendered["one layer"]
-
-
-def test_a_page_is_whole_and_alone(rendered):
-    for name, text in rendered.items():
+def test_a_page_is_whole_and_alone(pages: dict[str, str]) -> None:
+    for name, text in pages.items():
         page = Page(text)
         assert page.asked == ["data:,"], name  # for the icon, which a browser would otherwise request
         assert not page.unclosed, name
         assert len(page.ids) == len(set(page.ids)), name
         assert set(page.anchors) <= set(page.ids), name
+    assert 'within <span class="unbroken">1e-3</span>' in pages["one layer"]
+    assert "Every implementation" in Page(pages["bench"]).words
+    assert "ssdprof bench, ssd on drawn inputs, NVIDIA H200 PASSED: 3 cases" in Page(pages["bench"]).words
 
 
-def test_the_verdict_comes_first_then_weights_gpu_and_time(rendered):
-    words = Page(rendered["gpu"]).words
+def test_the_verdict_comes_first_then_weights_gpu_and_time(pages: dict[str, str]) -> None:
+    words = Page(pages["gpu"]).words
     order = (
-        "PASSED: all",
-        "weights from the hub, revision 0123456789ab",
-        "GPU NVIDIA H200",
-        "when 2026-01-02 03:04 UTC",
-    )
-    places = [words.index(one) for one in (*order, "faster than unfused", "Speed at 131,072")]
+        "PASSED: all", "weights from the hub, revision 0123456789ab", "GPU NVIDIA H200", "when 2026-01-02 03:04 UTC",
+        "faster than unfused", "Speed at 131,072",
+    )  # fmt: skip
+    places = [words.index(one) for one in order]
     assert places == sorted(places)
-    assert "weights random" in Page(html.render(make_report(checkpoint=make_checkpoint(random_weights=True)))).words
+    assert "weights random" in Page(html.render(report(model=checkpoint(random_weights=True)))).words
 
 
-def test_pictures_belong_to_what_was_recorded(rendered):
+def test_pictures_belong_to_what_was_measured(pages: dict[str, str]) -> None:
     captions = {
         "gpu": ("Speedup", "Roofline of the operator", "Largest error of each layer"),
         "lengths": ("Speedup", "Device time", "Error along the prompt, worst layer, 1,024 tokens"),
         "cpu": ("Largest error of each layer",),
         "broken": ("Speedup", "Largest error of each layer"),
-        "h200-granite-4.0-h-1b-128k": ("Warp stalls", "fused: stages and stall reasons", "Roofline"),
+        "stalls": ("Warp stalls", "fused: stages and stall reasons", "Stalls in words", "scores:"),
     }
     for name, wanted in captions.items():
-        words = Page(rendered[name]).words
+        words = Page(pages[name]).words
         assert all(caption in words for caption in wanted), name
-    profiled = "Profiled 2026-11-20 21:10 UTC: ssdprof stalls, granite-4.0-h-1b, model.layers.0.mamba"
-    assert profiled in Page(rendered["h200-granite-4.0-h-1b-128k"]).words
-    for absent in ("Speedup", "Roofline", "Error along the prompt"):
-        assert absent not in Page(rendered["cpu"]).words
-    assert "svg" not in Page(rendered["nothing"]).tags
-    assert "Nothing was compared." in Page(rendered["nothing"]).words
+    assert "Profiled 2026-01-02 03:04 UTC: ssdprof stalls, NVIDIA H200." in Page(pages["stalls"]).words
+    assert not any(absent in Page(pages["cpu"]).words for absent in ("Speedup", "Roofline"))
+    assert "svg" not in Page(pages["nothing"]).tags
+    assert "Nothing was compared." in Page(pages["nothing"]).words
 
 
-def test_text_of_records_stays_text(rendered):
-    assert "layer 9 <is> & broken" in Page(rendered["broken"]).words
-    assert "<is>" not in rendered["broken"]
-
-
-def test_all_tables_of_the_report_are_there(rendered):
-    words = Page(rendered["gpu"]).words
-    group = groups(make_report())[0]
-    for table in (speed.total(group), speed.per_layer(group)):
+def test_all_tables_are_there_and_text_stays_text(pages: dict[str, str]) -> None:
+    words = Page(pages["gpu"]).words
+    (group,) = groups(report())
+    for table in map(there, (calls.total_speed(group), calls.speed_by_layer(group))):
         assert table.title in words
-        for row in table.rows:
-            assert all(cell in words for cell in row)
+        assert all(cell in words for row in table.rows for cell in row)
+    assert "layer 9 <is> & broken" in Page(pages["broken"]).words
+    assert "<is>" not in pages["broken"]
+
+
+def test_pages_are_the_same_every_time(pages: dict[str, str]) -> None:
+    assert html.render(report()) == pages["gpu"]
 
 
 # --- tables
@@ -131,97 +121,81 @@ def test_all_tables_of_the_report_are_there(rendered):
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("12.4 ms", 12400.0),
-        ("187 µs", 187.0),
-        ("2.10 s", 2.1e6),
-        ("944 MiB", 944 * 2.0**20),
-        ("3.54x [3.53, 3.54]", 3.54),
-        ("93.707%", 93.707),
-        ("<0.001%", 0.001),
-        ("1.81e-3", 1.81e-3),
-        ("131,072", 131072.0),
-        ("-0.5", -0.5),
+        ("12.4 ms", 12400.0), ("187 µs", 187.0), ("2.10 s", 2.1e6), ("944 MiB", 944 * 2.0**20),
+        ("3.54x [3.53, 3.54]", 3.54), ("93.707%", 93.707), ("<0.001%", 0.001), ("1.81e-3", 1.81e-3),
+        ("131,072", 131072.0), ("-0.5", -0.5),
     ],
-)
-def test_a_cell_sorts_by_its_number_in_one_unit(text, key):
+)  # fmt: skip
+def test_a_cell_sorts_by_its_number_in_one_unit(text: str, key: float) -> None:
     assert float(sort_key(text)) == key
 
 
 @pytest.mark.parametrize("text", ["-", "", "faster", "exact, fp32", "(0, 131044, 79, 63)", "4 of 4", "NaN", "0-3, 9"])
-def test_a_cell_without_a_number_has_no_key(text):
+def test_a_cell_without_a_number_has_no_key(text: str) -> None:
     assert sort_key(text) == ""
 
 
-def test_a_table_under_headings_keeps_its_order():
-    from ssdprof.report.tables import accuracy
-
-    group = groups(make_report())[0]
-    assert not view(accuracy.match(group, "fused", "out")).sortable
-    assert view(speed.total(group)).sortable
-    assert not view(run.facts(make_report())).sortable  # no column of numbers
+def test_a_table_under_headings_keeps_its_order() -> None:
+    (group,) = groups(report())
+    assert not view(there(calls.matches(group, "fused", "out"))).sortable
+    assert view(there(calls.total_speed(group))).sortable
+    assert not view(what_ran(report())).sortable  # no column of numbers
 
 
 # --- heat map
 
 
-def test_heat_is_the_error_and_hover_names_the_worst_head():
-    group = groups(make_report(precisions=TWO, change=with_scale))[0]
-    found = heat_map(group, "fused")
+def heat(found: Report) -> HeatMap:
+    made = heat_map(groups(found)[0], "fused")
+    assert made is not None
+    return made
+
+
+def test_heat_is_the_error_and_hover_names_the_worst_head() -> None:
+    found = heat(report(precisions=TWO))
     assert [row.layer for row in found.rows] == ["0", "9", "18", "27"]
     assert found.columns == ("exact, fp32 states", "relaxed, fp16 states")
-    errors = [
-        case.accuracy[0].vs_oracle.rms_ratio
-        for case in sorted(group.cases, key=lambda case: case.layer.index)
-        if case.implementation == "fused"
-    ]
     cells = [cell for row in found.rows for cell in row.cells]
-    assert [float(cell.text) for cell in cells] == pytest.approx(errors, rel=5e-3)
-    by_error = [cell.heat for _, cell in sorted(zip(errors, cells, strict=True), key=lambda pair: pair[0])]
+    by_error = [cell.heat for cell in sorted(cells, key=lambda cell: float(cell.text))]
     assert by_error == sorted(by_error)
-    assert by_error[0] == 0
+    assert (by_error[0], by_error[-1]) == (0, pytest.approx(0.930, abs=1e-3))  # log(1.905) / log(2)
     assert cells[0].hover == (
-        "layer 0, exact, fp32 states: worst head 79; largest error 0.031 of values up to 41.5 at (0, 131071, 79, 63)"
+        "layer 0, exact, fp32 states: worst head 7; largest error 0.02 of values up to 4 at (0, 5, 7, 3)"
     )
 
 
-def test_what_failed_is_marked_and_what_did_not_run_says_why():
-    found = heat_map(groups(make_report(change=broken, precisions=(EXACT_FP32,)))[0], "fused")
-    passed, inaccurate, nonfinite, refused = (row.cells[0] for row in found.rows)
+def test_what_failed_is_marked_and_what_did_not_run_says_why() -> None:
+    passed, inaccurate, nonfinite, refused = (
+        row.cells[0] for row in heat(report(change=broken, precisions=(EXACT_FP32,))).rows
+    )
     assert (passed.failed, inaccurate.failed, nonfinite.failed, refused.failed) == (False, True, True, False)
-    assert (nonfinite.text, nonfinite.heat) == ("NaN", 1.0)
+    assert (nonfinite.text, nonfinite.heat) == ("inf", 1.0)
     assert (refused.text, refused.hover) == ("refused", "layer 27 <is> & broken")
+    assert heat_map(groups(report(change=lambda case: failed(case, "refused")))[0], "fused") is None
 
 
-def test_of_the_chunks_of_a_layer_the_worst_is_shown():
+def test_of_the_chunks_of_a_layer_the_worst_is_shown() -> None:
     """A failed chunk is not hidden by the first one."""
-    report = in_calls(make_report(layers=(0, 9), seqlens=(8,), precisions=(EXACT_FP32,)), count=3)
+    found = in_calls(report(layers=(0, 9), seqlens=(24,), precisions=(EXACT_FP32,)))
 
-    def change(case):
-        if case.layer.index != 9 or case.call.number != 2:
-            return case
-        (out, *others) = case.accuracy
-        worse = out.vs_oracle.model_copy(update={"rms_ratio": 0.5})
-        return case.model_copy(update={"accuracy": (out.model_copy(update={"vs_oracle": worse}), *others)})
+    def second(case: Case, word: str) -> Case:
+        mine = case.layer == layer(9) and case.call and case.call.number == 2
+        return failed(case, word) if mine else case
 
-    (group,) = groups(report.model_copy(update={"cases": tuple(map(change, report.cases))}))
-    cell = heat_map(group, "fused").rows[1].cells[0]
-    assert cell.text == "0.5"
+    wrong = found.changed(cases=tuple(second(case, "inaccurate") for case in found.cases))
+    cell = heat(wrong).rows[1].cells[0]
+    assert cell.failed
     assert "chunk 2 of 3 of 24 tokens" in cell.hover
-    wrong = tuple(failed(case, "out of memory", "why") if case.call.number == 2 else case for case in report.cases)
-    (group,) = groups(report.model_copy(update={"cases": wrong}))
-    assert all(row.cells[0].failed for row in heat_map(group, "fused").rows)
-
-
-def test_nothing_compared_has_no_heat_map():
-    report = make_report(change=lambda case: failed(case, "refused", "no"))
-    assert heat_map(groups(report)[0], "fused") is None
+    wrong = found.changed(cases=tuple(second(case, "out of memory") for case in found.cases))
+    assert [row.cells[0].failed for row in heat(wrong).rows] == [False, True]
 
 
 # --- pictures
 
 
-def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text():
-    svg = plots.speedups(groups(make_report()))
+def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text() -> None:
+    svg = plots.speedups(groups(report()))
+    assert svg is not None
     first, second = (Page(inline(svg, prefix, "Speed & more")) for prefix in ("a-", "b-"))
     assert first.ids
     assert not set(first.ids) & set(second.ids)
@@ -234,41 +208,31 @@ def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text():
     assert "http" not in text
 
 
-def test_pictures_are_the_same_every_time():
-    assert html.render(make_report(change=with_scale)) == html.render(make_report(change=with_scale))
-
-
-def test_pictures_need_what_they_show():
-    timed, untimed = groups(make_report()), groups(make_report(gpu=False))
+def test_pictures_need_what_they_show() -> None:
+    found = report()
+    timed, untimed = groups(found), groups(report(gpu=False))
     assert plots.speedups(untimed) is None
     assert plots.device_times(timed) is None  # a single length
-    assert plots.roofline(timed, None) is None
-    assert plots.roofline(untimed, make_report().ceilings) is None
-    assert plots.along_positions(timed[0]) is None
-    assert plots.along_positions(groups(make_report(change=with_scale))[0])
+    assert plots.roofline(found.changed(processes=()), timed) is None
+    assert plots.roofline(found, untimed) is None
+
+    def short(case: Case) -> Case:
+        return case.changed(accuracy=tuple(
+            one.changed(vs_oracle=one.vs_oracle.changed(along=())) for one in case.accuracy
+        ))  # fmt: skip
+
+    assert plots.along_positions(groups(report(change=short))[0]) is None
+    assert plots.along_positions(timed[0])
 
 
-def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt():
+def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt() -> None:
     """Their times are sums over calls, and their speedups have two baselines."""
-    report = with_steps(make_report(layers=(0,), seqlens=(8,), precisions=(EXACT_FP32,), change=with_scale))
-    prompt, steps = groups(report)
-    svg = plots.speedups((prompt, steps))
-    words = Page(svg).words
+    both: tuple[Group, ...] = groups(steps(report(layers=(0,), seqlens=(8,), precisions=(EXACT_FP32,))))
+    words = Page(plots.speedups(both) or "").words
     assert "times as fast as the baseline, by device time" in words
     assert "recurrent, exact, fp32, decode steps after 8 tokens" in words
-    assert plots.device_times((prompt, steps)) is None
-    assert plots.largest_errors(steps) is None
-    assert plots.along_positions(steps) is None
-    (chunks,) = groups(in_calls(make_report(seqlens=(8,), change=with_scale)))
-    assert "position in the chunk, tokens" in Page(plots.along_positions(chunks)).words
-
-
-def test_the_pages_of_recorded_runs_are_there_and_are_of_their_runs():
-    """Not word for word: benchmarks/render_results.py renders the pages again after a change of the report."""
-    files = list(render_results.pages())
-    assert len(files) >= 2
-    for file in files:
-        page, (_, report) = Page(file.read_text(encoding="utf-8")), runs.read(file.parent)
-        assert page.asked == ["data:,"]
-        for words in (*verdict_lines(report), *(value for _, value in origin(report)), *report.notes):
-            assert " ".join(words.split()) in page.words
+    assert plots.device_times(both) is None
+    assert plots.largest_errors(both[1]) is None
+    assert plots.along_positions(both[1]) is None
+    (chunks,) = groups(in_calls(report(seqlens=(24,))))
+    assert "position in the chunk, tokens" in Page(plots.along_positions(chunks) or "").words

@@ -1,0 +1,127 @@
+"""The records of stalls, stored as JSON in a run's folder.  Imports no torch.
+
+Numbers that ncu did not collect are None and their names are in `not_collected`: never 0.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from pydantic import Field
+
+from ssdprof.core.base import PrecisionRecord, Record
+from ssdprof.core.case import Launch
+from ssdprof.core.subject import Dims, Environment, LayerRef
+
+STALLS_VERSION: Final = 3
+
+Samples = dict[str, int]  # stall reason -> warp samples, the most frequent first
+
+
+class Launched(Record):
+    """The launches of one call of an implementation."""
+
+    implementation: str
+    variant: str
+    precision: PrecisionRecord  # at which it ran
+    launch_count: int  # of Triton kernels
+    launches: tuple[Launch, ...]  # each kernel once, with the resources that Triton reports
+    occupancy_pct: tuple[float | None, ...] = ()  # of each launch: warps that its resources let an SM hold
+
+
+class Line(Record):
+    """A source line of a kernel with its samples."""
+
+    file: str  # without folders
+    line: int
+    function: str  # "" if unknown
+    stage: str
+    text: str  # as recorded with the report; "" if it was not
+    samples: Samples
+
+    @property
+    def total(self) -> int:
+        return sum(self.samples.values())
+
+
+class SelfCheck(Record):
+    """A condition for valid tables."""
+
+    name: str
+    status: Literal["ok", "failed", "not checked"]
+    detail: str
+
+
+class KernelStalls(Record):
+    """One launch of one kernel, alone on the GPU with cold caches: not comparable with the times of a run."""
+
+    kernel: str
+    implementation: str  # "" for other kernels
+    grid: tuple[int, int, int] | None = None
+    block: int | None = None  # threads
+    registers: int | None = None  # per thread, at launch
+    spill_requests: int | None = None  # loads and stores of spilled registers, per warp
+    shared_bytes: int | None = None  # per block
+    waves: float | None = None  # of blocks per SM
+    occupancy_pct: float | None = None  # achieved: active warps of those that an SM can hold
+    occupancy_limit_pct: float | None = None  # theoretical
+    limited_by: tuple[str, ...] = ()  # the resources with the fewest blocks per SM
+    duration_us: float | None = None
+    compute_pct: float | None = None  # of the speed of light
+    memory_pct: float | None = None
+    dram_pct: float | None = None
+    l2_pct: float | None = None
+    issue_pct: float | None = None  # cycles in which a scheduler issued an instruction
+    tensor_pct: float | None = None  # cycles in which the tensor cores worked
+    dram_read_bytes: int | None = None
+    dram_write_bytes: int | None = None
+    l2_bytes: int | None = None  # requested of L2
+    l1_hit_pct: float | None = None
+    l2_hit_pct: float | None = None
+    tensor_flops: int | None = None
+    fp32_flops: int | None = None
+    dram_peak_gb_per_s: float | None = None
+    tensor_peak_tflops: float | None = None
+    sample_count: int | None = None  # None: no warp was sampled
+    samples: Samples = Field(default_factory=dict)
+    average: dict[str, float] = Field(default_factory=dict)  # without samples: reason -> waiting warps per issuing one
+    stages: dict[str, Samples] = Field(default_factory=dict)  # by the algorithm's order; "stage" or "stage.part"
+    idle: tuple[str, ...] = ()  # stages whose warps are idle, which costs no time
+    lines: tuple[Line, ...] = ()  # hottest first; idle warps included
+    from_neighbours: int = 0  # samples on lines without a stage (libraries, helpers, the compiler's own)
+    unlabelled: tuple[str, ...] = ()  # files without known stages: their functions are the stages
+    not_collected: tuple[str, ...] = ()
+    checks: tuple[SelfCheck, ...] = ()
+    # evidence and advice -> percent of the busy samples that it is about; None: about the whole kernel
+    hints: dict[str, float | None] = Field(default_factory=dict)
+
+    @property
+    def busy_samples(self) -> int:
+        """All samples except those of idle warps."""
+        return sum(sum(samples.values()) for stage, samples in self.stages.items() if stage not in self.idle)
+
+
+class StallReport(Record):
+    """The contents of one or more ncu reports, on which alone its kernels depend.
+
+    The fields below `checks` are set if ssdprof profiled.
+    """
+
+    stalls_version: Literal[3] = STALLS_VERSION
+    ssdprof_version: str
+    sources: dict[str, str]  # ncu report's file name -> sha256
+    gpu: str  # "" if unknown
+    kernels: tuple[KernelStalls, ...]
+    words: dict[str, str] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
+    checks: tuple[SelfCheck, ...] = ()
+    model: str = ""  # repository or folder, and whether its weights are random
+    layer: LayerRef | None = None
+    dims: Dims | None = None
+    precision: PrecisionRecord | None = None  # as requested
+    launched: tuple[Launched, ...] = ()
+    left_out: tuple[str, ...] = ()  # a sentence for each library that could not be profiled
+    created: str = ""  # ISO 8601, UTC
+    command: tuple[str, ...] = ()  # as typed, without tokens
+    environment: Environment | None = None
+    ncu: str = ""  # version; "" if it could not run
+    missing: str = ""  # why there are no stalls; then `launched` has the resources that Triton reports

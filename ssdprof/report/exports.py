@@ -1,0 +1,461 @@
+"""Exports of a report for other programs: CSV, JUnit's XML, GitHub Actions, and github-action-benchmark.
+
+No row is folded or left out: each case has its own.
+"""
+
+from __future__ import annotations
+
+import csv as csv_format
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import get_args
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from ssdprof.core import statistics
+from ssdprof.core import words as fmt
+from ssdprof.core.base import TOLERANCES, Clock, PartName, TensorName
+from ssdprof.core.case import Accuracy, AnswerBand, Case, Deviation
+from ssdprof.core.conditions import judged
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Report
+from ssdprof.core.statistics import Estimate, Spread
+from ssdprof.report import markdown
+from ssdprof.report.document import compose
+from ssdprof.report.facts import caveats, gpu_name
+from ssdprof.report.model import prefill_failures
+from ssdprof.report.statements import by_gate, errors, incomplete, verdict_lines
+
+Field = tuple[str, Callable[[Case], object]]  # header with its unit; case -> value
+
+SUMMARY_BYTES = 1024 * 1024  # of a step of GitHub Actions; GitHub shows nothing of a longer one
+MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
+LONGEST_MESSAGE = 4_000  # characters
+_CUT = "\n\nCut here: a step summary of GitHub holds 1 MiB.  `ssdprof export --format markdown` writes all of it.\n"
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
+
+
+def kind(report: Report) -> str:
+    """ "run", "bench" or "prefill"; a comparison of answers is a run's too."""
+    return report.kind if report.kind in ("bench", "prefill") else "run"
+
+
+def identity(report: Report) -> str:
+    """Unique among results of its kind."""
+    return report.id if kind(report) == "run" else f"{report.subject} {report.created}"
+
+
+def subject(report: Report) -> str:
+    """The model, or the operator of a bench."""
+    return f"{report.subject} on drawn inputs" if report.kind == "bench" else report.subject
+
+
+def rows(report: Report) -> tuple[Case, ...]:
+    """Of a model's answers only those that are judged."""
+    return tuple(case for case in report.cases if not case.answers or case.judged)
+
+
+def _excused(report: Report) -> set[str]:
+    """Names of cases whose failure does not count, such as those of another library."""
+    found = outcome(report)
+    counted = {case.name for case in (*found.failed, *found.refused, *found.answers_failed)}
+    return {case.name for case in report.cases if case.result != "passed" and case.name not in counted}
+
+
+def _caveats(report: Report) -> tuple[str, ...]:
+    return (*report.remarks, *prefill_failures(report)) if report.kind == "prefill" else caveats(report)
+
+
+# --- CSV
+
+
+def csv(report: Report) -> str:
+    """A row per case, for a spreadsheet or a data frame.  Columns are named as in the report's tables, with units.
+
+    Missing values are empty; floats have their stored precision."""
+    found = (
+        *_PLACES[kind(report)](report),
+        *_NAMES,
+        *(_of_prefill(report) if report.kind == "prefill" else _of_calls(report)),
+        *(_ANSWERS if kind(report) == "run" else ()),
+    )
+    text = io.StringIO()
+    writer = csv_format.writer(text, lineterminator="\n")
+    writer.writerow([name for name, _ in found])
+    writer.writerows([of(case) for _, of in found] for case in rows(report))
+    return text.getvalue()
+
+
+def _of(part: str, name: str) -> Callable[[Case], object]:
+    """A field of a part of a case; None without that part."""
+    return lambda case: getattr(getattr(case, part), name, None)
+
+
+def _place_of_run(report: Report) -> Iterator[Field]:
+    yield "run", lambda _: report.id
+    yield "model", lambda _: report.subject
+    yield "GPU", lambda _: gpu_name(report.environment)
+    yield "layer", lambda case: case.layer.index if case.layer else "all"
+    yield "call", lambda case: case.call or ""
+    yield "tokens", lambda case: case.seqlen
+    yield "batch", lambda case: case.batch
+    yield "dimensions", lambda case: case.dims or ""
+
+
+def _place_of_bench(report: Report) -> Iterator[Field]:
+    def inputs(case: Case) -> str:
+        return ", ".join((case.dims.dtype, *case.drawn.ways, case.drawn.layout)) if case.dims and case.drawn else ""
+
+    yield "bench", lambda _: report.created
+    yield "operator", lambda _: report.subject
+    yield "GPU", lambda _: gpu_name(report.environment)
+    yield "shape", _of("drawn", "shape")
+    yield "inputs", inputs
+    yield "sequences x tokens", _of("drawn", "tokens")
+    yield "tokens", lambda case: case.seqlen
+    yield "batch", lambda case: case.batch
+    yield "dimensions", lambda case: case.dims
+    yield "chunk size", lambda case: case.chunk_size
+
+
+def _place_of_prefill(report: Report) -> Iterator[Field]:
+    yield "prefill", lambda _: report.created
+    yield "model", lambda _: report.subject
+    yield "GPU", lambda _: gpu_name(report.environment)
+    yield "layers", _of("prefill", "layers")
+    yield "tokens", lambda case: case.seqlen
+    yield "batch", lambda case: case.batch
+    yield "segment length", _of("prefill", "segment_length")
+    yield "convolution and norm", _of("prefill", "conv_and_norm")
+
+
+_PLACES = {"run": _place_of_run, "bench": _place_of_bench, "prefill": _place_of_prefill}
+_NAMES: tuple[Field, ...] = (
+    ("implementation", lambda case: case.implementation),
+    ("kernel", lambda case: _kernel(case)),
+    ("intermediates", lambda case: case.precision.intermediates),
+    ("states", lambda case: case.precision.state_dtype),
+    ("status", lambda case: case.result),
+    ("reason", lambda case: case.why),
+)
+
+
+def _kernel(case: Case) -> str:
+    version = case.version if case.prefill else ""
+    return " ".join(dict.fromkeys(word for word in (case.variant, version) if word))
+
+
+def _of_calls(report: Report) -> Iterator[Field]:
+    yield "baseline", lambda case: _baseline(report, case)
+    for clock in get_args(Clock)[::-1]:
+        yield from _speedup(report, clock)
+        yield f"verdict, {clock}", lambda case, clock=clock: report.faster(case, clock)  # type: ignore[misc]
+    for clock in get_args(Clock)[::-1]:
+        yield from _time(clock)
+        yield from _spread(clock)
+    yield "of roofline [%]", lambda case: case.floor_pct(report.ceilings)
+    yield "extra memory [bytes]", _of("memory", "workspace_bytes")
+    yield "kernels launched", lambda case: case.kernels
+    yield from _accuracy("output", "out")
+    yield from _accuracy("final states", "final_states")
+
+
+def _of_prefill(report: Report) -> Iterator[Field]:
+    def gpu_us(case: Case, name: str) -> float | None:
+        parts = case.prefill.parts if case.prefill else ()
+        return next((part.gpu_us for part in parts if part.name == name), None)
+
+    yield "baseline", lambda case: _baseline(report, case)
+    yield from _speedup(report, "call")
+    yield "verdict, call", report.faster
+    yield "speedup predicted [x]", lambda case: report.predicted(case) if report.speedup(case) else None
+    yield from _time("call")
+    yield "operator of one layer, device time [µs]", _of("prefill", "alone_us")
+    for name in get_args(PartName):
+        yield f"{name}, GPU time [µs]", lambda case, name=name: gpu_us(case, name)  # type: ignore[misc]
+    yield "peak memory [bytes]", _of("prefill", "peak_bytes")
+    yield "logits, rms of difference [relative]", _of("prefill", "logits_rms")
+
+
+def _baseline(report: Report, case: Case) -> str | None:
+    """That of the speedup, with its precision in a run."""
+    rival = report.rival(case) if report.speedup(case) else None
+    if rival is None:
+        return None
+    return rival.implementation if kind(report) != "run" else f"{rival.implementation} {rival.precision}"
+
+
+def _speedup(report: Report, clock: Clock) -> Iterator[Field]:
+    yield from _estimate(f"speedup, {clock}", "x", lambda case: report.speedup(case, clock))
+
+
+def _time(clock: Clock) -> Iterator[Field]:
+    yield from _estimate(f"{clock} time", "µs", lambda case: _us(case, clock))
+
+
+def _us(case: Case, clock: Clock) -> Estimate | None:
+    return case.device_us if clock == "device" else case.call_us
+
+
+def _estimate(name: str, unit: str, of: Callable[[Case], Estimate | None]) -> Iterator[Field]:
+    """A value and the ends of its 95 % interval."""
+    yield f"{name} [{unit}]", lambda case: found.value if (found := of(case)) else None
+    yield f"{name}, low [{unit}]", lambda case: found.low if (found := of(case)) else None
+    yield f"{name}, high [{unit}]", lambda case: found.high if (found := of(case)) else None
+
+
+def _spread(clock: Clock) -> Iterator[Field]:
+    """Of single samples."""
+
+    def of(case: Case) -> Spread | None:
+        return statistics.spread(found) if (found := case.rounds(clock)) else None
+
+    yield f"{clock} time, min [µs]", lambda case: found.min_us if (found := of(case)) else None
+    yield f"{clock} time, P95 [µs]", lambda case: found.p95_us if (found := of(case)) else None
+    yield f"{clock} time, max [µs]", lambda case: found.max_us if (found := of(case)) else None
+    yield f"{clock} time, samples", lambda case: found.samples if (found := of(case)) else None
+
+
+def _accuracy(name: str, tensor: TensorName) -> Iterator[Field]:
+    def error(of: Callable[[Accuracy], object]) -> Callable[[Case], object]:
+        return lambda case: of(found) if (found := case.tensor(tensor)) else None
+
+    def match(which: Callable[[Accuracy], Deviation | None], tolerance: float) -> Callable[[Case], object]:
+        return error(lambda found: one.match_pct(tolerance) if (one := which(found)) else None)
+
+    for against, which in (("baseline", lambda found: found.vs_baseline), ("fp64", lambda found: found.vs_oracle)):
+        for tolerance in TOLERANCES:
+            yield f"{name}, match against {against} @ {fmt.tolerance(tolerance)} [%]", match(which, tolerance)
+    yield f"{name}, rms error [relative]", error(lambda found: found.vs_oracle.rms_ratio)
+    yield f"{name}, rms error of floor [relative]", error(lambda found: found.floor.rms_ratio)
+    yield f"{name}, largest error", error(lambda found: found.vs_oracle.max_abs)
+
+
+def _of_band(of: Callable[[AnswerBand], object]) -> Callable[[Case], object]:
+    """Of all positions."""
+    return lambda case: of(found) if (found := _band(case)) else None
+
+
+def _band(case: Case) -> AnswerBand | None:
+    return case.answers.bands[0] if case.answers and case.answers.bands else None
+
+
+_ANSWERS: tuple[Field, ...] = (
+    ("KL, mean [nats]", _of_band(lambda band: band.kl_mean)),
+    ("KL, p99 [nats]", _of_band(lambda band: band.kl_p99)),
+    ("KL, max [nats]", _of_band(lambda band: band.kl_max)),
+    ("same top token [%]", _of_band(lambda band: band.top1_pct)),
+    ("perplexity", _of_band(lambda band: band.perplexity)),
+    ("change of perplexity [%]", _of_band(lambda band: band.perplexity_increase_pct)),
+    ("change of perplexity, low [%]", _of_band(lambda band: getattr(band.perplexity_interval_pct, "low", None))),
+    ("change of perplexity, high [%]", _of_band(lambda band: getattr(band.perplexity_interval_pct, "high", None))),
+)
+
+
+# --- JUnit
+
+
+def junit(report: Report) -> str:
+    """JUnit's XML, as CI systems show it: a suite with a test per case, and one for the gates and the whole.
+
+    Keeps to the schema of Apache Ant's JUnit task (https://github.com/windyroad/JUnit-Schema), the strictest in use.
+    """
+    excused = _excused(report)
+    cases = [_test_of(case, excused=case.name in excused) for case in rows(report)]
+    root = Element("testsuites")
+    for number, (name, tests) in enumerate({"cases": cases, kind(report): list(_whole(report))}.items()):
+        root.append(_suite(report, number, name, tests))
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
+
+
+def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> Element:
+    answers = ("failure", "error", "skipped")
+    failures, wrong, skipped = (str(sum(test.find(one) is not None for test in tests)) for one in answers)
+    suite = Element(
+        "testsuite",
+        id=str(number),
+        package="ssdprof",
+        name=f"{_clean(subject(report))}: {name}",
+        timestamp=report.created[:19],
+        hostname="localhost",  # reports contain no host name
+        tests=str(len(tests)),
+        failures=failures,
+        errors=wrong,
+        skipped=skipped,
+        time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
+    )
+    gpu, packages = report.environment.gpu, report.environment.packages
+    values = {
+        kind(report): identity(report),
+        "inputs" if report.kind == "bench" else "model": subject(report),
+        "GPU": gpu_name(report.environment),
+        "driver": gpu.driver if gpu else "none",
+        "ssdprof": report.ssdprof_version,
+        **{name: packages.get(name, "none") for name in ("torch", "triton")},
+    }
+    properties = SubElement(suite, "properties")
+    for key, value in values.items():
+        SubElement(properties, "property", name=key, value=_clean(value))
+    suite.extend(tests)
+    lines = (*(line.text for line in verdict_lines(report)), *_caveats(report))
+    SubElement(suite, "system-out").text = _clean("\n".join(lines))
+    SubElement(suite, "system-err")
+    return suite
+
+
+def _test_of(case: Case, *, excused: bool) -> Element:
+    test = _test(case.implementation, case.name, case.call_us.value / 1e6 if case.call_us else 0.0)
+    why = case.why or case.result
+    if excused:
+        SubElement(test, "skipped", message=_clean(why))
+    elif case.result != "passed":
+        _answer(test, "failure" if case.result in ("inaccurate", "nonfinite") else "error", case.result, why)
+    return test
+
+
+def _whole(report: Report) -> Iterator[Element]:
+    whole = _test(kind(report), "all requested cases are present")
+    if why := incomplete(report):
+        _answer(whole, "error", "incomplete", why)
+    yield whole
+    broken = by_gate(outcome(report).broken)
+    for gate in dict.fromkeys(one.spelling for one in report.conditions):
+        test = _test("gates", gate)
+        if gate in broken:
+            _answer(test, "failure", "gate", "\n".join(map(str, broken[gate])))
+        yield test
+
+
+def _test(group: str, name: str, seconds: float = 0.0) -> Element:
+    return Element("testcase", classname=f"ssdprof.{_clean(group)}", name=_clean(name), time=_seconds(seconds))
+
+
+def _answer(test: Element, tag: str, kind: str, text: str) -> None:
+    """The failure of a test.  Its first line is the message, because many readers show only that."""
+    SubElement(test, tag, type=kind, message=_clean(text.splitlines()[0])).text = _clean(text)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.9f}"  # the schema allows no exponent
+
+
+def _clean(text: str) -> str:
+    return _ILLEGAL.sub("\ufffd", text)
+
+
+# --- GitHub Actions: https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
+
+
+def step_summary(report: Report, used_bytes: int = 0) -> str:
+    """The report as Markdown.  used_bytes: present size of the step's summary.
+
+    A report that is too long is cut, with a note; empty if there is no room for the note."""
+    room = SUMMARY_BYTES - used_bytes
+    text = markdown.render(compose(report), limit_bytes=min(markdown.LIMIT_BYTES, room))
+    encoded = text.encode()
+    if len(encoded) <= room:
+        return text
+    if room < len(_CUT):
+        return ""
+    whole = encoded[: room - len(_CUT)].decode(errors="ignore")
+    return whole.rsplit("\n", 1)[0] + _CUT
+
+
+def workflow_commands(report: Report) -> Iterator[str]:
+    """Annotations, one line each: errors for the reasons why it did not pass, warnings for its caveats."""
+    yield from _commands("error", f"ssdprof: {subject(report)}", errors(report))
+    yield from _commands("warning", f"ssdprof: {subject(report)}", _caveats(report))
+
+
+def outputs(report: Report) -> dict[str, str]:
+    """Outputs of the step.  The last three are the worst values of cases that gates judge; empty without such cases."""
+    cases = [case for case in judged(report) if case.result == "passed" and not case.answers]
+    speedups = [found.value for case in cases if (found := report.speedup(case))]
+    out = [one for case in cases if (one := case.tensor("out"))]
+    matches = [pct for one in out if one.vs_baseline and (pct := one.vs_baseline.match_pct(1e-3)) is not None]
+    ratios = [ratio for one in out if (ratio := one.over_floor) is not None]
+    return {
+        "passed": "true" if outcome(report).passed else "false",
+        "verdict": _cut(" ".join(" ".join(line.text for line in verdict_lines(report)).split())),
+        "run": identity(report),
+        "least-speedup": _number(min(speedups, default=None)),
+        "least-match": _number(min(matches, default=None)),
+        "largest-rms-ratio": _number(max(ratios, default=None)),
+    }
+
+
+def _commands(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
+    every = list(lines)
+    shown = every if len(every) <= MOST_ANNOTATIONS else every[: MOST_ANNOTATIONS - 1]
+    head = f"::{name} title={_data(title).replace(':', '%3A').replace(',', '%2C')}::"
+    for line in shown:
+        yield f"{head}{_data(_cut(line))}"
+    if rest := len(every) - len(shown):
+        yield f"{head}{fmt.plural(rest, 'line')} more: see the summary of this step."
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 3]}..."
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+# --- github-action-benchmark: https://github.com/benchmark-action/github-action-benchmark
+
+Entry = dict[str, str | float]
+_Number = tuple[str, Estimate | float | None, str]  # name, value, unit
+
+
+def benchmark_action(report: Report, *, bigger: bool = False) -> str:
+    """The JSON of its tool customSmallerIsBetter, or customBiggerIsBetter.
+
+    Smaller: device and call times, extra memory or that of a prefill, RMS errors, divergences and perplexities.
+    Bigger: speedups over the baseline, how much of the output matches the baseline's, and equal top tokens.
+    Cases that did not pass are left out, because they have no valid number.
+    """
+    extra = f"{kind(report)} {identity(report)}, {gpu_name(report.environment, 'no GPU')}"
+    found = [
+        _entry(case, *number) | {"extra": extra}
+        for case in rows(report)
+        if case.result == "passed"
+        for number in (_bigger(report, case) if bigger else _smaller(case))
+        if number[1] is not None
+    ]
+    return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
+
+
+def _smaller(case: Case) -> Iterator[_Number]:
+    out, band = case.tensor("out"), _band(case)
+    yield "device time", case.device_us, "µs"
+    yield "call time", case.call_us, "µs"
+    yield "peak memory", case.prefill.peak_bytes if case.prefill else None, "bytes"
+    yield "extra memory", case.memory.workspace_bytes if case.memory else None, "bytes"
+    yield "rms error", out.vs_oracle.rms_ratio if out else None, "relative"
+    yield "KL, mean", band.kl_mean if band else None, "nats"
+    yield "perplexity", band.perplexity if band else None, "tokens"
+
+
+def _bigger(report: Report, case: Case) -> Iterator[_Number]:
+    out, band = case.tensor("out"), _band(case)
+    yield "speedup, device", report.speedup(case, "device"), "x"
+    yield "speedup, call", report.speedup(case, "call"), "x"
+    yield "match @ 1e-3", out.vs_baseline.match_pct(1e-3) if out and out.vs_baseline else None, "%"
+    yield "same top token", band.top1_pct if band else None, "%"
+
+
+def _entry(case: Case, name: str, value: Estimate | float | None, unit: str) -> Entry:
+    assert value is not None
+    number = value.value if isinstance(value, Estimate) else value
+    entry: Entry = {"name": f"{case.name}: {name}", "unit": unit, "value": number}
+    if isinstance(value, Estimate):
+        entry["range"] = f"± {(value.high - value.low) / 2:.3g}"
+    return entry

@@ -1,1 +1,0 @@
-"""A run's report in the formats that other programs read.  Each module renders one format, and writes no file."""

@@ -1,0 +1,361 @@
+"""A report, and its stalls if there are any, as one self-contained HTML file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from ssdprof.core import words as fmt
+from ssdprof.core.case import Case
+from ssdprof.core.report import Report
+from ssdprof.core.stalls import StallReport
+from ssdprof.report import plots
+from ssdprof.report import stalls as of_stalls
+from ssdprof.report.document import ACCURACY, SPEED, compose
+from ssdprof.report.facts import when
+from ssdprof.report.groups import Group, floor, groups, pool
+from ssdprof.report.table import Document, Figure, Note, Section, Table
+
+_POWER = re.compile(r"\d[\d.]*e-\d+")
+_LAYERED = 3  # lengths with a heat map and a plot of positions; the tables have all
+_UNITS = {
+    "µs": 1.0, "ms": 1e3, "s": 1e6,
+    "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
+}  # fmt: skip
+_NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
+_TONES = {
+    "faster": "good", "passed": "good", "yes": "good", "ok": "good",
+    "slower": "bad", "inaccurate": "bad", "nonfinite": "bad", "failed": "bad", "out of memory": "bad",
+}  # fmt: skip
+
+
+class Picture(NamedTuple):
+    """titled: the picture is wide and includes its title."""
+
+    title: str
+    svg: Markup
+    titled: bool
+
+
+class Block(NamedTuple):
+    """An element of the page.  kind: "table", "note", "text", "pictures", "heat", "list"."""
+
+    kind: str
+    content: object
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of the page.  folded: collapsed under its title."""
+
+    title: str
+    anchor: str
+    blocks: tuple[Block, ...]
+    folded: bool = False
+    level: int = 2
+
+
+class Pictures:
+    """Numbers pictures, so that their ids are unique."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, title: str, svg: str | None, *, titled: bool = False) -> Iterator[Picture]:
+        """A block with the picture; none if there is no picture."""
+        if svg is not None:
+            self._count += 1
+            yield Picture(title, Markup(inline(svg, f"p{self._count}-", title)), titled)
+
+
+def render(report: Report, stalls: StallReport | None = None) -> str:
+    """One HTML file.  stalls: the stall report in the run's folder."""
+    document, pictures = compose(report), Pictures()
+    found = groups(report)
+    extra = {SPEED: _speed(report, found, pictures), ACCURACY: _accuracy(found[:_LAYERED], pictures)}
+    parts = [_part(one, extra.get(one.title, ())) for one in document.sections]
+    return _page(document, [*parts, *(_stalls(stalls, pictures) if stalls else ())])
+
+
+def _page(document: Document, parts: Iterable[Part]) -> str:
+    environment = Environment(
+        loader=PackageLoader("ssdprof.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["unbroken"] = _unbroken
+    return environment.get_template("page.html.j2").render(document=document, parts=_unique(parts))
+
+
+def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False) -> Part:
+    return Part(
+        title=section.title,
+        anchor=re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
+        blocks=(*extra, *(_block(block, section.title) for block in section.blocks)),
+        folded=folded or section.depth != "main",
+        level=level,
+    )
+
+
+def _block(block: Table | Figure | Note | str, section: str) -> Block:
+    match block:
+        case Table():
+            return Block("table", view(block, section))
+        case Note(text):
+            return Block("note", text)
+        case Figure(title):
+            return Block("text", title)
+        case _:
+            return Block("text", block)
+
+
+def _unbroken(text: str) -> Markup:
+    """Prevent line breaks within numbers such as "1e-3"."""
+    return Markup(_POWER.sub(r'<span class="unbroken">\g<0></span>', str(escape(text))))
+
+
+def _unique(parts: Iterable[Part]) -> list[Part]:
+    """Sections with unique anchors: the stall report may have a section with the same title as the run's report."""
+    seen: dict[str, int] = {}
+    found = []
+    for one in parts:
+        seen[one.anchor] = seen.get(one.anchor, 0) + 1
+        number = seen[one.anchor]
+        found.append(one if number == 1 else replace(one, anchor=f"{one.anchor}-{number}"))
+    return found
+
+
+# --- pictures
+
+
+def _speed(report: Report, found: Sequence[Group], pictures: Pictures) -> Iterator[Block]:
+    shown = (
+        *pictures("Speedup", plots.speedups(found)),
+        *pictures("Device time", plots.device_times(found)),
+        *pictures("Roofline of the operator", plots.roofline(report, found)),
+    )
+    if shown:
+        yield Block("pictures", shown)
+
+
+def _accuracy(found: Sequence[Group], pictures: Pictures) -> Iterator[Block]:
+    maps = [heat for group in found for name in group.compared if (heat := heat_map(group, name))]
+    yield from (Block("heat", heat) for heat in maps)
+    shown: list[Picture] = []
+    along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
+    for group in found:
+        where = along.get(group.call.kind if group.call else None, "a chunk")
+        shown += pictures(f"Error along {where}, worst layer, {group.size}", plots.along_positions(group))
+        shown += pictures(f"Largest error of each layer, {group.size}", plots.largest_errors(group))
+    if shown:
+        yield Block("pictures", tuple(shown))
+
+
+def _stalls(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:
+    document = of_stalls.compose(stalls)
+    recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
+    said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
+    shown = tuple(
+        picture for title, svg in of_stalls.pictures(stalls).values() for picture in pictures(title, svg, titled=True)
+    )
+    blocks = [Block("text", line) for line in said] + ([Block("pictures", shown)] if shown else [])
+    yield Part("Warp stalls", "warp-stalls", tuple(blocks))
+    if document.summary:
+        yield Part("Stalls in words", "stalls-in-words", (Block("list", document.summary),), folded=True, level=3)
+    for section in document.sections:
+        yield _part(section, level=3, folded=section.title != "Hints")
+
+
+def inline(svg: str, prefix: str, title: str) -> str:
+    """An <svg> element for the body of a page, with the page's text colour for black.
+
+    prefix: of every id, so that pictures on one page share none.  title: for screen readers.
+    """
+    root = ElementTree.fromstring(svg)
+    for element in root.iter():
+        for child in [child for child in element if _local(child.tag) in ("metadata", "title")]:
+            element.remove(child)
+    for element in root.iter():
+        element.tag = _local(element.tag)
+        element.attrib = {_local(name): _value(_local(name), text, prefix) for name, text in element.attrib.items()}
+    for size in ("width", "height"):
+        root.attrib.pop(size, None)
+    width = float(root.attrib["viewBox"].split()[2]) * 4 / 3  # from points of 1/72 inch to the page's pixels
+    root.attrib |= {"role": "img", "style": f"max-width: {width:.0f}px"}
+    name = ElementTree.Element("title")
+    name.text = title
+    root.insert(0, name)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _local(name: str) -> str:
+    """The name without its namespace, which HTML does not need for <svg> and href."""
+    return name.rpartition("}")[2]
+
+
+def _value(name: str, text: str, prefix: str) -> str:
+    if name == "id":
+        return prefix + text
+    if name == "href":
+        return text.replace("#", f"#{prefix}", 1)
+    text = re.sub(r"url\(#", f"url(#{prefix}", text)
+    colors = {"#000000": "currentColor", "#ffffff": "none"}
+    return re.sub(r"#[0-9a-f]{6}", lambda found: colors.get(found[0], found[0]), text)
+
+
+# --- tables
+
+
+class Cell(NamedTuple):
+    """key: the sort key; empty: the text.  tone: "good", "bad" or none."""
+
+    text: str
+    key: str
+    align: str
+    tone: str
+
+
+class Row(NamedTuple):
+    cells: tuple[Cell, ...]
+    heading: bool
+
+
+@dataclass(frozen=True)
+class View:
+    """grouped: rows are under headings and keep their order.  sortable: not grouped, and a cell has a number."""
+
+    title: str
+    headers: tuple[tuple[str, str], ...]  # text, alignment
+    rows: tuple[Row, ...]
+    note: str
+    grouped: bool
+    sortable: bool
+
+
+def view(table: Table, section: str = "") -> View:
+    """The table, without its title if the section has the same title."""
+    rows = tuple(
+        Row(
+            tuple(Cell(cell, sort_key(cell), align, tone(cell)) for cell, align in zip(row, table.align, strict=True)),
+            index in table.headings,
+        )
+        for index, row in enumerate(table.rows)
+    )
+    grouped = bool(table.headings)
+    return View(
+        title="" if table.title == section else table.title,
+        headers=tuple((" ".join(one.split()), align) for one, align in zip(table.headers, table.align, strict=True)),
+        rows=rows,
+        note=table.note,
+        grouped=grouped,
+        sortable=not grouped and len(rows) > 1 and any(cell.key for row in rows for cell in row.cells),
+    )
+
+
+def sort_key(text: str) -> str:
+    """The number at the start of a cell, in its smallest unit, if there is one: "12.4 ms" -> "12400.0"."""
+    found = _NUMBER.fullmatch(text.strip())
+    return repr(float(found[1].replace(",", "")) * _UNITS.get(found[2] or "", 1.0)) if found else ""
+
+
+def tone(text: str) -> str:
+    return "bad" if text.startswith("NO") else _TONES.get(text, "")
+
+
+# --- accuracy as a heat map: layers by precisions
+
+
+class HeatCell(NamedTuple):
+    """heat: 0 to 1.  hover: the place of the largest error, as text."""
+
+    text: str
+    heat: float
+    hover: str
+    failed: bool
+
+
+class HeatRow(NamedTuple):
+    layer: str
+    floor: str
+    cells: tuple[HeatCell, ...]
+
+
+class HeatMap(NamedTuple):
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[HeatRow, ...]
+    note: str
+
+
+def heat_map(group: Group, implementation: str) -> HeatMap | None:
+    """RMS error of the output against fp64, coloured on a logarithmic scale.  None if nothing was compared."""
+    series = group.series(implementation)
+    errors = [error for one in series for case in one.cases if (error := _rms(case)) and error < math.inf]
+    if not errors:
+        return None
+    low = min(errors)
+    high = max(*errors, 2 * low)  # nearly equal errors have nearly equal colours
+    rows = []
+    for layer in group.layers:
+        there = group.at_layer(layer)
+        limit = pool(there.cases, "out", floor)
+        cells = tuple(
+            _cell(_worst([case for case in there.cases if (case.implementation, case.precision) == key]), low, high)
+            for key in ((implementation, one.precision) for one in series)
+        )
+        rows.append(HeatRow(str(layer.index), fmt.small(limit.rms_ratio if limit else None), cells))
+    return HeatMap(
+        title=f"Rms error of {implementation}'s output against fp64 {group.where}",
+        columns=tuple(str(one.precision) for one in series),
+        rows=tuple(rows),
+        note=f"Colour: from {fmt.small(low)} (none) to {fmt.small(high)} (full), logarithmic.  A cell's tooltip names "
+        "the worst head and the place of the largest error.",
+    )
+
+
+def _worst(cases: Sequence[Case]) -> Case | None:
+    """One that failed, else the one with the largest error: the chunks or steps of a layer share a cell."""
+
+    def badness(case: Case) -> tuple[bool, bool, float]:
+        out = case.tensor("out")
+        return out is None and _failed(case), bool(out and out.reason), _rms(case) or 0.0
+
+    return max(cases, key=badness, default=None)
+
+
+def _cell(case: Case | None, low: float, high: float) -> HeatCell:
+    if case is None:
+        return HeatCell(fmt.MISSING, 0.0, "not compared", False)
+    error, out = _rms(case), case.tensor("out")
+    if error is None or out is None:
+        return HeatCell(case.result, 0.0, case.why, _failed(case))
+    place = out.vs_oracle
+    heat = 1.0 if error == math.inf else math.log(error / low) / math.log(high / low) if error > low else 0.0
+    call = f"{case.call}, " if case.call else ""
+    hover = (
+        f"{case.where}, {call}{case.precision}: worst head {place.worst_head}; largest error "
+        f"{fmt.small(place.max_abs)} of values up to {fmt.small(place.scale_max_abs)} at "
+        f"{fmt.position(place.worst_position)}"
+    )
+    return HeatCell(fmt.small(error), heat, f"{hover}; {case.why}" if case.why else hover, bool(out.reason))
+
+
+def _failed(case: Case) -> bool:
+    return case.result not in ("passed", "refused")
+
+
+def _rms(case: Case) -> float | None:
+    """None if it was not compared."""
+    out = case.tensor("out")
+    if out is None:
+        return None
+    return math.inf if out.vs_oracle.rms_ratio is None else out.vs_oracle.rms_ratio

@@ -1,0 +1,269 @@
+"""Plots as SVG, with the same bytes for the same report.  The tables have all of their numbers too."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from ssdprof.core import words as fmt
+from ssdprof.core.case import Accuracy, Case, Deviation
+from ssdprof.core.report import Report
+from ssdprof.report.groups import Group, Series, TotalSpeed, floor, layer_of, vs_oracle
+
+# readable on white and on black, and, as far as nine colours can be, distinct without colour vision
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933", "#bbbbbb")
+GREY = "#777777"
+_NARROW = (5.2, 3.4)  # inches: readable on a page that is 400 pixels wide
+_SETTINGS: dict[Any, Any] = {
+    "svg.hashsalt": "ssdprof",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+}
+_PLACES = {"packed": "packed sequences", "chunk": "chunk"}  # of positions
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+
+Paint = Callable[[Axes], None]
+
+
+def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> str:
+    """A figure without a window, a date or a random identifier.
+
+    size: width and height in inches.  legend: columns of the legend below the axes; 0: none.
+    """
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        paint(axes)
+        if legend:
+            figure.legend(loc="outside lower center", ncols=legend, fontsize=8, frameon=False)
+        out = io.StringIO()
+        canvas: Any = FigureCanvasSVG(figure)
+        canvas.print_svg(out, metadata={"Date": None, "Creator": "ssdprof"})
+    return out.getvalue()
+
+
+# --- speed
+
+
+def speedups(found: Sequence[Group]) -> str | None:
+    """Speedup by device time, with its interval: over the length of several prompts, else as bars.  None if untimed."""
+    points = {
+        label: [(group, speed) for group, speed in own if speed.device.speedup]
+        for label, own in _timed(found, baseline=False).items()
+    }
+    points = {label: own for label, own in points.items() if own}
+    if not points:
+        return None
+
+    def lines(axes: Axes) -> None:
+        for number, (label, own) in enumerate(points.items()):
+            ratios, errors = _ratios([speed for _, speed in own])
+            axes.errorbar([group.seqlen for group, _ in own], ratios, yerr=errors, **_style(number, label))
+        axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")
+        _lengths(axes, found)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(f"times as fast as {found[0].baseline}")
+
+    def bars(axes: Axes) -> None:
+        every = [(label, *one) for label, own in points.items() for one in own][::-1]
+        names = [label if len(found) == 1 else f"{label}, {group.size}" for label, group, _ in every]
+        ratios, errors = _ratios([speed for _, _, speed in every])
+        axes.barh(names, ratios, xerr=errors, color=COLORS[0], height=0.6, ecolor=GREY)
+        for position, ratio in enumerate(ratios):
+            axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=8)
+        axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
+        baselines = {group.baseline for _, group, _ in every}
+        baseline = baselines.pop() if len(baselines) == 1 else "the baseline"
+        size = f", {found[0].size}" if len(found) == 1 else ""
+        axes.set_xlabel(f"times as fast as {baseline}, by device time{size}")
+
+    if len(found) > 1 and all(group.call is None for group in found):
+        return draw(lines)
+    return draw(bars, (_NARROW[0], 1.2 + 0.35 * sum(map(len, points.values()))), legend=0)
+
+
+def device_times(found: Sequence[Group]) -> str | None:
+    """Device time of every series over the length of whole prompts; None for a single length, for
+    which the table is enough."""
+    whole = [group for group in found if group.call is None]
+    points = _timed(whole, baseline=True)
+    if len(whole) < 2 or not points:
+        return None
+
+    def paint(axes: Axes) -> None:
+        for number, (label, own) in enumerate(points.items()):
+            lengths, times = [group.seqlen for group, _ in own], [speed.device.us / 1e3 for _, speed in own]
+            axes.errorbar(lengths, times, **_style(number, label))
+        _lengths(axes, whole)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_ylabel("device time, ms")
+
+    return draw(paint)
+
+
+def roofline(report: Report, found: Sequence[Group]) -> str | None:
+    """Operations per byte and per second, under the ceilings measured in the run.  None if untimed.
+
+    A point for each series and length, coloured by its implementation.
+    """
+    points: dict[str, list[tuple[float, float]]] = {}
+    for group in found:
+        for series in group.series():
+            if point := _roofline_point(series):
+                points.setdefault(series.implementation, []).append(point)
+    ceilings = report.ceilings
+    if ceilings is None or not points:
+        return None
+    peak, bandwidth = ceilings.matmul_tflops, ceilings.copy_gb_per_s
+    ridge = peak * 1e3 / bandwidth
+    every = [point for own in points.values() for point in own]
+    low, high = min(*(at for at, _ in every), ridge) / 3, max(*(at for at, _ in every), ridge) * 3
+
+    def paint(axes: Axes) -> None:
+        roof = [low, ridge, high]
+        tflops = [min(peak, at * bandwidth / 1e3) for at in roof]
+        axes.loglog(roof, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s")
+        for number, (label, own) in enumerate(points.items()):
+            _markers(axes, number, label, own)
+        axes.set_xlim(low, high)
+        axes.set_ylim(min(rate for _, rate in every) / 3, peak * 2)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("")
+        axes.set_xlabel("floating-point operations per byte that must move")
+        axes.set_ylabel("TFLOP/s by device time")
+
+    return draw(paint, legend=3)
+
+
+# --- errors
+
+
+def along_positions(group: Group) -> str | None:
+    """RMS error of the output against fp64 in slices of the positions, the worst layer's in each, with the floor.
+
+    None if no case recorded it, and for decode steps, which have one position.
+    """
+    found = {series.label: line for series in _compared(group) if (line := _worst(series.cases, vs_oracle))}
+    if group.steps or not found:
+        return None
+    limit = _worst(group.cases, floor)
+
+    def middles(line: Sequence[float]) -> list[float]:
+        return [(number + 0.5) * group.seqlen / len(line) for number in range(len(line))]
+
+    def paint(axes: Axes) -> None:
+        for number, (label, line) in enumerate(found.items()):
+            axes.plot(middles(line), line, drawstyle="steps-mid", color=_color(number), label=label)
+        if limit:
+            axes.plot(middles(limit), limit, drawstyle="steps-mid", color=GREY, linestyle="--", label="floor")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("rms error against fp64")
+        axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
+        _positions(axes, group)
+
+    return draw(paint)
+
+
+def largest_errors(group: Group) -> str | None:
+    """Position and layer of the largest error of the output against fp64.  None if nothing was compared, and for decode
+    steps, which have one position."""
+    found = {
+        series.label: [
+            (out.vs_oracle.worst_position[1], layer_of(case)) for case in series.cases if (out := case.tensor("out"))
+        ]
+        for series in _compared(group)
+    }
+    found = {label: places for label, places in found.items() if places}
+    if group.steps or not found:
+        return None
+
+    def paint(axes: Axes) -> None:
+        for number, (label, places) in enumerate(found.items()):
+            _markers(axes, number, label, places, markersize=9 - number)
+        axes.set_yticks([layer.index for layer in group.layers] if len(group.layers) <= 16 else [])
+        axes.set_ylabel("layer")
+        _positions(axes, group)
+
+    return draw(paint)
+
+
+# --- numbers
+
+
+def _compared(group: Group) -> list[Series]:
+    return list(group.series(*group.compared)) if group.compared else []
+
+
+def _timed(found: Sequence[Group], *, baseline: bool) -> dict[str, list[tuple[Group, TotalSpeed]]]:
+    """Label of a series -> its times at each length, the shortest first.  baseline: include the baseline."""
+    points: dict[str, list[tuple[Group, TotalSpeed]]] = {}
+    for group in sorted(found, key=lambda group: group.seqlen):
+        for series in group.series():
+            if (baseline or series.implementation != group.baseline) and (speed := series.speed()):
+                points.setdefault(series.label, []).append((group, speed))
+    return points
+
+
+def _worst(cases: Sequence[Case], which: Callable[[Accuracy], Deviation | None]) -> list[float]:
+    """In each slice the largest of the layers' RMS errors; empty if none was recorded."""
+    errors = (which(out) for case in cases if (out := case.tensor("out")))
+    found = [[one or 0.0 for one in error.along] for error in errors if error and error.along]
+    return [max(slices) for slices in zip(*found, strict=True)]
+
+
+def _roofline_point(series: Series) -> tuple[float, float] | None:
+    timed = [(case.work, case.device_us) for case in series.cases if case.work and case.device_us]
+    moved, flops = sum(work.bytes_moved for work, _ in timed), sum(work.flops for work, _ in timed)
+    if not moved or not flops:
+        return None
+    return flops / moved, flops / sum(us.value for _, us in timed) / 1e6
+
+
+def _ratios(speeds: Sequence[TotalSpeed]) -> tuple[list[float], list[list[float]]]:
+    """The ratios, and the lengths of their intervals below and above them."""
+    found = [speed.device.speedup for speed in speeds if speed.device.speedup]
+    below, above = [one.value - one.low for one in found], [one.high - one.value for one in found]
+    return [one.value for one in found], [below, above]
+
+
+# --- style
+
+
+def _color(number: int) -> str:
+    return COLORS[number % len(COLORS)]
+
+
+def _style(number: int, label: str) -> dict[str, Any]:
+    marker = _MARKERS[number % len(_MARKERS)]
+    return {"label": label, "color": _color(number), "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1.5}
+
+
+def _markers(axes: Axes, number: int, label: str, points: Sequence[tuple[float, float]], **style: Any) -> None:
+    marker = _MARKERS[number % len(_MARKERS)]
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label, **style)
+
+
+def _positions(axes: Axes, group: Group) -> None:
+    axes.set_xlim(0, group.seqlen)
+    axes.set_xlabel(f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, tokens")
+    axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
+
+
+def _lengths(axes: Axes, found: Sequence[Group]) -> None:
+    lengths = sorted({group.seqlen for group in found})
+    labels = [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, labels)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens")

@@ -1,0 +1,617 @@
+"""A report on stalls: its statements, tables and pictures; and the changes of stages between two of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+
+from ssdprof.core import words as fmt
+from ssdprof.core.stalls import KernelStalls, Line, SelfCheck, StallReport
+from ssdprof.report.facts import gpu, versions
+from ssdprof.report.plots import COLORS, GREY, draw
+from ssdprof.report.table import (
+    Column,
+    Document,
+    Figure,
+    Note,
+    Section,
+    Statement,
+    Table,
+    VerdictLine,
+    facts,
+    section,
+    strings,
+    table,
+    text,
+)
+
+READING = Note(
+    "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel weighed by its "
+    "duration.  The time in µs is that share of the duration; stages overlap, so removing "
+    "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a run."
+)
+REASONS = {
+    "selected": "issuing: not a stall",
+    "not_selected": "ready, but another warp was chosen: not a stall",
+    "long_scoreboard": "waits for memory beyond the SM (L2, DRAM), or at an mbarrier",
+    "short_scoreboard": "waits for shared memory, a shuffle or a special function (exp2)",
+    "barrier": "waits for other warps at a barrier, or for the tensor cores to finish",
+    "wait": "waits out the fixed latency of the instruction before",
+    "math_pipe_throttle": "its compute pipe is full",
+    "mio_throttle": "the queue to shared memory and special functions is full",
+    "lg_throttle": "the queue to global memory is full",
+    "tex_throttle": "the queue to the texture unit is full",
+    "no_instructions": "its instructions are not in the cache yet",
+    "branch_resolving": "waits for a jump's target",
+    "dispatch_stall": "the dispatcher held the instruction back",
+    "warpgroup_arrive": "waits for registers to be handed to the tensor cores",
+    "membar": "waits at a memory fence",
+    "sleeping": "sleeps before it looks again",
+    "imc_miss": "a constant is not in the cache",
+    "drain": "has ended, but its stores have not",
+    "misc": "something else",
+}
+_UNKNOWN = "a reason that this version does not know"
+_STAGE_PCT = 1.0  # least share of a stage in the statements
+_HINT_PCT = 4.0  # least share of the busy time that a hint on a stage is about
+_KERNEL_PCT = 30.0  # the same of a hint on a whole kernel
+_MOST_HINTS = 6
+_HOTTEST = 10
+_MOST_REASONS = 7
+_LONGEST_LINE = 76
+
+
+# --- the kernels of an implementation, weighted by their durations
+
+
+@dataclass
+class StageShare:
+    """A share of an implementation's busy time in percent: in total, and by stall reason."""
+
+    pct: float = 0.0
+    reasons: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def most(self) -> list[tuple[str, float]]:
+        """Reasons, the largest first."""
+        return sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
+
+    def add(self, other: StageShare) -> None:
+        self.pct += other.pct
+        for reason, pct in other.reasons.items():
+            self.reasons[reason] = self.reasons.get(reason, 0.0) + pct
+
+
+@dataclass(frozen=True)
+class KernelGroup:
+    """The kernels of one implementation.
+
+    stages: in the algorithm's order, "stage" or "stage.part".  idle: in percent of all samples.
+    hints: each with its kernel, the largest first; only those with enough effect on the whole.
+    words: of parts of stages.
+    lines: those that are not idle, each with its percent of the busy time, the hottest first.
+    """
+
+    name: str
+    kernels: tuple[KernelStalls, ...]
+    stages: dict[str, StageShare]
+    idle: dict[str, float]
+    hints: tuple[tuple[str, str], ...]
+    lines: tuple[tuple[float, Line], ...]
+    duration_us: float | None
+    words: Mapping[str, str]
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(self.stages)
+
+    def part(self, stage: str) -> str:
+        """The name of a part of a stage, as text."""
+        return self.words.get(stage, stage.split(".", 1)[-1].replace("_", " "))
+
+    def parts(self, stage: str) -> dict[str, StageShare]:
+        return {part: share for part, share in self.stages.items() if part.split(".")[0] == stage}
+
+    def us(self, share: StageShare) -> float | None:
+        return None if self.duration_us is None else self.duration_us * share.pct / 100
+
+    def whole(self) -> dict[str, StageShare]:
+        """Stages with their parts added up."""
+        found: dict[str, StageShare] = defaultdict(StageShare)
+        for name, share in self.stages.items():
+            found[name.split(".")[0]].add(share)
+        return dict(found)
+
+    def all(self) -> StageShare:
+        """The sum of all stages: 100 %."""
+        found = StageShare()
+        for share in self.stages.values():
+            found.add(share)
+        return found
+
+
+def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
+    """One group for each implementation, and one for each kernel of no implementation."""
+    found: dict[str, list[KernelStalls]] = {}
+    for kernel in report.kernels:
+        found.setdefault(kernel.implementation or kernel.kernel, []).append(kernel)
+    return tuple(_group(name, tuple(kernels), report.words) for name, kernels in found.items())
+
+
+def _group(name: str, kernels: tuple[KernelStalls, ...], words: Mapping[str, str]) -> KernelGroup:
+    weights = _weights(kernels)
+    stages: dict[str, StageShare] = defaultdict(StageShare)
+    idle: dict[str, float] = defaultdict(float)
+    lines: list[tuple[float, Line]] = []
+    for kernel, weight in weights:
+        samples, busy = sum(kernel.samples.values()), kernel.busy_samples
+        for stage, by_reason in kernel.stages.items():
+            total = sum(by_reason.values())
+            if stage in kernel.idle:
+                idle[stage] += 100 * weight * total / samples
+            else:
+                part = {reason: 100 * weight * count / busy for reason, count in by_reason.items()}
+                stages[stage].add(StageShare(100 * weight * total / busy, part))
+        lines += [(100 * weight * line.total / busy, line) for line in kernel.lines if line.stage not in kernel.idle]
+    known = [kernel.duration_us for kernel in kernels if kernel.duration_us is not None]
+    return KernelGroup(
+        name=name,
+        kernels=kernels,
+        stages=dict(stages),
+        idle=dict(idle),
+        hints=tuple(_hints(weights)),
+        lines=tuple(sorted(lines, key=lambda one: -one[0])),
+        duration_us=sum(known) if len(known) == len(kernels) else None,
+        words=words,
+    )
+
+
+def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str, str]]:
+    """Hints on stages with enough of the group's time, then hints on kernels with much of it."""
+    every = [(weight, one.kernel, hint, pct) for one, weight in weights for hint, pct in one.hints.items()]
+    of_stages = [(weight * pct, kernel, hint) for weight, kernel, hint, pct in every if pct is not None]
+    ranked = sorted((one for one in of_stages if one[0] >= _HINT_PCT), key=lambda one: -one[0])
+    yield from ((kernel, hint) for _, kernel, hint in ranked[:_MOST_HINTS])
+    yield from ((kernel, hint) for weight, kernel, hint, pct in every if pct is None and 100 * weight >= _KERNEL_PCT)
+
+
+def _weights(kernels: tuple[KernelStalls, ...]) -> list[tuple[KernelStalls, float]]:
+    """Each sampled kernel's share of the whole: by duration, else by samples."""
+    sampled = [kernel for kernel in kernels if kernel.busy_samples]
+    times = [kernel.duration_us for kernel in sampled]
+    sizes = [
+        sum(kernel.samples.values()) if None in times else time or 0.0
+        for kernel, time in zip(sampled, times, strict=True)
+    ]
+    return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
+
+
+class StageChange(NamedTuple):
+    """A stage's share of an implementation's busy time, by ncu.  None: missing in that report."""
+
+    implementation: str
+    stage: str
+    base_pct: float | None
+    new_pct: float | None
+    base_us: float | None
+    new_us: float | None
+
+
+def changes(base: StallReport | None, new: StallReport | None) -> Iterator[StageChange]:
+    """Stages of the implementations that were profiled in both."""
+    if base is None or new is None:
+        return
+    known = {group.name: group for group in kernel_groups(base) if group.is_sampled}
+    for group in kernel_groups(new):
+        if group.is_sampled and group.name in known:
+            before, now = known[group.name].whole(), group.whole()
+            for stage in dict.fromkeys((*now, *before)):
+                one, other = before.get(stage), now.get(stage)
+                pcts = one.pct if one else None, other.pct if other else None
+                us = known[group.name].us(one) if one else None, group.us(other) if other else None
+                yield StageChange(group.name, stage, *pcts, *us)
+
+
+# --- the document
+
+
+def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Document:
+    """The whole report: statements on the stages, then the tables.  figures: title -> path relative to the document."""
+    found = kernel_groups(report)
+    parts = ["ssdprof stalls"]
+    if report.layer and report.dims:
+        parts += [report.model.split(",")[0], report.layer.name, fmt.tokens(report.dims.seqlen), str(report.precision)]
+    return Document(
+        title=", ".join(filter(None, (*parts, report.gpu))),
+        name="",
+        version=report.ssdprof_version,
+        verdict=tuple(VerdictLine(line, True) for line in _verdict(report, found)),
+        summary=tuple(_statements(found)),
+        caveats=tuple(_caveats(report)),
+        sections=tuple(one for one in _sections(report, found, figures or {}) if one.blocks),
+    )
+
+
+def _verdict(report: StallReport, found: Sequence[KernelGroup]) -> Iterator[str]:
+    if report.missing:
+        yield f"No stalls: {report.missing}"
+    for group in found:
+        if group.duration_us is not None:
+            kernels = f"{len(group.kernels)} kernels" if len(group.kernels) > 1 else "one kernel"
+            yield f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}."
+
+
+def _statements(found: Sequence[KernelGroup]) -> Iterator[Statement]:
+    """A sentence per stage: its share of the time, its parts, and its stall reasons."""
+    for group in found:
+        for name, whole in group.whole().items():
+            if whole.pct < _STAGE_PCT:
+                continue
+            parts, said = group.parts(name), []
+            for part, share in parts.items():
+                if share.pct >= _STAGE_PCT:
+                    main = [f"{reason} {pct:.0f}%" for reason, pct in share.most[:3] if pct >= _STAGE_PCT]
+                    where = "elsewhere" if part == name else group.part(part)
+                    what = "" if part == name and len(parts) == 1 else f"{share.pct:.0f}% {where}"
+                    said.append(" ".join(word for word in (what, f"({', '.join(main)})" if main else "") if word))
+            details = "; ".join(filter(None, said))
+            separator = " " if not details or details.startswith("(") else ": "
+            words = f"{whole.pct:.0f}%{separator}{details}".rstrip()
+            yield Statement(f"{group.name}, {name}:" if len(found) > 1 else f"{name}:", f"{words}.")
+
+
+def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mapping[str, str]) -> Iterator[Section]:
+    yield section("Kernel resources", _launched(report) if report.missing else None)
+    yield section("Kernels", _speeds(report), _resources(report))
+    yield section("Figures", *(Figure(title, file) for title, file in figures.items()))
+    tables = [made for group in found if (made := by_stage(group))]
+    if tables:
+        yield section("Stages and stall reasons", side_by_side(found), *tables, READING)
+    yield section("Stall reasons", _averages(report))
+    hints = [hint for group in found for hint in group.hints]
+    headers = ("kernel", "evidence, and what may help")
+    yield section("Hints", strings("What the numbers point to", headers, hints, "ll", wraps=1))
+    yield section("Hottest lines", *map(_hottest, found))
+    meanings = (
+        strings(
+            f"{group.name}: stall reasons",
+            ("reason", "share", "what the warp does"),
+            [(reason, fmt.share(pct, 1), REASONS.get(reason, _UNKNOWN)) for reason, pct in group.all().most],
+            "lrl",
+            wraps=2,
+        )
+        for group in found
+    )
+    yield section("What the reasons mean", *meanings, depth="detail")
+    checks = [("report", *_mark(check)) for check in report.checks] + [
+        row for one in report.kernels for row in _checks(one)
+    ]
+    headers4 = ("what", "requirement", "result", "detail")
+    yield section("Self-checks", strings("Self-checks", headers4, checks, "llll", wraps=1), depth="detail")
+    yield section(
+        "What was profiled", facts("What was profiled", ("", "ssdprof stalls"), _facts(report)), depth="detail"
+    )
+
+
+def _caveats(report: StallReport) -> Iterator[str]:
+    """Sentences on failed self-checks, on implementations that are unavailable or lack the requested precision, and on
+    files whose stages are unknown."""
+    for check in report.checks:
+        if check.status == "failed":
+            yield f"A self-check failed: {check.name}: {check.detail}."
+    for kernel in report.kernels:
+        for check in kernel.checks:
+            if check.status == "failed":
+                yield f"A self-check of {kernel.kernel} failed: {check.name}: {check.detail}."
+    yield from report.left_out
+    for one in report.launched:
+        if one.precision != report.precision:
+            yield f"{one.implementation} ran with {one.precision}: it does not have {report.precision}."
+    files: dict[str, list[str]] = {}
+    for kernel in report.kernels:
+        for file in kernel.unlabelled:
+            files.setdefault(file, []).append(kernel.kernel)
+    for file, kernels in files.items():
+        yield (
+            f"The stages of {file} are not known ({fmt.words(dict.fromkeys(kernels))}): its samples are listed by "
+            "function, and by line under the hottest lines."
+        )
+
+
+# --- tables
+
+_KERNEL: Column[KernelStalls] = text("kernel", lambda one: one.kernel)
+
+
+def _speeds(report: StallReport) -> Table | None:
+    """The speed of each launch."""
+    absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
+    columns: tuple[Column[KernelStalls], ...] = (
+        _KERNEL,
+        Column("duration", lambda one: fmt.duration(one.duration_us)),
+        Column("compute", lambda one: fmt.share(one.compute_pct)),
+        Column("memory", lambda one: fmt.share(one.memory_pct)),
+        Column("DRAM\nread", lambda one: fmt.size(one.dram_read_bytes)),
+        Column("DRAM\nwritten", lambda one: fmt.size(one.dram_write_bytes)),
+        Column("L2", lambda one: fmt.size(one.l2_bytes)),
+        Column("L2\nhits", lambda one: fmt.share(one.l2_hit_pct)),
+        Column("issue\nslots", lambda one: fmt.share(one.issue_pct)),
+        Column("waves", lambda one: fmt.MISSING if one.waves is None else f"{one.waves:.2f}"),
+    )
+    note = "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler issued."
+    missing = f"  Not collected: {', '.join(absent)}." if absent else ""
+    return table("Kernels", columns, report.kernels, note=note + missing)
+
+
+def _resources(report: StallReport) -> Table | None:
+    """Occupancy, and what limits it."""
+
+    def grid(one: KernelStalls) -> str:
+        """Without trailing ones."""
+        sizes = list(one.grid or ())
+        while len(sizes) > 1 and sizes[-1] == 1:
+            sizes.pop()
+        return "x".join(map(str, sizes)) or fmt.MISSING
+
+    columns: tuple[Column[KernelStalls], ...] = (
+        _KERNEL,
+        Column("grid", grid),
+        Column("threads", lambda one: fmt.count(one.block)),
+        Column("registers", lambda one: fmt.count(one.registers)),
+        Column("spills", lambda one: fmt.count(one.spill_requests)),
+        Column("shared", lambda one: fmt.size(one.shared_bytes)),
+        Column("achieved", lambda one: fmt.share(one.occupancy_pct)),
+        Column("possible", lambda one: fmt.share(one.occupancy_limit_pct)),
+        text("limited by", lambda one: fmt.words(one.limited_by) if one.limited_by else fmt.MISSING),
+    )
+    note = "Registers are those at launch, per thread; spills are loads and stores of spilled registers, by warps."
+    return table("Occupancy and what limits it", columns, report.kernels, note=note)
+
+
+def by_stage(group: KernelGroup) -> Table | None:
+    """Stage x reason for one group, with the parts of a stage under their sum."""
+    shown = [reason for reason, _ in group.all().most[:_MOST_REASONS]]
+
+    def row(title: str, share: StageShare) -> tuple[str, ...]:
+        cells = [share.reasons.get(reason, 0.0) for reason in shown]
+        some = (f"{pct:.1f}" if pct >= 0.05 else "" for pct in (*cells, share.pct - sum(cells)))
+        return title, fmt.share(share.pct, 1), fmt.duration(group.us(share)), *some
+
+    rows = []
+    for name, share in group.whole().items():
+        parts = group.parts(name)
+        rows.append(row(name, share))
+        if len(parts) > 1 or name not in parts:
+            rows += [row(f"– {group.part(part) if part != name else 'other'}", found) for part, found in parts.items()]
+    idle = fmt.words(f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()) if group.idle else ""
+    return strings(
+        f"{group.name}: stages and stall reasons",
+        ("stage", "share", "time", *(reason.replace("_", "\n", 1) for reason in shown), "other"),
+        [*rows, row("all", group.all())] if rows else (),
+        f"l{'r' * (len(shown) + 3)}",
+        note=f"Not a cost and not in the table, of all samples: {idle}." if idle else "",
+    )
+
+
+def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
+    """The time of each stage in each group."""
+    sampled = [group for group in found if group.is_sampled and group.duration_us is not None]
+    if len(sampled) < 2:
+        return None
+
+    def cells(shares: Iterable[StageShare | None]) -> Iterator[str]:
+        for group, share in zip(sampled, shares, strict=True):
+            yield fmt.duration(group.us(share) if share else None)
+            yield fmt.share(share.pct if share else None, 1)
+
+    wholes = [group.whole() for group in sampled]
+    names = dict.fromkeys(name for whole in wholes for name in whole)
+    order = sorted(names, key=lambda name: max(list(whole).index(name) for whole in wholes if name in whole))
+    rows = [(name, *cells(whole.get(name) for whole in wholes)) for name in order]
+    return strings(
+        f"Stage by stage: {fmt.words(group.name for group in sampled)}",
+        ("stage", *(f"{group.name},\n{unit}" for group in sampled for unit in ("time", "share"))),
+        [*rows, ("all", *cells(StageShare(100.0) for _ in sampled))],
+        f"l{'r' * (2 * len(sampled))}",
+    )
+
+
+def _averages(report: StallReport) -> Table | None:
+    """Stall reasons of kernels without samples."""
+    found = [kernel for kernel in report.kernels if kernel.average]
+
+    def share(kernel: KernelStalls, reason: str) -> str:
+        return fmt.share(100 * kernel.average.get(reason, 0.0) / sum(kernel.average.values()), 1)
+
+    return strings(
+        "Stall reasons, without samples",
+        ("reason", *(kernel.kernel for kernel in found), "what the warp does"),
+        [
+            (reason, *(share(kernel, reason) for kernel in found), REASONS.get(reason, _UNKNOWN))
+            for reason in dict.fromkeys(reason for kernel in found for reason in kernel.average)
+        ],
+        f"l{'r' * len(found)}l",
+        note="Percent of all warps' time, idle ones among them; which line or stage, the report does not say.",
+        wraps=len(found) + 1,
+    )
+
+
+def _hottest(group: KernelGroup) -> Table | None:
+    """The lines with the largest share of the busy time."""
+
+    def cells(line: Line) -> tuple[str, ...]:
+        waits = (f"{reason} {100 * count / line.total:.0f}%" for reason, count in list(line.samples.items())[:2])
+        source = line.text if len(line.text) <= _LONGEST_LINE else f"{line.text[: _LONGEST_LINE - 3]}..."
+        return f"{line.file}:{line.line}" if line.line else "no line", line.stage, ", ".join(waits), source
+
+    rows = [(fmt.share(pct, 1), *cells(line)) for pct, line in group.lines[:_HOTTEST]]
+    headers = ("share", "line", "stage", "waits for", "source")
+    return strings(f"{group.name}: the hottest lines", headers, rows, "rllll", keys=2, wraps=4)
+
+
+def _launched(report: StallReport) -> Table | None:
+    """The resources that Triton reports, if there are no stalls."""
+    rows = [
+        (
+            one.implementation,
+            one.variant,
+            launch.kernel,
+            fmt.count(launch.registers),
+            fmt.count(launch.spills),
+            fmt.size(launch.shared_bytes),
+            fmt.share(occupancy),
+        )
+        for one in report.launched
+        for launch, occupancy in zip_longest(one.launches, one.occupancy_pct)
+    ]
+    return strings(
+        "Resources of the kernels, from Triton",
+        ("implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy"),
+        rows,
+        "lllrrrr",
+        keys=3,
+        note="Registers and spills are per thread, shared memory per block; occupancy is what these allow.",
+    )
+
+
+def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
+    """The profiled layer, the machine and the command; for a report made elsewhere, its files."""
+    layer, dims, environment = report.layer, report.dims, report.environment
+    if layer is not None and dims is not None:
+        yield "model", report.model
+        yield "layer", f"{layer.name} (layer {layer.index})"
+        yield "dimensions", f"{fmt.plural(dims.batch, 'sequence')} of {fmt.tokens(dims.seqlen)}, {dims}"
+        yield "precision", str(report.precision)
+        yield "variants", ", ".join(f"{one.implementation}: {one.variant}" for one in report.launched)
+    if environment is None:
+        yield "GPU", report.gpu
+        yield "versions", f"ssdprof {report.ssdprof_version}, which read it"
+    else:
+        yield from gpu(environment)
+        yield "CPU", f"{environment.cpu}, {environment.platform}"
+        yield versions(environment, ssdprof=report.ssdprof_version, ncu=report.ncu)
+        yield "started", report.created
+        yield "command", " ".join(report.command)
+    yield "reports", ", ".join(f"{name} (sha256 {digest[:12]}...)" for name, digest in report.sources.items())
+
+
+def _mark(check: SelfCheck) -> tuple[str, str, str]:
+    return check.name, "NO" if check.status == "failed" else check.status, check.detail
+
+
+def _checks(kernel: KernelStalls) -> Iterator[tuple[str, str, str, str]]:
+    """The passed checks of a kernel share a row."""
+    total = sum(kernel.samples.values())
+    said = (
+        f"{total:,} samples, {fmt.share(100 * kernel.from_neighbours / total, 1)} of them on lines without a stage "
+        "(libraries, helpers, the kernel's head), attributed by neighbourhood"
+        if kernel.lines and total
+        else ""
+    )
+    yield from ((kernel.kernel, *_mark(check)) for check in kernel.checks if check.status == "failed")
+    for status, detail in (("ok", said), ("not checked", "not collected")):
+        if names := [check.name for check in kernel.checks if check.status == status]:
+            yield kernel.kernel, "; ".join(names), status, detail
+
+
+# --- pictures
+
+
+def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
+    """Name -> (title, SVG): a picture of each group that was sampled, and the roofline."""
+    found: dict[str, tuple[str, str]] = {}
+    sampled = [group for group in kernel_groups(report) if group.is_sampled]
+    every = StageShare()
+    for group in sampled:
+        every.add(group.all())
+    for group in sampled:
+        title = f"{group.name}: stages and stall reasons"
+        bars = {
+            f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name: share.reasons
+            for name, share in group.stages.items()
+        }
+        found[group.name.lstrip("_")] = (title, stages(bars, title, [reason for reason, _ in every.most]))
+    roof = roofline(report)
+    return found if roof is None else found | {"roofline": ("Roofline", roof)}
+
+
+def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str]) -> str:
+    """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
+
+    reasons: all reasons in the order of their colours, which is the same in all plots of a report; the last ones
+    share a colour.
+    """
+    most = len(COLORS) - 1
+    shown, rest = reasons[:most], reasons[most:]
+
+    def paint(axes: Axes) -> None:
+        names = list(bars)[::-1]
+        left = [0.0] * len(names)
+        for reason, color in zip([*shown, *(["other"] if rest else [])], COLORS, strict=False):
+            among = rest if reason == "other" and rest else [reason]
+            widths = [sum(bars[name].get(one, 0.0) for one in among) for name in names]
+            axes.barh(names, widths, left=left, color=color, label=reason, height=0.75)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for position, total in enumerate(left):
+            axes.text(total + 0.4, position, f"{total:.1f} %", va="center", fontsize=8)
+        axes.set_xlim(0, max(left) * 1.12)
+        axes.set_xlabel("percent of the busy warp time")
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+
+    return draw(paint, (10.0, 1.2 + 0.32 * len(bars)), legend=0)
+
+
+def roofline(report: StallReport) -> str | None:
+    """Arithmetic, on tensor cores and in fp32, per byte of DRAM, and per second.  None if no kernel's are known.
+
+    The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores' rate for the operand
+    type of the kernel with the most operations.
+    """
+    points = [(kernel, point) for kernel in report.kernels if (point := _point(kernel))]
+    if not points:
+        return None
+    busiest = max((kernel for kernel, _ in points), key=lambda kernel: kernel.tensor_flops or 0)
+    bandwidth, peak = busiest.dram_peak_gb_per_s, busiest.tensor_peak_tflops
+
+    def paint(axes: Axes) -> None:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        low = min(point[0] for _, point in points) / 4
+        high = max(point[0] for _, point in points) * 4
+        if bandwidth and peak:
+            ridge = peak * 1e3 / bandwidth
+            low, high = min(low, ridge / 4), max(high, ridge * 4)
+            roof = [low, ridge, high]
+            axes.plot(roof, [min(peak, at * bandwidth / 1e3) for at in roof], color=GREY, linewidth=1.5)
+            axes.text(ridge, peak * 1.1, f"tensor cores {peak:,.0f} TFLOP/s", fontsize=8, color=GREY)
+            middle = (low * ridge) ** 0.5
+            axes.text(  # below the rising line, where there is free space
+                middle * 1.2, middle * bandwidth / 1e3, f"DRAM {bandwidth:,.0f} GB/s",
+                fontsize=8, color=GREY, va="top",
+            )  # fmt: skip
+        for (kernel, (intensity, tflops)), color in zip(points, COLORS * len(points), strict=False):
+            # matplotlib would leave a label with a leading underscore out of the legend
+            label = f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
+            axes.plot([intensity], [tflops], "o", color=color, label=label)
+        axes.set_xlim(low, high)
+        axes.set_xlabel("floating-point operations per byte of DRAM")
+        axes.set_ylabel("TFLOP/s")
+        axes.set_title("Roofline", loc="left", fontsize=10)
+        axes.legend(loc="lower right", fontsize=8, frameon=False)
+
+    return draw(paint, (9.0, 4.5), legend=0)
+
+
+def _point(kernel: KernelStalls) -> tuple[float, float] | None:
+    """(operations per byte, TFLOP/s) of a kernel that has both."""
+    if kernel.dram_read_bytes is None or kernel.dram_write_bytes is None or not kernel.duration_us:
+        return None
+    moved = kernel.dram_read_bytes + kernel.dram_write_bytes
+    flops = (kernel.tensor_flops or 0) + (kernel.fp32_flops or 0)
+    return (flops / moved, flops / kernel.duration_us / 1e6) if flops and moved else None

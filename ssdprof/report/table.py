@@ -1,0 +1,172 @@
+"""The data of a document and its tables, which renderers draw without changing the contents.
+
+A column is a header and a function of a row's item: a case, a series of cases, or a pair of two reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from ssdprof.core import words as fmt
+
+T = TypeVar("T")
+Align = Literal["left", "right"]
+Depth = Literal["main", "detail", "file"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """An explanation of the table above it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture next to the document; not shown on a terminal."""
+
+    title: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Strings in rows; a renderer draws them.
+
+    keys: number of leading columns that identify a row; they are repeated if a wide table is split.
+    headings: indices of rows that are titles of the rows below; all cells except the first are empty.
+    wraps: index of the column whose text may run over several lines.
+    A header may hold line breaks.
+    """
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    align: tuple[Align, ...]
+    note: str = ""
+    keys: int = 1
+    headings: frozenset[int] = frozenset()
+    wraps: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.align) != len(self.headers) or any(len(row) != len(self.headers) for row in self.rows):
+            raise ValueError(f"{self.title!r}: every row must have {len(self.headers)} cells, as the header has")
+
+
+class Column(NamedTuple, Generic[T]):
+    """of: (item of a row) -> the cell.  wraps: its text may run over several lines."""
+
+    header: str
+    of: Callable[[T], str]
+    align: Align = "right"
+    wraps: bool = False
+
+
+def text(header: str, of: Callable[[T], str], *, wraps: bool = False) -> Column[T]:
+    """A column of words."""
+    return Column(header, of, "left", wraps)
+
+
+def table(
+    title: str, columns: Sequence[Column[T]], items: Iterable[T], *, keys: int = 1, note: str = ""
+) -> Table | None:
+    """A row for each item; None without items."""
+    rows = tuple(tuple(column.of(item) for column in columns) for item in items)
+    if not rows:
+        return None
+    return Table(
+        title=title,
+        headers=tuple(column.header for column in columns),
+        rows=rows,
+        align=tuple(column.align for column in columns),
+        keys=keys,
+        note=note,
+        wraps=next((number for number, column in enumerate(columns) if column.wraps), None),
+    )
+
+
+def aligned(letters: str) -> tuple[Align, ...]:
+    """ "lr" -> ("left", "right")."""
+    return tuple("left" if letter == "l" else "right" for letter in letters)
+
+
+def strings(
+    title: str,
+    headers: Sequence[str],
+    rows: Iterable[tuple[str, ...]],
+    align: str,
+    *,
+    keys: int = 1,
+    wraps: int | None = None,
+    note: str = "",
+) -> Table | None:
+    """A table of given cells; None without rows.  align: a letter for each column, such as "llrr"."""
+    found = tuple(rows)
+    if not found:
+        return None
+    sides = aligned(align)
+    return Table(title=title, headers=tuple(headers), rows=found, align=sides, keys=keys, wraps=wraps, note=note)
+
+
+def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and values; those without a value are left out."""
+    return Table(
+        title=title,
+        headers=headers,
+        rows=tuple((name, value) for name, value in rows if value),
+        align=("left", "left"),
+        wraps=1,
+    )
+
+
+class Statement(NamedTuple):
+    """subject: of the sentences, shown in bold."""
+
+    subject: str
+    text: str
+
+
+class VerdictLine(NamedTuple):
+    """good: it says nothing bad."""
+
+    text: str
+    good: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """depth: "main" is always visible; "detail" is folded if possible; "file" is too long for a terminal."""
+
+    title: str
+    blocks: tuple[Table | Figure | Note | str, ...]
+    depth: Depth = "main"
+
+
+def section(title: str, *blocks: Table | Figure | Note | str | None, depth: Depth = "main") -> Section:
+    return Section(title=title, blocks=tuple(block for block in blocks if block), depth=depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """origin: (label, value) pairs shown before all numbers.  name: of the report.
+
+    tables_only: on a terminal and in Markdown, the blocks of the sections are all of it.
+    """
+
+    title: str
+    name: str
+    version: str = ""  # of ssdprof
+    origin: tuple[tuple[str, str], ...] = ()
+    verdict: tuple[VerdictLine, ...] = ()
+    summary: tuple[Statement, ...] = ()
+    caveats: tuple[str, ...] = ()
+    sections: tuple[Section, ...] = ()
+    tables_only: bool = False
+
+
+def shortened(items: Sequence[str], most: int, noun: str = "case") -> str:
+    """ "a; b; and 3 cases more"."""
+    more = len(items) - most
+    return "; ".join(items[:most]) + (f"; and {fmt.plural(more, noun)} more" if more > 0 else "")

@@ -1,0 +1,438 @@
+"""Cases and reports made by hand.  No number in them was measured.
+
+report()                        a whole run on a GPU: four layers, one prompt, `unfused` and `fused`, exact and relaxed
+report(gpu=False)               accuracy only, from Triton's interpreter
+report(change=lambda case: ...) every case changed
+bench(), prefill(), answers()   reports of the other kinds
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, TOLERANCES, VERSION, DType, PrecisionRecord
+from ssdprof.core.case import (
+    Accuracy,
+    AnswerBand,
+    Answers,
+    BudgetUse,
+    Case,
+    Deviation,
+    Drawn,
+    Flip,
+    Interval,
+    Launch,
+    Match,
+    Memory,
+    PartTime,
+    Prefill,
+    Samples,
+    Work,
+)
+from ssdprof.core.report import ProcessLine, Report, Requested
+from ssdprof.core.subject import (
+    CallRef,
+    Ceilings,
+    CheckpointRef,
+    Clocks,
+    Dims,
+    Environment,
+    Gpu,
+    LayerRef,
+    Prompt,
+    Serving,
+)
+
+EXACT_FP16 = PrecisionRecord(intermediates="exact", state_dtype="fp16")
+RELAXED_FP32 = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
+RELAXED_FP16 = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
+PRECISIONS = (EXACT_FP32, EXACT_FP16, RELAXED_FP32, RELAXED_FP16)
+SIZES = {"nheads": 128, "headdim": 64, "ngroups": 1, "dstate": 128}
+FASTER = {"exact": 2.0, "relaxed": 2.5}  # than the baseline, by device time
+CALL_US = 20.0  # more than the device time
+_T = 4.303 / math.sqrt(3)  # of three recordings
+_PATTERN = (1.0, -1.0, 0.0)
+
+
+def samples(clock: str, us: float, width: float = 0.005, process: str = "p", turn: int = 0) -> Samples:
+    """Three recordings whose 95 % interval is about us x (1 +- width).  turn: rotates them: their ratio to others that
+    are not rotated has an interval too."""
+    steps = (us * math.exp(width / _T * _PATTERN[(number + turn) % 3]) for number in range(3))
+    return Samples.model_validate({"process": process, "clock": clock, "us": tuple((one,) * 3 for one in steps)})
+
+
+def timed(
+    device_us: float | None, call_us: float | None = None, width: float = 0.005, turn: int = 0
+) -> tuple[Samples, ...]:
+    """Samples of both clocks, or of one."""
+    found = {"device": device_us, "call": call_us}
+    return tuple(samples(clock, us, width, turn=turn) for clock, us in found.items() if us is not None)
+
+
+def layer(index: int = 0, operator: str = "ssd") -> LayerRef:
+    return LayerRef(index=index, name=f"model.layers.{index}.mamba", operator=operator)
+
+
+def dims(seqlen: int = 1024, batch: int = 1, dtype: DType = "bf16", chunk_size: int | None = 256) -> Dims:
+    return Dims(
+        operator="ssd",
+        batch=batch,
+        seqlen=seqlen,
+        chunk_size=chunk_size,
+        dtype=dtype,
+        sizes=SIZES,
+        words="128 heads x 64, state 128",
+    )
+
+
+def deviation(rms: float = 2e-3, matches: Sequence[float] = (70.0, 99.0, 100.0), **fields: Any) -> Deviation:
+    """matches: percent at each of `TOLERANCES`."""
+    found: dict[str, Any] = {
+        "against": "fp64 oracle",
+        "elements": 1000,
+        "matches": tuple(Match(tolerance=t, match_pct=pct) for t, pct in zip(TOLERANCES, matches, strict=True)),
+        "rms_ratio": rms,
+        "max_abs": 10 * rms,
+        "worst_head": 7,
+        "worst_position": (0, 5, 7, 3),
+        "nonfinite": 0,
+        "scale_max_abs": 4.0,
+        "along": (rms, 2 * rms),
+    }
+    return Deviation(**(found | fields))
+
+
+def accuracy(
+    tensor: str = "out", used: float = 0.5, against: str = "unfused exact, fp32 states", **fields: Any
+) -> Accuracy:
+    """used: share of the error budget.  against: empty for the baseline itself."""
+    found: dict[str, Any] = {
+        "tensor": tensor,
+        "dtype": "bf16" if tensor == "out" else "fp32",
+        "vs_oracle": deviation(),
+        "vs_baseline": deviation(1e-3, (90.0, 99.9, 100.0), against=against) if against else None,
+        "floor": deviation(1.5e-3, (75.0, 99.5, 100.0)),
+        "budget": (
+            BudgetUse(norm="max", head=7, error=used, budget=1.0, position=(0, 5, 7, 3)),
+            BudgetUse(norm="rms", head=7, error=used / 2, budget=1.0, position=(0, 5, 7, 3)),
+        ),
+    }
+    return Accuracy(**(found | fields))
+
+
+def both_tensors(against: str = "unfused exact, fp32 states", used: float = 0.5) -> tuple[Accuracy, ...]:
+    states = {"worst_head": 7, "worst_position": (0, 7, 3, 5), "along": ()}
+    found = accuracy("final_states", used, against)
+    errors = {
+        name: one.changed(**states)
+        for name in ("vs_oracle", "vs_baseline", "floor")
+        if (one := getattr(found, name)) is not None
+    }
+    return accuracy("out", used, against), found.changed(**errors)
+
+
+def case(implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any) -> Case:
+    """A case of a captured call of layer 0 at 1,024 tokens; without times unless `samples` are given."""
+    found: dict[str, Any] = {
+        "implementation": implementation,
+        "precision": precision,
+        "status": "ran",
+        "baseline": "" if implementation == "unfused" else "unfused",
+        "variant": {"fused": "hopper"}.get(implementation, implementation),
+    }
+    if not {"drawn", "answers", "prefill"} & fields.keys():
+        found["layer"] = layer()
+    size = {"batch": fields.get("batch", 1), "seqlen": fields.get("seqlen", 1024)}
+    if not {"answers", "prefill"} & fields.keys():
+        against = f"unfused exact, {precision.state_dtype} states"
+        found |= {"dims": dims(**size), "accuracy": both_tensors(against if found["baseline"] else "")}
+        if precision.intermediates == "relaxed":
+            found["accuracy"] = both_tensors(against)
+    return Case(**(found | size | fields))
+
+
+def failed(one: Case, result: str = "inaccurate") -> Case:
+    """The case with another result, and without times."""
+    if result == "inaccurate":
+        return one.changed(samples=(), accuracy=tuple(accuracy(each.tensor, 1.5) for each in one.accuracy))
+    if result == "nonfinite":
+        bad = deviation(nonfinite=3, first_nonfinite=(0, 1, 2, 3), rms_ratio=None)
+        return one.changed(samples=(), accuracy=(accuracy("out").changed(vs_oracle=bad), *one.accuracy[1:]))
+    reason = {"refused": "headdim 80 is not supported", "out of memory": "CUDA out of memory", "failed": "it broke"}
+    return one.changed(status=result, reason=reason[result], samples=(), accuracy=(), launches=(), memory=None)
+
+
+def of_size(size: float, against: str) -> tuple[Accuracy, ...]:
+    """Accuracies with errors `size` times as large as others, and fewer matches."""
+
+    def scaled(one: Deviation) -> Deviation:
+        matches = tuple(Match(tolerance=m.tolerance, match_pct=m.match_pct / size) for m in one.matches[:2])
+        rms = (one.rms_ratio or 0.0) * size
+        along = tuple(size * (slice_ or 0.0) for slice_ in one.along)
+        return one.changed(rms_ratio=rms, max_abs=10 * rms, matches=(*matches, one.matches[2]), along=along)
+
+    return tuple(
+        one.changed(vs_oracle=scaled(one.vs_oracle), vs_baseline=one.vs_baseline and scaled(one.vs_baseline))
+        for one in both_tensors(against)
+    )
+
+
+def launches(name: str, *, gpu: bool = True) -> tuple[Launch, ...]:
+    """Two kernels of `unfused`, one of `fused`; the interpreter has no registers."""
+    known: dict[str, Any] = {"registers": 168, "spills": 0, "shared_bytes": 98_304} if gpu else {}
+    kernels = ("_state_kernel", "_output_kernel") if name == "unfused" else (f"_{name}_kernel",)
+    return tuple(Launch(kernel=kernel, config={"chunk": 64, "num_warps": 4}, **known) for kernel in kernels)
+
+
+def calls(
+    index: int = 0, seqlen: int = 131_072, precisions: Sequence[PrecisionRecord] = PRECISIONS, *, gpu: bool = True
+) -> tuple[Case, ...]:
+    """`unfused` and `fused` in one layer.  `unfused` takes 1,000 us, and more in later layers.  Errors are larger in later
+    layers, and with relaxed intermediates."""
+    found: list[Case] = []
+    base_us = 1000.0 + 10 * index
+    for name in ("unfused", "fused"):
+        for precision in precisions:
+            own_us = base_us * 0.9 if precision.intermediates == "relaxed" else base_us
+            us = own_us if name == "unfused" else base_us / FASTER[precision.intermediates]
+            first = name == "unfused" and precision.intermediates == "exact"
+            size = (1 + index / 100) * (1.5 if precision.intermediates == "relaxed" else 1)
+            found.append(
+                case(
+                    name,
+                    precision,
+                    layer=layer(index),
+                    seqlen=seqlen,
+                    baseline="" if first else "unfused",
+                    accuracy=of_size(size, "" if first else f"unfused {precision.exact}"),
+                    variant=("hopper" if name == "fused" else "portable") if gpu else "interpreter",
+                    samples=timed(us, us + CALL_US, turn=name == "unfused") if gpu else (),
+                    work=Work(bytes_moved=10**9, flops=10**11),
+                    memory=Memory(peak_bytes=3 << 20, workspace_bytes=(1 if name == "fused" else 2) << 20),
+                    launches=launches(name, gpu=gpu),
+                )
+            )
+    return tuple(found)
+
+
+def report(
+    *,
+    layers: Sequence[int] = (0, 9, 18, 27),
+    seqlens: Sequence[int] = (131_072,),
+    precisions: Sequence[PrecisionRecord] = PRECISIONS,
+    gpu: bool = True,
+    change: Callable[[Case], Case] = lambda one: one,
+    **fields: Any,
+) -> Report:
+    """A run.  change: of every case.  fields: of the report, or of its process."""
+    made = tuple(case for n in seqlens for i in layers for case in calls(i, n, precisions, gpu=gpu))
+    return of_cases(
+        "run",
+        [change(one) for one in made],
+        **{
+            "requested": tuple(requested(one) for one in made),
+            "prompts": tuple(prompt(seqlen) for seqlen in seqlens),
+            "captured": tuple(layer(index) for index in layers),
+            "environment": environment(gpu=gpu),
+            "segment_length": 8192,
+            **({"peak_bytes": 30 << 30} if gpu else {"clocks": None, "ceilings": None}),
+            **fields,
+        },
+    )
+
+
+def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
+    """A complete report of one process.  fields: of the report, or of its process (`ProcessLine`)."""
+    own = {name: fields.pop(name) for name in set(fields) & set(ProcessLine.model_fields) - {"notes"}}
+    process: dict[str, Any] = {
+        "process": "p",
+        "complete": True,
+        "clocks": clocks(),
+        "ceilings": Ceilings(copy_gb_per_s=4312.0, matmul_tflops=781.0),
+    }
+    found: dict[str, Any] = {
+        "version": VERSION,
+        "kind": kind,
+        "id": f"20260102-030405-{kind}",
+        "created": "2026-01-02T03:04:05Z",
+        "command": ("ssdprof", kind),
+        "ssdprof_version": "0.1.0",
+        "subject": "ssd" if kind == "bench" else checkpoint().repo_id,
+        "model": None if kind == "bench" else checkpoint(),
+        "environment": environment(),
+        "baseline": "unfused",
+        "matched_with": "unfused",
+        "smallest_difference": SMALLEST_DIFFERENCE,
+        "cases": tuple(made),
+        "processes": (ProcessLine(**(process | own)),),
+    }
+    return Report(**(found | fields))
+
+
+def requested(one: Case) -> Requested:
+    return Requested(one.place, one.implementation, str(one.precision))
+
+
+def in_calls(found: Report, count: int = 3) -> Report:
+    """A run as a chunked prefill: each case becomes one for each of `count` chunks of its prompt."""
+    made = []
+    for one in found.cases:
+        length = one.seqlen // count
+        for number in range(1, count + 1):
+            call = CallRef(kind="chunk", number=number, count=count, prompt_seqlen=one.seqlen, sequences=1)
+            made.append(one.changed(call=call, seqlen=length, dims=dims(length)))
+    served = tuple(one.changed(serving=Serving(chunk=one.seqlen // count)) for one in found.prompts)
+    return found.changed(cases=tuple(made), prompts=served, requested=tuple(map(requested, made)))
+
+
+# --- other kinds
+
+
+def drawn(tokens: str = "1 x 1,024", **fields: Any) -> Drawn:
+    found: dict[str, Any] = {"shape": "mamba2-2.7b", "shape_words": "80x64, N 128, G 1", "sequences": 1}
+    return Drawn(tokens=tokens, **(found | fields))
+
+
+def cell(seqlen: int = 1024, times: dict[str, float] | None = None, **fields: Any) -> tuple[Case, ...]:
+    """A bench's cases on the same inputs.  times: device time of each implementation."""
+    made = []
+    for name, us in (times or {"fla": 80.0, "unfused": 100.0, "fused": 50.0}).items():
+        library: dict[str, Any] = {"kind": "library", "version": "0.4"} if name == "fla" else {}
+        own: dict[str, Any] = {
+            "samples": timed(us, us + CALL_US, turn=name != "fused"),
+            "work": Work(bytes_moved=10**7, flops=10**9),
+        }
+        place: dict[str, Any] = {"drawn": drawn(f"1 x {seqlen:,}"), "seqlen": seqlen, "inputs": "bf16, contiguous"}
+        made.append(case(name, **(place | own | library | fields)))
+    return tuple(made)
+
+
+def bench(*made: Case, **fields: Any) -> Report:
+    return of_cases("bench", made or cell(), **fields)
+
+
+def of_prefill(implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any) -> Case:
+    """fields: of the case, or of its `Prefill`."""
+    own = {name: fields.pop(name) for name in set(fields) & set(Prefill.model_fields)}
+    prefill: dict[str, Any] = {
+        "conv_and_norm": "model",
+        "layers": 40,
+        "layer_count": 40,
+        "operator_layers": 36,
+        "operator_calls": 60,
+        "segment_length": 1024,
+        "alone": layer(3),
+        "attention": "sdpa",
+        "convolution": "causal-conv1d 1.5",
+        "alone_us": {"unfused": 10.0, "fused": 5.0}.get(implementation),
+        "parts": tuple(
+            PartTime(name=name, gpu_us=us, launches=1)  # type: ignore[arg-type]
+            for name, us in (("operator", 0.3 * (call_us or 1.0)), ("mixer", 0.5 * (call_us or 1.0)))
+        ),
+    }
+    found: dict[str, Any] = {
+        "samples": timed(None, call_us, turn=implementation == "unfused"),
+        "prefill": Prefill(**(prefill | own)),
+    }
+    return case(implementation, **(found | fields))
+
+
+def prefill(*made: Case, **fields: Any) -> Report:
+    return of_cases("prefill", made or (of_prefill("unfused", 2000.0), of_prefill()), **fields)
+
+
+def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
+    found: dict[str, Any] = {
+        "kl_mean": 2e-3,
+        "kl_p99": 1e-2,
+        "kl_max": 0.1,
+        "kl_max_position": 500,
+        "top1_pct": 99.5,
+        "flips": 5,
+        "flip_margin_median": 0.01,
+        "worst_flip": Flip(position=7, margin=0.05, reference_token=1, token=2),
+        "reference_perplexity": 8.0,
+        "perplexity": 8.01,
+        "perplexity_increase_pct": 0.125,
+        "perplexity_interval_pct": Interval(low=-0.1, high=0.3),
+    }
+    return AnswerBand(start=start, stop=stop, **(found | fields))
+
+
+def of_answers(implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any) -> Case:
+    """fields: of the case, or of its `Answers`."""
+    own = {name: fields.pop(name) for name in set(fields) & set(Answers.model_fields)}
+    found: dict[str, Any] = {
+        "reference": "fp64 oracle",
+        "weights": "bf16",
+        "layers": (0,),
+        "segment_length": 1100,
+        "bands": (band(), band(0, 275), band(275, 1100)),
+    }
+    answers: dict[str, Any] = {"answers": Answers(**(found | own)), "seqlen": 1100, "baseline": "", "variant": ""}
+    return case(implementation, precision, **(answers | fields))
+
+
+def answers(*made: Case, **fields: Any) -> Report:
+    noise = of_answers("unfused", change="last bit of its inputs moved")
+    return of_cases("answers", made or (noise, of_answers()), **({"prompts": (prompt(1100),)} | fields))
+
+
+# --- what they are of
+
+
+def checkpoint(**fields: Any) -> CheckpointRef:
+    found: dict[str, Any] = {
+        "requested": "ibm-granite/granite-4.0",
+        "source": "hub",
+        "repo_id": "ibm-granite/granite-4.0-h-small",
+        "revision": "0123456789abcdef0123456789abcdef01234567",
+        "model_type": "granitemoehybrid",
+        "layers": tuple(layer(index) for index in range(40) if index not in (5, 15, 25, 35)),
+        "layer_count": 40,
+        "siblings": ("ibm-granite/granite-4.0-h-tiny", "ibm-granite/granite-4.0-h-1b"),
+        "trained_context": 131_072,
+    }
+    return CheckpointRef(**(found | fields))
+
+
+def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields: Any) -> Environment:
+    """fields: of the GPU."""
+    found: dict[str, Any] = {
+        "name": "NVIDIA H200",
+        "compute_capability": "9.0",
+        "sm_count": 132,
+        "memory_bytes": 150_754_820_096,
+        "l2_bytes": 62_914_560,
+        "driver": "580.65.06",
+        "cuda": "13.0",
+    }
+    return Environment(
+        gpu=Gpu(**(found | fields)) if gpu else None,
+        cpu="x86_64, 16 cores",
+        platform="Linux 6.8",
+        python="3.12.3",
+        packages={"torch": "2.11.0", "triton": triton, "transformers": "5.18.0"},
+    )
+
+
+def clocks(**fields: Any) -> Clocks:
+    found: dict[str, Any] = {
+        "sm_mhz": (1980, 1965),
+        "memory_mhz": (3201, 3201),
+        "temperature_c": (41, 63),
+        "throttle_reasons": (),
+    }
+    return Clocks(**(found | fields))
+
+
+def prompt(seqlen: int, **fields: Any) -> Prompt:
+    found: dict[str, Any] = {
+        "kind": "default",
+        "source": "public-domain prose shipped with ssdprof",
+        "tokenizer": "ibm-granite/granite-4.0-h-small",
+        "token_sha256": "9f" * 32,
+    }
+    return Prompt(seqlen=seqlen, **(found | fields))

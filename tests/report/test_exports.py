@@ -1,0 +1,289 @@
+"""Exports of a report for other programs, read back with independent parsers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import junitparser
+import pytest
+from cases import (
+    CALL_US,
+    RELAXED_FP32,
+    answers,
+    band,
+    bench,
+    cell,
+    failed,
+    in_calls,
+    of_answers,
+    of_prefill,
+    prefill,
+    report,
+)
+from lxml import etree
+from report.test_document import result
+
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.case import Case
+from ssdprof.core.conditions import of_options
+from ssdprof.core.report import Report
+from ssdprof.report import exports, markdown
+from ssdprof.report.document import compose
+
+SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).with_name("JUnit.xsd")))
+FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
+PREFILL = "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"
+ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
+
+
+def small(**fields: object) -> Report:
+    return report(**({"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)} | fields))  # type: ignore[arg-type]
+
+
+def ending(word: str, reason: str = "") -> Report:
+    """With another result of fused, exact, in layer 0."""
+
+    def change(case: Case) -> Case:
+        wrong = result(word, "fused", EXACT_FP32, (0,))(case)
+        return wrong.changed(reason=reason) if reason and wrong != case else wrong
+
+    return small(change=change)
+
+
+def rows(found: Report) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(exports.csv(found))))
+
+
+def tests(found: Report) -> dict[str, junitparser.TestCase]:
+    """The test cases by name, after validation against the schema."""
+    text = exports.junit(found).encode()
+    SCHEMA.assertValid(etree.fromstring(text))
+    suites = list(junitparser.JUnitXml.fromstring(text))
+    for suite in suites:
+        counts = (suite.tests, suite.failures, suite.errors, suite.skipped)
+        suite.update_statistics()  # counts them itself
+        assert counts == (suite.tests, suite.failures, suite.errors, suite.skipped)
+    return {case.name: case for suite in suites for case in suite}
+
+
+def entries(found: Report, *, bigger: bool = False) -> dict[str, dict[str, object]]:
+    """Of github-action-benchmark, by name.  By its documentation: an array of objects with name, unit and value; range
+    and extra are optional strings."""
+    listed = json.loads(exports.benchmark_action(found, bigger=bigger))
+    for entry in listed:
+        assert isinstance(entry["value"], int | float)
+        assert all(isinstance(value, str) for name, value in entry.items() if name != "value")
+        assert entry.keys() <= {"name", "unit", "value", "range", "extra"}
+    named = {entry["name"]: entry for entry in listed}
+    assert len(named) == len(listed)
+    return named
+
+
+def annotations(found: Report, kind: str = "error") -> list[str]:
+    return [line for line in exports.workflow_commands(found) if line.startswith(f"::{kind}")]
+
+
+def test_each_call_of_a_layer_has_a_name_of_its_own() -> None:
+    """Chunks and decode steps of one size would overwrite each other in a dashboard."""
+    found = in_calls(report(layers=(0, 9), seqlens=(24,)))
+    assert len(tests(found)) == len(found.cases) + 1
+    name = "layer 9, 8 tokens, chunk 2 of 3 of 24 tokens, fused, exact, fp32 states"
+    assert f"{name}: call time" in entries(found)
+    assert {row["call"] for row in rows(found)} == {f"chunk {number} of 3 of 24 tokens" for number in (1, 2, 3)}
+
+
+# --- JUnit
+
+
+def test_junit_of_a_run_that_passed() -> None:
+    found = tests(small())
+    assert len(found) == 8 + 1
+    assert all(test.is_passed for test in found.values())
+    assert found[FUSED].classname == "ssdprof.fused"
+    assert found[FUSED].time == pytest.approx((500 + CALL_US) * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        ("inaccurate", junitparser.Failure), ("nonfinite", junitparser.Failure), ("failed", junitparser.Error),
+        ("out of memory", junitparser.Error), ("refused", junitparser.Error),
+    ],
+)  # fmt: skip
+def test_junit_of_a_case_that_did_not_pass(word: str, kind: type) -> None:
+    found = tests(ending(word, "head 5 is <over> its \x1b[1mbudget & more"))
+    (answer,) = found[FUSED].result
+    assert isinstance(answer, kind)
+    assert (answer.type, answer.message) == (word, "head 5 is <over> its \ufffd[1mbudget & more")
+    assert sum(not test.is_passed for test in found.values()) == 1
+
+
+def test_junit_skips_what_does_not_count() -> None:
+    whole = ending("refused")
+    asked = tuple(one for one in whole.requested if one.implementation == "unfused")
+    assert tests(whole.changed(requested=asked))[FUSED].is_skipped
+    fla, unfused, fused = cell()
+    name = fla.name
+    assert tests(bench(failed(fla), unfused, fused))[name].is_skipped, "another library's"
+
+
+def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
+    found = tests(small(conditions=of_options(min_speedup=2.2, max_rms_ratio=9), complete=False))
+    (answer,) = found["min-speedup 2.2"].result
+    assert answer.type == "gate"
+    assert answer.message == f"min-speedup 2.2: {FUSED}: 2x over unfused"
+    assert found["max-rms-ratio 9"].is_passed
+    (whole,) = found["all requested cases are present"].result
+    assert whole.message == "this run did not reach its end"
+    for empty, message in ((small(cases=()), "Nothing was compared."), (prefill(cases=()), "Nothing was timed.")):
+        (whole,) = tests(empty)["all requested cases are present"].result
+        assert whole.message == message
+
+
+# --- CSV
+
+
+def test_csv_holds_every_number_with_its_unit() -> None:
+    found = small()
+    every = rows(found)
+    assert len(every) == len(found.cases)
+    case = found.cases[2]
+    row, call, over = every[2], case.call_us, found.speedup(case, "call")
+    assert call is not None
+    assert over is not None
+    assert (row["run"], row["GPU"], row["layer"], row["tokens"]) == (found.id, "NVIDIA H200", "0", "131072")
+    assert (row["implementation"], row["intermediates"], row["states"]) == ("fused", "exact", "fp32")
+    assert float(row["device time [µs]"]) == pytest.approx(500)
+    assert (float(row["device time, min [µs]"]), int(row["device time, samples"])) == (pytest.approx(499.0, abs=0.1), 9)
+    assert float(row["call time, high [µs]"]) == call.high
+    assert float(row["speedup, device [x]"]) == pytest.approx(2)
+    assert float(row["speedup, call, low [x]"]) == over.low
+    assert (row["verdict, device"], row["baseline"]) == ("faster", "unfused exact, fp32 states")
+    assert float(row["output, match against baseline @ 0 [%]"]) == 90
+    assert float(row["output, match against fp64 @ 1e-2 [%]"]) == 100
+    assert float(row["final states, rms error [relative]"]) == 2e-3
+    assert row["dimensions"] == "128 heads x 64, state 128, chunk 256, bf16"
+    assert every[0]["speedup, device [x]"] == every[0]["baseline"] == "", "the baseline itself"
+    assert (every[0]["kernels launched"], row["kernels launched"]) == ("2", "1")
+    assert {row["kernels launched"] for row in rows(report(gpu=False))} == {""}, "not seen in the interpreter"
+
+
+def test_csv_of_failures_and_of_nothing() -> None:
+    (row,) = (row for row in rows(ending("refused", 'no "such", size\nat all')) if row["status"] != "passed")
+    assert row["reason"] == 'no "such", size\nat all'
+    assert row["device time [µs]"] == row["output, largest error"] == ""
+    (header,) = csv.reader(io.StringIO(exports.csv(small(cases=()))))
+    assert header[:4] == ["run", "model", "GPU", "layer"]
+
+
+def test_csv_of_other_kinds() -> None:
+    refused = of_prefill(
+        "mamba_ssm", None, status="refused", reason="no", kind="library", version="2.3", variant="triton"
+    )
+    unfused, fused, library = rows(prefill(of_prefill("unfused", 2000.0), of_prefill(), refused))
+    assert (fused["tokens"], fused["convolution and norm"], fused["layers"]) == ("1024", "model", "40")
+    assert float(fused["call time [µs]"]) == pytest.approx(1000)
+    assert (float(fused["speedup predicted [x]"]), fused["baseline"]) == (pytest.approx(1 / 0.85), "unfused")
+    assert (unfused["speedup, call [x]"], unfused["operator, GPU time [µs]"]) == ("", "600.0")
+    assert fused["MLP, GPU time [µs]"] == ""
+    assert (library["status"], library["kernel"]) == ("refused", "triton 2.3")
+    (fla, _, fused) = rows(bench())
+    assert (fused["shape"], fused["inputs"], fused["sequences x tokens"]) == (
+        "mamba2-2.7b", "bf16, contiguous", "1 x 1,024",
+    )  # fmt: skip
+    assert (fused["baseline"], fla["speedup, device [x]"]) == ("unfused", "")
+    (row,) = rows(answers())
+    assert (row["layer"], row["tokens"], float(row["KL, mean [nats]"])) == ("all", "1100", 2e-3)
+    assert float(row["change of perplexity, high [%]"]) == 0.3
+
+
+# --- github-action-benchmark
+
+
+def test_benchmark_action() -> None:
+    smaller, bigger = entries(small()), entries(small(), bigger=True)
+    time = smaller[f"{FUSED}: device time"]
+    assert (time["unit"], time["value"], time["range"]) == ("µs", pytest.approx(500), "± 2.5")
+    assert time["extra"] == "run 20260102-030405-run, NVIDIA H200"
+    assert bigger[f"{FUSED}: speedup, device"]["value"] == pytest.approx(2)
+    assert bigger[f"{FUSED}: match @ 1e-3"]["value"] == 99.9
+    broken = entries(ending("nonfinite"))
+    assert FUSED not in str(broken)
+    assert len(broken) == len(smaller) - 4
+    assert entries(answers()).keys() == {f"{ANSWERS}: KL, mean", f"{ANSWERS}: perplexity"}
+    assert entries(answers(), bigger=True)[f"{ANSWERS}: same top token"]["value"] == 99.5
+    assert entries(prefill(), bigger=True)[f"{PREFILL}: speedup, call"]["value"] == pytest.approx(2)
+
+
+# --- GitHub
+
+
+def test_a_step_summary_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = small()
+    assert exports.step_summary(found) == markdown.render(compose(found))
+    monkeypatch.setattr(exports, "SUMMARY_BYTES", 20_000)
+    for used in (0, 12_000, 19_000, 19_700):
+        text = exports.step_summary(found, used)
+        assert used + len(text.encode()) <= exports.SUMMARY_BYTES
+        assert "Left out to stay below" in text or "Cut here: a step summary of GitHub holds 1 MiB." in text
+    assert exports.step_summary(found, 19_995) == ""
+
+
+def test_annotations() -> None:
+    assert annotations(small()) == annotations(prefill()) == annotations(bench()) == []
+    assert annotations(ending("inaccurate")) == [
+        "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused (exact, fp32 states) "
+        "inaccurate in layer 0."
+    ]
+    (gate,) = annotations(small(conditions=of_options(min_match=["0:89"])))
+    assert "GATE FAILED: min-match 0:89: layer 0, 131,072 tokens, fused, relaxed, fp32 states: 60%25; " in gate
+    (line,) = annotations(prefill(conditions=of_options(min_speedup=2.5)))
+    assert line.endswith(f"::GATE FAILED: min-speedup 2.5: {PREFILL}: 2x over unfused")
+    assert annotations(prefill(complete=False))[0].endswith("::The command did not reach its end.")
+    lines = list(exports.workflow_commands(small(notes=tuple(f"note {n}\nof many" for n in range(14)))))
+    assert len(lines) == exports.MOST_ANNOTATIONS
+    assert "\n" not in "".join(lines)
+    assert "::note 8%0Aof many" in lines[8]
+    assert lines[9].endswith("::5 lines more: see the summary of this step.")
+
+
+@pytest.mark.parametrize(
+    ("limit", "name", "why"),
+    [
+        ({"max_kl": 1e-6}, "max-kl 1e-06", "is above 1e-06"),
+        ({"min_top1": "100%"}, "min-top1 100%", "of positions, below 100%"),
+        ({"max_perplexity_increase": "0.1%"}, "max-perplexity-increase 0.1%", "more than 0.1%"),
+    ],
+)
+def test_a_limit_of_answers_that_does_not_hold(limit: dict[str, str], name: str, why: str) -> None:
+    found = answers(of_answers(bands=(band(),)), conditions=of_options(**limit))  # type: ignore[arg-type]
+    (line,) = annotations(found)
+    assert "::FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: " in line
+    parsed = tests(found)
+    assert parsed["all requested cases are present"].is_passed
+    assert parsed[ANSWERS].is_passed
+    (answer,) = parsed[name].result
+    assert answer.message.startswith(f"{name}: {ANSWERS}: ")
+    assert answer.message.endswith(why)
+    held = answers(conditions=of_options(max_kl=1.0))
+    assert annotations(held) == []
+    assert all(case.is_passed for case in tests(held).values())
+
+
+def test_outputs() -> None:
+    assert exports.outputs(small()) == {
+        "passed": "true",
+        "verdict": "PASSED: all 8 cases are within the error budget against the fp64 oracle.",
+        "run": "20260102-030405-run",
+        "least-speedup": "2",
+        "least-match": "61.1009",
+        "largest-rms-ratio": "2.18",
+    }
+    without = exports.outputs(small(gpu=False, conditions=of_options(min_match=["1e-3:100"])))
+    assert (without["passed"], without["least-speedup"]) == ("false", "")
+    assert without["verdict"].startswith("GATE FAILED: min-match 1e-3:100: layer 0")
+    assert all("\n" not in value for value in without.values())
+    assert exports.outputs(prefill())["run"] == "ibm-granite/granite-4.0-h-small 2026-01-02T03:04:05Z"
