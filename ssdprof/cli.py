@@ -1,4 +1,7 @@
-"""The command line: the list of commands, and the handling of their errors."""
+"""The command line: the list of commands, and the handling of their errors.
+
+A command's options are a class of `commands.options`; modules with its functions are imported when it runs.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,15 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
+from inspect import Signature
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import (
-    accuracy,
-    answers,
-    bench,
-    capture,
-    compare,
-    doctor,
-    export,
-    models,
-    prefill,
-    run,
-    runs,
-    stalls,
-    terminal,
-    tune,
-)
+from ssdprof.commands import options, terminal
 from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
 
 INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
@@ -82,7 +72,7 @@ class Commands(TyperGroup):
 
 def _ranks() -> Any:
     """The module, imported only after an error, because the import is slow."""
-    from ssdprof.environment import ranks
+    from ssdprof.store import ranks
 
     return ranks
 
@@ -111,29 +101,47 @@ app = typer.Typer(
 )
 
 
-def _help(command: Callable[..., None]) -> str:
+# options -> functions in `ssdprof.commands`, each called with the options and the result of the one before
+_COMMANDS: dict[type, tuple[str, ...]] = {
+    options.Run: ("requests:run", "model:run"),
+    options.Runs: ("stored:runs",),
+    options.Capture: ("requests:capture", "model:capture"),
+    options.Accuracy: ("stored:accuracy",),
+    options.Answers: ("requests:answers", "model:answers"),
+    options.Export: ("stored:export",),
+    options.Compare: ("stored:compare",),
+    options.Prefill: ("requests:prefill", "model:prefill"),
+    options.Stalls: ("requests:stalls", "stalls:stalls"),
+    options.Bench: ("requests:bench", "bench:bench"),
+    options.Tune: ("requests:tune", "tune:tune"),
+    options.Models: ("machine:models",),
+    options.Doctor: ("machine:doctor",),
+    options.Schemas: ("stored:schemas",),
+}
+
+
+def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
+    def command(**given: Any) -> None:
+        values: tuple[Any, ...] = (kind(**given),)
+        for name in functions:
+            module, _, function = name.partition(":")
+            found = getattr(import_module(f"ssdprof.commands.{module}"), function)(*values)
+            values = (values[0], found)
+
+    declared = list(options.parameters(kind))
+    command.__signature__ = Signature(declared)  # type: ignore[attr-defined]  # Typer reads it, and the annotations
+    command.__annotations__ = {one.name: one.annotation for one in declared}
+    return command
+
+
+def _help(kind: type) -> str:
     """The docstring with one line per paragraph, because Typer keeps the line breaks of the source."""
-    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-_COMMANDS: tuple[Callable[..., None], ...] = (
-    run.run,
-    runs.runs,
-    capture.capture,
-    accuracy.accuracy,
-    answers.answers,
-    export.export,
-    compare.compare,
-    prefill.prefill,
-    stalls.stalls,
-    bench.bench,
-    tune.tune,
-    models.models,
-    doctor.doctor,
-)
-for _command in _COMMANDS:
-    app.command(help=_help(_command))(_command)
+for _kind, _functions in _COMMANDS.items():
+    app.command(_kind.__name__.lower(), help=_help(_kind))(_command(_kind, _functions))
 
 
 def _print_version(wanted: bool) -> None:

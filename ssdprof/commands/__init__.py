@@ -1,1 +1,1 @@
-"""One file per command: parses options, calls one function, prints."""
+"""The commands.  `options` declares them; a module of this folder is imported when one of its commands runs."""

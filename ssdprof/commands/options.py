@@ -1,20 +1,20 @@
-"""Options that several commands share."""
+"""The options of every command: a class each, whose docstring is the help, and whose fields are the options.
+
+A field is declared by `option`, `flag` or `argument`, or as Typer wants parameters: annotated with `typer.Option`.
+Imports nothing that takes time: the shell's completion and --help read all of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from ssdprof.commands import progress_bars
 from ssdprof.errors import unreadable
-
-if TYPE_CHECKING:
-    from ssdprof.environment.ranks import Ranks
-    from ssdprof.core.base import PrecisionRecord
 
 
 def path(text: str) -> Path:
@@ -34,6 +34,37 @@ def existing_file(text: str) -> Path:
         raise unreadable(f"The file {text}", error, "Give the path of a text file.") from None
 
 
+def option(default: Any, metavar: str, help: str, *names: str, shown: bool | str = True, **more: Any) -> Any:
+    """A field.  shown: the default in words; False: none.  more: arguments of `typer.Option`."""
+    info = typer.Option(*names, metavar=metavar or None, help=help, show_default=shown, **more)
+    return field(default=default, metadata={"typer": info})
+
+
+def flag(name: str, help: str) -> Any:
+    return field(default=False, metadata={"typer": typer.Option(name, help=help)})
+
+
+def argument(default: Any, metavar: str, help: str, *, shown: bool | str = False, **more: Any) -> Any:
+    """default: ... if it is required."""
+    info = typer.Argument(metavar=metavar, help=help, show_default=shown, **more)
+    return field(default=MISSING if default is ... else default, metadata={"typer": info})
+
+
+def parameters(kind: type) -> Iterator[Parameter]:
+    """The fields of a class of options as parameters of a command, those of its base classes first."""
+    types = get_type_hints(kind, include_extras=True)
+    for one in fields(kind):
+        info = one.metadata.get("typer")
+        yield Parameter(
+            one.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if one.default is MISSING else one.default,
+            annotation=Annotated[types[one.name], info] if info else types[one.name],
+        )
+
+
+# --- shared by several commands
+
 Implementations = Annotated[
     str,
     typer.Option(
@@ -52,21 +83,53 @@ Dtypes = Annotated[
     Literal["exact", "relaxed", "all"],
     typer.Option(help="Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or both."),
 ]
-States = Annotated[str, typer.Option(metavar="D[,D...]", help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.")]
+_STATES = "Dtypes of inter-chunk states: fp32, fp16, bf16, all."
+States = Annotated[str, typer.Option(metavar="D[,D...]", help=_STATES)]
 UsualStates = Annotated[
-    str | None,
+    str | None, typer.Option(metavar="D[,D...]", help=_STATES, show_default="fp32 with exact, the inputs' with relaxed")
+]
+AnswerStates = Annotated[
+    str | None, typer.Option(metavar="D[,D...]", help=_STATES, show_default="fp32 with exact, 16 bit with relaxed")
+]
+OneDtype = Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")]
+OneState = Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")]
+_DIFFERENCE = "as faster or slower only if its 95 % interval lies beyond this difference."
+SmallestDifference = Annotated[str, typer.Option(metavar="P%", help=f"Report a kernel {_DIFFERENCE}")]
+MinSpeedup = Annotated[
+    float | None,
+    typer.Option(metavar="X", min=0, help="Fail unless every case is X times as fast as the baseline, by device time."),
+]
+MinMatch = Annotated[
+    list[str] | None,
     typer.Option(
-        "--states",
-        metavar="D[,D...]",
-        help="Dtypes of inter-chunk states: fp32, fp16, bf16, all.",
-        show_default="fp32 with exact, the inputs' with relaxed",
+        metavar="TOL:P",
+        help="Fail unless P % of the output matches the baseline's within TOL: 0, 1e-3 or 1e-2.  Repeatable.",
     ),
 ]
-SmallestDifference = Annotated[
-    str,
+MaxRmsRatio = Annotated[
+    float | None,
+    typer.Option(metavar="R", min=0, help="Fail if the output's RMS error is more than R times its floor."),
+]
+Gates = Annotated[
+    list[str] | None,
     typer.Option(
-        metavar="P%", help="Report a kernel as faster or slower only if its 95 % interval lies beyond this difference."
+        "--gate",
+        metavar="METRIC[@WHERE]:LIMIT",
+        help="Fail unless it holds: speedup@fla:1.3, time@call:500, match@1e-2:99%, rms:2, memory:1e9, launches:2, "
+        "kl:0.001, top1:99%.  Repeatable.",
     ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        parser=existing_file,
+        help="Settings file, in TOML.",
+        show_default="the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]",
+    ),
+]
+NoTuned = Annotated[
+    bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
 ]
 DryRun = Annotated[
     bool,
@@ -74,15 +137,12 @@ DryRun = Annotated[
         "--dry-run", help="Show the download, the memory needed, and what would keep the model from running; then stop."
     ),
 ]
-NoTuned = Annotated[
-    bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
+RunFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", parser=path, help="Folder of the run.", show_default="runs/<time>-<model>")
 ]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", parser=path, help="The file to write.", show_default="stdout"),
-]
-RunFolder = Annotated[
-    Path | None, typer.Option(metavar="DIR", parser=path, help="Folder of the run.", show_default="runs/<time>-<model>")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
 Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
@@ -95,97 +155,407 @@ Shape = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+FormatJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
+_MODEL = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo-gdn[/bold]."
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
+_LENGTHS = "Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."
+_BATCHES = "Batch sizes, each combined with every length."
+_DTYPES = "Dtypes of the inputs: bf16, fp16, fp32."
 
-MinMatch = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TOL:P",
-        help="Fail unless P % of the output matches the baseline's within TOL: 0, 1e-3 or 1e-2.  Repeatable.",
-    ),
-]
-MaxRmsRatio = Annotated[
-    float | None,
-    typer.Option(metavar="R", min=0, help="Fail if the output's RMS error is more than R times its floor."),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        parser=existing_file,
-        help="Settings file, in TOML.",
-        show_default="the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]",
-    ),
-]
+options = dataclass(frozen=True, kw_only=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrecisionOptions:
-    """One precision, for commands that use only one."""
+@options
+class Model:
+    """The model, its layers, and the prompt."""
 
-    dtypes: Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")] = "exact"
-    states: Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")] = "fp32"
-
-    def record(self) -> PrecisionRecord:
-        from ssdprof.core.base import PrecisionRecord
-
-        return PrecisionRecord(intermediates=self.dtypes, state_dtype=self.states)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimingOptions:
-    """How times are taken and compared."""
-
-    clock: Annotated[
-        Literal["cold", "warm"],
-        typer.Option(help="warm: also time back-to-back calls with a warm cache, as many papers do."),
-    ] = "cold"
-    smallest_difference: SmallestDifference = "1%"
-
-    @property
-    def warm(self) -> bool:
-        return self.clock == "warm"
-
-    def smallest(self) -> float:
-        """The smallest relative difference of two times that counts.  Raises BadInputError."""
-        from ssdprof.jobs.request import parse_percent
-
-        return parse_percent("--smallest-difference", self.smallest_difference)
+    model: ModelName
+    seq: str | None = option(
+        None, "N[,N...]", "Tokens of the prompt: 16384, 128k, or several: 1k,16k.", shown="16k on a GPU, 512 without"
+    )
+    layers: str = option("all", "WHICH", "all, first:N, every:K, or layer numbers: 3,7, 0-3.")
+    prompt: Literal["default", "random"] = option(
+        "default", "", "The built-in text, or random tokens, which are unlike a real prompt."
+    )
+    prompt_file: Path | None = option(
+        None, "FILE", "Take the prompt from a UTF-8 text file.", shown=False, parser=existing_file
+    )
+    revision: str | None = option(None, "REV", "Branch, tag or commit on the hub.", shown="the main branch")
+    tokenizer: str | None = option(None, "MODEL", "Take the tokenizer from another model.", shown="the model's own")
+    segment: str | None = option(None, "N", "Tokens per forward call of the model: 8192, or 8k.", shown="by length")
 
 
-def file_to_write(output: Path | None, *, force: bool) -> Path | None:
-    """The file of -o, checked for writing; None for stdout or "-".  Raises BadInputError."""
-    from ssdprof import files
+@options
+class PlacedModel(Model):
+    """And where the weights are."""
 
-    if output is None or str(output) == "-":
-        return None
-    files.check_target(output, replace=force)
-    return output
-
-
-def use_tuned(no_tuned: bool) -> Path | None:
-    """Use configurations tuned on this GPU, and say so, unless the user disabled them.  Returns their file, if any."""
-    from ssdprof.tuning.use import use_saved
-
-    return None if no_tuned else use_saved(progress_bars.TerminalWatcher().say)
+    placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = option(
+        None,
+        "",
+        "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or on the disk.",
+        shown="the fastest that fits",
+    )
 
 
-def join_ranks(of_one_process: Mapping[str, bool]) -> Ranks | None:
-    """Join the other processes of torchrun, and select this process's GPU.  None if there are no others.
+@options
+class ServedModel(PlacedModel):
+    """And how a server would run the prompt."""
 
-    of_one_process: options for single processes, and whether they were given.  Raises BadInputError for a given one.
+    batch: int = option(1, "N", "Run N different prompts side by side.", shown=True, min=1, max=65536)
+    packed: str | None = option(
+        None, "NxA-B", "Run N sequences of A to B tokens, packed into one call: 64x1k-4k.", shown=False
+    )
+    chunked_prefill: str | None = option(
+        None,
+        "N",
+        "Replay the prompt in chunks of N tokens, each with the states that the previous one left: 8k.",
+        shown=False,
+    )
+    decode: int = option(
+        0, "N", "Let the model generate N tokens after the prompt, and replay each step.", min=0, max=4096
+    )
+
+
+# --- the commands
+
+
+@options
+class Run(ServedModel):
+    """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
+
+    Exit code 0 says that all requested cases were compared and passed.  Exit code 1 says that a case was inaccurate,
+    not finite or refused, that a gate does not hold, that nothing was compared, or that the stored capture was
+    interrupted.
     """
-    from ssdprof.environment.ranks import join
 
-    refuse_ranks(*(option for option, given in of_one_process.items() if given))
-    return join()
+    model: str = argument(..., "MODEL", f"{_MODEL} Or a folder of stored captures.", shown=False)
+    tensor_parallel: int = option(
+        1, "N", "Replay the share of one GPU when N GPUs divide each layer's heads.", shown=True, min=1
+    )
+    dtypes: Dtypes = "all"
+    states: UsualStates = None
+    cast: Literal["fp16", "bf16", "fp32"] | None = option(
+        None, "", "Replay the captured inputs in this dtype.", shown="the model's"
+    )
+    impl: Implementations = "unfused,fused"
+    baseline: Baseline = "unfused"
+    first_call: FirstCall = 180
+    out: RunFolder = None
+    save_captures: bool = flag("--save-captures", "Also store the inputs of the layers, which can take gigabytes.")
+    answers: bool = flag("--answers", "Also compare the model's answers: see 'ssdprof answers'.")
+    stalls: bool = flag("--stalls", "Also profile one layer with ncu: see 'ssdprof stalls'.")
+    prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
+    smallest_difference: SmallestDifference = "1%"
+    min_speedup: MinSpeedup = None
+    min_match: MinMatch = None
+    max_rms_ratio: MaxRmsRatio = None
+    gate: Gates = None
+    config: Config = None
+    no_tuned: NoTuned = False
+    dry_run: DryRun = False
+    full: bool = flag("--full", "Print every table instead of one screen.")
+    json: Json = False
 
 
-def refuse_ranks(*what: str) -> None:
-    """BadInputError if torchrun started several processes.  what: the options or command that they cannot share."""
-    from ssdprof.environment.ranks import started
-    from ssdprof.errors import BadInputError
+@options
+class Runs:
+    """List the runs, newest first: time, model, tokens, GPU and verdict."""
 
-    if what and (count := started()) > 1:
-        raise BadInputError(
-            f"{count} ranks cannot share {' and '.join(what)}.", "Start a single process, without torchrun."
-        )
+    folder: Path | None = argument(None, "DIR", "A folder of runs.", shown="runs", parser=path)
+    json: Json = False
+
+
+@options
+class Capture(ServedModel):
+    """Store the inputs of a model's SSD and GDN layers, for 'ssdprof run DIR'.
+
+    One layer of a large model takes gigabytes at 128k tokens.
+    """
+
+    out: Path | None = option(
+        None, "DIR", "Folder of the captures.", shown="in the assets cache of huggingface_hub", parser=path
+    )
+    force: bool = flag("--force", "Replace a complete capture in DIR.")
+    dry_run: DryRun = False
+    json: Json = False
+
+
+@options
+class Accuracy:
+    """Show the accuracy of each implementation in a run.
+
+    Exit code 0 says that all requested cases at the precisions shown were compared and passed.  Exit code 1 says that
+    a case was inaccurate, not finite or refused, that a gate does not hold, or that the run is partial.
+    """
+
+    run: str | None = argument(None, "RUN", "A run's folder, or its name under runs/.", shown="the latest run")
+    impl: str | None = option(None, "I[,I...]", "Implementations that the run compared.", "--impl", shown="all of them")
+    baseline: str | None = option(
+        None, "NAME", "The implementation that the run compared them with.", shown="the run's baseline"
+    )
+    dtypes: Dtypes = "all"
+    states: States = "all"
+    min_match: MinMatch = None
+    max_rms_ratio: MaxRmsRatio = None
+    config: Config = None
+    json: Json = False
+
+
+@options
+class Answers(PlacedModel):
+    """Compare a model's next-token predictions between implementations of its operators.
+
+    A prompt of your own (--prompt-file) is the best test.
+
+    Exit code 0 says that every case was compared and within the limits of --max-kl, --min-top1 and
+    --max-perplexity-increase, if given.  Exit code 1 says that one was not.
+    """
+
+    dtypes: Dtypes = "all"
+    states: AnswerStates = None
+    impl: Implementations = "unfused,fused"
+    reference: Literal["auto", "oracle", "unfused"] = option(
+        "auto",
+        "",
+        "What answers are compared with: the operator in fp64, or unfused exact.",
+        shown="oracle, unless it takes too long",
+    )
+    weights: Literal["auto", "own", "fp32"] = option(
+        "auto",
+        "",
+        "Dtype of the model outside its operators: the checkpoint's own, or fp32, which leaves only the "
+        "operators' error.",
+        shown="own on a GPU, fp32 without",
+    )
+    per_layer: bool = flag(
+        "--per-layer", "Also replace one layer at a time, to find the layer that causes a difference."
+    )
+    generate: int = option(0, "N", "Also compare N greedy tokens after the prompt.", shown="none", min=0)
+    max_kl: float | None = option(None, "X", "Fail if the mean KL divergence exceeds X nats.", shown=False)
+    min_top1: str | None = option(
+        None, "P%", "Fail unless P % of the positions keep their most likely token.", shown=False
+    )
+    max_perplexity_increase: str | None = option(
+        None, "P%", "Fail if the prompt's perplexity rises by more than P %.", shown=False
+    )
+    gate: Gates = None
+    out: RunFolder = None
+    no_tuned: NoTuned = False
+    dry_run: DryRun = False
+    json: Json = False
+
+
+@options
+class Export:
+    """Write the report of a run, a bench, prefill times or answers in another format.
+
+    github appends a summary and outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints
+    annotations.  benchmark-action and benchmark-action-bigger are the formats customSmallerIsBetter and
+    customBiggerIsBetter of github-action-benchmark.
+
+    The report is written in any case.  Exit code 1 says that not all requested cases were compared and passed.
+    """
+
+    run: str | None = argument(
+        None, "RUN", "A report's folder, its name under runs/, or what --json printed.", shown="the latest report"
+    )
+    format: (
+        Literal["markdown", "html", "json", "junit", "csv", "github", "benchmark-action", "benchmark-action-bigger"]
+        | None
+    ) = option(None, "", "What to write.", shown="markdown")
+    output: Output = None
+    force: Force = False
+    json: FormatJson = False
+
+
+@options
+class Compare:
+    """Compare two runs, two benches, two prefill results or two comparisons of answers, case by case.
+
+    Absolute times are compared only between runs with the same GPU, driver and Triton; speedups over the baseline are
+    compared in any case.  Exit code 1 says that a case violates --fail-if, that --fail-if applies to no case, or that
+    nothing was compared.
+    """
+
+    base: str = argument(..., "BASE", "A report's folder, its name under runs/, or what --json printed.", shown=False)
+    new: str = argument(..., "NEW", "The same, for the new result.", shown=False)
+    fail_if: list[str] | None = option(
+        None,
+        "METRIC:LIMIT",
+        "Fail if a case is worse: slower:3%, slower-call:3%, match:-0.1, match@1e-2:-0.1, rms:5%, memory:5%, "
+        "launches:0, kl:0.001, top1:-0.1, perplexity:1%.  Repeatable.",
+    )
+    smallest_difference: str | None = option(None, "P%", f"Report a case {_DIFFERENCE}", shown="1%")
+    config: Config = None
+    format: Literal["markdown", "json"] | None = option(None, "", "What to write.", shown="a report")
+    output: Output = None
+    force: Force = False
+    json: FormatJson = False
+
+
+@options
+class Prefill(Model):
+    """Time a whole model up to its first token, with each implementation of its operators.
+
+    Shows the share of each part of the model, and what Amdahl's law predicts from the operator's own times.  Needs an
+    NVIDIA GPU.  Exit code 1 says that an implementation failed, or that a gate does not hold.
+    """
+
+    batch: int = option(1, "B", "Copies of the prompt in one batch.", min=1)
+    dtypes: OneDtype = "exact"
+    states: OneState = "fp32"
+    impl: Implementations = "unfused,fused"
+    against: str = option("", "P[,P...]", "Additional names for --impl.")
+    baseline: Baseline = "unfused"
+    first_call: FirstCall = 180
+    conv_and_norm: Literal["model", "bundled"] = option(
+        "model",
+        "",
+        "Kernels of convolution and gated norm: the model's own; bundled: also all times with the bundled ones.",
+    )
+    seconds: float = option(20, "S", "Sampling time for each length and each convolution and norm.", min=0.1)
+    budget: float | None = option(None, "S", "Leave out what does not fit into this time.", shown="no limit", min=1)
+    out: RunFolder = None
+    min_speedup: float | None = option(
+        None, "X", "Fail unless fused makes every prefill X times as fast as the baseline does.", min=0
+    )
+    gate: Gates = None
+    config: Config = None
+    smallest_difference: SmallestDifference = "1%"
+    no_tuned: NoTuned = False
+    json: Json = False
+
+
+@options
+class Stalls:
+    """Show where the warps of each implementation wait, stage by stage and line by line.
+
+    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads existing reports.  Exit code 3 says that this
+    machine cannot profile; the command then shows what Triton reports about the kernels.
+    """
+
+    where: str | None = argument(
+        None, "RUN|MODEL", "A run, a model, or a folder of stored captures.", shown="the latest run"
+    )
+    layer: int | None = option(None, "N", "The layer to profile.", shown="the middle one of the run")
+    impl: Implementations = "unfused,fused"
+    seq: str | None = option(None, "N", "Tokens of the prompt.", shown="the longest of the run")
+    dtypes: OneDtype = "exact"
+    states: OneState = "fp32"
+    files: list[Path] | None = option(
+        None, "FILE", "Read a report of ncu (.ncu-rep) instead.  Repeatable.", "--from", parser=path
+    )
+    markdown: Path | None = option(None, "FILE", "Write Markdown to FILE, and its pictures next to it.", parser=path)
+    timeout: float = option(300, "S", "Time limit of each process, in seconds.", min=1)
+    out: Path | None = option(None, "DIR", "Folder for the results.", shown="the run's", parser=path)
+    force: bool = flag("--force", "Replace existing results.")
+    no_tuned: NoTuned = False
+    json: Json = False
+
+
+@options
+class Bench:
+    """Time the fused and the unfused kernels on random inputs, and compare them with other libraries.
+
+    Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels was wrong or
+    refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
+    """
+
+    operator: Operator
+    shape: Shape = None
+    seq: str = option("1k,4k,16k,64k", "N[,N...]", _LENGTHS)
+    batch: str = option("1", "B[,B...]", _BATCHES)
+    cells: str = option("", "BxN[,...]", "Additional pairs of batch x length: 8x4k,32x1k.")
+    packed: str = option("", "BxN-M[,...]", "Packed sequences of random lengths: 64x1k-4k.")
+    max_tokens: str = option("256k", "N", "Leave out pairs of --batch and --seq with more tokens.")
+    dtype: str = option("bf16", "D[,D...]", _DTYPES)
+    layout: Literal["contiguous", "views"] = option(
+        "contiguous", "", "Memory layout of the inputs.  views: slices of wide tensors, as in a model."
+    )
+    draw: str = option("", "W[,W...]", "Draw the inputs in another way: normalised, quarter-ungated (GDN).")
+    dtypes: Dtypes = "exact"
+    states: UsualStates = None
+    impl: Implementations = "unfused,fused"
+    against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
+    published: Path | None = option(None, "DIR", "The same as --against published=DIR.", exists=True, file_okay=False)
+    also: str = option(
+        "", "I[,I...]", "Kernels that are not run by default: fused_portable (GDN), recurrent_in_place (SSD)."
+    )
+    baseline: str | None = option(
+        None, "NAME", "The implementation that speedups are relative to.", shown="the first of --against, else unfused"
+    )
+    match_with: str | None = option(
+        None, "NAME", "The implementation that outputs are compared with, element by element.", shown="unfused"
+    )
+    chunk_size: str = option(
+        "best",
+        "Q[,Q...]",
+        "Chunk sizes from which implementations that do not choose their own take the fastest.",
+        shown="128,256 for SSD",
+    )
+    smallest_difference: SmallestDifference = "1%"
+    check: Literal["full", "short"] = option(
+        "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
+    )
+    budget: float | None = option(None, "SECONDS", "Limit of the wall-clock time.", shown="no limit", min=1)
+    first_call: float = option(
+        180.0, "SECONDS", "Longest first call of an implementation, compilation included.", min=1
+    )
+    min_speedup: MinSpeedup = None
+    min_match: MinMatch = None
+    max_rms_ratio: MaxRmsRatio = None
+    gate: Gates = None
+    config: Config = None
+    out: Path | None = option(None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path)
+    no_tuned: NoTuned = False
+    json: Json = False
+
+
+@options
+class Tune:
+    """Search for faster configurations of the fused kernel on this GPU, and store them for later runs.
+
+    A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use the stored
+    configurations, and say so, unless --no-tuned is given.
+    """
+
+    operator: Operator = "ssd"
+    where: str | None = argument(None, "RUN|CAPTURES", "Tune on captured inputs instead of random ones.", shown=False)
+    shape: Shape = None
+    seq: str | None = option(None, "N[,N...]", _LENGTHS, shown="1k,8k,64k; all lengths of captures")
+    batch: str | None = option(None, "B[,B...]", _BATCHES, shown="1")
+    dtype: str | None = option(None, "D[,D...]", _DTYPES, shown="bf16")
+    dtypes: Dtypes = "exact"
+    budget: float | None = option(None, "SECONDS", "Start no new search after this time.", shown="no limit", min=1)
+    out: Path | None = option(None, "FILE", "Write all candidates and their times to FILE as JSON.", parser=path)
+    force: Force = False
+    dry_run: bool = flag("--dry-run", "List the candidates, and stop.")
+    clear: bool = flag("--clear", "Delete the stored results, and stop.")
+    json: Json = False
+
+
+@options
+class Models:
+    """List the supported model families and their published checkpoints.
+
+    Other checkpoints of a listed model type work too.
+    """
+
+    json: Json = False
+
+
+@options
+class Schemas:
+    """Print the JSON schema of a document that --json prints, or the names of these documents."""
+
+    name: str | None = argument(None, "NAME", "Of the document.", shown="list all names")
+
+
+@options
+class Doctor:
+    """Check what this machine can do, and name what is missing.
+
+    Without a GPU, everything works except timing.
+    """
+
+    json: Json = False

@@ -2,131 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from ssdprof.commands import options, progress_bars, terminal
-from ssdprof.commands.grouped import grouped
+from ssdprof.commands import output, terminal
+from ssdprof.commands.options import Stalls
+from ssdprof.core.base import PrecisionRecord
+from ssdprof.errors import ExitCode
+from ssdprof.jobs import stall_files
+from ssdprof.jobs.stalls import StallRequest, from_files, profile
+from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
+from ssdprof.report import stall_document
+from ssdprof.report.terminal import render
+from ssdprof.tuning.use import use_saved
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
-    """The layer to profile, and the implementations."""
-
-    where: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN|MODEL", help="A run, a model, or a folder of stored captures.", show_default="the latest run"
-        ),
-    ] = None
-    layer: Annotated[
-        int | None, typer.Option(metavar="N", help="The layer to profile.", show_default="the middle one of the run")
-    ] = None
-    impl: options.Implementations = "unfused,fused"
-    seq: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens of the prompt.", show_default="the longest of the run")
-    ] = None
-
-    def seqlen(self) -> int | None:
-        """Tokens of the prompt.  Raises BadInputError."""
-        from ssdprof.capture.prompt import parse_seq
-
-        return None if self.seq is None else parse_seq(self.seq)
-
-
-@grouped
-def stalls(
-    profiled: ProfileOptions,
-    precision: options.PrecisionOptions,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            parser=options.path,
-            help="Read a report of ncu (.ncu-rep, or a CSV) instead.  Repeatable.",
-        ),
-    ] = None,
-    markdown: Annotated[
-        Path | None,
-        typer.Option(
-            "--markdown",
-            metavar="FILE",
-            parser=options.path,
-            help="Write Markdown to FILE, and its pictures next to it.",
-        ),
-    ] = None,
-    timeout: Annotated[float, typer.Option(metavar="S", min=1, help="Time limit of each process, in seconds.")] = 300,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=options.path, help="Folder for the results.", show_default="the run's"),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing results.")] = False,
-    no_tuned: options.NoTuned = False,
-    as_json: options.Json = False,
-) -> None:
-    """Show where the warps of each implementation wait, stage by stage and line by line.
-
-    Profiles one layer with NVIDIA Nsight Compute (ncu), or reads existing reports.  Exit code 3 says that this
-    machine cannot profile; the command then shows what Triton reports about the kernels.
-    """
-    from ssdprof.errors import BadInputError, ExitCode
-    from ssdprof.files import check_target
-    from ssdprof.pipeline.request import parse_implementations
-
-    options.refuse_ranks("ssdprof stalls")
-    if profiled.where is not None and not profiled.where.strip():
-        raise BadInputError(
-            "The name is empty.", "Name a run, a model or captures, or leave it out for the latest run."
-        )
-    if markdown is not None:
-        check_target(markdown, replace=force)
-    implementations = parse_implementations("--impl", profiled.impl)
-    seqlen = profiled.seqlen()
-    if files and any(given is not None for given in (profiled.where, profiled.layer, seqlen, out)):
-        raise BadInputError(
-            "--from reads existing reports and profiles nothing.",
-            "Leave out the run or model, --layer, --seq and --out.",
-        )
-
-    # these import torch, so after all checks that do not need it
-    from ssdprof.operators import named
-    from ssdprof.pipeline import stall_files
-    from ssdprof.pipeline.stall_request import StallRequest
-    from ssdprof.pipeline.stalls import from_files, profile
-    from ssdprof.report import stall_document
-    from ssdprof.report import terminal as tables
-
-    named.refuse_two_checkouts(implementations)
-    named.refuse_unknown("--impl", implementations, besides=("reference",))
+def stalls(options: Stalls, asked: tuple[tuple[str, ...], int | None]) -> None:
+    implementations, seqlen = asked
+    refuse_two_checkouts(implementations)
+    refuse_unknown("--impl", implementations, besides=("reference",))
     folder: Path | None = None
-    if files:
-        report = from_files(files)
+    if options.files:
+        report = from_files(options.files)
     else:
+        watcher = output.TerminalWatcher()
         request = StallRequest(
-            where=profiled.where,
-            layer=profiled.layer,
+            where=options.where,
+            layer=options.layer,
             seqlen=seqlen,
             implementations=implementations,
-            precision=precision.record(),
-            timeout_s=timeout,
-            out=out,
-            overwrite=force,
-            tuned=options.use_tuned(no_tuned),
+            precision=PrecisionRecord(intermediates=options.dtypes, state_dtype=options.states),
+            timeout_s=options.timeout,
+            out=options.out,
+            overwrite=options.force,
+            tuned=None if options.no_tuned else use_saved(watcher.say),
             command=terminal.command_line(),
         )
-        folder, report = profile(request, progress_bars.TerminalWatcher())
-    if markdown is not None:
-        stall_files.write_markdown(markdown, report, replace=force)
-    if as_json:
+        folder, report = profile(request, watcher)
+    if options.markdown is not None:
+        stall_files.write_markdown(options.markdown, report, replace=options.force)
+    if options.json:
         print(stall_files.dump(report))
     else:
-        terminal.out().print(tables.render_document(stall_document.compose(report), rest="--markdown FILE"))
-    for written in (folder, markdown):
+        terminal.out().print(render(stall_document.compose(report), rest="--markdown FILE"))
+    for written in (folder, options.markdown):
         if written is not None:
-            terminal.err().print(f"Kept in {written}.")
+            terminal.err().print(output.kept(written))
     if report.missing:
         raise typer.Exit(ExitCode.MISSING_CAPABILITY)

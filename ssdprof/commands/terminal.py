@@ -8,18 +8,13 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-import typer
 from rich.console import Console
-from rich.text import Text
 
 from ssdprof.errors import BadInputError, MissingCapabilityError, masked
-
-if TYPE_CHECKING:
-    from ssdprof.schema import RunReport  # TODO
 
 WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
@@ -105,25 +100,3 @@ def print_json(value: Any) -> None:
 def command_line() -> tuple[str, ...]:
     """The command as typed, for the report; secrets in it are masked."""
     return ("ssdprof", *(masked(word) for word in sys.argv[1:]))
-
-
-def exit_by(report: RunReport) -> None:
-    """End with exit code 1 unless all requested cases of the run were compared and passed.
-
-    Gates that do not hold are named on stderr.
-    """
-    from ssdprof.schema.outcome import outcome  # TODO
-
-    found = outcome(report)
-    if not found.passed:
-        gate_failed(f"GATE FAILED: {one}" for one in found.broken)
-
-
-def gate_failed(lines: Iterable[str]) -> NoReturn:
-    """Print one line for each reason on stderr, and end with exit code 1."""
-    from ssdprof.errors import ExitCode
-
-    console = err()
-    for line in lines:
-        console.print(Text(line))
-    raise typer.Exit(ExitCode.GATE_FAILED)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, PlainSerializer, TypeAdapter, computed_field
 
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionRecord
@@ -28,9 +30,15 @@ class Side:
     """One of the two.  name: as the user gave it.  unfinished: why it is incomplete; empty if it is complete."""
 
     name: str
-    report: Report
+    report: Annotated[Report, Field(exclude=True)]
     unfinished: str = ""
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def id(self) -> str:
+        return self.report.id
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def subject(self) -> str:
         """A model, or the operator of a bench."""
@@ -49,6 +57,25 @@ class Difference:
         return f"other {self.what}: {self.base}, now {self.new}"
 
 
+def _values(case: Case | None) -> dict[str, str | float | None] | None:
+    """What the document has of a case: times in us, and the output's errors against the fp64 oracle."""
+    if case is None:
+        return None
+    out = case.tensor("out")
+    return {
+        "result": case.result,
+        "why": case.why,
+        "device_us": case.device_us.value if case.device_us else None,
+        "call_us": case.call_us.value if case.call_us else None,
+        "rms_ratio": out.vs_oracle.rms_ratio if out else None,
+        "max_abs": out.vs_oracle.max_abs if out else None,
+        "workspace_bytes": case.memory.workspace_bytes if case.memory else None,
+    }
+
+
+_Case = Annotated[Case | None, PlainSerializer(_values, return_type=dict[str, str | float | None] | None)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """A case of both, or of one of them.
@@ -60,8 +87,8 @@ class Pair:
     other_inputs: why errors cannot be compared; empty if both had the same inputs.
     """
 
-    base: Case | None
-    new: Case | None
+    base: _Case
+    new: _Case
     time: Estimate | None = None
     call: Estimate | None = None
     over_baseline: Estimate | None = None
@@ -75,11 +102,17 @@ class Pair:
         assert found is not None
         return found
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def name(self) -> str:
+        return self.case.name
+
     @property
     def judged_by(self) -> Estimate | None:
         """The ratio of times if they can be compared, else the ratio of speedups."""
         return self.time or self.over_baseline
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def verdict(self) -> str:
         """ "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE", "only in NEW"."""
@@ -129,8 +162,15 @@ class Comparison:
     machine: tuple[Difference, ...]
     pairs: tuple[Pair, ...]
     totals: tuple[Total, ...]
-    verdicts: Mapping[Condition, tuple[Verdict, ...]]
+    verdicts: Annotated[
+        Mapping[Condition, tuple[Verdict, ...]],
+        PlainSerializer(
+            lambda found: {one.spelling: offenders for one, offenders in found.items()},
+            return_type=dict[str, tuple[Verdict, ...]],
+        ),
+    ]
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def nothing_compared(self) -> str:
         """The reason why nothing was compared; empty if some case was."""
@@ -139,9 +179,13 @@ class Comparison:
         both = [pair for pair in self.pairs if pair.base and pair.new]
         return "; ".join(dict.fromkeys(why for pair in both for why in pair.apart)) or "no case is in both"
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
         return not self.nothing_compared and not any(self.verdicts.values())
+
+
+DOCUMENT: TypeAdapter[Comparison] = TypeAdapter(Comparison)  # what --json prints
 
 
 def compare(

@@ -1,0 +1,182 @@
+"""`ssdprof run`, `capture`, `answers` and `prefill`: they load a model.  Their options were checked before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ssdprof.commands import output, terminal
+from ssdprof.commands.options import Answers, Capture, Prefill, Run
+from ssdprof.commands.output import TerminalWatcher
+from ssdprof.core.base import KernelOrigin, PrecisionRecord, Record
+from ssdprof.core.report import Condition, Report
+from ssdprof.core.subject import CaptureManifest
+from ssdprof.environment.present import require_gpu
+from ssdprof.errors import SsdprofError
+from ssdprof.jobs import answers as answers_job
+from ssdprof.jobs import limits, stall_files
+from ssdprof.jobs import prefill as prefill_job
+from ssdprof.jobs import run as run_job
+from ssdprof.jobs.capture import capture as store_captures
+from ssdprof.jobs.dry_run import check_start, plan
+from ssdprof.jobs.request import COMPARED, AnswersRequest, CaptureRequest, OutputOptions, ReplayRequest
+from ssdprof.jobs.run import resolve_implementations
+from ssdprof.jobs.stalls import profile_run
+from ssdprof.jobs.subject import Stored, Subject
+from ssdprof.operators.implementations import refuse_unknown
+from ssdprof.progress import Unwatched
+from ssdprof.report import brief, stall_document
+from ssdprof.report import terminal as tables
+from ssdprof.report.document import compose
+from ssdprof.report.statements import verdict_lines
+from ssdprof.store.ranks import Ranks
+from ssdprof.tuning.use import use_saved
+
+
+class StoredCapture(Record):
+    """The result of `ssdprof capture`."""
+
+    folder: str
+    manifest: CaptureManifest
+
+
+def run(options: Run, asked: tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]) -> None:
+    request, wanted, found, ranks = asked
+    reports = ranks is None or ranks.first  # the first rank reports for all
+    if options.dry_run:
+        if reports:
+            planned = plan(found, request, tensor_parallel=options.tensor_parallel)
+            output.show_plan(planned, as_json=options.json)
+            run_job.check(found, wanted, ranks)
+            check_start(planned, found, request)
+        return
+    wanted = replace(wanted, conditions=_judged_here(wanted.conditions, options))
+    watcher = TerminalWatcher() if reports else Unwatched()
+    tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
+    keep = OutputOptions(out=options.out, save_captures=options.save_captures, command=terminal.command_line())
+    with terminal.only_data_on_stdout():
+        folder, report = run_job.run(request, wanted, keep, watcher, found=found, ranks=ranks)
+    if not reports:
+        return
+    shown = tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
+    output.show(report, shown, as_json=options.json, note=output.kept(folder))
+    if options.prefill:
+        _prefill(request, wanted.smallest_difference, folder, as_json=options.json)
+    if options.stalls:
+        _stalls(request, folder, report, tuned, as_json=options.json)
+    output.end(report)
+
+
+def _judged_here(conditions: tuple[Condition, ...], options: Run) -> tuple[Condition, ...]:
+    """The conditions that this machine can judge: without a GPU nothing is timed.
+
+    Raises MissingCapabilityError if a condition on times was given on the command line.
+    """
+    if torch.cuda.is_available():
+        return conditions
+    of_times = [one for one in conditions if one.metric in ("speedup", "time")]
+    for one in of_times:
+        option = "--min-speedup" if options.min_speedup is not None else f"--gate {one.spelling}"
+        if options.min_speedup is not None or one.spelling in (options.gate or ()):
+            require_gpu(f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out.")
+        terminal.err().print(f"{one.spelling.split()[0]} of the settings file is not judged: this machine has no GPU.")
+    return tuple(one for one in conditions if one not in of_times)
+
+
+def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, *, as_json: bool) -> None:
+    """Time and show prefills, a report in the run's folder.  If this machine cannot time them, prints why."""
+    try:
+        require_gpu(*prefill_job.NEEDS_GPU)
+        subject = prefill_job.find(request)
+        wanted = prefill_job.PrefillRequest(
+            model=request,
+            resolved=resolve_implementations(COMPARED, COMPARED[0], subject.layers),
+            smallest_difference=smallest_difference,
+            out=folder / "prefill",
+            command=terminal.command_line(),
+        )
+        with terminal.only_data_on_stdout():
+            place, report = prefill_job.time_prefills(wanted, subject, TerminalWatcher())
+    except SsdprofError as error:
+        terminal.err().print(f"No prefill times: {error.message}  {error.hint}")
+        return
+    if not as_json:
+        terminal.out().print("", tables.render(compose(report)), sep="\n")
+    terminal.err().print(f"Prefill times are in {place}.")
+
+
+def _stalls(request: CaptureRequest, folder: Path, report: Report, tuned: Path | None, *, as_json: bool) -> None:
+    """Profile, show and store stalls.  If this machine cannot profile, prints why and leaves the run."""
+    try:
+        found = profile_run(request, folder, report, TerminalWatcher(), tuned=tuned)
+    except SsdprofError as error:
+        terminal.err().print(f"No stalls: {error.message}  {error.hint}")
+        return
+    if not as_json:
+        lines = map(tables.verdict, verdict_lines(report))
+        terminal.out().print(tables.render(stall_document.compose(found)), *lines, sep="\n")
+    terminal.err().print(f"Stalls are in {folder / stall_files.FOLDER}.")
+
+
+def capture(options: Capture, asked: tuple[CaptureRequest, Subject]) -> None:
+    request, subject = asked
+    if options.dry_run:
+        planned = plan(subject, request)
+        output.show_plan(planned, as_json=options.json)
+        limits.check_capture()
+        check_start(planned, subject, request)
+        return
+    watcher = TerminalWatcher()
+    folder, manifest = store_captures(request, options.out, overwrite=options.force, watcher=watcher, subject=subject)
+    if options.json:
+        terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
+    else:
+        print(folder)
+
+
+def answers(options: Answers, asked: tuple[CaptureRequest, AnswersRequest, Subject]) -> None:
+    request, wanted, subject = asked
+    subject = answers_job.loaded_as(subject, wanted)
+    if options.dry_run:
+        planned = plan(subject, request)
+        output.show_plan(planned, as_json=options.json)
+        answers_job.check(subject, wanted)
+        check_start(planned, subject, request)
+        return
+    if not options.no_tuned:
+        use_saved(TerminalWatcher().say)
+    keep = OutputOptions(out=options.out, command=terminal.command_line())
+    with terminal.only_data_on_stdout():
+        folder, report = answers_job.answers(request, wanted, keep, TerminalWatcher(), subject)
+    shown = tables.render(compose(report), verdict_last=True)
+    output.finish(report, shown, as_json=options.json, note=output.kept(folder))
+
+
+def prefill(options: Prefill, asked: tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]) -> None:
+    request, names, smallest, conditions = asked
+    refuse_unknown("--impl", names)
+    refuse_unknown("--baseline", (options.baseline,))
+    require_gpu(*prefill_job.NEEDS_GPU)
+    subject = prefill_job.find(request)
+    if not options.no_tuned:
+        use_saved(TerminalWatcher().say)
+    both: tuple[KernelOrigin, ...] = ("model", "bundled")
+    wanted = prefill_job.PrefillRequest(
+        model=request,
+        batch=options.batch,
+        precision=PrecisionRecord(intermediates=options.dtypes, state_dtype=options.states),
+        conv_and_norm=both if options.conv_and_norm == "bundled" else ("model",),
+        resolved=resolve_implementations(names, options.baseline, subject.layers),
+        first_call_s=options.first_call,
+        seconds=options.seconds,
+        budget=options.budget,
+        smallest_difference=smallest,
+        conditions=conditions,
+        out=options.out,
+        command=terminal.command_line(),
+    )
+    with terminal.only_data_on_stdout():
+        folder, report = prefill_job.time_prefills(wanted, subject, TerminalWatcher())
+    output.finish(report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder))

@@ -1,0 +1,169 @@
+"""What a command shows: progress, a report, the plan of a dry run; and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ssdprof.commands import terminal
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Report
+from ssdprof.core.subject import DryRun
+from ssdprof.core.words import placement_words, serving_words, size_words
+from ssdprof.errors import ExitCode
+from ssdprof.progress import Advance
+from ssdprof.report import statements
+from ssdprof.store.reports import dump
+
+_ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
+
+
+class TerminalWatcher:
+    """Draws steps as progress bars on stderr; if that is not a terminal, prints lines from time to time."""
+
+    def __init__(self) -> None:
+        self._console = terminal.err()
+        self._bars: Progress | None = None
+        self._depth = 0
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    @contextmanager
+    def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
+        self._depth += 1
+        try:
+            if self._console.is_terminal:
+                with self._shown() as bars:
+                    yield from self._bar(bars, text, total, unit)
+            else:
+                yield self._lines(text, total, unit)
+        finally:
+            self._depth -= 1
+
+    def _lines(self, text: str, total: int | None, unit: str) -> Advance:
+        """Prints only outermost steps, because a log is read afterwards."""
+        done = 0
+
+        def advance(amount: int) -> None:
+            nonlocal done
+            done += amount
+            if outermost and total is not None:
+                self.say(f"{text}: {done} of {total} {unit}".rstrip())
+
+        if outermost := self._depth == 1:
+            self.say(text)
+        return advance
+
+    def _bar(self, bars: Progress, text: str, total: int | None, unit: str) -> Iterator[Advance]:
+        task = bars.add_task(text, total=total, unit=unit)
+        bars.refresh()
+
+        def advance(amount: int) -> None:
+            bars.advance(task, amount)
+            bars.refresh()
+
+        try:
+            yield advance
+        finally:
+            bars.remove_task(task)
+
+    @contextmanager
+    def _shown(self) -> Iterator[Progress]:
+        """The bars on screen, the outermost step's first.  They are drawn when a step reports progress, not by a
+        separate thread, which would share the interpreter with the timed work."""
+        if self._bars is not None:
+            yield self._bars
+            return
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        self._bars = Progress(
+            *columns, console=self._console, transient=True, auto_refresh=False, speed_estimate_period=_ETA_FROM
+        )
+        try:
+            with self._bars:
+                yield self._bars
+        finally:
+            self._bars = None
+
+
+def finish(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
+    """Print a report, and end with exit code 1 unless it passed.  note: a sentence on stderr, without --json."""
+    show(report, shown, as_json=as_json, note=note)
+    end(report)
+
+
+def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
+    if as_json:
+        print(dump(report))
+    else:
+        if note:
+            terminal.err().print(note)
+        terminal.out().print(shown)
+
+
+def end(report: Report) -> None:
+    """End with exit code 1 unless all requested cases were compared and passed, and all conditions hold.
+
+    The reasons are named on stderr; of the failed cases of a run its report tells.
+    """
+    found = outcome(report)
+    if found.passed:
+        return
+    if report.kind in ("bench", "prefill"):
+        fail(statements.errors(report))
+    fail(f"GATE FAILED: {one}" for one in found.broken)
+
+
+def fail(lines: Iterable[str]) -> NoReturn:
+    """Print one line for each reason on stderr, and end with exit code 1."""
+    console = terminal.err()
+    for line in lines:
+        console.print(Text(line))
+    raise typer.Exit(ExitCode.GATE_FAILED)
+
+
+def kept(folder: Path) -> str:
+    return f"Kept in {folder}."
+
+
+def show_plan(plan: DryRun, *, as_json: bool) -> None:
+    """The plan of --dry-run on stdout."""
+    if as_json:
+        terminal.print_json(plan.model_dump(mode="json"))
+        return
+    console = terminal.out()
+    checkpoint = plan.checkpoint
+    console.print(Text(f"{checkpoint.repo_id} {checkpoint.revision or ''}".rstrip(), style="bold"))
+    for note in plan.notes:
+        console.print(Text(f"  {note}"))
+    indices = ", ".join(str(layer.index) for layer in plan.layers)
+    prompt = ", ".join(f"{seqlen:,}" for seqlen in plan.seqlens)
+    rows = {
+        "layers": f"{indices} ({plan.layers[0].operator.upper()}, {plan.dims}) of {checkpoint.layer_count}",
+        "prompt": f"{prompt} {'token' if plan.seqlens == (1,) else 'tokens'}",
+        "served": serving_words(plan.serving, batch=plan.batch, tensor_parallel=plan.tensor_parallel),
+        "download": size_words(plan.download_bytes),
+        "weights": f"{size_words(plan.weight_bytes)} loaded; {size_words(plan.free_bytes)} are free on {plan.device}",
+        "placement": placement_words(plan.placement) if plan.placement else "",
+    }
+    for name, value in rows.items():
+        if value:
+            console.print(Text(f"  {name:<10}{value}"))
+    for file in plan.files:
+        size = size_words(file.size_bytes)
+        console.print(Text(f"  {size:>12}  {file.name}{'  (here)' if file.cached else ''}"))

@@ -1,0 +1,255 @@
+"""Options -> what a command is asked to do.  Wrong options are refused here, before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ssdprof import operators, settings
+from ssdprof.capture.prompt import parse_seq, parse_seqs
+from ssdprof.checkpoint.names import check_layers
+from ssdprof.commands.options import (
+    Answers,
+    Bench,
+    Capture,
+    Model,
+    PlacedModel,
+    Prefill,
+    Run,
+    ServedModel,
+    Stalls,
+    Tune,
+)
+from ssdprof.core.base import DType, PrecisionRecord, precisions_for
+from ssdprof.core.conditions import of_options, parse_percent
+from ssdprof.core.report import Condition
+from ssdprof.errors import BadInputError
+from ssdprof.files import check_target
+from ssdprof.jobs.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
+from ssdprof.jobs.request import (
+    AnswersRequest,
+    CaptureRequest,
+    ModelRequest,
+    PromptRequest,
+    ReplayRequest,
+    ServingRequest,
+    parse_implementations,
+    parse_serving,
+    parse_states,
+)
+from ssdprof.jobs.subject import Stored, Subject, captures_of, find, find_to_replay, refuse_large
+from ssdprof.operators.generate import Cell, InputDType, Tokens
+from ssdprof.store.ranks import Ranks, join, started
+
+Precisions = Callable[[DType], tuple[PrecisionRecord, ...]]
+
+
+def refuse_ranks(*what: str) -> None:
+    """BadInputError if torchrun started several processes.  what: the options or command that they cannot share."""
+    if what and (count := started()) > 1:
+        raise BadInputError(
+            f"{count} ranks cannot share {' and '.join(what)}.", "Start a single process, without torchrun."
+        )
+
+
+def on_model(options: Model) -> CaptureRequest:
+    """Raises BadInputError."""
+    if options.prompt_file is not None and options.prompt == "random":
+        raise BadInputError("--prompt random and --prompt-file cannot be combined.", "Give one of them.")
+    serving = ServingRequest()
+    if isinstance(options, ServedModel):
+        serving = parse_serving(
+            options.batch,
+            options.packed,
+            options.chunked_prefill,
+            options.decode,
+            seq=options.seq,
+            segment=options.segment,
+        )
+    check_layers(options.layers)
+    return CaptureRequest(
+        model=ModelRequest(model=options.model, revision=options.revision, tokenizer=options.tokenizer),
+        prompt=PromptRequest(
+            text=options.prompt_file or options.prompt,
+            seqlens=None if options.seq is None else parse_seqs(options.seq),
+            serving=serving,
+        ),
+        layers=options.layers,
+        segment_length=None if options.segment is None else parse_seq(options.segment),
+        placement=options.placement if isinstance(options, PlacedModel) else None,
+    )
+
+
+def _gates(options: Run | Bench) -> tuple[Condition, ...]:
+    given = of_options(
+        min_speedup=options.min_speedup,
+        min_match=options.min_match or (),
+        max_rms_ratio=options.max_rms_ratio,
+        gates=options.gate or (),
+    )
+    return settings.gates(options.config, given)
+
+
+# --- run, capture, answers, prefill
+
+
+def run(options: Run) -> tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]:
+    """Raises BadInputError; ModelUnavailableError for a model that is not there."""
+    request = on_model(options)
+    replay = ReplayRequest(
+        intermediates=options.dtypes,
+        states=None if options.states is None else parse_states(options.states),
+        implementations=parse_implementations("--impl", options.impl),
+        baseline=options.baseline,
+        first_call_s=options.first_call,
+        smallest_difference=parse_percent("--smallest-difference", options.smallest_difference),
+        cast=options.cast,
+        tensor_parallel=options.tensor_parallel,
+        conditions=_gates(options),
+    )
+    added = {"--answers": options.answers, "--prefill": options.prefill, "--stalls": options.stalls}
+    given = [option for option, wanted in added.items() if wanted]
+    if options.cast is not None and given:
+        raise BadInputError(
+            f"--cast and {given[0]} cannot be combined: --cast changes the inputs of the replay alone.",
+            "Leave out one of them.",
+        )
+    if options.stalls and options.tensor_parallel > 1:
+        raise BadInputError(
+            "--stalls and --tensor-parallel cannot be combined: --stalls profiles all heads.", "Leave out one of them."
+        )
+    served = request.prompt.serving != ServingRequest() or options.tensor_parallel > 1
+    if served and (options.answers or options.prefill):
+        raise BadInputError(
+            f"{given[0]} runs one whole sequence through all heads of the model.",
+            "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
+        )
+    if options.prefill and (folder := captures_of(request)) is not None:
+        raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
+    alone = ("--answers", "--stalls", "--prefill", "--save-captures")
+    refuse_ranks(*(name for name in alone if getattr(options, name[2:].replace("-", "_"))))
+    ranks = join()
+    return (request, replay, find_to_replay(request, save_captures=options.save_captures, whole=options.answers), ranks)
+
+
+def capture(options: Capture) -> tuple[CaptureRequest, Subject]:
+    refuse_ranks("ssdprof capture")
+    request = on_model(options)
+    return request, find(request)
+
+
+def answers(options: Answers) -> tuple[CaptureRequest, AnswersRequest, Subject]:
+    refuse_ranks("ssdprof answers")
+    request = on_model(options)
+    states = None if options.states is None else parse_states(options.states)
+
+    def precisions(dtype: DType) -> tuple[PrecisionRecord, ...]:
+        return precisions_for("bf16" if dtype == "fp32" else dtype, options.dtypes, states)
+
+    wanted = AnswersRequest(
+        precisions=precisions,
+        implementations=parse_implementations("--impl", options.impl),
+        reference=options.reference,
+        weights=options.weights,
+        per_layer=options.per_layer,
+        generate=options.generate,
+        conditions=of_options(
+            max_kl=options.max_kl,
+            min_top1=options.min_top1,
+            max_perplexity_increase=options.max_perplexity_increase,
+            gates=options.gate or (),
+        ),
+    )
+    subject = find(request, whole=True)
+    refuse_large(subject)
+    return request, wanted, subject
+
+
+def prefill(options: Prefill) -> tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]:
+    """The request, all implementations, the smallest difference that counts, and the conditions."""
+    refuse_ranks("ssdprof prefill")
+    request = on_model(options)
+    names = parse_implementations("--impl", f"{options.impl},{options.against}" if options.against else options.impl)
+    smallest = parse_percent("--smallest-difference", options.smallest_difference)
+    given = of_options(min_speedup=options.min_speedup, gates=options.gate or ())
+    return request, names, smallest, settings.gates(options.config, given, prefill=True)
+
+
+# --- bench, tune, stalls
+
+
+class BenchWords(NamedTuple):
+    """cells: without --draw, which needs torch.  too_large: cells that --max-tokens leaves out.
+
+    libraries: names of --against.  names: all implementations, other libraries first.
+    """
+
+    cells: tuple[Cell, ...]
+    too_large: tuple[Tokens, ...]
+    chunk_sizes: tuple[int, ...]
+    precisions: Precisions
+    libraries: tuple[str, ...]
+    names: tuple[str, ...]
+    smallest_difference: float
+    conditions: tuple[Condition, ...]
+
+
+def bench(options: Bench) -> BenchWords:
+    """Raises BadInputError."""
+    most = parse_seq(options.max_tokens)
+    tokens, too_large = parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
+    shapes = parse_shapes(operators.get(options.operator).generated, options.shape)
+    against = [word.strip() for word in options.against.split(",") if word.strip()]
+    if options.published is not None:  # gives one of them its checkout
+        against = [*(name for name in against if name != "published"), f"published={options.published}"]
+    libraries = tuple(dict.fromkeys(against))
+    also = parse_implementations("--also", options.also) if options.also else ()
+    states = None if options.states is None else parse_states(options.states)
+    return BenchWords(
+        cells=expand(shapes, parse_dtypes(options.dtype), tokens, options.layout),
+        too_large=too_large,
+        chunk_sizes=parse_chunk_sizes(options.chunk_size),
+        precisions=lambda dtype: precisions_for(dtype, options.dtypes, states),
+        libraries=libraries,
+        names=(*libraries, *parse_implementations("--impl", options.impl), *also),
+        smallest_difference=parse_percent("--smallest-difference", options.smallest_difference),
+        conditions=_gates(options),
+    )
+
+
+def tune(options: Tune) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
+    """The cells of drawn inputs, or none and the lengths of captured ones.  Raises BadInputError."""
+    refuse_ranks("ssdprof tune")
+    if options.clear:
+        return (), None
+    if options.out is not None:
+        check_target(options.out, replace=options.force)
+    known = operators.get(options.operator).generated
+    if options.where is not None:
+        if options.shape is not None or options.batch is not None or options.dtype is not None:
+            raise BadInputError(
+                "Captured inputs have their own shape, batch and dtype.", "Leave out --shape, --batch and --dtype."
+            )
+        return (), None if options.seq is None else lengths(options.seq)
+    tokens, _ = parse_tokens(options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31)
+    dtypes: tuple[InputDType, ...] = parse_dtypes(options.dtype or "bf16")
+    return expand(parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
+
+
+def stalls(options: Stalls) -> tuple[tuple[str, ...], int | None]:
+    """The implementations, and tokens of the prompt.  Raises BadInputError."""
+    refuse_ranks("ssdprof stalls")
+    if options.where is not None and not options.where.strip():
+        raise BadInputError(
+            "The name is empty.", "Name a run, a model or captures, or leave it out for the latest run."
+        )
+    if options.markdown is not None:
+        check_target(options.markdown, replace=options.force)
+    implementations = parse_implementations("--impl", options.impl)
+    seqlen = None if options.seq is None else parse_seq(options.seq)
+    if options.files and any(one is not None for one in (options.where, options.layer, seqlen, options.out)):
+        raise BadInputError(
+            "--from reads existing reports and profiles nothing.",
+            "Leave out the run or model, --layer, --seq and --out.",
+        )
+    return implementations, seqlen

@@ -1,0 +1,250 @@
+"""`ssdprof runs`, `accuracy`, `export`, `compare` and `schemas`: they read stored reports, and import no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+
+from ssdprof import files, settings
+from ssdprof.commands import options, output, terminal
+from ssdprof.core import pairs
+from ssdprof.core.base import Record, precisions_for
+from ssdprof.core.conditions import of_options, parse_fail_if, parse_percent
+from ssdprof.core.report import Report
+from ssdprof.errors import BadInputError, SsdprofError, nearest
+from ssdprof.jobs import stall_files
+from ssdprof.jobs.request import parse_implementations, parse_states
+from ssdprof.report import brief, comparison, exports, html, markdown
+from ssdprof.report.document import compose
+from ssdprof.report.terminal import SplitTable, render
+from ssdprof.store import reports
+
+SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
+
+
+# --- runs
+
+
+class ListedRun(Record):
+    """A report's folder.
+
+    name: of the folder; other commands take it.  model: or the operator of a bench.
+    verdict: "failed": a case was compared and did not pass, or could not finish, or a condition does not hold;
+        "refused": an implementation does not support a case; "incomplete": nothing went wrong, but cases are missing;
+        "unreadable": see `reason`, and all other fields but the name are empty.
+    state: "partial" if it did not reach its end.
+    gpu: None on a machine without one.
+    """
+
+    name: str
+    kind: str = ""
+    created: str = ""  # ISO 8601, UTC
+    model: str = ""
+    random_weights: bool = False
+    seqlens: tuple[int, ...] = ()  # of the prompts
+    layers: int = 0  # replayed ones
+    cases: int = 0
+    gpu: str | None = None
+    verdict: str
+    state: Literal["complete", "partial"] | None = None
+    reason: str = ""
+
+
+def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
+    if isinstance(report, SsdprofError):
+        return ListedRun(name=path.name, verdict="unreadable", reason=report.message)
+    return ListedRun(
+        name=path.name,
+        kind=report.kind,
+        created=report.created,
+        model=report.subject,
+        random_weights=bool(report.model and report.model.random_weights),
+        seqlens=tuple(prompt.seqlen for prompt in report.prompts),
+        layers=len(report.captured),
+        cases=len(report.cases),
+        gpu=report.environment.gpu.name if report.environment.gpu else None,
+        verdict=brief.verdict_word(report),
+        state="complete" if report.complete else "partial",
+    )
+
+
+def runs(options: options.Runs) -> None:
+    folder = options.folder or reports.RUNS
+    if options.folder is not None and not folder.is_dir():
+        raise BadInputError(f"{folder} is not a folder.", "Name a folder that holds runs, or leave it out for runs/.")
+    found = reports.listed(folder)
+    if options.json:
+        terminal.print_json([listed(path, report).model_dump(mode="json") for path, report in found])
+    elif table := brief.runs(found):
+        terminal.out().print(SplitTable(table, rest="--json"))
+    else:
+        terminal.err().print(f"There are no runs in {folder}.  Make one with 'ssdprof run MODEL'.")
+
+
+# --- accuracy
+
+
+def accuracy(options: options.Accuracy) -> None:
+    given = of_options(min_match=options.min_match or (), max_rms_ratio=options.max_rms_ratio)
+    limits = [one for one in settings.gates(options.config, given) if one.metric in ("match", "rms")]
+    folder, report = reports.load(options.run, "run")
+    if options.baseline not in (None, report.baseline):
+        raise BadInputError(
+            f"Run {report.id} compared with {report.baseline}, not with {options.baseline}.",
+            f"Run the model again with --baseline {options.baseline}.",
+        )
+    if options.impl is not None:
+        names = parse_implementations("--impl", options.impl)
+        known = dict.fromkeys(case.implementation for case in report.of_calls)
+        for name in names:
+            if name not in known:
+                raise BadInputError(f"Run {report.id} has no implementation {name!r}.", nearest(name, known))
+        report = report.restricted(implementations=names)
+    replaced = {one.metric for one in limits}
+    kept = [one for one in report.conditions if one.metric not in replaced]
+    report = report.changed(conditions=(*kept, *limits))
+    states = parse_states(options.states)
+    table = brief.accuracy_table(report, options.dtypes, states, every_state=options.states != "all")
+    shown = report.restricted(precisions=precisions_for("fp32", options.dtypes, states))
+    output.finish(shown, table, as_json=options.json, note=f"From {folder}.")
+
+
+# --- export
+
+
+def export(options: options.Export) -> None:
+    chosen = options.format or ("json" if options.json else "markdown")
+    if options.json and chosen != "json":
+        raise BadInputError(f"--json and --format {chosen} cannot be combined.", "Give one of them.")
+    if chosen == "github":
+        if options.output is not None:
+            raise BadInputError(
+                f"--format github writes to the files that {SUMMARY} and {OUTPUT} name.", "Leave -o out."
+            )
+        if not (os.environ.get(SUMMARY) and os.environ.get(OUTPUT)):
+            raise BadInputError(
+                f"--format github is for a step of GitHub Actions, which sets {SUMMARY} and {OUTPUT}.",
+                "Elsewhere take --format markdown, or name files with these variables.",
+            )
+    folder, report = reports.load(options.run, "run", "bench", "prefill", "answers")
+    if chosen == "github":
+        _to_github(report)
+    else:
+        target = _target(options.output, force=options.force)
+        _write(_FORMATS[chosen](folder, report, target), target, force=options.force, source=f" from {folder}")
+    output.end(report)
+
+
+def _markdown(folder: Path, report: Report, target: Path | None) -> str:
+    """With the stalls of a run.  Pictures are written next to the target."""
+    text = markdown.render(compose(report))
+    stalls = stall_files.of_run(folder)
+    if stalls is None:
+        return text
+    figures = stall_files.write_pictures(target, stalls) if target else {}
+    return f"{text}\n{stall_files.as_markdown(stalls, figures)}"
+
+
+_FORMATS: dict[str, Callable[[Path, Report, Path | None], str]] = {
+    "markdown": _markdown,
+    "html": lambda _, report, __: html.render(report),
+    "json": lambda _, report, __: reports.dump(report),
+    "junit": lambda _, report, __: exports.junit(report),
+    "csv": lambda _, report, __: exports.csv(report),
+    "benchmark-action": lambda _, report, __: exports.benchmark_action(report),
+    "benchmark-action-bigger": lambda _, report, __: exports.benchmark_action(report, bigger=True),
+}
+
+
+def _to_github(report: Report) -> None:
+    """Append the summary and the outputs to the files that GitHub names, and print the annotations on stdout."""
+    summary = Path(os.environ[SUMMARY])
+    used = summary.stat().st_size if summary.is_file() else 0
+    files.append_text(summary, exports.step_summary(report, used))
+    lines = (f"{name}={value}\n" for name, value in exports.outputs(report).items())
+    files.append_text(Path(os.environ[OUTPUT]), "".join(lines))
+    for line in exports.workflow_commands(report):
+        print(line)
+
+
+def _target(file: Path | None, *, force: bool) -> Path | None:
+    """The file of -o, checked for writing; None for stdout or "-".  Raises BadInputError."""
+    if file is None or str(file) == "-":
+        return None
+    files.check_target(file, replace=force)
+    return file
+
+
+def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> None:
+    if target is None:
+        print(text)
+    else:
+        files.write_text(target, text.rstrip("\n") + "\n", replace=force)
+        terminal.err().print(f"Wrote {target}{source}.")
+
+
+# --- compare
+
+
+def compare(options: options.Compare) -> None:
+    if options.json and options.format == "markdown":
+        raise BadInputError("--json and --format markdown cannot be combined.", "Give one of them.")
+    stored = settings.load(options.config).compare
+    conditions = [parse_fail_if(text) for text in (stored.fail_if if options.fail_if is None else options.fail_if)]
+    smallest = parse_percent("--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%")
+    target = _target(options.output, force=options.force)
+    base, new = ((name, reports.load(name)[1]) for name in (options.base, options.new))
+    found = pairs.compare(base, new, smallest_difference=smallest, conditions=conditions)
+    document, as_json = comparison.compose(found), options.json or options.format == "json"
+    if target is not None or as_json or options.format:
+        text = pairs.DOCUMENT.dump_json(found, indent=1).decode() if as_json else markdown.render(document)
+        _write(text, target, force=options.force)
+    else:
+        terminal.out().print(render(document, rest="--format markdown"))
+    if not found.passed:
+        offences = [f"FAILED: {one}" for offenders in found.verdicts.values() for one in offenders]
+        if found.nothing_compared:
+            offences.append(f"FAILED: nothing was compared: {found.nothing_compared}")
+        output.fail(offences)
+
+
+# --- schemas
+
+_SCHEMAS = {  # [] after a type: the document is a list
+    "report": "ssdprof.core.report:Report",
+    "comparison": "ssdprof.core.pairs:Comparison",
+    "runs": "ssdprof.commands.stored:ListedRun[]",
+    "dry-run": "ssdprof.core.subject:DryRun",
+    "capture": "ssdprof.commands.model:StoredCapture",
+    "stalls": "ssdprof.jobs.stall_files:StallReport",
+    "tune": "ssdprof.tuning.records:TuneReport",
+    "tune-dry-run": "ssdprof.tuning.records:PlannedSearch[]",
+    "models": "ssdprof.checkpoint.names:Family[]",
+    "doctor": "ssdprof.environment:Check[]",
+    "settings": "ssdprof.settings:ProjectSettings",
+}
+
+
+def schema(name: str) -> dict[str, Any]:
+    """The JSON schema of a document.  BadInputError for an unknown name."""
+    if name not in _SCHEMAS:
+        raise BadInputError(f"There is no document {name!r}.", nearest(name, _SCHEMAS))
+    kind = resolve_name(_SCHEMAS[name].removesuffix("[]"))
+    adapter = TypeAdapter(tuple[kind, ...] if _SCHEMAS[name].endswith("[]") else kind)
+    mode: Literal["validation", "serialization"] = "validation" if name == "settings" else "serialization"
+    title = f"ssdprof {name.replace('-', ' ')}"
+    return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode=mode), "title": title}
+
+
+def schemas(options: options.Schemas) -> None:
+    if options.name is None:
+        print(*_SCHEMAS, sep="\n")
+    else:
+        print(json.dumps(schema(options.name), indent=1, sort_keys=True))

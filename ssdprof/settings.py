@@ -1,0 +1,120 @@
+"""The settings of a project for all commands: `[tool.ssdprof]` in pyproject.toml, or ssdprof.toml.
+
+An example is in docs/ci.md.  Gates of the command line come before those of the file.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ssdprof.core.conditions import of_options
+from ssdprof.core.report import Condition
+from ssdprof.errors import BadInputError, nearest, unreadable
+
+_PROJECT = "pyproject.toml"
+_CONFIG = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-"))
+_Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class GateSettings(BaseModel):
+    """The gates of run, bench and accuracy, unless the command line sets them: named as its options are."""
+
+    model_config = _CONFIG
+    min_speedup: _Limit | None = None
+    min_match: dict[Literal["0", "1e-3", "1e-2"], Annotated[float, Field(ge=0, le=100)]] = Field(default_factory=dict)
+    max_rms_ratio: _Limit | None = None
+
+
+class PrefillSettings(BaseModel):
+    """The gate of prefill, unless the command line sets it.  A model gains less than its operators."""
+
+    model_config = _CONFIG
+    min_speedup: _Limit | None = None
+
+
+class CompareSettings(BaseModel):
+    """The options of compare, unless the command line gives them."""
+
+    model_config = _CONFIG
+    fail_if: tuple[str, ...] = ()
+    smallest_difference: str | None = None
+
+
+class ProjectSettings(BaseModel):
+    """Settings of ssdprof."""
+
+    model_config = _CONFIG
+    gates: GateSettings = Field(default_factory=GateSettings)
+    prefill: PrefillSettings = Field(default_factory=PrefillSettings)
+    compare: CompareSettings = Field(default_factory=CompareSettings)
+
+
+def load(file: Path | None = None) -> ProjectSettings:
+    """The settings of `file`, or of the nearest file that has any, from the current folder upwards.
+
+    In a folder ssdprof.toml comes before pyproject.toml.  Without a file, all settings are empty.  Raises BadInputError
+    if the file cannot be read, is not TOML, or has an unknown key or a value that does not fit.
+    """
+    folders = (Path.cwd(), *Path.cwd().parents)
+    near = (path for folder in folders for path in (folder / "ssdprof.toml", folder / _PROJECT) if path.is_file())
+    for candidate in [file] if file else near:
+        values = _values(candidate)
+        if values is not None:
+            return _parse(values, f"{candidate}: [tool.ssdprof]" if candidate.name == _PROJECT else str(candidate))
+    if file is not None:
+        raise BadInputError(f"{file} has no [tool.ssdprof].", "Add it, or name another file with --config.")
+    return ProjectSettings()
+
+
+def gates(config: Path | None, given: Sequence[Condition], *, prefill: bool = False) -> tuple[Condition, ...]:
+    """The conditions of the command line, then those of the settings file on other metrics.  Raises BadInputError."""
+    settings = load(config)
+    if prefill:
+        stored = of_options(min_speedup=settings.prefill.min_speedup)
+    else:
+        found = settings.gates
+        matches = [f"{tolerance}:{least}" for tolerance, least in found.min_match.items()]
+        stored = of_options(min_speedup=found.min_speedup, min_match=matches, max_rms_ratio=found.max_rms_ratio)
+    metrics = {one.metric for one in given}
+    return (*given, *(one for one in stored if one.metric not in metrics))
+
+
+def _values(file: Path) -> dict[str, Any] | None:
+    """The table of ssdprof; None if a pyproject.toml has none."""
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(str(file), error, "Name a TOML file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInputError(
+            f"{file} is not TOML: {error}.", "Correct it, or name another file with --config."
+        ) from error
+    if file.name != _PROJECT:
+        return document
+    tool = document.get("tool", {})
+    found = tool.get("ssdprof") if isinstance(tool, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
+    try:
+        return ProjectSettings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"]]
+        where = ".".join(path)
+        if first["type"] == "extra_forbidden":
+            model: Any = ProjectSettings
+            for part in path[:-1]:
+                model = model.model_fields[part].annotation
+            known = [field.alias or name for name, field in model.model_fields.items()]
+            raise BadInputError(f"{source} has the unknown key {where}.", nearest(path[-1], known)) from error
+        raise BadInputError(
+            f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}.",
+            "'ssdprof schemas settings' prints the allowed keys and values.",
+        ) from error
