@@ -14,7 +14,7 @@ import triton
 from fakes import CELL
 from triton.runtime import Autotuner, _async_compile
 
-from ssdprof.bench.contenders import line_up
+# TODO ssdprof.bench.contenders: line_up
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.adapters import offsets
 from ssdprof.kernels.adapters.tuning import Tunings
@@ -22,9 +22,9 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.adapters import mamba_ssm, published
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.operators.named import resolve
-from ssdprof.operators.ssd.drawing import CHUNK_SIZES
-from ssdprof.operators.ssd.operator import OPERATOR as SSD
+from ssdprof.operators.implementations import resolve
+from ssdprof.operators.ssd import CHUNK_SIZES
+from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.schema import EXACT_FP32
 
 SOFTPLUS = "mamba_ssm.ops.triton.softplus"

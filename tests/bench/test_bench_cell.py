@@ -10,15 +10,17 @@ import torch
 from fakes import CELL, FakeBench, contender, measured
 
 from ssdprof import operators, schema
-from ssdprof.bench.contenders import line_up
-from ssdprof.bench.judge import Verdict, judge, reference_of, run_unjudged
-from ssdprof.bench.run import sampling_seconds
+# TODO ssdprof.bench.contenders: line_up
+from ssdprof.core.report import Verdict
+# TODO ssdprof.bench.judge: judge, reference_of, run_unjudged
+from ssdprof.jobs.bench import sampling_seconds
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.gdn.shapes import GDNShape
-from ssdprof.operators.named import Named, resolve
-from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
-from ssdprof.operators.ssd.operator import OPERATOR as SSD
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.gdn import GDNShape
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.implementations import resolve
+from ssdprof.operators.ssd import CHUNK_SIZES, draw
+from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.schema import EXACT_FP32, precisions_for
 
 SLOW = contender("slow", lambda _: 300.0, ours=False)
@@ -142,7 +144,7 @@ def test_a_verdict_from_shorter_inputs_does_not_cover_what_is_not_finite() -> No
     assert [one.verdict.status for one in judged] == ["passed", "nonfinite"]
 
 
-def bundled(operator: str) -> list[Named]:
+def bundled(operator: str) -> list[Implementation]:
     return [resolve(operators.get(operator), name) for name in ("unfused", "fused")]
 
 

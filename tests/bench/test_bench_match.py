@@ -6,10 +6,10 @@ import pytest
 import torch
 from fakes import CELL, contender
 
-from ssdprof.bench import judge as judging
-from ssdprof.bench.contenders import Entry
-from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
-from ssdprof.operators.ssd.operator import OPERATOR as SSD
+# TODO ssdprof.bench: judge
+from ssdprof.jobs.compare import Entry
+from ssdprof.operators.ssd import CHUNK_SIZES, draw
+from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 HALF = PrecisionRecord(intermediates="exact", state_dtype="bf16")

@@ -14,14 +14,15 @@ from fakes import noting, pretend_gpu
 from typer.testing import CliRunner
 
 from ssdprof import kernels
-from ssdprof.bench import run
-from ssdprof.bench.schema import BenchReport, load
+from ssdprof.jobs.run import run
+from ssdprof.jobs.model import load
+# TODO ssdprof.bench.schema: BenchReport
 from ssdprof.cli import app
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.kernels import registry
 from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.measure import rehearsal
-from ssdprof.operators.drawing import Cell
+# TODO ssdprof.measure: rehearsal
+from ssdprof.operators.generate import Cell
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 

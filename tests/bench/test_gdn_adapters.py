@@ -25,7 +25,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
-from ssdprof.operators.named import resolve
+from ssdprof.operators.implementations import resolve
 
 GDN = operators.get("gdn")
 Calls = list[dict[str, Any]]

@@ -15,7 +15,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_recurrence
-from ssdprof.operators.named import resolve
+from ssdprof.operators.implementations import resolve
 
 SSD = operators.get("ssd")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ssdprof.kernels import UnsupportedError
-from ssdprof.measure.oracle import oracle_output
+from ssdprof.measure.accuracy import oracle_output
 from ssdprof.operators import tensors
 
 

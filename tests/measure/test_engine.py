@@ -13,11 +13,12 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.measure.attempt import attempt
-from ssdprof.measure.call import Call, UnfitError
-from ssdprof.measure.engine import device_times, time_verified, verify
+from ssdprof.measure.first_run import first_run
+from ssdprof.measure.first_run import Call, CallRejected
+from ssdprof.jobs.compare import device_times
+# TODO ssdprof.measure.engine: time_verified, verify
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import Spoilt
+from ssdprof.measure.timing import FailedAfterTiming
 
 PLAN = SamplingPlan(warmup_rounds=1, min_rounds=5, max_rounds=5)
 
@@ -51,7 +52,7 @@ def inputs(make_inputs: Callable[..., SSDInputs]) -> SSDInputs:
 
 def test_calls_of_one_label_are_kept_apart(inputs: SSDInputs) -> None:
     slow, fast = call(inputs, 300.0), call(inputs, 100.0)
-    verified = verify({one: attempt(one) for one in (slow, fast)}, inputs, baselines={fast: slow})
+    verified = verify({one: first_run(one) for one in (slow, fast)}, inputs, baselines={fast: slow})
     comparison = verified[fast].comparison
     assert comparison is not None
     assert comparison.tensors[0].vs_baseline is not None
@@ -65,8 +66,8 @@ def test_a_call_without_an_output_is_verified_to_nothing(inputs: SSDInputs) -> N
         raise RuntimeError("no")
 
     one = call(inputs, 1.0, broken)
-    verified = verify({one: attempt(one)}, inputs)[one]
-    assert (verified.attempt.status, verified.comparison, verified.bits) == ("failed", None, None)
+    verified = verify({one: first_run(one)}, inputs)[one]
+    assert (verified.first_run.status, verified.comparison, verified.bits) == ("failed", None, None)
 
 
 def test_an_output_that_changes_is_told_from_one_that_wavers(inputs: SSDInputs) -> None:
@@ -88,11 +89,11 @@ def test_an_output_that_changes_is_told_from_one_that_wavers(inputs: SSDInputs) 
         call(inputs, 1.0, after_the_first(one_bit)),
         call(inputs, 1.0, after_the_first(lambda out: -out)),
     )
-    verified = verify({one: attempt(one) for one in (wavering, changing)}, inputs)
+    verified = verify({one: first_run(one) for one in (wavering, changing)}, inputs)
     timed = time_verified(list(verified.values()), FakeBench(), PLAN)
-    assert (timed[wavering].wavered, timed[wavering].spoilt) == (True, None)
+    assert (timed[wavering].wavered, timed[wavering].failed_later) == (True, None)
     assert timed[wavering].sampled is not None
-    spoilt = timed[changing].spoilt
+    spoilt = timed[changing].failed_later
     assert spoilt is not None
     assert "out, head" in spoilt.reason
     assert timed[changing].sampled is None
@@ -105,21 +106,21 @@ def test_a_call_that_damages_its_inputs_has_no_output_and_no_time(inputs: SSDInp
         looks.append(None)
         return "it changes its inputs: x" if len(looks) > 1 else ""
 
-    at_once = replace(call(inputs, 1.0), damage=lambda: "it changes its inputs: B")
-    assert attempt(at_once).status == "failed"
-    assert attempt(at_once).reason == "it changes its inputs: B"
-    later = replace(call(inputs, 1.0), damage=damaged_when_timed)
-    verified = verify({later: attempt(later)}, inputs)
+    at_once = replace(call(inputs, 1.0), out_of_bounds=lambda: "it changes its inputs: B")
+    assert first_run(at_once).status == "failed"
+    assert first_run(at_once).reason == "it changes its inputs: B"
+    later = replace(call(inputs, 1.0), out_of_bounds=damaged_when_timed)
+    verified = verify({later: first_run(later)}, inputs)
     timed = time_verified(list(verified.values()), FakeBench(), PLAN)[later]
-    assert (timed.sampled, timed.spoilt) == (None, Spoilt("inaccurate", "after it was timed: it changes its inputs: x"))
+    assert (timed.sampled, timed.failed_later) == (None, FailedAfterTiming("inaccurate", "after it was timed: it changes its inputs: x"))
 
 
 def test_a_call_that_is_unfit_is_not_made(inputs: SSDInputs) -> None:
     def unfit() -> None:
-        raise UnfitError("failed", "it hangs")
+        raise CallRejected("failed", "it hangs")
 
     RAN.clear()
-    tried = attempt(replace(call(inputs, 1.0), rehearse=unfit))
+    tried = first_run(replace(call(inputs, 1.0), precheck=unfit))
     assert (tried.status, tried.reason, tried.output, RAN) == ("failed", "it hangs", None, [])
 
 

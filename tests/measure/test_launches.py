@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import LazyDict
 
-from ssdprof.measure.launches import describe, recorded_launches
+from ssdprof.measure.first_run import describe, recorded_launches
 
 BLOCKS = (128, 256, 512)
 

@@ -15,7 +15,7 @@ import torch
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get, tensors
-from ssdprof.operators.named import Roster, kind_of, known, refuse_two_checkouts, resolve
+from ssdprof.operators.implementations import ImplementationCache, kind_of, known, refuse_two_checkouts, resolve
 from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 SSD, GDN = get("ssd"), get("gdn")
@@ -114,7 +114,7 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
 
 
 def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
-    roster = Roster(torch.device("cpu"))
+    roster = ImplementationCache(torch.device("cpu"))
     (here / "a").mkdir()
     first = roster.get(SSD, f"published={here}")
     assert roster.get(SSD, f"published={here}") is roster.get(SSD, "published") is first

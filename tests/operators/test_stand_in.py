@@ -10,7 +10,7 @@ import torch
 from ssdprof import kernels
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.registry import UnsupportedError
-from ssdprof.operators.stand_in import run_kernels
+from ssdprof.operators.operator import run_kernels
 
 DEVICE = torch.device("cuda")
 

@@ -12,9 +12,10 @@ from fakes import CEILINGS, HOPPER, RAN, CudaFakeBench, UnreadClocks
 from operators import toy
 from typer.testing import CliRunner
 
-from ssdprof import operators, runs
-from ssdprof.bench import run as bench_run
-from ssdprof.bench.schema import load
+from ssdprof import operators
+from ssdprof.commands.stored import runs
+from ssdprof.jobs.run import run as bench_run
+from ssdprof.jobs.model import load
 from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.capture.store import load as load_captures
 from ssdprof.cli import app

@@ -18,10 +18,10 @@ import torch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.operators import tensors
-from ssdprof.operators.drawing import Cell, Drawing
+from ssdprof.operators.generate import Cell, InputGenerator
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.operator import BoundCall, Cost, Door, Form, Judgement, Operator, Output, Span
-from ssdprof.operators.outline import Outline
+from ssdprof.operators.operator import BoundCall, Cost, CallBinding, Form, OracleSpec, Operator, Output, Span
+from ssdprof.operators.operator import Outline
 from ssdprof.schema import Dims
 
 CHUNK = 16  # positions after which the state is stored
@@ -126,7 +126,7 @@ def forms(inputs: ToyInputs) -> tuple[Form, Form]:
     )
 
 
-JUDGEMENT = Judgement(
+JUDGEMENT = OracleSpec(
     forms=forms,
     blocks=blocks,
     gate=lambda inputs, span: Gate(inputs.a[span.batch, span.start : span.stop].float()),
@@ -143,7 +143,7 @@ def bind(_mixer: object, x: torch.Tensor, a: torch.Tensor, **_dropped: object) -
     return BoundCall(ToyInputs(x=x, a=a), wants_final_state=True)
 
 
-DOOR = Door(
+DOOR = CallBinding(
     function="toy_scan",
     bind=bind,
     views=("x",),
@@ -202,7 +202,7 @@ def draw(cell: Cell, device: torch.device) -> ToyInputs:
     return ToyInputs(x=x.to(dtype_named(cell.dtype)), a=-torch.rand(*sizes, device=device, generator=generator))
 
 
-DRAWING = Drawing(
+DRAWING = InputGenerator(
     shapes={"toy-1b": ToyShape(name="toy-1b", heads=2, width=8)},
     parse=parse,
     grammar="heads x width, such as 2x8",

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ssdprof.measure.bench import Recording
-from ssdprof.measure.gpu_trace import Trace
+from ssdprof.measure.timing import Recording
+from ssdprof.measure.trace import Trace
 
 REST_US = 1000.0  # of a prefill, without its operators
 

@@ -11,13 +11,13 @@ from kernels.ssd_cases import Case as SSDCase
 from report.make import make_report
 from typer.testing import CliRunner
 
-from ssdprof import runs
+from ssdprof.commands.stored import runs
 from ssdprof.capture.store import token_major
 from ssdprof.cli import app
-from ssdprof.compare.compare import compare
-from ssdprof.compare.read import read
+from ssdprof.core.pairs import compare
+from ssdprof.environment.clocks import read
 from ssdprof.operators.tensors import tensors
-from ssdprof.pipeline.cast import cast
+# TODO ssdprof.pipeline.cast: cast
 from ssdprof.schema import Asked, Cast
 from ssdprof.schema.rows import of_run
 

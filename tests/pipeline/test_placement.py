@@ -25,14 +25,15 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.environment import memory as memory_of
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
-from ssdprof.pipeline import limits, model, placement
-from ssdprof.pipeline.dry_run import check_start, plan
-from ssdprof.pipeline.model import load, run_model
-from ssdprof.pipeline.placement import Placed, choose, priced
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.pipeline.subject import Subject, find
+# TODO ssdprof.pipeline: limits, model, placement
+from ssdprof.jobs.dry_run import check_start, plan
+from ssdprof.jobs.model import load, run_model
+from ssdprof.jobs.placement import Placed, choose, priced
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs.subject import Subject
+from ssdprof.jobs.prefill import find
 from ssdprof.progress import Unwatched
-from ssdprof.report.placement import placement_words
+from ssdprof.core.words import placement_words
 from ssdprof.schema import Serving
 from ssdprof.schema.placement import Held, Placement, PlacementKind
 

@@ -15,13 +15,13 @@ from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure import engine
-from ssdprof.measure.bench import Recording
-from ssdprof.measure.call import Run
+# TODO ssdprof.measure: engine
+from ssdprof.measure.timing import Recording
+from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.pipeline import replay
-from ssdprof.pipeline.replay import LayerReplay, ReplayOptions, replay_layer
-from ssdprof.pipeline.request import STATE_DTYPES
+# TODO ssdprof.pipeline: replay
+# TODO ssdprof.pipeline.replay: LayerReplay, ReplayOptions, replay_layer
+from ssdprof.jobs.request import STATE_DTYPES
 from ssdprof.schema import EXACT_FP32, CaseResult, Ceilings, LayerRef, PrecisionRecord, precisions_for
 
 LAYER = LayerRef(index=3, name="model.layers.3.mamba", operator="ssd")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ssdprof.pipeline.request import ReplayRequest, parse_states
+from ssdprof.jobs.request import ReplayRequest, parse_states
 
 
 @pytest.mark.parametrize(
