@@ -18,10 +18,10 @@ from pathlib import Path
 import recorded
 from bars import Finding, check
 from rivals import Rivals
+from ssdprof.report.tables.table import Table, columns
 
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
-from ssdprof.report.tables.table import Table, columns
 
 HERE = Path(__file__).parent
 

@@ -22,16 +22,16 @@ from typing import Any
 
 import recorded
 from recorded import RESULTS, Cell, RecordedCase
-
-from ssdprof.files import write_text
 from ssdprof.pipeline import stall_files
-from ssdprof.report import format as fmt
-from ssdprof.report import markdown
 from ssdprof.report.tables.table import Table, columns
 from ssdprof.runs import document, prefill_file
 from ssdprof.schema.rows import of_run
 from ssdprof.schema.run import RunReport
 from ssdprof.schema.stalls import KernelStalls, Stage, StallReport
+
+from ssdprof.files import write_text
+from ssdprof.report import format as fmt
+from ssdprof.report import markdown
 
 FOLDER = Path(__file__).parent / "published"
 CLAIMS, PAGE = FOLDER / "claims.csv", FOLDER / "README.md"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import recorded
 from recorded import Cell, RecordedCase
+from ssdprof.report.tables.table import Table, columns
 
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
-from ssdprof.report.tables.table import Table, columns
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

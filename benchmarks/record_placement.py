@@ -30,16 +30,16 @@ from typing import Any
 
 import torch
 from make_random_checkpoint import write_checkpoint
-
 from ssdprof.capture.captured import CapturedLayer
-from ssdprof.environment import machine
-from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.model import load, run_model
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject, find
-from ssdprof.progress import Unwatched
 from ssdprof.schema.placement import PlacementKind
+
+from ssdprof.environment import machine
+from ssdprof.operators.tensors import tensors
+from ssdprof.progress import Unwatched
 
 MODEL = "granite-4.0-h-small"
 LAYER_BYTES = 1_610_000_000

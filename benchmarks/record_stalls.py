@@ -19,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-
 from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.store import CaptureWriter
-from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import EXACT_FP32, CheckpointRef, LayerRef
 from ssdprof.schema.stalls import Launched
+
+from ssdprof.capture.store import CaptureWriter
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.stalls import ncu
 
 NO_SOURCE = ("LaunchStats", "Occupancy", "SpeedOfLight")

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
-
 from ssdprof.bench import schema as bench
-from ssdprof.files import write_text
 from ssdprof.schema import Ceilings, Clocks, Environment, Gates, Launch, Memory, Record, TensorAccuracy
 from ssdprof.schema.accuracy import Deviation
 from ssdprof.schema.speed import Interval
+
+from ssdprof.files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 ERROR_DIGITS, TIME_DIGITS = 4, 6

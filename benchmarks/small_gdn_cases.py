@@ -16,22 +16,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
-
-from ssdprof import operators
 from ssdprof.bench.render import as_markdown
 from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.commands.progress_bars import TerminalWatcher
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.gdn.shapes import GDNShape
+from ssdprof.operators.named import resolve
+from ssdprof.schema import precisions_for
+from torch.nn import functional as F
+
+from ssdprof import operators
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import SsdprofError
 from ssdprof.files import write_text
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.dtypes import dtype_named
-from ssdprof.operators.gdn.shapes import GDNShape
-from ssdprof.operators.named import resolve
-from ssdprof.schema import precisions_for
 
 BATCHES = (  # sequences, tokens of each, heads, K = V, divisor of the gate, share of gates that are 0
     (1, 63, 1, 64, 1.0, 0.0), (2, 500, 3, 60, 1.0, 0.0), (2, 1000, 3, 64, 1.0, 0.5), (3, 1024, 4, 100, 0.1, 0.0),

@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from ssdprof.measure.bench import CudaBench
+from ssdprof.pipeline.request import COMPARED
 from tabulate import tabulate
 from verdict_comparisons import DIFFERENCE, OPERATOR, Place, Row, different, same
 
 from ssdprof import __version__
 from ssdprof.environment.machine import collect, kernels_hash
-from ssdprof.measure.bench import CudaBench
-from ssdprof.pipeline.request import COMPARED
 
 SHAPES = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
 LENGTHS = (1024, 4096, 16384, 65536)

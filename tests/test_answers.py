@@ -10,12 +10,12 @@ import pytest
 import tiny_models
 import torch
 from command_line import call
+from ssdprof.measure.oracle import oracle_output
+from ssdprof.schema import AnswerCase, RunReport
 from test_schemas import keeps_to
 
 from ssdprof import runs
 from ssdprof.kernels import registry
-from ssdprof.measure.oracle import oracle_output
-from ssdprof.schema import AnswerCase, RunReport
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from command_line import Answer
+from ssdprof.pipeline.request import parse_percent
 
 import ssdprof
 from ssdprof import cli, runs
 from ssdprof.environment.doctor import Check
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
-from ssdprof.pipeline.request import parse_percent
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,13 @@ import torch
 from command_line import Answer
 from report.pages import Page
 from safetensors.torch import load_file, save_file
+from ssdprof.schema import SLICES, RunReport
+from ssdprof.schema.outcome import outcome
 from test_schemas import keeps_to
 
 from ssdprof import kernels, runs
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.kernels import UnsupportedError, registry
-from ssdprof.schema import SLICES, RunReport
-from ssdprof.schema.outcome import outcome
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

@@ -25,14 +25,14 @@ import pytest
 import tiny_models
 import torch
 import typer
+from ssdprof.bench import file as bench_file
+from ssdprof.commands.schemas import documents
+from ssdprof.runs import prefill_file
 from tuning import tuning_fakes
 from typer.testing import CliRunner
 
 from ssdprof import __version__
-from ssdprof.bench import file as bench_file
 from ssdprof.cli import app
-from ssdprof.commands.schemas import documents
-from ssdprof.runs import prefill_file
 from ssdprof.tuning import store
 from ssdprof.tuning.records import TuneReport
 

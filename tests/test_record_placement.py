@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import record_placement
 from random_models import GRANITE_SMALL, MODELS, Mamba2
-
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.subject import find
 

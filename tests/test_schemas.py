@@ -8,14 +8,14 @@ import jsonschema
 import pytest
 import typer
 from report.make import failed, make_report
-from typer.testing import CliRunner
-
 from ssdprof.bench import schema as bench_schema
-from ssdprof.cli import app
 from ssdprof.commands.schemas import documents, schemas
-from ssdprof.errors import BadInputError
 from ssdprof.runs import REPORT, document
 from ssdprof.schema import SCHEMA_VERSION
+from typer.testing import CliRunner
+
+from ssdprof.cli import app
+from ssdprof.errors import BadInputError
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from fake_nvml import FakeNvml
+from ssdprof.pipeline import limits
+from ssdprof.pipeline.capture import capture
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest
 from triton import knobs
 
 from ssdprof.environment import doctor, machine, toolchain
 from ssdprof.environment.toolchain import Need, needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.pipeline import limits
-from ssdprof.pipeline.capture import capture
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest
 from ssdprof.progress import Unwatched
 
 

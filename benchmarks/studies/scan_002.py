@@ -35,16 +35,16 @@ from inter_chunk import (
     low_rank,
     one_launch_a_chunk,
 )
+from ssdprof.measure.faults import first_line, refuse_if_lost
+from ssdprof.measure.launches import counted_launches, recorded_launches
+from ssdprof.schema import Launch
+from ssdprof.stalls.raw import RawKernel
 from study import Judge, Study, end, options_of, timed
 
 from ssdprof.errors import MissingCapabilityError, SsdprofError
 from ssdprof.kernels.adapters.tuning import Tunings
-from ssdprof.measure.faults import first_line, refuse_if_lost
-from ssdprof.measure.launches import counted_launches, recorded_launches
-from ssdprof.schema import Launch
 from ssdprof.stalls import facts as ncu_facts
 from ssdprof.stalls import ncu, read
-from ssdprof.stalls.raw import RawKernel
 
 BATCH, HEADS = 4, 16
 DIMS, CHUNKS, RANKS, RANK_CHUNKS = (64, 128), (8, 16, 32, 64, 128), (1, 2, 4, 8, 16), 64

@@ -19,15 +19,15 @@ from typing import Any, Literal
 
 import torch
 from selective_scan import PARALLEL, ScanInputs, ScanLayer, draw_layer, judge, parallel, run_both, scan, sequential
+from ssdprof.measure.events import cuda_event
+from ssdprof.measure.faults import first_line, refuse_if_lost
+from ssdprof.measure.gpu_trace import traced, work
+from ssdprof.measure.launches import counted_launches, recorded_launches
 from study import Study, end, options_of, timed
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.adapters import mamba_ssm
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.events import cuda_event
-from ssdprof.measure.faults import first_line, refuse_if_lost
-from ssdprof.measure.gpu_trace import traced, work
-from ssdprof.measure.launches import counted_launches, recorded_launches
 
 BATCH, HEADS, DSTATE = 16, 8, 64  # the sizes of the source
 FORWARD_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

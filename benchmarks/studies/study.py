@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+from ssdprof.measure.bench import CudaBench
+from ssdprof.measure.faults import first_line
 
 from ssdprof import __version__, environment
 from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.files import write_text
-from ssdprof.measure.bench import CudaBench
-from ssdprof.measure.faults import first_line
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import time_in_turns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import os
 import platform
 import time
@@ -80,20 +80,15 @@ def installed_version(package: str) -> str | None:
 
 
 def kernels_hash(operator: str) -> str:
-    """SHA-256 of the sources that determine an operator's machine code and the meaning of its configurations.
+    """SHA-256 of an operator's machine code for sm_90, as Triton 3.6.0 compiles the launches of the compiler's tests.
 
-    These are all Python files under `kernels/<operator>/`, in sub-folders too, and the files directly in `kernels/`,
-    which all operators share.  Raises ValueError if `kernels/` has no folder of that name.
+    It is computed when the kernels change (tests/kernels/machine_code.py) and read here.  Raises ValueError for an
+    operator without bundled kernels.
     """
-    folder = Path(str(files("ssdprof.kernels")))
-    own = sorted((folder / operator).rglob("*.py")) if operator else []
-    if not own:
+    hashes: dict[str, str] = json.loads(files("ssdprof.kernels").joinpath("machine_code.json").read_text("utf-8"))
+    if operator not in hashes:
         raise ValueError(f"no kernels of an operator {operator!r}")
-    digest = hashlib.sha256()
-    for file in [*sorted(folder.glob("*.py")), *own]:
-        text = file.read_bytes()
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{len(text)}\0".encode() + text)
-    return digest.hexdigest()
+    return hashes[operator]
 
 
 def _cpu_model() -> str:

@@ -20,7 +20,7 @@ import torch
 
 from ssdprof.environment.machine import ask_nvml, gpu_memory
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 
 DRIVER_LIBRARY = "libcuda.so.1"
 _LDCONFIG = "/sbin/ldconfig"

@@ -44,7 +44,7 @@ from ssdprof.jobs.run import Resolved
 from ssdprof.jobs.subject import Subject, refuse_large
 from ssdprof.jobs.subject import find as find_layers
 from ssdprof.jobs.substitute import Compute, substituted
-from ssdprof.kernels._garbage import no_garbage_collection
+from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import blaming, call_of, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall

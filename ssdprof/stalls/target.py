@@ -42,7 +42,7 @@ from ssdprof.operators.implementations import own_precisions, required, resolve
 from ssdprof.stalls import ncu
 from ssdprof.stalls.attribute import UNKNOWN, Sources
 from ssdprof.stalls.read import base_name
-from ssdprof.tuning.use import use_file
+from ssdprof.store.tuned import use_file
 
 DEVICE = "cuda"
 

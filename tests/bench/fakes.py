@@ -10,28 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from ssdprof import kernels, schema
 from ssdprof.bench import run as bench_run
 from ssdprof.bench.cell import Stopwatch, time_cell
 from ssdprof.bench.contenders import Contender
 from ssdprof.bench.judge import judge
 from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
-from ssdprof.kernels import registry
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.bench import CaptureError, Recording
 from ssdprof.measure.call import Run
 from ssdprof.measure.occupancy import Limits
-from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.named import Named
 from ssdprof.operators.ssd.drawing import draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.operators.ssd.shapes import SSDShape
 from ssdprof.schema import EXACT_FP32
+
+from ssdprof import kernels, schema
+from ssdprof.kernels import registry
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.sampling import SamplingPlan
 
 SHAPE = SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))

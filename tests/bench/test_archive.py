@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import recorded
 from fakes import contender, measured, report
-
 from ssdprof.bench.schema import BenchReport, dump
 
 

@@ -14,12 +14,12 @@ import check_bars
 import pytest
 import recorded
 from fakes import contender, measured, report
-
-from ssdprof import schema
 from ssdprof.bench.grid import expand, parse_tokens
 from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.operators.ssd.drawing import DRAWING
+
+from ssdprof import schema
 
 RELAXED = schema.PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
 RULES = tomllib.loads("""

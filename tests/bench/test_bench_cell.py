@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import CELL, FakeBench, contender, measured
-
-from ssdprof import operators, schema
 from ssdprof.bench.contenders import line_up
 from ssdprof.bench.judge import Verdict, judge, reference_of, run_unjudged
 from ssdprof.bench.run import sampling_seconds
-from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.gdn.shapes import GDNShape
 from ssdprof.operators.named import Named, resolve
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.schema import EXACT_FP32, precisions_for
+
+from ssdprof import operators, schema
+from ssdprof.kernels.ssd.inputs import SSDOutput
 
 SLOW = contender("slow", lambda _: 300.0, ours=False)
 FAST = contender("fast", lambda _: 100.0)

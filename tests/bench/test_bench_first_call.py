@@ -9,13 +9,13 @@ import pytest
 import torch
 import triton
 from fakes import CELL, contender, measured
-
 from ssdprof.bench.first_call import Patience, TimeIsUp, first_call, slower
 from ssdprof.bench.judge import BudgetSpent, judge
 from ssdprof.bench.schema import FirstCall
-from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.operators.ssd.drawing import draw
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
+
+from ssdprof.kernels.ssd.inputs import SSDOutput
 
 CPU = torch.device("cpu")
 

@@ -9,14 +9,19 @@ import pytest
 import torch
 from command_line import call
 from fakes import RAN
+from ssdprof.bench.contenders import line_up, ways
+from ssdprof.bench.judge import judge
+from ssdprof.bench.schema import BenchReport, load
+from ssdprof.operators.drawing import Cell, Peer, PeerSource, Tokens
+from ssdprof.operators.gdn.shapes import GDNShape
+from ssdprof.operators.named import Named, resolve
+from ssdprof.operators.ssd.shapes import SSDShape
+from ssdprof.schema import EXACT_FP32
 from test_bench_run import noting
 from test_bench_run import pretended_gpu as pretended_gpu
 from test_bench_run import pytestmark as pytestmark
 
 from ssdprof import operators
-from ssdprof.bench.contenders import line_up, ways
-from ssdprof.bench.judge import judge
-from ssdprof.bench.schema import BenchReport, load
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
@@ -24,11 +29,6 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_recurrence
-from ssdprof.operators.drawing import Cell, Peer, PeerSource, Tokens
-from ssdprof.operators.gdn.shapes import GDNShape
-from ssdprof.operators.named import Named, resolve
-from ssdprof.operators.ssd.shapes import SSDShape
-from ssdprof.schema import EXACT_FP32
 
 GDN, SSD = operators.get("gdn"), operators.get("ssd")
 CPU = torch.device("cpu")

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-
 from ssdprof.bench.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_tokens
 from ssdprof.bench.shapes import parse_shapes
-from ssdprof.errors import BadInputError
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.drawing import DRAWING, draw
 from ssdprof.operators.ssd.shapes import SHAPES, SSDShape
+
+from ssdprof.errors import BadInputError
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from fakes import CELL, contender
-
 from ssdprof.bench import judge as judging
 from ssdprof.bench.contenders import Entry
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES, draw

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
-from torchrun import starting
-
-from ssdprof import operators
 from ssdprof.bench import run as bench_run
 from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut, load
 from ssdprof.bench.shared import Outcomes
 from ssdprof.environment.ranks import POLL_S, Ranks
+from ssdprof.schema import Environment
+from torch.distributed import HashStore
+from torchrun import starting
+
+from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.progress import Unwatched
-from ssdprof.schema import Environment
 
 CELLS: Any = ("a", "b", "c", "d", "e")
 EMPTY = BenchReport(

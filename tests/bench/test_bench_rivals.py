@@ -15,7 +15,6 @@ from check_bars import against, summary
 from fakes import contender, measured, report
 from recorded import recorded
 from rivals import Rivals
-
 from ssdprof.bench.grid import expand, parse_tokens
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.shapes import parse_shapes

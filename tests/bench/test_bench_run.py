@@ -11,17 +11,17 @@ import pytest
 import torch
 from command_line import call
 from fakes import noting, pretend_gpu
+from ssdprof.bench import run
+from ssdprof.bench.schema import BenchReport, load
+from ssdprof.operators.drawing import Cell
 from typer.testing import CliRunner
 
 from ssdprof import kernels
-from ssdprof.bench import run
-from ssdprof.bench.schema import BenchReport, load
 from ssdprof.cli import app
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.kernels import registry
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure import rehearsal
-from ssdprof.operators.drawing import Cell
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 

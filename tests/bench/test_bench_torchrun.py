@@ -12,7 +12,7 @@ import pytest
 from torchrun import Start, ranks_of, starting, wait_for
 
 from ssdprof.bench.schema import BenchReport, load
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 
 pytestmark = [
     pytest.mark.slow,

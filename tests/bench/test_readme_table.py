@@ -8,7 +8,6 @@ import pytest
 import readme_table
 from fakes import report
 from recorded import Cell, recorded
-
 from ssdprof.bench.schema import BenchCell, BenchReport
 from ssdprof.schema import Gpu, PrecisionRecord
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import small_gdn_cases as cases
 import torch
+from fakes import contender, measured, report
 
 from ssdprof import operators
 from ssdprof.bench.contenders import line_up
 from ssdprof.bench.judge import judge
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.bench.schema import BenchReport
+from ssdprof.errors import BadInputError
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.operators.named import resolve
 from ssdprof.schema import precisions_for
 
@@ -44,3 +47,29 @@ def test_ours_compute_them(number: int) -> None:
     )
     judged = judge([entry for one in contenders for entry in one.entries(gdn, inputs)])
     assert {one.verdict.status for one in judged} == {"passed"}, [one.verdict.reason for one in judged]
+
+
+def test_the_table_has_ratios_of_device_times() -> None:
+    times = (contender("fla", lambda _: 300.0, ours=False), contender("fused", lambda _: 100.0))
+    text = cases.table(report(*measured(*times)))
+    assert "| tiny | 300.0 | 100.0 | - | - | 3.00x | - | - |" in text
+    assert "geometric mean of 1 cases: 3.00x" in text
+
+
+def test_cases_of_an_earlier_run_are_joined_in_order() -> None:
+    first, second = (cell.shape.name for cell in list(cases.cells())[:2])
+    one = measured(contender("fused", lambda _: 100.0))
+    earlier, later = (_of(name, report(*one, seconds=2.0)) for name in (second, first))
+    found = cases.joined(earlier, later)
+    assert [cell.shape for cell in found.cells] == [first, second]
+    assert found.seconds == 4
+
+
+def test_cases_of_other_kernels_are_not_joined() -> None:
+    one = report(*measured(contender("fused", lambda _: 100.0)), kernels="0123")
+    with pytest.raises(BadInputError, match="'kernels': '0123'"):
+        cases.joined(one, one.model_copy(update={"kernels": "4567"}))
+
+
+def _of(name: str, found: BenchReport) -> BenchReport:
+    return found.model_copy(update={"cells": tuple(cell.model_copy(update={"shape": name}) for cell in found.cells)})

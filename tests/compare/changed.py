@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from report.make import RELAXED_FP32, make_environment, make_report
-
 from ssdprof.schema import EXACT_FP32, CaseResult, Environment, Interval, RunReport
 
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"

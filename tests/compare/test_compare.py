@@ -14,20 +14,20 @@ from compare.changed import FUSED, fused, other_machine, run, slowed
 from fakes import contender, measured
 from fakes import report as bench_report
 from report.make import RELAXED_FP32, failed, in_calls, make_checkpoint, make_prompt
-from test_schemas import schema_of
-
 from ssdprof.bench.schema import BenchReport
 from ssdprof.bench.schema import dump as dump_bench
 from ssdprof.compare import compare as comparing
 from ssdprof.compare.compare import compare
 from ssdprof.compare.conditions import parse
 from ssdprof.compare.read import read
-from ssdprof.errors import BadInputError
-from ssdprof.report.comparison import compose
 from ssdprof.runs import document
 from ssdprof.schema import EXACT_FP32, CaseResult
 from ssdprof.schema.comparison import Comparison, Pair
 from ssdprof.schema.stalls import KernelStalls, StallReport
+from test_schemas import schema_of
+
+from ssdprof.errors import BadInputError
+from ssdprof.report.comparison import compose
 
 
 @pytest.fixture

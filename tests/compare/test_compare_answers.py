@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 from compare.changed import run
-
 from ssdprof.compare.compare import compare
 from ssdprof.compare.conditions import parse
 from ssdprof.compare.read import read
-from ssdprof.report import comparison
 from ssdprof.runs import document
 from ssdprof.schema import EXACT_FP32, RunReport
 from ssdprof.schema.answers import AnswerBand, AnswerCase, AnswerGate, Answers
 from ssdprof.schema.comparison import Comparison
+
+from ssdprof.report import comparison
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from command_line import Answer
 from compare.changed import FUSED, fused, other_machine, run, slowed
-from test_schemas import keeps_to
-
 from ssdprof.runs import document
 from ssdprof.schema.comparison import Comparison
+from test_schemas import keeps_to
 
 
 def compare(*words: str) -> Answer:

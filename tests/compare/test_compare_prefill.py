@@ -10,19 +10,19 @@ import pytest
 from compare.changed import other_machine, run
 from report.make import make_checkpoint
 from report.make_prefill import FUSED, UNFUSED, found, length, report
-from test_schemas import keeps_to
-from typer.testing import CliRunner
-
-from ssdprof.cli import app
 from ssdprof.compare.compare import compare
 from ssdprof.compare.conditions import parse
 from ssdprof.compare.read import read
-from ssdprof.report import comparison
-from ssdprof.report.tables import Table
 from ssdprof.runs import document, prefill_file
 from ssdprof.schema import Environment, Interval, RunReport
 from ssdprof.schema.comparison import Comparison, Pair
 from ssdprof.schema.prefill import LeftOutLength, PrefillCase, PrefillReport
+from test_schemas import keeps_to
+from typer.testing import CliRunner
+
+from ssdprof.cli import app
+from ssdprof.report import comparison
+from ssdprof.report.tables import Table
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

@@ -1,7 +1,6 @@
 """Amdahl's law computed from times equals Amdahl's law computed from shares."""
 
 import pytest
-
 from ssdprof.measure.amdahl import predicted_speedup
 
 

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from ssdprof.measure.bootstrap import mean_interval
 
 from ssdprof.measure import answers
 from ssdprof.measure.answers import Comparison, bands, compare_logits, first_nonfinite, joined
-from ssdprof.measure.bootstrap import mean_interval
 
 COUNT, VOCABULARY = 60, 17
 

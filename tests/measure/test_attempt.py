@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ssdprof.measure.call import Call
 
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure import attempt, faults
-from ssdprof.measure.call import Call
 
 
 def inputs() -> SSDInputs:

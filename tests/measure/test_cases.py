@@ -1,7 +1,6 @@
 """Which cases belong together, and which are compared with each other."""
 
 import pytest
-
 from ssdprof.measure.cases import Case, batches_of, groups_of
 from ssdprof.schema import PrecisionRecord, precisions_for
 

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from ssdprof.operators.ssd.rounding import RoundedSSD, SSDGate
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -13,7 +14,6 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure import accuracy
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
 from ssdprof.operators.operator import Span
-from ssdprof.operators.ssd.rounding import RoundedSSD, SSDGate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = [

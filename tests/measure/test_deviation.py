@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from ssdprof.measure.deviation import Region, RunningDeviation, rms_ratio, unravel
 
 from ssdprof import schema
-from ssdprof.measure.deviation import Region, RunningDeviation, rms_ratio, unravel
 
 SHAPE = (2, 5, 3, 4)  # (b, l, h, p)
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import RAN, FakeBench
+from ssdprof.measure.attempt import attempt
+from ssdprof.measure.call import Call, UnfitError
+from ssdprof.measure.engine import device_times, time_verified, verify
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.measure.attempt import attempt
-from ssdprof.measure.call import Call, UnfitError
-from ssdprof.measure.engine import device_times, time_verified, verify
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Spoilt
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from ssdprof.measure.fingerprint import fingerprint
 
 from ssdprof.measure import fingerprint as module
-from ssdprof.measure.fingerprint import fingerprint
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from ssdprof.measure.gpu_trace import Trace, Work, marked, traced, work
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from ssdprof.measure.guard import GUARD, GuardedInputs, guarded_allocations, unwritten
+from ssdprof.measure.oracle import oracle_output
 
 from ssdprof import operators
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.guard import GUARD, GuardedInputs, guarded_allocations, unwritten
-from ssdprof.measure.oracle import oracle_output
 from ssdprof.operators import tensors
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 from fakes import HOPPER
-
 from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.schema import Launch
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_guard import gdn, ssd
-
-from ssdprof import operators
-from ssdprof.measure import rehearsal
 from ssdprof.measure.call import UnfitError
 from ssdprof.measure.rehearsal import Rehearsals, judged
 from ssdprof.operators.named import Named, resolve
 from ssdprof.schema import EXACT_FP32, PrecisionRecord
+from test_guard import gdn, ssd
+
+from ssdprof import operators
+from ssdprof.measure import rehearsal
 
 
 @pytest.fixture(autouse=True)

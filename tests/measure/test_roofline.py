@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ssdprof.operators.ssd.cost import bytes_moved, dims, flops
+from ssdprof.schema import Ceilings, Dims
 
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.roofline import measure_ceilings, roofline
-from ssdprof.operators.ssd.cost import bytes_moved, dims, flops
-from ssdprof.schema import Ceilings, Dims
 
 MAMBA2_2_7B = Dims(
     operator="ssd",

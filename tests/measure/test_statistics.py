@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-
-from ssdprof.measure import statistics
 from ssdprof.measure.statistics import median_error, median_interval, median_us, ratio, ratio_interval, settled, steady
 from ssdprof.schema import Interval
+
+from ssdprof.measure import statistics
 
 
 def noisy(median: float, spread: float, seed: int = 0, *, recordings: int = 5, placement: float = 0.0) -> np.ndarray:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ssdprof.measure.bench import WARM_CALLS, CaptureError, CudaBench, Recording
+from ssdprof.measure.call import Run
 
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import faults
-from ssdprof.measure.bench import WARM_CALLS, CaptureError, CudaBench, Recording
-from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import Sampled, Spoilt, time_in_turns
 

@@ -12,14 +12,14 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-
-from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.bench import Recording
 from ssdprof.measure.call import Run
-from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.statistics import ratio_interval
-from ssdprof.measure.timing import time_in_turns
 from ssdprof.schema import Speedup
+
+from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
+from ssdprof.measure.timing import time_in_turns
 
 PLACEMENT = 0.003  # standard deviation per recording
 FIRST = 0.004  # advantage of the first sample of a round

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.gdn.shapes import GDNShape
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.gdn.shapes import GDNShape
 
 OPERATOR = operators.get("gdn")
 CPU = torch.device("cpu")

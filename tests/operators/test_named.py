@@ -11,12 +11,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from ssdprof.operators.named import Roster, kind_of, known, refuse_two_checkouts, resolve
+from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get, tensors
-from ssdprof.operators.named import Roster, kind_of, known, refuse_two_checkouts, resolve
-from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
 SSD, GDN = get("ssd"), get("gdn")
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")

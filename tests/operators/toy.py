@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from ssdprof.operators.drawing import Cell, Drawing
+from ssdprof.operators.outline import Outline
+from ssdprof.schema import Dims
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.operators import tensors
-from ssdprof.operators.drawing import Cell, Drawing
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.operator import BoundCall, Cost, Door, Form, Judgement, Operator, Output, Span
-from ssdprof.operators.outline import Outline
-from ssdprof.schema import Dims
 
 CHUNK = 16  # positions after which the state is stored
 

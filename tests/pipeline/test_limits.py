@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import limits
 from ssdprof.schema import LayerRef
+
+from ssdprof.errors import MissingCapabilityError
 
 GB = 10**9
 

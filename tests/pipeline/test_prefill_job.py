@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 from prefill_fakes import FakeBench
-
-from ssdprof import kernels, runs
-from ssdprof.errors import MissingCapabilityError
-from ssdprof.measure import rehearsal
 from ssdprof.operators.drawing import Peer, PeerSource
 from ssdprof.operators.ssd.peers import PEERS
 from ssdprof.pipeline import prefill
 from ssdprof.pipeline.lineup import line_up
 from ssdprof.pipeline.prefill import PrefillRequest, find, prefill_of_run, time_prefills
 from ssdprof.pipeline.request import COMPARED, CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.progress import Unwatched
 from ssdprof.runs.record import draft
 from ssdprof.schema import EXACT_FP32, Asked, Gates, PrecisionRecord, Prompt
 from ssdprof.schema.prefill import PrefillReport
 from ssdprof.schema.prefill_rows import broken_gates
+
+from ssdprof import kernels, runs
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.measure import rehearsal
+from ssdprof.progress import Unwatched
 
 
 class Stopwatch(FakeBench):

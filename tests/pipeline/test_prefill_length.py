@@ -10,13 +10,6 @@ import pytest
 import tiny_models
 import torch
 from prefill_fakes import REST_US, FakeBench, cpu_trace
-
-from ssdprof import kernels
-from ssdprof.capture.conv_and_norm import ConvAndNorm
-from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.errors import BadInputError
-from ssdprof.kernels import UnsupportedError
-from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.gpu_trace import Trace
 from ssdprof.operators.named import Named
 from ssdprof.pipeline.prefill_contender import Contender, Prompted
@@ -24,6 +17,13 @@ from ssdprof.pipeline.prefill_length import LengthTimer, sampling_plan
 from ssdprof.pipeline.step_clock import StepClock
 from ssdprof.schema import EXACT_FP32
 from ssdprof.schema.prefill import PrefillCase, PrefillLength, StepTime, Surroundings
+
+from ssdprof import kernels
+from ssdprof.capture.conv_and_norm import ConvAndNorm
+from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.errors import BadInputError
+from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.registry import Implementation
 
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
 LAYERS, LENGTH = 3, 12

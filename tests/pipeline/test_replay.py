@@ -8,6 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from ssdprof.measure.bench import Recording
+from ssdprof.measure.call import Run
+from ssdprof.pipeline import replay
+from ssdprof.pipeline.replay import LayerReplay, ReplayOptions, replay_layer
+from ssdprof.pipeline.request import STATE_DTYPES
+from ssdprof.schema import EXACT_FP32, CaseResult, Ceilings, LayerRef, PrecisionRecord, precisions_for
 
 from ssdprof import kernels
 from ssdprof.errors import BadInputError
@@ -16,13 +22,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure import engine
-from ssdprof.measure.bench import Recording
-from ssdprof.measure.call import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.pipeline import replay
-from ssdprof.pipeline.replay import LayerReplay, ReplayOptions, replay_layer
-from ssdprof.pipeline.request import STATE_DTYPES
-from ssdprof.schema import EXACT_FP32, CaseResult, Ceilings, LayerRef, PrecisionRecord, precisions_for
 
 LAYER = LayerRef(index=3, name="model.layers.3.mamba", operator="ssd")
 PRECISIONS = precisions_for("fp32", "all", STATE_DTYPES)

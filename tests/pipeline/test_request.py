@@ -1,7 +1,6 @@
 """What a run compares by default."""
 
 import pytest
-
 from ssdprof.pipeline.request import ReplayRequest, parse_states
 
 

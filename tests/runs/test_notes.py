@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from report.make import make_checkpoint, make_prompt
-
 from ssdprof.runs.notes import notes
 from ssdprof.schema import Serving
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 from report.make import failed, make_report
+from ssdprof.runs import document as run_document
 from test_schemas import keeps_to
 
 from ssdprof.errors import BadInputError
-from ssdprof.runs import document as run_document
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 REPORTS = {

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from report.make import make_case
+from ssdprof.runs.record import Recorder, recorded
+from ssdprof.schema import EXACT_FP32, CaseResult, CheckpointRef, Environment, LayerRef, RunReport
 
 from ssdprof import files, runs
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
-from ssdprof.runs.record import Recorder, recorded
-from ssdprof.schema import EXACT_FP32, CaseResult, CheckpointRef, Environment, LayerRef, RunReport
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

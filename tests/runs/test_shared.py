@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 from report.make import layer, make_case, make_report
-from torch.distributed import HashStore
-
-from ssdprof import runs
 from ssdprof.environment.ranks import POLL_S, Ranks
-from ssdprof.errors import MissingCapabilityError
-from ssdprof.progress import Unwatched
 from ssdprof.runs.record import Recorder, recorded
 from ssdprof.runs.shared import opened_by_first, recorder_of
 from ssdprof.schema import EXACT_FP32, Asked, RunReport
+from torch.distributed import HashStore
+
+from ssdprof import runs
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.progress import Unwatched
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 from report.make import RELAXED_FP32, failed, make_report, with_steps
-from typer.testing import CliRunner
-
-from ssdprof import runs
-from ssdprof.cli import app
 from ssdprof.report.verdict import verdict_lines
 from ssdprof.runs import document
 from ssdprof.schema import EXACT_FP32, Gates
 from ssdprof.schema.gating import broken
 from ssdprof.schema.outcome import outcome
 from ssdprof.schema.rows import of_run
+from typer.testing import CliRunner
+
+from ssdprof import runs
+from ssdprof.cli import app
 
 HELD = Gates(min_speedup=2.4, min_match={"1e-3": 99.7, "0": 60}, max_rms_ratio=1.5)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from report.make import RELAXED_FP32, failed, layer, make_report
-
 from ssdprof.schema import EXACT_FP32, Asked, CaseResult, RunReport
 from ssdprof.schema.outcome import at_precisions, exact_answer_is_finite, outcome
 

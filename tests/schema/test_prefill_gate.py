@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 from report.make_prefill import FUSED, UNFUSED, found, length, report, speedup
+from ssdprof.pipeline import prefill as job
+from ssdprof.schema import Gates
+from ssdprof.schema.prefill import LeftOutLength, PrefillCase, PrefillReport
+from ssdprof.schema.prefill_rows import broken_gates
 from typer.testing import CliRunner
 
 from ssdprof import settings
 from ssdprof.cli import app
 from ssdprof.errors import BadInputError
-from ssdprof.pipeline import prefill as job
 from ssdprof.report import prefill_document
-from ssdprof.schema import Gates
-from ssdprof.schema.prefill import LeftOutLength, PrefillCase, PrefillReport
-from ssdprof.schema.prefill_rows import broken_gates
 
 PLACE = "prefill, bundled surroundings, 1,024 tokens"
 ROW = f"{PLACE}, fused, exact, fp32 states"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from ssdprof.commands.schemas import documents
+from ssdprof.schema import Gates
 
 from ssdprof import settings
-from ssdprof.commands.schemas import documents
 from ssdprof.errors import BadInputError
-from ssdprof.schema import Gates
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

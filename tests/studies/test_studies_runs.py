@@ -16,13 +16,13 @@ import scan_003
 import study
 import torch
 from recorded import RESULTS
-
-from ssdprof import cli, environment
-from ssdprof.environment.checks import find_ncu
-from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.environment.doctor import find_ncu
 from ssdprof.measure.bench import Recording
 from ssdprof.schema import Launch
 from ssdprof.stalls.raw import RawKernel
+
+from ssdprof import cli, environment
+from ssdprof.errors import ExitCode, MissingCapabilityError
 
 STUDIES: dict[ModuleType, type[study.Study[Any]]] = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
 BROKEN = {scan_002: scan_002.PROPOSED, scan_003: scan_003.SEQUENTIAL}

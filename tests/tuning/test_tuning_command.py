@@ -15,8 +15,9 @@ from tuning_fakes import GPU, Fake, environment, inputs_of, outcome
 from typer.testing import CliRunner
 
 from ssdprof.cli import app
-from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.kernels.ssd import fused, tuned
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.registry import use_overrides
+from ssdprof.kernels.ssd import fused
 from ssdprof.tuning import run, search, store, use
 from ssdprof.tuning.records import Finds, TuneReport
 
@@ -30,7 +31,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "cache" / "ssdprof" / "tuned"
-    tuned.none()
+    use_overrides("ssd", {})
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,6 @@ def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     assert result.exit_code == 0
     assert ("tuned on this GPU" in result.stderr) == bool(found)
     assert ("tuned on this GPU, " in result.stdout) == bool(found)
-    tuned.none()  # as in a new process
+    use_overrides("ssd", {})  # as in a new process
     plain = CliRunner().invoke(app, [*words, "--no-tuned"], prog_name="ssdprof", catch_exceptions=False)
     assert "tuned on this GPU" not in plain.stdout + plain.stderr
