@@ -7,8 +7,6 @@ import torch
 from command_line import call
 from documented_kernels import write_example
 from kernels.ssd_cases import Case
-from ssdprof.schema import EXACT_FP32
-from ssdprof.schema.stalls import StallReport
 from stalls.captures import store_layers
 
 import ssdprof
