@@ -392,8 +392,8 @@ def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
         return "" if holds else metric.says(new, value, condition)
     if condition.metric in (*SLOWER, "time", "speedup"):
         return _slower(condition, pair, new)
-    before = _number(metric.of(base, condition.at, report))
-    now = _number(metric.of(new, condition.at, report))
+    of = metric.changes or metric.of
+    before, now = (_number(of(case, condition.at, report)) for case in (base, new))
     if before is None or pair.other_inputs:
         return None
     if now is None:

@@ -157,7 +157,7 @@ def _stalls(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:
     recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
     said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
     shown = tuple(
-        picture for title, svg in of_stalls.pictures(stalls).values() for picture in pictures(title, svg, titled=True)
+        picture for title, svg in plots.of_stalls(stalls).values() for picture in pictures(title, svg, titled=True)
     )
     blocks = [Block("text", line) for line in said] + ([Block("pictures", shown)] if shown else [])
     yield Part("Warp stalls", "warp-stalls", tuple(blocks))

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from ssdprof.measure.bench import Recording
-from ssdprof.measure.gpu_trace import Trace
 from torch.profiler import ProfilerActivity, profile
+
+from ssdprof.measure.timing import Recording
+from ssdprof.measure.trace import Trace
 
 REST_US = 1000.0  # of a prefill, without its operators
 

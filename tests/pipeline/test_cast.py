@@ -9,17 +9,17 @@ import torch
 from kernels.gdn_cases import Case as GDNCase
 from kernels.ssd_cases import Case as SSDCase
 from report.make import make_report
-from ssdprof.compare.compare import compare
-from ssdprof.compare.read import read
-from ssdprof.pipeline.cast import cast
-from ssdprof.schema import Asked, Cast
-from ssdprof.schema.rows import of_run
 from typer.testing import CliRunner
 
-from ssdprof import runs
+from ssdprof.commands.stored import runs
 from ssdprof.capture.store import token_major
 from ssdprof.cli import app
+from ssdprof.core.pairs import compare
+from ssdprof.environment.clocks import read
 from ssdprof.operators.tensors import tensors
+# TODO ssdprof.pipeline.cast: cast
+from ssdprof.schema import Asked, Cast
+from ssdprof.schema.rows import of_run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -10,13 +10,6 @@ import pytest
 import tiny_models
 import torch
 from prefill_fakes import REST_US, FakeBench, cpu_trace
-from ssdprof.measure.gpu_trace import Trace
-from ssdprof.operators.named import Named
-from ssdprof.pipeline.prefill_contender import Contender, Prompted
-from ssdprof.pipeline.prefill_length import LengthTimer, sampling_plan
-from ssdprof.pipeline.step_clock import StepClock
-from ssdprof.schema import EXACT_FP32
-from ssdprof.schema.prefill import PrefillCase, PrefillLength, StepTime, Surroundings
 
 from ssdprof import kernels
 from ssdprof.capture.conv_and_norm import ConvAndNorm
@@ -24,6 +17,14 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.trace import Trace
+from ssdprof.kernels.registry import Implementation
+# TODO ssdprof.pipeline.prefill_contender: Contender, Prompted
+from ssdprof.jobs.prefill import sampling_plan
+# TODO ssdprof.pipeline.prefill_length: LengthTimer
+from ssdprof.jobs.prefill import StepClock
+from ssdprof.schema import EXACT_FP32
+from ssdprof.schema.prefill import PrefillCase, PrefillLength, StepTime, Surroundings
 
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
 LAYERS, LENGTH = 3, 12
@@ -43,7 +44,7 @@ def contender(bench: FakeBench, name: str, surroundings: Surroundings = "model",
     """Computes with the reference, which is faster here than kernels in the interpreter."""
     base = kernels.get("ssd", "reference")
     implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
-    named = Named(name=name, kind="bundled", implementation=implementation)
+    named = Implementation(name=name, kind="bundled", implementation=implementation)
     noted = Noted(name=name, named={"ssd": named}, precision=EXACT_FP32, surroundings=surroundings)
     object.__setattr__(noted, "bench", bench)
     return noted

@@ -12,6 +12,8 @@ from ssdprof.schema.stalls import StallReport
 from stalls.captures import store_layers
 
 import ssdprof
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.stalls import StallReport
 from ssdprof.environment.toolchain import find_ncu
 from ssdprof.jobs.stalls import StallRequest, profile
 from ssdprof.progress import Unwatched
