@@ -1,10 +1,11 @@
-"""`ssdprof runs`, `accuracy`, `export`, `compare` and `schemas`: they read stored reports, and import no torch."""
+"""`ssdprof runs`, `accuracy`, `export`, `compare`, `models` and `schemas`: they read what is stored, without torch."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -12,17 +13,20 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from ssdprof import files, settings
+from ssdprof import files, operators, settings
+from ssdprof.checkpoint.names import FAMILIES, Family
 from ssdprof.commands import options, output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import Record, precisions_for
 from ssdprof.core.conditions import of_options, parse_fail_if, parse_percent
 from ssdprof.core.report import Report
+from ssdprof.core.words import MISSING
 from ssdprof.errors import BadInputError, SsdprofError, nearest
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.request import parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.document import compose
+from ssdprof.report.table import Table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
 
@@ -215,6 +219,37 @@ def compare(options: options.Compare) -> None:
         if found.nothing_compared:
             offences.append(f"FAILED: nothing was compared: {found.nothing_compared}")
         output.fail(offences)
+
+
+# --- models
+
+
+def models(options: options.Models) -> None:
+    if options.json:
+        terminal.print_json([asdict(row) for row in FAMILIES])
+        return
+    for row in FAMILIES:
+        terminal.out().print(SplitTable(_table(row)), "")
+
+
+def _table(row: Family) -> Table:
+    outline = operators.outline(row.operator)
+    return Table(
+        title=f"{row.title}: {outline.title}, model type {row.model_type}",
+        headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),
+        rows=tuple(
+            (
+                known.repo,
+                f"{known.parameters / 1e9:g} B",
+                f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
+                f"{known.trained_context:,}" if known.trained_context else MISSING,
+                outline.words.format(**known.dims) if known.dims else "?",
+            )
+            for known in row.checkpoints
+        ),
+        align=("left", "right", "right", "right", "left"),
+        note=f"{' or '.join(row.typed)} takes {row.flagship}." if row.typed else "",
+    )
 
 
 # --- schemas

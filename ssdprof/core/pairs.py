@@ -57,7 +57,7 @@ class Difference:
         return f"other {self.what}: {self.base}, now {self.new}"
 
 
-def _values(case: Case | None) -> dict[str, str | float | None] | None:
+def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
     """What the document has of a case: times in us, and the output's errors against the fp64 oracle."""
     if case is None:
         return None
@@ -73,7 +73,7 @@ def _values(case: Case | None) -> dict[str, str | float | None] | None:
     }
 
 
-_Case = Annotated[Case | None, PlainSerializer(_values, return_type=dict[str, str | float | None] | None)]
+_Case = Annotated[Case | None, PlainSerializer(_values, return_type=dict[str, str | int | float | None] | None)]
 
 
 @dataclass(frozen=True, kw_only=True)
