@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from recorded import Cell, RecordedCase
 from rivals import Rivals
-
-from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
 
 BEST_RIVAL, FLOOR = "best rival", "floor"
 KINDS = ("device", "call", "error")
 Key = tuple[str, str, str, str]  # shape, tokens, dtype, draw
-Cells = Mapping[Key, Sequence[tuple[BenchReport, BenchCell]]]
+Cells = Mapping[Key, Sequence[Cell]]
 NO_RIVALS = Rivals()
 
 
@@ -70,22 +69,21 @@ class Finding:
 
 
 def check(
-    bars: Mapping[str, Any], reports: Sequence[BenchReport], rivals: Rivals = NO_RIVALS, *, partial: bool = False
+    bars: Mapping[str, Any], cells: Sequence[Cell], rivals: Rivals = NO_RIVALS, *, partial: bool = False
 ) -> tuple[Finding, ...]:
     """partial: judge a bar by its measured cells, if there is one."""
-    found = [*findings(bars, by_cell(reports), rivals)]
+    found = [*findings(bars, by_inputs(cells), rivals)]
     if "first_call" in bars:
-        found.append(first_calls(bars["first_call"], reports))
+        found.append(first_calls(bars["first_call"], cells))
     return tuple(map(_of_measured, found) if partial else found)
 
 
-def by_cell(reports: Iterable[BenchReport]) -> dict[Key, list[tuple[BenchReport, BenchCell]]]:
-    """Every measurement of a cell, with its result, the newest last."""
-    found: dict[Key, list[tuple[BenchReport, BenchCell]]] = {}
-    for report in sorted(reports, key=lambda one: one.created):
-        for cell in report.cells:
-            key = (cell.shape, cell.tokens, cell.dims.dtype, " ".join(cell.drawn))
-            found.setdefault(key, []).append((report, cell))
+def by_inputs(cells: Iterable[Cell]) -> dict[Key, list[Cell]]:
+    """Every measurement of the same inputs, the newest last."""
+    found: dict[Key, list[Cell]] = {}
+    for cell in sorted(cells, key=lambda one: one.bench.created):
+        one = cell.one
+        found.setdefault((one.shape, one.tokens, one.dtype, " ".join(one.drawn)), []).append(cell)
     return found
 
 
@@ -112,16 +110,16 @@ def _readings(bar: Mapping[str, Any], kind: str, cells: Cells, rivals: Rivals) -
         name = f"{shape}, {tokens}{', ' if drawn else ''}{drawn}"
         measured = cells.get((shape, tokens, bar.get("dtype", "bf16"), drawn), ())
         readings = [
-            (report.kernels, Reading(cell=name, ratio=ratio, rival=rival))
-            for report, cell in measured
-            if cell.checked is None or not bar.get("checked_in_full")
+            (cell.bench.kernels, Reading(cell=name, ratio=ratio, rival=rival))
+            for cell in measured
+            if cell.one.checked is None or not bar.get("checked_in_full")
             for ratio, rival in _ratio(cell, bar, kind, rivals)
         ]
         counted = [reading for kernels, reading in readings if kernels == readings[-1][0]]
         yield min(counted, key=lambda one: one.ratio or 0, default=Reading(cell=name, ratio=None))
 
 
-def _ratio(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> Iterator[tuple[float, str]]:
+def _ratio(cell: Cell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> Iterator[tuple[float, str]]:
     """The cell's ratio and its rival; nothing if it was not measured."""
     own = _amounts(cell, bar["of"], kind)
     if math.inf in own:
@@ -132,53 +130,38 @@ def _ratio(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -
         yield other / min(own), rival
 
 
-def _yardstick(cell: BenchCell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> tuple[float, str]:
+def _yardstick(cell: Cell, bar: Mapping[str, Any], kind: str, rivals: Rivals) -> tuple[float, str]:
     """The amount with which the cell's own is compared; infinite if it was not measured."""
     over = bar["over"]
     if not isinstance(over, str):
         return float(over), ""
     if over == FLOOR:
-        floors = [case.roofline.floor_us for case in _cases(cell, bar["of"]) if case.roofline]
+        floors = [case.floor_us for case in cell.cases if case.fits(bar["of"]) and case.floor_us]
         return min(floors, default=math.inf), ""
     if over == BEST_RIVAL:
-        best = rivals.best(cell, lambda name: min(_amounts(cell, name, kind), default=math.inf))
-        return (best.us, best.how) if best else (math.inf, "")
+        return rivals.best(cell)
     return min(_amounts(cell, over, kind), default=math.inf), ""
 
 
-def _cases(cell: BenchCell, words: str) -> list[BenchCase]:
-    """The cases that the words describe: "fused exact fp32"."""
-    wanted = words.split()
-    return [case for case in cell.cases if _words(case)[: len(wanted)] == wanted]
-
-
-def _words(case: BenchCase) -> list[str]:
-    return [case.implementation, case.precision.intermediates, case.precision.state_dtype]
-
-
-def _amounts(cell: BenchCell, words: str, kind: str) -> list[float]:
+def _amounts(cell: Cell, words: str, kind: str) -> list[float]:
     """Microseconds, or the output's error, of each case that the words describe; infinite for one without a time."""
-    return [_amount(case, kind) for case in _cases(cell, words)]
+    return [_amount(case, kind) for case in cell.cases if case.fits(words)]
 
 
-def _amount(case: BenchCase, kind: str) -> float:
-    if case.timing is None or case.error is None:
+def _amount(case: RecordedCase, kind: str) -> float:
+    if case.device_us is None or case.call_us is None or "out" not in case.errors:
         return math.inf
-    amounts = {"device": case.timing.device_median_us, "call": case.timing.call_median_us, "error": case.error.out}
-    return amounts[kind]
+    return {"device": case.device_us[0], "call": case.call_us[0], "error": case.errors["out"].rms_ratio}[kind]
 
 
-def first_calls(rule: Mapping[str, Any], reports: Iterable[BenchReport]) -> Finding:
+def first_calls(rule: Mapping[str, Any], cells: Iterable[Cell]) -> Finding:
     """Every kernel of ours that a first call had to compile; the ratio is allowed over measured seconds."""
     readings = [
-        Reading(cell=f"{one.kernel} for {cell.shape}, {cell.tokens}", ratio=rule["seconds"] / one.seconds)
-        for report in reports
-        for cell in report.cells
+        Reading(cell=f"{kernel} for {case.shape}, {case.tokens}", ratio=rule["seconds"] / seconds)
+        for cell in cells
         for case in cell.cases
         if case.implementation in rule["of"]
-        for first in {case.first_call, *(trial.first_call for trial in case.trials)}
-        if first is not None
-        for one in first.compiled
+        for kernel, seconds in case.compiled.items()
     ]
     return Finding(
         name=rule["name"],

@@ -1,8 +1,9 @@
 """Check results of `ssdprof bench` against the bars in bars-ssd.toml and bars-gdn.toml.
 
-    python benchmarks/check_bars.py benchmarks/results/bench-ssd-h200*.json
+    python benchmarks/check_bars.py
     python benchmarks/check_bars.py --partial short/*.json
 
+It reads the recorded results of the H200, or the named files.
 Prints a table in Markdown for each operator, below it every cell that missed or was not measured, and the fastest
 rival of GDN in each cell.  Exit code 1 if a bar does not hold, and 2 for results of several GPUs.  `bars.py` judges.
 """
@@ -14,31 +15,32 @@ import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import recorded
 from bars import Finding, check
 from rivals import Rivals
+from ssdprof.report.tables.table import Table, columns
 
-from ssdprof.bench.schema import load
 from ssdprof.report import format as fmt
 from ssdprof.report import markdown
-from ssdprof.report.tables.table import Table, columns
 
 HERE = Path(__file__).parent
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", nargs="+", type=Path, help="JSON that ssdprof bench wrote")
+    parser.add_argument("results", nargs="*", type=Path, help="what ssdprof bench wrote; without: results/h200.jsonl")
     parser.add_argument("--bars", type=Path, help="instead of bars-OPERATOR.toml")
     parser.add_argument("--partial", action="store_true", help="cells that were not measured do not count")
     options = parser.parse_args()
-    reports = [load(file.read_text(encoding="utf-8")) for file in options.results]
-    gpus = {report.environment.gpu.name if report.environment.gpu else "no GPU" for report in reports}
+    read_from = options.results or [recorded.RESULTS / "h200.jsonl"]
+    cells = [cell for file in read_from for cell in recorded.read(file) if not cell.bench.fixed]
+    gpus = {cell.bench.gpu for cell in cells}
     if len(gpus) > 1:
         parser.error(f"bars are those of one GPU, and the results are of {fmt.words(sorted(gpus))}")
     rivals, all_hold = Rivals.load(), True
-    for operator in dict.fromkeys(report.operator for report in reports):
+    for operator in dict.fromkeys(cell.bench.operator for cell in cells):
         file = options.bars or HERE / f"bars-{operator}.toml"
-        own = [report for report in reports if report.operator == operator]
+        own = [cell for cell in cells if cell.bench.operator == operator]
         found = check(tomllib.loads(file.read_text(encoding="utf-8")), own, rivals, partial=options.partial)
         print(markdown.draw(summary(found, operator)), end="\n\n")
         for line in (*remarks(found), *against(found)):

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,8 +27,8 @@ os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # read when fla is imported; s
 import pytest
 import torch
 
-from ssdprof import environment
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment import machine
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.kernels.gdn import compat
 from ssdprof.kernels.registry import UnsupportedError
 
@@ -76,26 +76,6 @@ class Outcomes:
             self.of_case[name] = ("passed", "")
 
 
-def table(result: Mapping[str, Any]) -> str:
-    machine = result["environment"]
-    gpu, packages = machine["gpu"], machine["packages"]
-    counts = Counter(case["outcome"] for case in result["cases"])
-    lines = [
-        f"# Tests of the gated delta rule in {Path(result['command'].split()[2]).name}, on ssdprof's kernels",
-        "",
-        ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-        + ".  Shapes and tolerances are those of the test file; gradients are not compared.",
-        "",
-        "| case | outcome | why |",
-        "|:--|:--|:--|",
-        *(f"| `{case['name']}` | {case['outcome']} | {case['why']} |" for case in result["cases"]),
-        "",
-        f"{gpu['name']}, driver {gpu['driver']}, torch {packages['torch']}, Triton {packages['triton']}, fla-core "
-        f"{result['fla']}; {result['created']}; test file sha256 {result['tests_sha256'][:16]}; `{result['command']}`.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tests", type=Path)
@@ -120,13 +100,11 @@ def main() -> int:
         "command": f"python benchmarks/fla_cases.py {options.tests.name} {options.result.name}",
         "fla": version("fla-core"),
         "tests_sha256": hashlib.sha256(options.tests.read_bytes()).hexdigest(),
-        "environment": environment.collect().model_dump(mode="json"),
+        "environment": machine.collect().model_dump(mode="json"),
         "cases": [{"name": name, "outcome": outcome, "why": why} for name, (outcome, why) in outcomes.of_case.items()],
     }
     options.result.write_text(json.dumps(result, indent=1) + "\n")
-    text = table(result)
-    options.result.with_suffix(".md").write_text(text)
-    print(text)
+    print(Counter(case["outcome"] for case in result["cases"]))
     passed = [case for case in result["cases"] if case["outcome"] == "passed"]
     return int(not passed or any(case["outcome"] == "failed" for case in result["cases"]))
 

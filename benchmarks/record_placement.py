@@ -7,10 +7,9 @@ a random prompt, in segments of a quarter of it: twice on one GPU with all of it
 that this process may take of a GPU, under which the model does not fit on one: with every offload and, if there are
 several GPUs, on all of them.  Compares every captured tensor with the first run's, bit by bit.
 
-FILE, in JSON, has seconds, measured and predicted peaks of the GPUs, caps, and where the weights were; a table of it is
-FILE with the suffix .md.  Both are written again after every run, so that an interruption loses nothing.  Exit code 1
-if there are failures: a bit differs, a run raised an error, a peak is not within 15 % of the predicted one, or a cap
-let the model fit on one GPU.
+FILE, in JSON, has seconds, measured and predicted peaks of the GPUs, caps, and where the weights were.  It is written
+again after every run, so that an interruption loses nothing.  Exit code 1 if there are failures: a bit differs, a run
+raised an error, a peak is not within 15 % of the predicted one, or a cap let the model fit on one GPU.
 """
 
 from __future__ import annotations
@@ -31,17 +30,16 @@ from typing import Any
 
 import torch
 from make_random_checkpoint import write_checkpoint
-from tabulate import tabulate
-
-from ssdprof import environment
-from ssdprof.capture.store import CapturedLayer
-from ssdprof.operators.tensors import tensors
+from ssdprof.capture.captured import CapturedLayer
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.model import load, run_model
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import Subject, find
-from ssdprof.progress import Unwatched
 from ssdprof.schema.placement import PlacementKind
+
+from ssdprof.environment import machine
+from ssdprof.operators.tensors import tensors
+from ssdprof.progress import Unwatched
 
 MODEL = "granite-4.0-h-small"
 LAYER_BYTES = 1_610_000_000
@@ -185,35 +183,6 @@ def runs(folder: Path, seqlen: int, layers: int) -> Iterator[tuple[str, Row]]:
         yield kind, row
 
 
-def page(document: dict[str, Any]) -> str:
-    """The document as Markdown."""
-    headers = ["placement", "layers", "cap, GB", "load, s", "capture, s", "peak, GB", "of the predicted", "captures"]
-    rows = [_cells(kind, row) for kind, row in document["runs"].items()]
-    table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
-    size = f"{document['layers']} layers, {document['weight_bytes'] / 1e9:.1f} GB of random weights"
-    failed = "".join(f"- failed: {failure}\n" for failure in document["failures"]) or "No failures.\n"
-    found = document["environment"]
-    gpu = found["gpu"]["name"] if found["gpu"] else "no GPU"
-    versions = ", ".join(f"{name} {found['packages'][name]}" for name in ("torch", "triton", "transformers"))
-    return (
-        f"# {document['model']}: {size}, {document['seqlen']:,} tokens\n\n{table}\n\n{failed}\n"
-        f"Peaks are those of the first GPU while the inputs of all layers are captured.\n\n{document['gpus']} x {gpu}, "
-        f"{versions}, Python {found['python']}; {document['created']}; {document['seconds']:.0f} s, "
-        f"{document['write_s']:.0f} s of it to write the weights; `{' '.join(document['command'])}`.\n"
-    )
-
-
-def _cells(kind: str, row: Row) -> list[str]:
-    cap = f"{row['cap_bytes'] / 1e9:.1f}" if "cap_bytes" in row else ""
-    if "error" in row:
-        return [kind, "", cap, "", "", "", "", "none"]
-    layers = ", ".join(f"{held['layers']} on {held['place']}" for held in row["placement"]["held"])
-    peak = f"{row['peak_bytes'][0] / 1e9:.2f}" if row["peak_bytes"] else ""
-    ratio = "" if row["peak_by_predicted"] is None else f"{row['peak_by_predicted']:.2f}x"
-    same_bits = f"{row['layers_compared']} layers, " + ("some bits differ" if row["differing"] else "the same bits")
-    return [kind, layers, cap, f"{row['load_s']:.1f}", f"{row['capture_s']:.1f}", peak, ratio, same_bits]
-
-
 def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command: Sequence[str]) -> list[str]:
     """Write `file`, and return the failures."""
     began = time.monotonic()
@@ -224,7 +193,7 @@ def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command
         document: dict[str, Any] = {
             "command": list(command),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment.collect().model_dump(mode="json"),
+            "environment": machine.collect().model_dump(mode="json"),
             "gpus": len(gpus()),
             "model": MODEL,
             "layers": layers,
@@ -237,7 +206,6 @@ def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command
             document["runs"][kind] = row
             document |= {"seconds": round(time.monotonic() - began, 1), "failures": failures(document["runs"])}
             file.write_text(json.dumps(document, indent=1) + "\n")
-            file.with_suffix(".md").write_text(page(document))
             print(json.dumps({kind: row}), flush=True)
     found: list[str] = document["failures"]
     return found

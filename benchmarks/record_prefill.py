@@ -3,15 +3,16 @@
     python benchmarks/record_prefill.py FOLDER [--budget SECONDS] [--only NAME ...] [--scratch DIR]
 
 Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill` on each against every
-library that is installed, one after the other, and writes <run>.json and <run>.md into FOLDER.  The runs share the
+library that is installed, one after the other, and writes <run>.json into FOLDER.  The runs share the
 budget, the most important ones first; results name the runs that did not fit.  A run that hangs is stopped, and
-its results so far are kept.  The results of mamba2-2.7b also have the claims of the authors of the fused SSD
-kernel.  No network is needed.
+its results so far are kept.  No network is needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,16 +22,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from within import run_within
-
-from ssdprof.report import markdown, prefill_document
-from ssdprof.schema.prefill import PrefillCase, PrefillLength, PrefillReport
-
 HERE = Path(__file__).parent
 TO_START_S = 12  # for a run's imports; its own budget begins after them
 TO_STOP_S = 20  # from a run's limit to its interrupt, and from that to the kill
 LEAST_S = 30  # a run with less time does not begin
-BASELINE = "unfused"
+TO_NOTICE_S = 5  # time for a command to end after the user interrupts both processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +49,6 @@ RUNS = (
     # a prefill of 128K tokens takes about six seconds: only the bundled surroundings
     Run(name="qwen3.5-9b", seq="16k,128k", peers=GDN_PEERS, surroundings="bundled", limit_s=150),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A published claim about the end-to-end speedup of a fused over the unfused SSD, with its original words."""
-
-    seqlen: int
-    words: str
-
-
-# https://pytorch.org/blog/accelerating-mamba2-with-kernel-fusion/, for mamba2-2.7b at batch 1 on A100 and H100
-CLAIMS = {
-    "mamba2-2.7b": (
-        Claim(seqlen=131_072, words="roughly a 8-13% end-to-end speedup"),
-        Claim(seqlen=1_024, words="the end-to-end speedup can reach ~20%"),
-    )
-}
 
 
 def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
@@ -97,55 +76,28 @@ def command(run: Run, checkpoint: Path, file: Path, allowed_s: float) -> list[st
     return list(map(str, words))
 
 
-def write_markdown(name: str, file: Path) -> None:
-    """Write the Markdown of a complete or partial run next to its JSON."""
-    report = PrefillReport.model_validate_json(file.read_text(encoding="utf-8"))
-    text = markdown.render_document(prefill_document.compose(report))
-    claims = beside_claims(report.prefill.lengths, CLAIMS[name]) if name in CLAIMS else ""
-    file.with_suffix(".md").write_text(text + claims, encoding="utf-8")
+def run_within(words: Sequence[str], seconds: float, *, to_stop_s: float = TO_STOP_S) -> int:
+    """The command's exit code.  Its stdout goes to stderr.
+
+    It is interrupted `to_stop_s` after its limit, and killed after the same time again.
+    Raises KeyboardInterrupt if the user interrupts this process, after the command has ended.
+    """
+    process = subprocess.Popen(words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr)
+    try:
+        return _end(process, seconds + to_stop_s, to_stop_s)
+    except KeyboardInterrupt:
+        _end(process, TO_NOTICE_S, to_stop_s)  # Ctrl-C reaches both; a signal to only this process does not
+        raise
 
 
-def beside_claims(lengths: Sequence[PrefillLength], claims: tuple[Claim, ...]) -> str:
-    """A Markdown table of published and measured values."""
-    rows = [
-        f"| {claim.seqlen:,} | {claim.words} | {case.surroundings} "
-        f"| {f'{baseline.implementation} {baseline.version}'.rstrip()} "
-        f"| {100 * (baseline.call.median_us / case.call.median_us - 1):+.1f}% | {_interval(case, baseline)} |"
-        for claim in claims
-        for length in lengths
-        if length.seqlen == claim.seqlen
-        for case, baseline in _pairs(length)
-        if case.call and baseline.call
-    ]
-    return "\n".join(
-        [
-            "\n### Beside what is published\n",
-            "The authors of the fused SSD kernel state, for Mamba-2 2.7B at batch 1 on A100 and H100 GPUs:\n",
-            "| tokens | published | surroundings | fused here, over | end to end | 95 % interval |",
-            "|---:|:---|:---|:---|---:|---:|",
-            *rows,
-            "",
-        ]
-    )
-
-
-def _pairs(length: PrefillLength) -> list[tuple[PrefillCase, PrefillCase]]:
-    """Each fused case with every other case of the same surroundings."""
-    return [
-        (fused, other)
-        for fused in length.cases
-        if fused.implementation == "fused"
-        for other in length.cases
-        if other.surroundings == fused.surroundings and other is not fused
-    ]
-
-
-def _interval(case: PrefillCase, baseline: PrefillCase) -> str:
-    """The interval of the speedup over the report's baseline.  The record has no interval over another library."""
-    if case.speedup is None or baseline.implementation != BASELINE:
-        return ""
-    low, high = case.speedup.interval.low, case.speedup.interval.high
-    return f"{100 * (low - 1):+.1f}% to {100 * (high - 1):+.1f}%"
+def _end(process: subprocess.Popen[bytes], seconds: float, to_stop_s: float) -> int:
+    """Waits, then interrupts, then kills."""
+    for wait_s, then in ((seconds, signal.SIGINT), (to_stop_s, signal.SIGKILL)):
+        try:
+            return process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(then)
+    return process.wait()
 
 
 def main() -> None:
@@ -174,10 +126,8 @@ def main() -> None:
             say(f"{run.name}: begins, {allowed_s:.0f} s allowed")
             file = arguments.folder / f"{run.name}.json"
             file.unlink(missing_ok=True)
-            code = run_within(command(run, Path(scratch) / run.name, file, allowed_s), allowed_s, to_stop_s=TO_STOP_S)
+            code = run_within(command(run, Path(scratch) / run.name, file, allowed_s), allowed_s)
             say(f"{run.name}: exit code {code}")
-            if file.exists():
-                write_markdown(run.name, file)
 
 
 if __name__ == "__main__":

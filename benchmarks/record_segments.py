@@ -4,7 +4,7 @@
 
 Writes FILE, JSON: device microseconds (median of 5, cold L2) of every cut that `segments.cut` considers, for
 three models' shapes, one with N = 256 and two with few heads, bf16, exact, fp32 states.  The constants of
-`segments.py` are fitted to these times, and tests/kernels/test_hopper_segments.py checks the fit.
+`config.py` are fitted to these times, and tests/kernels/test_hopper_schedule.py checks the fit.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 import triton
 
 from ssdprof.bench.shapes import parse_shapes
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, candidates, n_split, program_count
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper.rings import CHUNK
-from ssdprof.kernels.ssd.hopper.segments import Segments, candidates, ceil_div
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.bench import CudaBench
 from ssdprof.operators.drawing import Cell, Tokens
@@ -35,8 +35,8 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)
 REPEATS = 5
 
 
-def device_us(bench: CudaBench, inputs: SSDInputs, segments: Segments, sm_count: int) -> float:
-    chosen = HopperConfig.choose(inputs, sm_count, batch_invariant=False)
+def device_us(bench: CudaBench, inputs: SSDInputs, segments: Cut, sm_count: int) -> float:
+    chosen = SSDHopperConfig.choose(inputs, sm_count, batch_invariant=False)
     config = replace(chosen, **asdict(segments))
     recording = bench.record(partial(ssd_fused_hopper, inputs, Precision(), config=config))
     return float(np.median([bench.device_us(recording) for _ in range(REPEATS)]))
@@ -62,7 +62,7 @@ def main(file: Path) -> None:
                     "seqlen": seqlen,
                     "nchunks": nchunks,
                     "pairs": pairs,
-                    "halves": half_count(inputs.B.shape[3]),
+                    "halves": n_split(inputs.B.shape[3]),
                     "cuts": [
                         {**asdict(s), "device_us": round(device_us(bench, inputs, s, sm_count), 2)}
                         for s in cuts.values()

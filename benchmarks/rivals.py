@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ssdprof.bench.schema import BenchCell
+from recorded import Cell
 
 RECORDS = Path(__file__).with_name("rivals.toml")
 Place = tuple[str, str, str, str]  # rival, shape, tokens, draw
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rival:
-    """us: device time.  how: "flash_qla, in the run", or "flashinfer 0.7.2, recorded"."""
-
-    us: float
-    how: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +42,26 @@ class Rivals:
         }
         return cls(yardstick=document["yardstick"], names=tuple(document["rivals"]), records=records)
 
-    def best(self, cell: BenchCell, time: Callable[[str], float]) -> Rival | None:
-        """The fastest rival, the yardstick included; None unless another one was measured, in the run or before.
+    def best(self, cell: Cell) -> tuple[float, str]:
+        """Device time of the fastest rival, the yardstick included, and which it is: "flash_qla, in the run".
 
-        time: least device time of an implementation in the cell, us; infinite if there is none.
+        Infinite unless another library than the yardstick was measured, in the run or before.
         """
-        others = [rival for name in self.names if (rival := self._one(cell, name, time))]
-        own = Rival(us=time(self.yardstick), how=f"{self.yardstick}, in the run")
-        return min((own, *others), key=lambda rival: rival.us) if others else None
+        others = [self._one(cell, name) for name in self.names]
+        if all(us == math.inf for us, _ in others):
+            return math.inf, ""
+        return min((_least_us(cell, self.yardstick), f"{self.yardstick}, in the run"), *others)
 
-    def _one(self, cell: BenchCell, name: str, time: Callable[[str], float]) -> Rival | None:
-        if time(name) < math.inf:
-            return Rival(us=time(name), how=f"{name}, in the run")
-        record = self.records.get((name, cell.shape, cell.tokens, " ".join(cell.drawn)))
-        if record is None or time(self.yardstick) == math.inf:
-            return None
-        return Rival(us=time(self.yardstick) * record.ratio, how=f"{name} {record.version}, recorded")
+    def _one(self, cell: Cell, name: str) -> tuple[float, str]:
+        if (us := _least_us(cell, name)) < math.inf:
+            return us, f"{name}, in the run"
+        record = self.records.get((name, cell.one.shape, cell.one.tokens, " ".join(cell.one.drawn)))
+        if record is None:
+            return math.inf, ""
+        return _least_us(cell, self.yardstick) * record.ratio, f"{name} {record.version}, recorded"
+
+
+def _least_us(cell: Cell, words: str) -> float:
+    """Infinite if there is no time."""
+    case = cell.fastest(words)
+    return case.device_us[0] if case and case.device_us else math.inf

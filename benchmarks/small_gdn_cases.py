@@ -1,40 +1,37 @@
 """Time small calls of the gated delta rule, compared with flash-linear-attention: 15 batches and 12 packs.
 
-    python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla] [--complete]
+    python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla]
 
 The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, equally many key and
 value heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
-in `ssdprof bench gdn`.  Writes FILE.json, in the form of `ssdprof bench --out`, and a table as FILE.md.  Needs a
-GPU.  --complete keeps the cases that FILE.json holds and measures the others; GPU and kernels must be the same.
+in `ssdprof bench gdn`.  Writes FILE.json, in the form of `ssdprof bench --out`.  Needs a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.nn import functional as F
-
-from ssdprof import operators
-from ssdprof.bench.file import read
+from ssdprof.bench.render import as_markdown
 from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
-from ssdprof.bench.tables import fastest
 from ssdprof.commands.progress_bars import TerminalWatcher
-from ssdprof.environment.present import require_gpu
-from ssdprof.errors import BadInputError, SsdprofError
-from ssdprof.files import write_text
-from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.gdn.shapes import GDNShape
 from ssdprof.operators.named import resolve
 from ssdprof.schema import precisions_for
+from torch.nn import functional as F
+
+from ssdprof import operators
+from ssdprof.environment.toolchain import require_gpu
+from ssdprof.errors import SsdprofError
+from ssdprof.files import write_text
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.operators.dtypes import dtype_named
 
 BATCHES = (  # sequences, tokens of each, heads, K = V, divisor of the gate, share of gates that are 0
     (1, 63, 1, 64, 1.0, 0.0), (2, 500, 3, 60, 1.0, 0.0), (2, 1000, 3, 64, 1.0, 0.5), (3, 1024, 4, 100, 0.1, 0.0),
@@ -47,7 +44,6 @@ PACKS = (  # sequences, tokens of all, heads, K = V, share of gates that are 0
     (8, 4096, 4, 64, 0.0), (16, 8192, 4, 64, 0.0), (32, 8192, 4, 64, 0.0), (64, 8192, 4, 64, 0.0),
     (32, 4096, 4, 128, 0.0), (64, 6656, 4, 128, 0.0), (128, 4608, 4, 64, 0.5),
 )  # fmt: skip
-TIMED = ("fla", "fused", "unfused", "recurrent")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,73 +108,24 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
     )
 
 
-def joined(earlier: BenchReport, later: BenchReport) -> BenchReport:
-    """The cases of both, in the order of `cells`; the other fields are those of the later one.
-
-    Raises BadInputError if kernels, libraries or GPUs differ.
-    """
-    if (before := _measured_with(earlier)) != (now := _measured_with(later)):
-        raise BadInputError(f"The earlier cases were measured with {before}, not {now}.", "Measure all of them again.")
-    order = [cell.shape.name for cell in cells()]
-    found = sorted((*earlier.cells, *later.cells), key=lambda cell: order.index(cell.shape))
-    return later.model_copy(update={"cells": tuple(found), "seconds": earlier.seconds + later.seconds})
-
-
-def _measured_with(report: BenchReport) -> dict[str, str | None]:
-    gpu, packages = report.environment.gpu, report.environment.packages
-    libraries = {name: packages.get(name) for name in ("torch", "triton")}
-    return {"GPU": gpu.name if gpu else None, "kernels": report.kernels, **libraries, **report.peers}
-
-
-def table(report: BenchReport) -> str:
-    """Markdown: device times in microseconds, and our speedups over fla."""
-    lines = [
-        "| case | "
-        + " | ".join(f"{name}, us" for name in TIMED)
-        + "".join(f" | {name} / fla" for name in TIMED[1:])
-        + " |",
-        "|:--|" + "--:|" * (2 * len(TIMED) - 1),
-    ]
-    ratios: list[float] = []
-    for cell in report.cells:
-        cases = {name: fastest(cell, name) for name in TIMED}
-        times = {name: case.timing.device_median_us for name, case in cases.items() if case and case.timing}
-        speedups = [times["fla"] / times[name] if {"fla", name} <= times.keys() else None for name in TIMED[1:]]
-        ratios += [one for one in speedups[:1] if one]
-        shown = [f"{times[name]:.1f}" if name in times else "-" for name in TIMED]
-        shown += ["-" if one is None else f"{one:.2f}x" for one in speedups]
-        lines.append(f"| {cell.shape} | " + " | ".join(shown) + " |")
-    if ratios:
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        lines.append(f"\nFused over fla, geometric mean of {len(ratios)} cases: {mean:.2f}x; least {min(ratios):.2f}x.")
-    lines += [f"\nLeft out: {one.cell}: {one.reason}" for one in report.left_out]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--budget", type=float, help="seconds of wall clock")
     parser.add_argument("--no-fla", action="store_true", help="ours alone")
-    parser.add_argument("--complete", action="store_true", help="keep the cases of FILE and measure the others")
     arguments = parser.parse_args()
     gdn = operators.get("gdn")
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
     require_gpu(*NEEDS_GPU)
     named = tuple(resolve(gdn, name) for name in names)
     _ = named[0].present  # raises if fla is requested and not installed
-    earlier = read(arguments.file) if arguments.complete and arguments.file.exists() else None
-    done = {cell.shape for cell in earlier.cells} if earlier else set()
-
-    def whole(report: BenchReport) -> BenchReport:
-        return joined(earlier, report) if earlier else report
 
     def keep(partial: BenchReport) -> None:
-        write_text(arguments.file, dump(whole(partial)) + "\n")
+        write_text(arguments.file, dump(partial) + "\n")
 
     request = BenchRequest(
         operator=replace(gdn, bench=replace(gdn.drawing, draw=draw)),
-        cells=tuple(cell for cell in cells() if cell.shape.name not in done),
+        cells=tuple(cells()),
         precisions=lambda dtype: precisions_for(dtype, "exact", None),
         named=named,
         baseline=names[0],
@@ -186,9 +133,7 @@ def main() -> None:
         first_call=60,
         command=("python", "benchmarks/small_gdn_cases.py", str(arguments.file)),
     )
-    text = table(whole(bench(request, TerminalWatcher(), keep)))
-    write_text(arguments.file.with_suffix(".md"), text)
-    print(text)
+    print(as_markdown(bench(request, TerminalWatcher(), keep)))
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from ssdprof import kernels, operators
 from ssdprof.bench.shapes import parse_shapes
-from ssdprof.kernels.precision import Precision
 from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.call import Run
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.schema import Speedup
+
+from ssdprof import kernels, operators
+from ssdprof.kernels.precision import Precision
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import time_in_turns
-from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.operator import Output
-from ssdprof.schema import Speedup
 
 OPERATOR = "ssd"
 CHUNK_SIZE = 256  # for unfused

@@ -6,10 +6,8 @@ same:      a kernel against itself; any verdict but "no difference" is false.
 different: a kernel with a short wait against the same with a longer one, which makes its device time 3 % longer when
            it is replayed, and its call time 3 % longer when it is called.  (3 % more tokens do not: segments and
            waves of programs are whole.)
-layer:     the seconds that a layer takes, judged and sampled, against the previous method: one recording, A B A B,
-           until every median is known to half a per cent.
 
-Writes FILE in JSON, and the same as a Markdown table.  Shapes, lengths and implementations are compared in a random
+Writes FILE in JSON, and prints a table.  Shapes, lengths and implementations are compared in a random
 order; --seconds ends this early, and then the result has the number of comparisons.
 """
 
@@ -29,14 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from layer_cost import layer
+from ssdprof.measure.bench import CudaBench
+from ssdprof.pipeline.request import COMPARED
+from tabulate import tabulate
 from verdict_comparisons import DIFFERENCE, OPERATOR, Place, Row, different, same
 
-from ssdprof import __version__, environment
-from ssdprof.environment.machine import kernels_hash
-from ssdprof.measure.bench import CudaBench
-from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.pipeline.request import COMPARED
+from ssdprof import __version__
+from ssdprof.environment.machine import collect, kernels_hash
 
 SHAPES = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -56,24 +53,19 @@ def main() -> None:
         "command": f"python benchmarks/verdicts.py {' '.join(sys.argv[1:])}",
         "ssdprof_version": __version__,
         "kernels": kernels_hash(OPERATOR),
-        "environment": environment.collect().model_dump(mode="json"),
+        "environment": collect().model_dump(mode="json"),
         "seconds": time.monotonic() - began,
         "difference": DIFFERENCE,
         **found,
     }
-    text = markdown(result, summary(found))
     options.file.write_text(json.dumps(result, indent=1) + "\n")
-    options.file.with_suffix(".md").write_text(text)
-    print(text)
+    print(tabulate(summary(found), ["what", "time", "must be", "is"], tablefmt="pipe"))
 
 
 def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
     bench = CudaBench(torch.device("cuda"))
     end = time.monotonic() + seconds
-    found: dict[str, list[Row]] = {"layer": [], "same": [], "different": []}
-    for seqlen in LENGTHS:
-        found["layer"].append(layer(bench, SHAPES[0], seqlen))
-        print(found["layer"][-1], file=sys.stderr, flush=True)
+    found: dict[str, list[Row]] = {"same": [], "different": []}
     wanted, began = list(jobs(counts)), time.monotonic()
     for number, (kind, place) in enumerate(wanted):
         if time.monotonic() > end:
@@ -111,13 +103,6 @@ def summary(found: dict[str, list[Row]]) -> list[tuple[str, str, str, str]]:
     for time_of in ("device", "call"):
         hits = sum(row[time_of]["verdict"] == "faster" for row in found["different"])
         rows.append(("3% longer: found", time_of, ">= 95%", share(hits, len(found["different"]))))
-    for row in found["layer"]:
-        judged, before, now = row["judged_s"], row["before_s"], row["now_s"]
-        said = (
-            f"{(judged + now) / (judged + before):.2f}x ({judged:.2f} s of judging, then {now:.2f} s of sampling, "
-            f"before {before:.2f} s: {now / before:.2f}x)"
-        )
-        rows.append((f"time for a layer, {row['tokens']:,} tokens", "", "<= 1.5x", said))
     for kind, title in (("same", "a comparison of a kernel with itself"), ("different", "a comparison, 3% longer")):
         seconds = [row["seconds"] for row in found[kind]] or [0.0]
         rows.append((title, "", "", f"{np.mean(seconds):.2f} s, at most {max(seconds):.2f} s"))
@@ -126,20 +111,6 @@ def summary(found: dict[str, list[Row]]) -> list[tuple[str, str, str, str]]:
 
 def share(part: int, whole: int) -> str:
     return f"{part} of {whole} ({100 * part / whole:.1f}%)" if whole else "none compared"
-
-
-def markdown(result: dict[str, Any], rows: list[tuple[str, str, str, str]]) -> str:
-    machine = result["environment"]
-    gpu, packages = machine["gpu"], machine["packages"]
-    lines = ["# Verdicts", "", "| what | time | must be | is |", "|:--|:--|:--|:--|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    lines += [
-        "",
-        f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}, torch {packages['torch']}, Triton "
-        f"{packages['triton']}, Python {machine['python']}; {result['created']}; {result['seconds']:.0f} s; "
-        f"`{result['command']}`.  A difference counts from {SamplingPlan().smallest_difference:.0%}.",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -6,17 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import tiny_models
 import torch
 from command_line import call
+from ssdprof.measure.oracle import oracle_output
+from ssdprof.schema import AnswerCase, RunReport
+from test_schemas import keeps_to
 
 from ssdprof import runs
 from ssdprof.kernels import registry
-from ssdprof.measure.oracle import oracle_output
-from ssdprof.runs.document import SCHEMA_FILE
-from ssdprof.schema import AnswerCase, RunReport
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -108,7 +107,7 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
     ]
     assert all((case.bands[0].kl_mean > 1e-3) == (case.implementation == "broken") for case in alone)
     assert len(seen) == 2 + 2  # both together, then each separately
-    jsonschema.validate(json.loads(shown), json.loads(SCHEMA_FILE.read_text()))
+    keeps_to("report-v2", shown)
     assert "Mean KL with one layer at a time" in call("export")[1]
 
 

@@ -12,19 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import torch
 from command_line import Answer
 from report.pages import Page
 from safetensors.torch import load_file, save_file
+from ssdprof.schema import SLICES, RunReport
+from ssdprof.schema.outcome import outcome
+from test_schemas import keeps_to
 
 from ssdprof import kernels, runs
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.kernels import UnsupportedError, registry
-from ssdprof.runs.document import SCHEMA_FILE
-from ssdprof.schema import SLICES, RunReport
-from ssdprof.schema.outcome import outcome
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -145,7 +144,7 @@ def test_the_json_keeps_to_the_published_schema() -> None:
         assert json.loads(Path("report.json").read_text()) == document
     Path("report.json").unlink()
     assert Answer("export", "--json", "--format", "markdown").code == 2
-    jsonschema.validate(document, json.loads(SCHEMA_FILE.read_text()))
+    keeps_to("report-v2", json.dumps(document))
     assert RunReport.model_validate(document) == latest()
 
 

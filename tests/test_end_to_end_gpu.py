@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from ssdprof.schema import RunReport
 from typer.testing import CliRunner
 
 from ssdprof import runs
 from ssdprof.cli import app
-from ssdprof.schema import RunReport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_empty_folder")]
 

@@ -25,14 +25,14 @@ import pytest
 import tiny_models
 import torch
 import typer
+from ssdprof.bench import file as bench_file
+from ssdprof.commands.schemas import documents
+from ssdprof.runs import prefill_file
 from tuning import tuning_fakes
 from typer.testing import CliRunner
 
 from ssdprof import __version__
-from ssdprof.bench import file as bench_file
 from ssdprof.cli import app
-from ssdprof.commands.schemas import documents
-from ssdprof.runs import prefill_file
 from ssdprof.tuning import store
 from ssdprof.tuning.records import TuneReport
 
@@ -137,7 +137,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("ssdprof.tuning.run.tune", returns(tuned))
     patch.setattr("ssdprof.tuning.run.gpu_to_tune", lambda: torch.device("cpu"))
     # the last: modules that the lines above import take the function with them
-    patch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
+    patch.setattr("ssdprof.environment.toolchain.require_gpu", lambda *_: torch.device("cpu"))
     store.keep(tuned.environment, tuned.outcomes)
 
 

@@ -15,6 +15,11 @@ from typing import Any
 import pytest
 import torch
 from documented_kernels import DOCUMENT, write_example
+from ssdprof.measure.oracle import oracle_output
+from ssdprof.operators.drawing import Peer, PeerSource
+from ssdprof.operators.ssd.peers import PEERS
+from ssdprof.schema import CaseResult, PrecisionRecord
+from ssdprof.schema.outcome import outcome
 from typer.testing import CliRunner
 
 from ssdprof import runs
@@ -22,11 +27,6 @@ from ssdprof.cli import app
 from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.measure import rehearsal
-from ssdprof.measure.oracle import oracle_output
-from ssdprof.operators.drawing import Peer, PeerSource
-from ssdprof.operators.ssd.peers import PEERS
-from ssdprof.schema import CaseResult, PrecisionRecord
-from ssdprof.schema.outcome import outcome
 
 ROOT = Path(__file__).parent.parent
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"

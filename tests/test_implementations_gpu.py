@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from documented_kernels import write_example
+from ssdprof.schema import CaseResult
 from typer.testing import CliRunner
 
 from ssdprof import runs
 from ssdprof.cli import app
-from ssdprof.schema import CaseResult
 
 pytestmark = pytest.mark.gpu
 

@@ -6,14 +6,14 @@ import json
 
 import pytest
 from command_line import Answer
-
-from ssdprof import runs
 from ssdprof.pipeline import limits
 from ssdprof.pipeline.placement import bytes_beside_weights
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import find
-from ssdprof.report import html
 from ssdprof.schema.outcome import outcome
+
+from ssdprof import runs
+from ssdprof.report import html
 
 PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
 

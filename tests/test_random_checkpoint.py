@@ -11,6 +11,8 @@ import pytest
 import torch
 from make_random_checkpoint import main, write_checkpoint
 from random_models import GRANITE_SMALL, MODELS, Mamba2
+from ssdprof.runs.notes import notes
+from ssdprof.schema import Prompt
 from transformers import AutoModelForCausalLM
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
@@ -18,8 +20,6 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import known
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.runs.notes import notes
-from ssdprof.schema import Prompt
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"
 PROMPT = Prompt(kind="default", source="", tokenizer="", seqlen=16, token_sha256="")

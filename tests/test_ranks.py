@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from command_line import Answer
-from torch.distributed import HashStore
-from torchrun import Start, ranks_of, starting, wait_for
-
-from ssdprof import runs
 from ssdprof.environment.ranks import Ranks, first_tells, follows, join, started
-from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, ReplayRequest
 from ssdprof.pipeline.run import check
 from ssdprof.pipeline.subject import find_to_replay
 from ssdprof.schema import RunReport
+from torch.distributed import HashStore
+from torchrun import Start, ranks_of, starting, wait_for
+
+from ssdprof import runs
+from ssdprof.errors import BadInputError, MissingCapabilityError
 
 OF_TORCHRUN = {  # its variables for the first of two ranks
     "WORLD_SIZE": "2",

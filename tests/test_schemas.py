@@ -1,39 +1,46 @@
-"""The published schemas are current and complete, and the commands' output follows them."""
+"""`ssdprof schemas` prints the schema of every --json, and the commands' output follows them."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 import typer
 from report.make import failed, make_report
+from ssdprof.bench import schema as bench_schema
+from ssdprof.commands.schemas import documents, schemas
+from ssdprof.runs import REPORT, document
+from ssdprof.schema import SCHEMA_VERSION
 from typer.testing import CliRunner
 
-from ssdprof.bench import schema as bench_schema
 from ssdprof.cli import app
-from ssdprof.commands.schemas import documents
-from ssdprof.pipeline import stall_files
-from ssdprof.runs import REPORT, document
-from ssdprof.schema import SCHEMA_VERSION, published
+from ssdprof.errors import BadInputError
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
+def schema_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(printed("schemas", name))
+    jsonschema.Draft202012Validator.check_schema(found)
+    return found
+
+
 def keeps_to(name: str, text: str) -> None:
-    schema = json.loads((published.FOLDER / name).read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+    jsonschema.validate(json.loads(text), schema_of(name), cls=jsonschema.Draft202012Validator)
 
 
 def printed(*words: str) -> str:
     return CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False).stdout
 
 
-def test_the_published_schemas_are_the_generated_ones() -> None:
-    generated = {name: published.as_text(one.schema) for name, one in documents().items()}
-    there = {file.name: file.read_text(encoding="utf-8") for file in published.FOLDER.iterdir()}
-    assert there == generated, "write them anew: python -m ssdprof.commands.schemas"
-    assert document.SCHEMA_FILE.name == f"report-v{SCHEMA_VERSION}.json"
+def test_the_list_has_every_schema_and_an_unknown_name_is_refused() -> None:
+    lines = printed("schemas").splitlines()
+    assert [line.split()[0] for line in lines] == list(documents())
+    assert f"report-v{SCHEMA_VERSION}" in documents()
+    with pytest.raises(BadInputError, match="There is no schema 'report'") as caught:
+        schemas("report")
+    assert "report-v2" in caught.value.hint
 
 
 def test_every_command_that_prints_json_has_a_schema() -> None:
@@ -45,14 +52,14 @@ def test_every_command_that_prints_json_has_a_schema() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("models.json", "models --json"),
-        ("doctor.json", "doctor --json"),
-        ("dry-run.json", "run demo --layers first:2 --dry-run --json"),
-        ("dry-run.json", "capture demo-gdn --dry-run --json"),
-        ("capture.json", "capture demo --seq 8 --layers first:1 --out captures --json"),
-        ("runs.json", "runs --json"),
-        ("report-v2.json", "export --json"),
-        ("report-v2.json", "accuracy --states fp32 --json"),
+        ("models", "models --json"),
+        ("doctor", "doctor --json"),
+        ("dry-run", "run demo --layers first:2 --dry-run --json"),
+        ("dry-run", "capture demo-gdn --dry-run --json"),
+        ("capture", "capture demo --seq 8 --layers first:1 --out captures --json"),
+        ("runs", "runs --json"),
+        ("report-v2", "export --json"),
+        ("report-v2", "accuracy --states fp32 --json"),
     ],
 )
 def test_what_a_command_prints_keeps_to_its_schema(
@@ -66,11 +73,12 @@ def test_what_a_command_prints_keeps_to_its_schema(
     keeps_to(name, printed(*words.split()))
 
 
-def test_recorded_results_keep_to_the_schemas_once_they_are_read() -> None:
-    stalls = stall_files.load(RESULTS / "h200-granite-4.0-h-1b-128k-stalls" / "stalls.json")
-    keeps_to("stalls-v2.json", stall_files.dump(stalls))
-    bench = bench_schema.load((RESULTS / "bench-ssd-h200.json").read_text(encoding="utf-8"))
-    keeps_to("bench-v2.json", bench_schema.dump(bench))
+def test_recorded_results_keep_to_the_schemas() -> None:
+    keeps_to("stalls-v3", (RESULTS / "h200-granite-4.0-h-1b-128k-stalls" / "stalls.json").read_text(encoding="utf-8"))
+    keeps_to("report-v2", (RESULTS / "h200-granite-4.0-h-1b-128k" / "report.json").read_text(encoding="utf-8"))
+    keeps_to("prefill-v1", (RESULTS / "h200-prefill" / "qwen3.5-9b.json").read_text(encoding="utf-8"))
+    bench = (Path(__file__).parent / "bench" / "data" / "gdn-16k.json").read_text(encoding="utf-8")
+    keeps_to("bench-v2", bench_schema.dump(bench_schema.load(bench)))
 
 
 @pytest.mark.parametrize("name", documents())

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from command_line import Answer
-
-from ssdprof import runs
-from ssdprof.capture.manifest import is_capture, read_manifest
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.pipeline import limits, run
 from ssdprof.runs import document
 from ssdprof.schema import LayerCapture, RunReport, Serving
 from ssdprof.schema.outcome import at_precisions, outcome
+
+from ssdprof import runs
+from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

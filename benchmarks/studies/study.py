@@ -1,60 +1,62 @@
-"""Shared parts of the studies' runners: their command line, and the measurement of cells in turn."""
+"""What both studies share: the command line, the budget, the result, and times of calls in turns."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
-from study_result import Result, stored
-
-from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
-from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.faults import first_line
+
+from ssdprof import __version__, environment
+from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
+from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
+from ssdprof.files import write_text
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import time_in_turns
 
 Cell = TypeVar("Cell")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Time:
-    """Medians, from a cold L2; low and high: 95 % interval of the device time.  See docs/measuring.md."""
-
-    device_us: float
-    device_low_us: float
-    device_high_us: float
-    call_us: float
+Times = dict[str, float]
 
 
 class Study(ABC, Generic[Cell]):
-    """One run of all cells.  budget: seconds.  folder: holds the result, which is written after each cell."""
+    """One run of all cells, written to `folder`/NAME.json after each cell.
 
+    budget: seconds.  rows: a record per cell and contender.  values: the numbers for claims.  wrong: our wrong outputs.
+    missing: missing measurement -> reason.  more: other content of the file.
+    """
+
+    name: str
     device = "cuda"
 
-    def __init__(self, name: str, budget: float, folder: Path) -> None:
-        self.result = Result(study=name)
-        self.budget = budget
-        self.folder = folder
+    def __init__(self, budget: float, folder: Path) -> None:
+        self.budget, self.folder, self.began = budget, folder, time.monotonic()
+        self.rows: list[dict[str, Any]] = []
+        self.values: dict[str, float] = {}
+        self.missing: dict[str, str] = {}
+        self.wrong: list[str] = []
+        self.more: dict[str, Any] = {}
 
     @cached_property
     def bench(self) -> CudaBench:
         return CudaBench(torch.device(self.device))
 
     @property
-    def left(self) -> float:
-        """Remaining seconds of the budget."""
-        return self.budget - self.result.seconds
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
     @abstractmethod
     def run(self) -> None: ...
@@ -63,76 +65,105 @@ class Study(ABC, Generic[Cell]):
     def measure(self, cell: Cell) -> None: ...
 
     @abstractmethod
-    def keep(self) -> dict[str, Any]:
-        """Writes <study>.json, and returns its content."""
+    def values_so_far(self) -> dict[str, float]: ...
+
+    def keep(self) -> None:
+        self.values |= self.values_so_far()
+        content = {
+            "study": self.name,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": f"python benchmarks/studies/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
+            "ssdprof_version": __version__,
+            "environment": environment.collect().model_dump(mode="json"),
+            "seconds": round(self.seconds, 1),
+            **{name: getattr(self, name) for name in ("values", "missing", "wrong", "rows")},
+            **self.more,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_text(self.folder / f"{self.name}.json", json.dumps(content, indent=1) + "\n")
 
     def measure_all(self, cells: Iterable[Cell], words: Callable[[Cell], str], *, seconds: float) -> None:
         """Measures the GPU's limits, then every cell while `seconds` of the budget are left; the others are named."""
-        self.result.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
+        self.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
         for cell in cells:
-            if self.left < seconds:
-                self.result.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
+            if self.budget - self.seconds < seconds:
+                self.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
                 continue
             self.measure(cell)
             self.keep()
-            print(f"{self.result.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
+            print(f"{self.seconds:.0f} s: {words(cell)}", file=sys.stderr, flush=True)
 
     def library(self, name: str, load: Callable[[], T]) -> T | None:
         """The result of `load`.  If the import fails, returns None and lists `name` as missing."""
         try:
             return load()
         except ImportError as error:
-            self.result.missing[name] = f"it cannot be imported here: {error}"
+            self.missing[name] = f"it cannot be imported here: {error}"
             return None
 
-
-Pages = Callable[[Mapping[str, Any], Path], None]  # (content of <study>.json, folder) writes the other two files
-
-
-# --- the command line
-
-
-def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:
-    """The options of every runner.  about: its docstring.  seconds: its default budget."""
-    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, metavar="DIR", help="folder for the three files")
-    where.add_argument(
-        "--from", dest="file", type=Path, metavar="RESULT.json", help="write the pages of a result again"
-    )
-    parser.add_argument("--budget", type=float, default=seconds, help="seconds of wall clock, for everything")
-    return parser
-
-
-def carried_out(name: str, options: argparse.Namespace, begin: Callable[[], Study[Any]], pages: Pages) -> int:
-    """Measures, or with --from writes the pages of a result again.  Returns the exit code."""
-    if options.file:
-        pages(stored(name, options.file), options.file.parent)
-        return int(ExitCode.OK)
-    if not torch.cuda.is_available():
-        raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
-    study = begin()
-    code = measured(study.result, study.run)
-    pages(study.keep(), options.out)
-    return exit_code(study.result, code)
+    def finish(self) -> int:
+        """Runs, and keeps the results so far if it is interrupted or fails.  Returns the exit code."""
+        why, code = "", int(ExitCode.OK)
+        try:
+            self.run()
+        except KeyboardInterrupt:
+            why, code = "the run was interrupted", INTERRUPTED
+        except SsdprofError as error:
+            why, code = f"{error.message} {error.hint}", int(error.exit_code)
+        except Exception as error:
+            traceback.print_exc()
+            why, code = first_line(error), INTERNAL_ERROR
+        if why:
+            self.missing["what comes after"] = why
+            print(f"The run ended early: {why}", file=sys.stderr)
+        self.keep()
+        for line in self.wrong:
+            print(f"wrong: {line}", file=sys.stderr)
+        return int(ExitCode.GATE_FAILED) if self.wrong else code
 
 
-def end(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the exit code of `main` or of the error that it raises."""
-    try:
-        sys.exit(main())
-    except SsdprofError as error:
-        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
-        sys.exit(int(error.exit_code))
+class Judge:
+    """Measures the distance of tensors (b, l, h, ...) from the exact ones, head by head.
+
+    rounded: the same by formulas, with the roundings that a kernel may have; eps: of the dtype of the inputs.
+    """
+
+    def __init__(self, exact: Mapping[str, torch.Tensor], rounded: Mapping[str, torch.Tensor], eps: float) -> None:
+        self._exact = exact
+        self._allowed = {
+            name: 2 * (_largest(tensor.double() - exact[name]) + eps * _largest(exact[name]))
+            for name, tensor in rounded.items()
+        }
+
+    def excess(self, found: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """For each tensor, the largest |found - exact| of any head, as a share of the allowed error: above 1 is wrong.
+
+        Allowed, as in ssdprof's comparator: 2 * (max|rounded - exact| + eps * max|exact|), per head.
+        """
+        result = {}
+        for name, tensor in found.items():
+            off = _largest(tensor.double() - self._exact[name])
+            share = torch.where(off == 0, 0.0, off / self._allowed[name])  # a gradient of 0 has an allowed error of 0
+            result[name] = float(torch.where(share.isnan(), torch.inf, share).max())
+        return result
+
+    def rms_errors(self, found: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """RMS of found - exact, divided by the RMS of exact."""
+        return {
+            name: float((tensor.double() - self._exact[name]).norm() / self._exact[name].norm())
+            for name, tensor in found.items()
+        }
 
 
-# --- measuring
+def _largest(difference: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude per head, (h,)."""
+    return difference.abs().transpose(0, 2).flatten(1).amax(1)
 
 
 def timed(
     runs: Mapping[str, Callable[[], Any]], bench: CudaBench, seconds: float, wrong: Callable[[str, Any], str]
-) -> tuple[dict[str, Time], dict[str, str], dict[str, str]]:
-    """Times of calls, sampled in turns for about `seconds`; reasons for missing times; and defects of outputs.
+) -> tuple[dict[str, Times], dict[str, str]]:
+    """Times of calls, sampled in turns for about `seconds` (see docs/measuring.md), and the reasons for missing ones.
 
     wrong(key, output): the defect, or "" if the output is right; called after the timed loop.
     """
@@ -140,40 +171,28 @@ def timed(
     found = {}
     for key, sampled in session.sampled.items():
         timing = sampled.timing()
-        found[key] = Time(
-            device_us=timing.device_median_us,
-            device_low_us=timing.device_interval_us.low,
-            device_high_us=timing.device_interval_us.high,
-            call_us=timing.call_median_us,
-        )
-    return found, session.untimed, {key: spoilt.reason for key, spoilt in session.spoilt.items()}
+        interval = timing.device_interval_us
+        found[key] = {
+            "device_us": timing.device_median_us, "device_low_us": interval.low, "device_high_us": interval.high,
+            "call_us": timing.call_median_us,
+        }  # fmt: skip
+    return found, session.untimed | {key: spoilt.reason for key, spoilt in session.spoilt.items()}
 
 
-def row(cell: Mapping[str, Any], contender: str, time_of: Time | None, **more: Any) -> dict[str, Any]:
-    """A record of `Result.rows`."""
-    return {**cell, "contender": contender, **(asdict(time_of) if time_of else {}), **more}
+def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:
+    """The options of every study.  about: its docstring.  seconds: its default budget."""
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="folder for the result")
+    parser.add_argument("--budget", type=float, default=seconds, help="seconds of wall clock, for everything")
+    return parser
 
 
-def measured(result: Result, run: Callable[[], None]) -> int:
-    """Runs `run` and keeps its results so far if it is interrupted or fails.  Returns the exit code."""
+def end(main: Callable[[], int]) -> NoReturn:
+    """Ends the process with the exit code of `main` or of the error that it raises."""
     try:
-        run()
-    except KeyboardInterrupt:
-        why, code = "the run was interrupted", INTERRUPTED
+        if not torch.cuda.is_available():
+            raise MissingCapabilityError("The study needs an NVIDIA GPU.", "Run it on a machine that has one.")
+        sys.exit(main())
     except SsdprofError as error:
-        why, code = f"{error.message} {error.hint}", int(error.exit_code)
-    except Exception as error:
-        traceback.print_exc()
-        why, code = first_line(error), INTERNAL_ERROR
-    else:
-        return int(ExitCode.OK)
-    result.missing["what comes after"] = why
-    print(f"The run ended early: {why}", file=sys.stderr)
-    return code
-
-
-def exit_code(result: Result, so_far: int) -> int:
-    """1 for a wrong output, else the exit code of `measured`.  Prints wrong outputs on stderr."""
-    for line in result.wrong:
-        print(f"wrong: {line}", file=sys.stderr)
-    return int(ExitCode.GATE_FAILED) if result.wrong else so_far
+        print(f"Error: {error.message} {error.hint}", file=sys.stderr)
+        sys.exit(int(error.exit_code))

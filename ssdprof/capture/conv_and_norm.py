@@ -65,14 +65,8 @@ class ConvAndNorm:
         left = []
         for mixer in mixers:
             for module in gated_norms(mixer):
-                kind = (
-                    type(module),
-                    *sorted(
-                        (key, value)
-                        for key, value in vars(module).items()
-                        if isinstance(value, (int, float, str, bool))
-                    ),
-                )
+                plain = [one for one in vars(module).items() if isinstance(one[1], (int, float, str, bool))]
+                kind = (type(module), *sorted(plain))
                 if kind not in forms:
                     forms[kind] = norm_form(module)
                 form = forms[kind]

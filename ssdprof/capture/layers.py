@@ -17,9 +17,9 @@ from ssdprof.capture.store import CapturedLayer, OnLayer, PromptBuffer, packed, 
 from ssdprof.checkpoint.meta import find_mixers, match_layers
 from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
 from ssdprof.core.words import size_words
-from ssdprof.environment.memory import host_memory
+from ssdprof.environment.child import started
+from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.store.ranks import started
 
 
 @dataclass(frozen=True, kw_only=True)

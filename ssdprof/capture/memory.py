@@ -27,7 +27,7 @@ from ssdprof.checkpoint.meta import Mixer, find_mixers, is_attention
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.subject import LayerRef, Serving, split_prompt
 from ssdprof.core.words import size_words
-from ssdprof.environment.memory import free_memory
+from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.operators import tensors
 

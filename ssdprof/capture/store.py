@@ -23,7 +23,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from huggingface_hub import cached_assets_path, constants
@@ -47,7 +47,7 @@ from ssdprof.core.subject import (
 from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
-from ssdprof.kernels.oracle_blocks import sequences
+from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
 from ssdprof.operators.tensors import device as device_of
 from ssdprof.operators.tensors import tensors
@@ -184,12 +184,6 @@ def packed(inputs: Any, lengths: Sequence[int]) -> Any:
 # --- folders
 
 
-class Loader(Protocol):
-    """Reads one layer of a manifest onto a device and checks every byte.  Raises BadInputError."""
-
-    def __call__(self, capture: LayerCapture, device: torch.device | str = "cpu") -> CapturedLayer: ...
-
-
 def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]) -> Path:
     """The folder of captures without --out: in the assets cache of huggingface_hub, by model, layers, prompt and
     serving mode."""
@@ -305,20 +299,17 @@ class CaptureWriter:
         self.manifest = manifest
 
 
-def load(folder: Path) -> tuple[CaptureManifest, Loader]:
-    """The manifest of a folder of captures, and a function that reads one of its layers.
+def load(folder: Path) -> tuple[CaptureManifest, Callable[..., CapturedLayer]]:
+    """The manifest of a folder of captures, and `read_layer` for this folder.
 
     Raises BadInputError, naming the file, for a manifest that is missing, unreadable or of another schema version.
     """
-    manifest = read_manifest(folder)
-
-    def read(capture: LayerCapture, device: torch.device | str = "cpu") -> CapturedLayer:
-        return _read_layer(folder, capture, torch.device(device))
-
-    return manifest, read
+    return read_manifest(folder), partial(read_layer, folder)
 
 
-def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> CapturedLayer:
+def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str = "cpu") -> CapturedLayer:
+    """One layer of the manifest in `folder`, on `device`.  Checks every byte; raises BadInputError."""
+    device = torch.device(device)
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
         raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.", AGAIN)
     path = folder / capture.file
@@ -340,7 +331,7 @@ def _read_layer(folder: Path, capture: LayerCapture, device: torch.device) -> Ca
             raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
         if _sha256(tensor) != record.sha256:
             raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)
-    if capture.scalars_sha256 not in (None, scalars_hash(capture.scalars)):
+    if capture.scalars_sha256 != scalars_hash(capture.scalars):
         raise BadInputError(
             f"{folder / MANIFEST}: the scalars of {capture.layer.name} are not those that were written.", AGAIN
         )

@@ -122,7 +122,9 @@ class ConfigReader:
         """Check every known size in the config before anything is allocated."""
         for least, keys in ((1, _AT_LEAST_ONE), (0, _MAY_BE_ZERO)):
             for key in filter(self.has, keys):
-                self.get(key, least=least)
+                # A type that nobody listed may have a size for each layer.
+                if not isinstance(self.config[key], list) or self.config.get("model_type") in KNOWN_TYPES:
+                    self.get(key, least=least)
         for heads, groups in _MULTIPLES:
             if self.has(heads) and self.has(groups) and self.get(heads) % self.get(groups):
                 raise self.refuse(
@@ -174,7 +176,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
             continue
         if deeper := text_config(nested):
             nested = deeper
-        elif key not in _TEXT_CONFIGS and "num_hidden_layers" not in nested:
+        elif key not in _TEXT_CONFIGS and ("num_hidden_layers" not in nested or "num_hidden_layers" in config):
             continue
         outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
         return {"model_type": f"{config.get('model_type')}_text", **outer, **nested}
@@ -188,6 +190,8 @@ def listed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | No
     """
     reader = ConfigReader(config, where)
     count = reader.get("num_hidden_layers", limit=LAYER_LIMIT) if reader.has("num_hidden_layers") else None
+    if config.get("model_type") not in KNOWN_TYPES:
+        return None  # its words for kinds of layers are not known
     kinds: list[Any] | None = None
     for key in ("hybrid_override_pattern", "layers_block_type", "layer_types"):
         listed = config.get(key)
@@ -199,7 +203,7 @@ def listed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | No
             raise reader.refuse(f"has {key} = {shown(listed)}, which is not {form}")
         kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
         unknown = [kind for kind in kinds if kind not in _KINDS.values() and kind != "hybrid"]
-        if unknown and config.get("model_type") in KNOWN_TYPES:
+        if unknown:
             raise reader.refuse(f"names the layer kind {shown(unknown[0])} in {key}, which ssdprof does not know")
         if key == "layer_types" and count is not None and len(kinds) != count:
             raise reader.refuse(f"has {len(kinds)} entries in {key}, but num_hidden_layers = {count}")
@@ -217,8 +221,8 @@ def listed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | No
     if kinds is None:
         return None
     found = tuple(i for i, kind in enumerate(kinds) if kind in ("linear_attention", "hybrid"))
-    if found or config.get("model_type") not in KNOWN_TYPES:
-        return found or None
+    if found:
+        return found
     family = ' The hybrid models of this family have an "h" in their name.'
     raise BadInputError(
         f"{where} has no SSD or gated-delta-rule layer: its {len(kinds)} are {' and '.join(sorted(set(kinds)))}.",

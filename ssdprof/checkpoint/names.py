@@ -58,11 +58,11 @@ class Family:
 
 
 def _family(row: dict[str, Any]) -> Family:
-    sizes = operators.outline(row["operator"]).mixer_sizes
+    organisation, sizes = row.pop("organisation"), operators.outline(row["operator"]).mixer_sizes
     checkpoints = tuple(
         KnownCheckpoint(
-            repo=one["repo"],
-            parameters=one["parameters"],
+            repo=f"{organisation}/{one['repo']}",
+            parameters=round(1e9 * one["billions"]),
             parameters_from="size of the weights on the hub, 2 bytes each"
             if "files" in one
             else "rounded figure of the name or model card",

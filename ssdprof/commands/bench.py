@@ -12,7 +12,7 @@ from ssdprof import operators
 from ssdprof.commands import output, terminal
 from ssdprof.commands.options import Bench
 from ssdprof.commands.requests import BenchWords
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import bench as job
 from ssdprof.operators.implementations import ImplementationCache, required
@@ -21,7 +21,7 @@ from ssdprof.progress import Unwatched, Watcher
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
 from ssdprof.store.ranks import join
-from ssdprof.tuning.use import use_saved
+from ssdprof.store.tuned import use_saved
 
 
 def bench(options: Bench, asked: BenchWords) -> None:

@@ -7,10 +7,11 @@ from dataclasses import asdict
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ssdprof import environment, operators
+from ssdprof import operators
 from ssdprof.checkpoint.names import FAMILIES, Family
 from ssdprof.commands import options, terminal
 from ssdprof.core.words import MISSING
+from ssdprof.environment.doctor import doctor as check_machine
 from ssdprof.report.table import Table
 from ssdprof.report.terminal import SplitTable
 
@@ -18,7 +19,7 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
 def doctor(options: options.Doctor) -> None:
-    checks = environment.doctor()
+    checks = check_machine()
     if options.json:
         terminal.print_json([check.model_dump() for check in checks])
         return

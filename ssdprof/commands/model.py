@@ -13,7 +13,7 @@ from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import KernelOrigin, PrecisionRecord, Record
 from ssdprof.core.report import Condition, Report
 from ssdprof.core.subject import CaptureManifest
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import SsdprofError
 from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import limits, stall_files
@@ -27,12 +27,13 @@ from ssdprof.jobs.stalls import profile_run
 from ssdprof.jobs.subject import Stored, Subject
 from ssdprof.operators.implementations import refuse_unknown
 from ssdprof.progress import Unwatched
-from ssdprof.report import brief, stall_document
+from ssdprof.report import brief
+from ssdprof.report import stalls as stall_document
 from ssdprof.report import terminal as tables
 from ssdprof.report.document import compose
 from ssdprof.report.statements import verdict_lines
 from ssdprof.store.ranks import Ranks
-from ssdprof.tuning.use import use_saved
+from ssdprof.store.tuned import use_saved
 
 
 class StoredCapture(Record):

@@ -23,6 +23,7 @@ from ssdprof.commands.options import (
 from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 from ssdprof.core.conditions import of_options, parse_percent
 from ssdprof.core.report import Condition
+from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
 from ssdprof.files import check_target
 from ssdprof.jobs.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
@@ -39,7 +40,7 @@ from ssdprof.jobs.request import (
 )
 from ssdprof.jobs.subject import Stored, Subject, captures_of, find, find_to_replay, refuse_large
 from ssdprof.operators.generate import Cell, InputDType, Tokens
-from ssdprof.store.ranks import Ranks, join, started
+from ssdprof.store.ranks import Ranks, join
 
 Precisions = Callable[[DType], tuple[PrecisionRecord, ...]]
 

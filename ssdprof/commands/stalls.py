@@ -13,9 +13,9 @@ from ssdprof.errors import ExitCode
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.stalls import StallRequest, from_files, profile
 from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
-from ssdprof.report import stall_document
+from ssdprof.report import stalls as stall_document
 from ssdprof.report.terminal import render
-from ssdprof.tuning.use import use_saved
+from ssdprof.store.tuned import use_saved
 
 
 def stalls(options: Stalls, asked: tuple[tuple[str, ...], int | None]) -> None:

@@ -224,10 +224,10 @@ _SCHEMAS = {  # [] after a type: the document is a list
     "dry-run": "ssdprof.core.subject:DryRun",
     "capture": "ssdprof.commands.model:StoredCapture",
     "stalls": "ssdprof.jobs.stall_files:StallReport",
-    "tune": "ssdprof.tuning.records:TuneReport",
-    "tune-dry-run": "ssdprof.tuning.records:PlannedSearch[]",
+    "tune": "ssdprof.core.tuned:TuneReport",
+    "tune-dry-run": "ssdprof.core.tuned:PlannedSearch[]",
     "models": "ssdprof.checkpoint.names:Family[]",
-    "doctor": "ssdprof.environment:Check[]",
+    "doctor": "ssdprof.environment.doctor:Check[]",
     "settings": "ssdprof.settings:ProjectSettings",
 }
 
@@ -236,8 +236,8 @@ def schema(name: str) -> dict[str, Any]:
     """The JSON schema of a document.  BadInputError for an unknown name."""
     if name not in _SCHEMAS:
         raise BadInputError(f"There is no document {name!r}.", nearest(name, _SCHEMAS))
-    kind = resolve_name(_SCHEMAS[name].removesuffix("[]"))
-    adapter = TypeAdapter(tuple[kind, ...] if _SCHEMAS[name].endswith("[]") else kind)
+    kind: Any = resolve_name(_SCHEMAS[name].removesuffix("[]"))
+    adapter: TypeAdapter[Any] = TypeAdapter(list[kind] if _SCHEMAS[name].endswith("[]") else kind)
     mode: Literal["validation", "serialization"] = "validation" if name == "settings" else "serialization"
     title = f"ssdprof {name.replace('-', ' ')}"
     return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode=mode), "title": title}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from ssdprof import files, operators
 from ssdprof.commands import output, terminal
 from ssdprof.commands.options import Tune
+from ssdprof.core.tuned import TuneReport
+from ssdprof.jobs import tune as job
 from ssdprof.operators.generate import Cell
-from ssdprof.report.terminal import SplitTable
-from ssdprof.tuning import problems, store, tables
-from ssdprof.tuning import run as job
-from ssdprof.tuning.records import TuneReport
+from ssdprof.report import terminal as tables
+from ssdprof.report import tuning
+from ssdprof.store import tuned as store
 
 
 def tune(options: Tune, asked: tuple[tuple[Cell, ...], tuple[int, ...] | None]) -> None:
@@ -25,19 +26,19 @@ def tune(options: Tune, asked: tuple[tuple[Cell, ...], tuple[int, ...] | None]) 
     operator = operators.get(options.operator)
     request = job.TuneRequest(
         operator=operator,
-        sources=problems.drawn(operator, cells, device)
+        sources=job.drawn(operator, cells, device)
         if options.where is None
-        else problems.captured(operator, options.where, seqlens, device),
+        else job.captured(operator, options.where, seqlens, device),
         intermediates=("exact", "relaxed") if options.dtypes == "all" else (options.dtypes,),
         budget=options.budget,
         command=terminal.command_line(),
     )
     if options.dry_run:
-        searches = tuple(tables.planned(job.listed(request)))
+        searches = tuple(job.planned(job.listed(request)))
         if options.json:
             terminal.print_json([search.model_dump(mode="json") for search in searches])
         else:
-            terminal.out().print(SplitTable(tables.dry(searches), rest="--json"))
+            terminal.out().print(tables.SplitTable(tuning.candidates(searches), rest="--json"))
         return
     watcher = output.TerminalWatcher()
 
@@ -61,4 +62,4 @@ def tune(options: Tune, asked: tuple[tuple[Cell, ...], tuple[int, ...] | None]) 
     if options.json:
         print(report.model_dump_json(indent=1))
     else:
-        terminal.out().print(tables.terminal(report))
+        terminal.out().print(tables.render(tuning.compose(report), rest="--json"))

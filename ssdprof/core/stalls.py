@@ -26,7 +26,6 @@ class Launched(Record):
     precision: PrecisionRecord  # at which it ran
     launch_count: int  # of Triton kernels
     launches: tuple[Launch, ...]  # each kernel once, with the resources that Triton reports
-    occupancy_pct: tuple[float | None, ...] = ()  # of each launch: warps that its resources let an SM hold
 
 
 class Line(Record):

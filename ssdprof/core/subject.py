@@ -256,6 +256,16 @@ class LayerCapture(Record):
     scalars: dict[str, int | float | bool | str | None]
     scalars_sha256: str
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is of whole sequences: no chunk, and no decode step."""
+        return self.call is None or self.call.kind == "packed"
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is of a decode step."""
+        return self.call is not None and self.call.kind == "decode"
+
 
 class CaptureManifest(Record):
     version: Literal[3] = VERSION

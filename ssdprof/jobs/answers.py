@@ -22,7 +22,7 @@ from ssdprof.checkpoint.meta import Mixer, find_mixers, match_layers
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.case import Answers, Case, Generated
 from ssdprof.core.report import Report
-from ssdprof.environment import collect
+from ssdprof.environment.machine import collect
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits, notes
 from ssdprof.jobs.model import Loaded, load

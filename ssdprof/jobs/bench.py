@@ -16,9 +16,8 @@ from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, PrecisionRecord
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import Condition, LeftOut, Report, Requested
-from ssdprof.environment import ClockWatch, collect
-from ssdprof.environment.machine import kernels_hash
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Deadline, first_line

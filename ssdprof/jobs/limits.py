@@ -10,10 +10,10 @@ import torch
 
 from ssdprof.checkpoint.names import siblings_that_fit
 from ssdprof.core.words import size_words
-from ssdprof.environment.memory import free_memory
+from ssdprof.environment.machine import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.first_run import first_line
 
 if TYPE_CHECKING:

@@ -27,11 +27,10 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.core.base import PlacementKind
 from ssdprof.core.subject import DECODED_ON_LOAD, Held, Placement, split_prompt
 from ssdprof.core.words import size_words
-from ssdprof.environment.memory import free_memory, host_memory
-from ssdprof.environment.transfer import copy_bytes_per_s, read_bytes_per_s
+from ssdprof.environment.child import started
+from ssdprof.environment.machine import copy_bytes_per_s, free_memory, host_memory, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
-from ssdprof.store.ranks import started
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -32,9 +32,8 @@ from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Condition, LeftOut, Report, Requested, StepTime
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
 from ssdprof.core.subject import tokens as tokens_of
-from ssdprof.environment import ClockWatch, collect
-from ssdprof.environment.machine import installed_version
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.machine import ClockWatch, collect, installed_version
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits, notes
 from ssdprof.jobs.compare import device_times
@@ -45,7 +44,7 @@ from ssdprof.jobs.run import Resolved
 from ssdprof.jobs.subject import Subject, refuse_large
 from ssdprof.jobs.subject import find as find_layers
 from ssdprof.jobs.substitute import Compute, substituted
-from ssdprof.kernels._garbage import no_garbage_collection
+from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import blaming, call_of, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall

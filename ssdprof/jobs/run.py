@@ -21,7 +21,7 @@ from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import CallRef, LayerRef, Prompt, split_prompt
-from ssdprof.environment import ClockWatch, collect
+from ssdprof.environment.machine import ClockWatch, collect
 from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits, notes
@@ -31,7 +31,7 @@ from ssdprof.jobs.model import OnLayer, load, run_model, store_in
 from ssdprof.jobs.plan import refuse_sharding, stored_dims
 from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, CaptureRequest, OutputOptions, ReplayRequest, Steps
 from ssdprof.jobs.subject import Stored, Subject, find_to_replay, refuse_larger
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import forget_peak, peak_bytes
 from ssdprof.measure.isolate import BoundKernel, IsolatedFirstCall

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels.gdn.inputs import GDNOutput as GDNOutput
     from ssdprof.kernels.gdn.recurrent import gdn_recurrent as gdn_recurrent
     from ssdprof.kernels.gdn.reference import gdn_reference as gdn_reference
-    from ssdprof.kernels.gdn.unfused.six_launches import gdn_unfused as gdn_unfused
+    from ssdprof.kernels.gdn.unfused.pipeline import gdn_unfused as gdn_unfused
     from ssdprof.kernels.precision import Precision as Precision
     from ssdprof.kernels.registry import Implementation
     from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels.ssd.inputs import SSDOutput as SSDOutput
     from ssdprof.kernels.ssd.recurrent import ssd_recurrent as ssd_recurrent
     from ssdprof.kernels.ssd.reference import ssd_reference as ssd_reference
-    from ssdprof.kernels.ssd.unfused.five_launches import ssd_unfused as ssd_unfused
+    from ssdprof.kernels.ssd.unfused.pipeline import ssd_unfused as ssd_unfused
 
 _HOME = {
     "GDNInputs": "gdn.inputs",
@@ -38,28 +38,28 @@ _HOME = {
     "gdn_fused": "gdn.fused",
     "gdn_recurrent": "gdn.recurrent",
     "gdn_reference": "gdn.reference",
-    "gdn_unfused": "gdn.unfused.six_launches",
+    "gdn_unfused": "gdn.unfused.pipeline",
     "ssd_fused": "ssd.fused",
     "ssd_recurrent": "ssd.recurrent",
     "ssd_reference": "ssd.reference",
-    "ssd_unfused": "ssd.unfused.five_launches",
+    "ssd_unfused": "ssd.unfused.pipeline",
 }
 # operator -> name -> the module that registers it, in the order of `names`
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "ssd": {
         "reference": "reference",
-        "unfused": "unfused.five_launches",
+        "unfused": "unfused.pipeline",
         "fused": "fused",
         "recurrent": "recurrent",
-        "unfused_step": "unfused_step.two_launches",
+        "unfused_step": "unfused_step",
         "recurrent_in_place": "alternatives",
     },
     "gdn": {
         "reference": "reference",
-        "unfused": "unfused.six_launches",
+        "unfused": "unfused.pipeline",
         "fused": "fused",
         "recurrent": "recurrent",
-        "unfused_step": "unfused_step.three_launches",
+        "unfused_step": "unfused_step",
         "fused_portable": "alternatives",
     },
 }

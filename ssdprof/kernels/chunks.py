@@ -12,36 +12,18 @@ also those of the empty chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-import ssdprof.kernels._triton  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
-from ssdprof.kernels._launch import launch
+import ssdprof.kernels.functions  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
+from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.launch import launch
 
 _BLOCK = 128  # sequences or chunks per iteration
 
 STAGES = {"chunk_span": "caller", "_chunk_table_kernel": "setup"}
-
-
-class Sequences(Protocol):
-    """The part of an operator's inputs that locates its sequences."""
-
-    @property
-    def length(self) -> int:
-        """Positions of one row of the batch."""
-
-    @property
-    def sequences(self) -> int: ...
-
-    @property
-    def power_of_two_chunk(self) -> int:
-        """Positions per chunk."""
-
-    @property
-    def cu_seqlens(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +42,7 @@ class Chunks:
     bounds: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Sequences) -> Chunks:
+    def of(cls, inputs: Inputs) -> Chunks:
         size, count, sequences = inputs.power_of_two_chunk, chunk_count(inputs), inputs.sequences
         if inputs.cu_seqlens is None:
             return cls(size=size, count=count, sequences=sequences)
@@ -77,7 +59,7 @@ class Chunks:
         return cls(size=size, count=count, sequences=sequences, spans=spans, bounds=bounds)
 
 
-def chunk_count(inputs: Sequences) -> int:
+def chunk_count(inputs: Inputs) -> int:
     """Chunks per row of the batch; an upper bound for packed sequences."""
     whole = triton.cdiv(inputs.length, inputs.power_of_two_chunk)
     return int(whole if inputs.cu_seqlens is None else whole + inputs.sequences)
@@ -96,38 +78,35 @@ def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _chunk_table_kernel(
-    cu_seqlens_ptr, spans_ptr, bounds_ptr,
-    cu_seqlens_stride, sequences, count,
-    CHUNK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _chunk_table_kernel(tensors, cu_seqlens_stride, sequences, count, S: tl.constexpr):
+    cu_seqlens_ptr, spans_ptr, bounds_ptr = tensors
     # --- chunks of earlier sequences
     i_s = tl.program_id(0)
     first = tl.zeros((), tl.int64)
-    for block_start in range(0, i_s, BLOCK):
-        o_s = block_start + tl.arange(0, BLOCK)
+    for block_start in range(0, i_s, S.BLOCK):
+        o_s = block_start + tl.arange(0, S.BLOCK)
         m_s = o_s < i_s
         p = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
         begin = tl.load(p, mask=m_s, other=0)
         end = tl.load(p + cu_seqlens_stride, mask=m_s, other=0)
-        first += tl.sum(tl.cdiv(end - begin, CHUNK_SIZE).to(tl.int64))
+        first += tl.sum(tl.cdiv(end - begin, S.CHUNK_SIZE).to(tl.int64))
 
     # --- chunks of this program's sequence
     p = cu_seqlens_ptr + i_s.to(tl.int64) * cu_seqlens_stride
     begin = tl.load(p).to(tl.int64)
     end = tl.load(p + cu_seqlens_stride).to(tl.int64)
-    after = first + tl.cdiv(end - begin, CHUNK_SIZE)
+    after = first + tl.cdiv(end - begin, S.CHUNK_SIZE)
     tl.store(bounds_ptr + i_s, first)
-    for block_start in range(first, after, BLOCK):
-        o_c = block_start + tl.arange(0, BLOCK)
-        start = begin + (o_c - first) * CHUNK_SIZE
+    for block_start in range(first, after, S.BLOCK):
+        o_c = block_start + tl.arange(0, S.BLOCK)
+        start = begin + (o_c - first) * S.CHUNK_SIZE
         tl.store(spans_ptr + 2 * o_c, start, mask=o_c < after)
-        tl.store(spans_ptr + 2 * o_c + 1, tl.minimum(start + CHUNK_SIZE, end), mask=o_c < after)
+        tl.store(spans_ptr + 2 * o_c + 1, tl.minimum(start + S.CHUNK_SIZE, end), mask=o_c < after)
 
     # --- unused chunks
     if i_s == sequences - 1:
         tl.store(bounds_ptr + sequences, after)
-        for block_start in range(after, count, BLOCK):
-            o_c = block_start + tl.arange(0, BLOCK)
+        for block_start in range(after, count, S.BLOCK):
+            o_c = block_start + tl.arange(0, S.BLOCK)
             tl.store(spans_ptr + 2 * o_c, end, mask=o_c < count)
             tl.store(spans_ptr + 2 * o_c + 1, end, mask=o_c < count)

@@ -1,4 +1,4 @@
-"""Implementations of each operator, by name.  Imports no torch."""
+"""Implementations of each operator, by name, and configurations that replace the committed ones.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -84,3 +84,46 @@ def get(operator: str, name: str) -> Implementation:
 def names(operator: str) -> list[str]:
     """Names registered for `operator`, in order of registration."""
     return [name for op, name in _implementations if op == operator]
+
+
+@dataclass(frozen=True)
+class CallKey:
+    """The calls of one kernel that share a configuration.
+
+    gpu: torch's name of the GPU
+    sizes: the properties on which the configuration depends, by the operator's own names, in alphabetical order
+    """
+
+    gpu: str
+    operator: str
+    kernel: str
+    sizes: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, gpu: str, operator: str, kernel: str, **sizes: Any) -> CallKey:
+        return cls(gpu, operator, kernel, tuple(sorted(sizes.items())))
+
+
+# Configurations that a search has found to be faster on a GPU than the committed ones.  There are none until a program
+# calls `use_overrides`: the library reads no file.  `ssdprof` loads those that `ssdprof tune` has saved.
+_overrides: dict[CallKey, Any] = {}
+_listeners: list[Callable[[], None]] = []
+
+
+def use_overrides(operator: str, configs: Mapping[CallKey, Any]) -> None:
+    """Use exactly these configurations for an operator from now on, in this process; with none, the committed ones."""
+    for key in [key for key in _overrides if key.operator == operator]:
+        del _overrides[key]
+    _overrides.update(configs)
+    for listener in _listeners:
+        listener()
+
+
+def override(key: CallKey) -> Any | None:
+    """The configuration for these calls, or None."""
+    return _overrides.get(key)
+
+
+def when_overridden(listener: Callable[[], None]) -> None:
+    """Call `listener` after every `use_overrides`, for a caller that caches choices."""
+    _listeners.append(listener)

@@ -9,9 +9,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from ssdprof import operators
 from ssdprof.core.base import Fault, PrecisionRecord, Status
 from ssdprof.core.case import FirstCall, Launch, Memory
-from ssdprof.environment.memory import free_memory
+from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
@@ -353,7 +354,11 @@ def describe(kernel: Any) -> Launch:
         for path, value in source.constants.items():
             parameter = source.fn.params[path[0]]
             if parameter.is_constexpr and len(path) == 1:
-                config[parameter.name] = value if isinstance(value, int | str) else str(value)
+                # bundled kernels take their constants as one argument
+                grouped = isinstance(value, SimpleNamespace) or is_dataclass(value)
+                for name, one in (vars(value) if grouped else {parameter.name: value}).items():
+                    constant = getattr(one, "value", one)  # of Triton's constexpr
+                    config[name] = constant if isinstance(constant, int | str) else str(constant)
     config |= {"num_warps": metadata.num_warps, "num_stages": metadata.num_stages}
     return Launch(
         kernel=metadata.name,

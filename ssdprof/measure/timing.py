@@ -21,7 +21,7 @@ import torch
 from ssdprof.core.base import Clock
 from ssdprof.core.case import Samples
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels._garbage import no_garbage_collection
+from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.measure.first_run import Run, blaming, first_line, refuse_if_interrupted, type_and_message
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.sampling import Samples as Recordings

@@ -61,19 +61,18 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ssdprof.kernels.gdn import reference
-    from ssdprof.kernels.gdn.adapters import fla, flash_qla, flashinfer, packages
+    from ssdprof.kernels import adapters as packages
+    from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.kernels.gdn.inputs import GDNInputs
-    from ssdprof.kernels.oracle_blocks import Block
+    from ssdprof.kernels.oracle import OracleBlock
     from ssdprof.kernels.precision import Precision
     from ssdprof.operators import gdn_tuning
 else:
     torch = LazyModule("torch")
     reference = LazyModule("ssdprof.kernels.gdn.reference")
     gdn_tuning = LazyModule("ssdprof.operators.gdn_tuning")
-    fla, flash_qla, flashinfer, packages = (
-        LazyModule(f"ssdprof.kernels.gdn.adapters.{name}") for name in ("fla", "flash_qla", "flashinfer", "packages")
-    )
+    adapters = LazyModule("ssdprof.kernels.gdn.adapters")
+    packages = LazyModule("ssdprof.kernels.adapters")
 
 
 # --- outline
@@ -320,7 +319,7 @@ def forms(inputs: GDNInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: GDNInputs, length: int) -> Iterator[Block]:
+def blocks(inputs: GDNInputs, length: int) -> Iterator[OracleBlock]:
     """The oracle, `length` positions at a time."""
     return reference.gdn_blocks(inputs, torch.float64, block=length)
 
@@ -569,12 +568,16 @@ _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is importe
 
 
 def _fla(_checkout: Path | None) -> LoadedLibrary:
-    return LoadedLibrary(implementation=fla.load(_fla_operator()), version=fla.version(), precisions=_states_as_inputs)
+    return LoadedLibrary(
+        implementation=adapters.load_fla(_fla_operator()), version=adapters.fla_version(), precisions=_states_as_inputs
+    )
 
 
 def _fla_recurrent(_checkout: Path | None) -> LoadedLibrary:
     return LoadedLibrary(
-        implementation=fla.load_recurrent(_fla_operator()), version=fla.version(), precisions=_fp32_states
+        implementation=adapters.load_fla_recurrent(_fla_operator()),
+        version=adapters.fla_version(),
+        precisions=_fp32_states,
     )
 
 
@@ -583,21 +586,21 @@ def _fla_operator() -> ModuleType:
 
     Raises ImportError if it is not installed, and if it was imported before with these calls on.
     """
-    if fla.OPERATOR in sys.modules and os.environ.get(_NO_DISPATCH) != "1":
+    if adapters.FLA in sys.modules and os.environ.get(_NO_DISPATCH) != "1":
         raise ImportError(f"fla was imported before {_NO_DISPATCH}=1 was set, and may call other libraries")
     os.environ[_NO_DISPATCH] = "1"
-    return import_module(fla.OPERATOR)
+    return import_module(adapters.FLA)
 
 
 def _flash_qla(_checkout: Path | None) -> LoadedLibrary:
     return LoadedLibrary(
-        implementation=flash_qla.load(), version=packages.version("flash_qla"), precisions=_fp32_states
+        implementation=adapters.load_flash_qla(), version=packages.package_version("flash_qla"), precisions=_fp32_states
     )
 
 
 def _flashinfer(_checkout: Path | None) -> LoadedLibrary:
-    version = packages.version("flashinfer-python")
-    return LoadedLibrary(implementation=flashinfer.load(), version=version, precisions=_fp32_states)
+    version = packages.package_version("flashinfer-python")
+    return LoadedLibrary(implementation=adapters.load_flashinfer(), version=version, precisions=_fp32_states)
 
 
 def _states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:

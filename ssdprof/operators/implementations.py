@@ -221,7 +221,7 @@ def load(reference: str) -> Callable[..., Any]:
         missing = "function" if name else "module"
         raise BadInputError(f"{reference!r} names no {missing}.", "Give MODULE:FUNCTION.")
     try:
-        import_module("ssdprof.kernels._triton")  # sets interpreter mode before the user's kernels are defined
+        import_module("ssdprof.kernels.device")  # sets interpreter mode before the user's kernels are defined
         with _current_directory_first(), redirect_stdout(sys.stderr):  # keep stdout free for the command's data
             module = import_module(name)
     except KeyboardInterrupt:

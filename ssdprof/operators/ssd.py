@@ -55,20 +55,16 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ssdprof.kernels.oracle_blocks import Block
+    from ssdprof.kernels.oracle import OracleBlock
     from ssdprof.kernels.precision import Precision
-    from ssdprof.kernels.ssd import reference
-    from ssdprof.kernels.ssd.adapters import mamba_ssm, published, selective_state_update
+    from ssdprof.kernels.ssd import adapters, reference
     from ssdprof.kernels.ssd.inputs import SSDInputs
     from ssdprof.operators import ssd_tuning
 else:
     torch = LazyModule("torch")
     reference = LazyModule("ssdprof.kernels.ssd.reference")
     ssd_tuning = LazyModule("ssdprof.operators.ssd_tuning")
-    mamba_ssm, published, selective_state_update = (
-        LazyModule(f"ssdprof.kernels.ssd.adapters.{name}")
-        for name in ("mamba_ssm", "published", "selective_state_update")
-    )
+    adapters = LazyModule("ssdprof.kernels.ssd.adapters")
 
 
 # --- outline
@@ -354,7 +350,7 @@ def forms(inputs: SSDInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: SSDInputs, length: int) -> Iterator[Block]:
+def blocks(inputs: SSDInputs, length: int) -> Iterator[OracleBlock]:
     """The oracle, `length` positions at a time."""
     return reference.ssd_blocks(inputs, torch.float64, block=length)
 
@@ -580,16 +576,18 @@ def _sizes(shape: SSDShape) -> tuple[tuple[int, ...], ...]:
 
 def _mamba_ssm(_checkout: Path | None) -> LoadedLibrary:
     return LoadedLibrary(
-        implementation=mamba_ssm.load(),
-        version=mamba_ssm.version(),
-        precisions=lambda dtype: _exact(*dict.fromkeys((dtype, "fp32")) if mamba_ssm.passes_any_states() else (dtype,)),
+        implementation=adapters.load_mamba_ssm(),
+        version=adapters.mamba_ssm_version(),
+        precisions=lambda dtype: _exact(
+            *dict.fromkeys((dtype, "fp32")) if adapters.mamba_ssm_passes_any_states() else (dtype,)
+        ),
     )
 
 
 def _selective_state_update(_checkout: Path | None) -> LoadedLibrary:
     return LoadedLibrary(
-        implementation=selective_state_update.load(),
-        version=mamba_ssm.version(),
+        implementation=adapters.load_selective_state_update(),
+        version=adapters.mamba_ssm_version(),
         precisions=lambda _dtype: _exact("fp32"),
     )
 
@@ -597,7 +595,9 @@ def _selective_state_update(_checkout: Path | None) -> LoadedLibrary:
 def _published(checkout: Path | None) -> LoadedLibrary:
     assert checkout is not None
     return LoadedLibrary(
-        implementation=published.load(checkout), version=published.version(checkout), precisions=_published_precisions
+        implementation=adapters.load_published(checkout),
+        version=adapters.published_version(checkout),
+        precisions=_published_precisions,
     )
 
 

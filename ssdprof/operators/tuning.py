@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ssdprof.core.base import Intermediates, Record
+from ssdprof.core.base import Intermediates
+from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse
 from ssdprof.kernels.precision import Precision
 
 I = TypeVar("I", contravariant=True)
 Config = Any  # a frozen dataclass with a field `reason`; hashable
-Value = int | float | bool | str
-
-
-class Calls(Record):
-    """The calls to which a find applies: those of `kernel` with these sizes, by the operator's own names."""
-
-    operator: str
-    kernel: str
-    intermediates: Intermediates
-    sizes: dict[str, Value]
-
-
-class Settings(Record):
-    """A configuration of a kernel, field by field, without its reason."""
-
-    kernel: str
-    values: dict[str, Value]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Use:
-    """A configuration for some calls on GPUs of one name.  reason: shown in reports where it is used."""
-
-    gpu: str
-    calls: Calls
-    settings: Settings
-    reason: str
 
 
 class Tuning(Protocol[I]):
@@ -52,7 +25,7 @@ class Tuning(Protocol[I]):
     def shares_find(self, kernel: str) -> bool:
         """Whether one find applies to every length of a layer."""
 
-    def calls(self, inputs: I, intermediates: Intermediates, kernel: str) -> Calls:
+    def calls(self, inputs: I, intermediates: Intermediates, kernel: str) -> TunedCalls:
         """The calls to which a find on these inputs applies."""
 
     def committed(self, inputs: I, kernel: str) -> Config:
@@ -64,10 +37,10 @@ class Tuning(Protocol[I]):
     def run(self, inputs: I, precision: Precision, config: Config) -> Any:
         """The operator's output with this configuration."""
 
-    def settings(self, config: Config) -> Settings:
+    def settings(self, config: Config) -> KernelSettings:
         """The stored form of a configuration."""
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: KernelSettings) -> None:
         """Raises ValueError for settings that the kernel does not take."""
 
     def short(self, inputs: Any) -> Any:
@@ -79,5 +52,5 @@ class Tuning(Protocol[I]):
     def also_judged(self, config: Config, inputs: Any) -> Sequence[Any]:
         """Other inputs to which a find with this configuration would apply."""
 
-    def use(self, finds: Iterable[Use]) -> None:
+    def use(self, finds: Iterable[TunedUse]) -> None:
         """From now on, kernels of this process take these finds and no others."""

@@ -19,20 +19,7 @@ from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import caveats, gpu_name, meanings, origin, when
-from ssdprof.report.groups import (
-    Group,
-    Pooled,
-    Series,
-    TotalSpeed,
-    floor,
-    groups,
-    places,
-    pool,
-    precision_order,
-    trouble_words,
-    vs_baseline,
-    vs_oracle,
-)
+from ssdprof.report.groups import Group, Pooled, Series, TotalSpeed, groups, places, precision_order, trouble_words
 from ssdprof.report.statements import nothing_timed, shortcomings, verdict_lines
 from ssdprof.report.table import Column, Table, VerdictLine, table, text
 
@@ -183,7 +170,7 @@ def _rows(found: Sequence[Group]) -> Iterator[_Row]:
     for group in found:
         for one in group.series(*group.compared) if group.compared else ():
             names = ("", one.name, one.precision.short)
-            errors = (pool(one.cases, "out", which) for which in (vs_oracle, vs_baseline, floor))
+            errors = one.pooled("vs_oracle"), one.pooled("vs_baseline"), one.pooled("floor")
             yield _Row(names, group, one, one.speed(), *errors)
 
 

@@ -11,18 +11,16 @@ from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName
 from ssdprof.core.case import Case, Launch
 from ssdprof.core.report import Report
 from ssdprof.report.groups import (
+    Against,
     Group,
     Pooled,
     Series,
     TotalSpeed,
     baselines,
-    floor,
     groups,
     layer_of,
     pool,
     precision_order,
-    vs_baseline,
-    vs_oracle,
 )
 from ssdprof.report.table import Column, Note, Table, aligned, strings, table, text
 
@@ -132,8 +130,8 @@ def matches(group: Group, implementation: str, tensor: TensorName) -> Table | No
 
     For the baseline itself, the columns are its other precisions, compared with its exact one.
     """
-    against = vs_baseline if implementation == group.baseline else vs_oracle
-    series = tuple(one for one in group.series(implementation) if pool(one.cases, tensor, against))
+    against: Against = "vs_baseline" if implementation == group.baseline else "vs_oracle"
+    series = tuple(one for one in group.series(implementation) if one.pooled(against, tensor))
     if not series:
         return None
     several = group.calls > 1
@@ -159,11 +157,11 @@ def matches(group: Group, implementation: str, tensor: TensorName) -> Table | No
 
 def errors_by_layer(group: Group, implementation: str) -> Table | None:
     """RMS error of the output against fp64, one row per layer: which layer is the worst?"""
-    series = tuple(one for one in group.series(implementation) if pool(one.cases, "out", vs_oracle))
+    series = tuple(one for one in group.series(implementation) if one.pooled("vs_oracle"))
     rows = []
     for layer in group.layers if series else ():
         own = [[case for case in one.cases if layer_of(case) == layer.index] for one in series]
-        errors = [*(pool(cases, "out", vs_oracle) for cases in own), pool(chain(*own), "out", floor)]
+        errors = [*(pool(cases, "out", "vs_oracle") for cases in own), pool(chain(*own), "out", "floor")]
         rows.append((str(layer.index), *(fmt.small(one.rms_ratio if one else None) for one in errors)))
     return strings(
         f"Rms error of {implementation}'s {SHOWN['out']} against fp64 in each layer {group.where}",
@@ -177,12 +175,13 @@ def errors_by_layer(group: Group, implementation: str) -> Table | None:
 def largest_errors(group: Group, implementation: str) -> Table | None:
     """The largest differences and their positions, over all layers of the group and their chunks or steps."""
     several = group.calls > len(group.layers)
+    sides: tuple[tuple[str, Against], ...] = (("fp64", "vs_oracle"), (group.baseline, "vs_baseline"))
     rows = [
         (SHOWN[tensor], series.precision, against, pooled)
         for tensor in TENSORS
         for series in group.series(implementation)
-        for against, which in (("fp64", vs_oracle), (group.baseline, vs_baseline))
-        if (pooled := pool(series.cases, tensor, which))
+        for against, which in sides
+        if (pooled := series.pooled(which, tensor))
     ]
     number: Column[tuple[str, PrecisionRecord, str, Pooled]] = Column(
         group.noun, lambda row: str(row[3].case.call.number) if row[3].case.call else ""
@@ -213,12 +212,12 @@ def _comparisons(
 ) -> Iterator[tuple[str, list[Pooled | None], Pooled | None]]:
     """Heading, one entry per column, and the floor where there is one."""
     name = series[0].implementation
-    limit = pool((case for one in series for case in one.cases), tensor, floor)
-    yield f"{name} against {group.baseline}", [pool(one.cases, tensor, vs_baseline) for one in series], None
-    yield f"{name} against fp64", [pool(one.cases, tensor, vs_oracle) for one in series], limit
+    limit = pool((case for one in series for case in one.cases), tensor, "floor")
+    yield f"{name} against {group.baseline}", [one.pooled("vs_baseline", tensor) for one in series], None
+    yield f"{name} against fp64", [one.pooled("vs_oracle", tensor) for one in series], limit
     if name != group.baseline:
         originals = [group.baseline_of(one) for one in series]
-        errors = [pool(one.cases, tensor, vs_oracle) if one else None for one in originals]
+        errors = [one.pooled("vs_oracle", tensor) if one else None for one in originals]
         yield f"{group.baseline} against fp64", errors, limit
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import Clock, PrecisionRecord, TensorName
@@ -80,6 +80,9 @@ class Series:
     @property
     def results(self) -> str:
         return fmt.words(dict.fromkeys(case.result for case in self.cases))
+
+    def pooled(self, which: Against, tensor: TensorName = "out") -> Pooled | None:
+        return pool(self.cases, tensor, which)
 
     def speed(self) -> TotalSpeed | None:
         """None if no call was timed."""
@@ -246,6 +249,12 @@ def precision_order(precision: PrecisionRecord) -> tuple[int, int]:
 
 # --- errors of several calls
 
+Against = Literal["vs_oracle", "vs_baseline", "floor"]  # fields of `Accuracy`
+
+
+def deviation(accuracy: Accuracy, which: Against) -> Deviation | None:
+    return {"vs_oracle": accuracy.vs_oracle, "vs_baseline": accuracy.vs_baseline, "floor": accuracy.floor}[which]
+
 
 @dataclass(frozen=True)
 class Pooled:
@@ -272,31 +281,14 @@ class Pooled:
         return min(pooled, math.nextafter(100.0, 0.0))
 
 
-def pool(cases: Iterable[Case], tensor: TensorName, which: Callable[[Accuracy], Deviation | None]) -> Pooled | None:
-    """The deviations that `which` picks out of every case that has one; None if none has."""
-    found = [
-        (case, deviation)
-        for case in cases
-        for accuracy in case.accuracy
-        if accuracy.tensor == tensor and (deviation := which(accuracy)) is not None
-    ]
+def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | None:
+    """The deviations of every case that has one; None if none has."""
+    found = [(case, error) for case in cases if (one := case.tensor(tensor)) and (error := deviation(one, which))]
     if not found:
         return None
     worst, largest = max(found, key=lambda pair: pair[1].max_abs)
     rms = max(math.inf if one.rms_ratio is None else one.rms_ratio for _, one in found)
     return Pooled(largest, worst, rms, tuple(deviation for _, deviation in found))
-
-
-def vs_baseline(accuracy: Accuracy) -> Deviation | None:
-    return accuracy.vs_baseline
-
-
-def vs_oracle(accuracy: Accuracy) -> Deviation | None:
-    return accuracy.vs_oracle
-
-
-def floor(accuracy: Accuracy) -> Deviation | None:
-    return accuracy.floor
 
 
 # --- in words

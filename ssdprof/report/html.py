@@ -20,7 +20,7 @@ from ssdprof.report import plots
 from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
 from ssdprof.report.facts import when
-from ssdprof.report.groups import Group, floor, groups, pool
+from ssdprof.report.groups import Group, groups, pool
 from ssdprof.report.table import Document, Figure, Note, Section, Table
 
 _POWER = re.compile(r"\d[\d.]*e-\d+")
@@ -36,6 +36,9 @@ _TONES = {
 }  # fmt: skip
 
 
+_KINDS = {Table: "table", Note: "note", Figure: "figure"}
+
+
 class Picture(NamedTuple):
     """titled: the picture is wide and includes its title."""
 
@@ -45,7 +48,7 @@ class Picture(NamedTuple):
 
 
 class Block(NamedTuple):
-    """An element of the page.  kind: "table", "note", "text", "pictures", "heat", "list"."""
+    """An element of the page, which the template draws by its kind."""
 
     kind: str
     content: object
@@ -92,7 +95,8 @@ def _page(document: Document, parts: Iterable[Part]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["unbroken"] = _unbroken
+    environment.filters |= {"unbroken": _unbroken, "key": sort_key, "tone": tone}
+    environment.tests["sortable"] = sortable
     return environment.get_template("page.html.j2").render(document=document, parts=_unique(parts))
 
 
@@ -100,22 +104,10 @@ def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, fold
     return Part(
         title=section.title,
         anchor=re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
-        blocks=(*extra, *(_block(block, section.title) for block in section.blocks)),
+        blocks=(*extra, *(Block(_KINDS.get(type(block), "text"), block) for block in section.blocks)),
         folded=folded or section.depth != "main",
         level=level,
     )
-
-
-def _block(block: Table | Figure | Note | str, section: str) -> Block:
-    match block:
-        case Table():
-            return Block("table", view(block, section))
-        case Note(text):
-            return Block("note", text)
-        case Figure(title):
-            return Block("text", title)
-        case _:
-            return Block("text", block)
 
 
 def _unbroken(text: str) -> Markup:
@@ -165,7 +157,7 @@ def _stalls(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:
     recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
     said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
     shown = tuple(
-        picture for title, svg in of_stalls.pictures(stalls).values() for picture in pictures(title, svg, titled=True)
+        picture for title, svg in plots.of_stalls(stalls).values() for picture in pictures(title, svg, titled=True)
     )
     blocks = [Block("text", line) for line in said] + ([Block("pictures", shown)] if shown else [])
     yield Part("Warp stalls", "warp-stalls", tuple(blocks))
@@ -215,50 +207,10 @@ def _value(name: str, text: str, prefix: str) -> str:
 # --- tables
 
 
-class Cell(NamedTuple):
-    """key: the sort key; empty: the text.  tone: "good", "bad" or none."""
-
-    text: str
-    key: str
-    align: str
-    tone: str
-
-
-class Row(NamedTuple):
-    cells: tuple[Cell, ...]
-    heading: bool
-
-
-@dataclass(frozen=True)
-class View:
-    """grouped: rows are under headings and keep their order.  sortable: not grouped, and a cell has a number."""
-
-    title: str
-    headers: tuple[tuple[str, str], ...]  # text, alignment
-    rows: tuple[Row, ...]
-    note: str
-    grouped: bool
-    sortable: bool
-
-
-def view(table: Table, section: str = "") -> View:
-    """The table, without its title if the section has the same title."""
-    rows = tuple(
-        Row(
-            tuple(Cell(cell, sort_key(cell), align, tone(cell)) for cell, align in zip(row, table.align, strict=True)),
-            index in table.headings,
-        )
-        for index, row in enumerate(table.rows)
-    )
-    grouped = bool(table.headings)
-    return View(
-        title="" if table.title == section else table.title,
-        headers=tuple((" ".join(one.split()), align) for one, align in zip(table.headers, table.align, strict=True)),
-        rows=rows,
-        note=table.note,
-        grouped=grouped,
-        sortable=not grouped and len(rows) > 1 and any(cell.key for row in rows for cell in row.cells),
-    )
+def sortable(table: Table) -> bool:
+    """Whether the page may sort its rows: they are not under headings, and a cell has a number."""
+    numbers = any(sort_key(cell) for row in table.rows for cell in row)
+    return len(table.rows) > 1 and not table.headings and numbers
 
 
 def sort_key(text: str) -> str:
@@ -268,6 +220,7 @@ def sort_key(text: str) -> str:
 
 
 def tone(text: str) -> str:
+    """ "good", "bad" or none."""
     return "bad" if text.startswith("NO") else _TONES.get(text, "")
 
 
@@ -283,16 +236,12 @@ class HeatCell(NamedTuple):
     failed: bool
 
 
-class HeatRow(NamedTuple):
-    layer: str
-    floor: str
-    cells: tuple[HeatCell, ...]
-
-
 class HeatMap(NamedTuple):
+    """rows: layer, cells, floor."""
+
     title: str
     columns: tuple[str, ...]
-    rows: tuple[HeatRow, ...]
+    rows: tuple[tuple[str, tuple[HeatCell, ...], str], ...]
     note: str
 
 
@@ -307,12 +256,12 @@ def heat_map(group: Group, implementation: str) -> HeatMap | None:
     rows = []
     for layer in group.layers:
         there = group.at_layer(layer)
-        limit = pool(there.cases, "out", floor)
+        limit = pool(there.cases, "out", "floor")
         cells = tuple(
             _cell(_worst([case for case in there.cases if (case.implementation, case.precision) == key]), low, high)
             for key in ((implementation, one.precision) for one in series)
         )
-        rows.append(HeatRow(str(layer.index), fmt.small(limit.rms_ratio if limit else None), cells))
+        rows.append((str(layer.index), cells, fmt.small(limit.rms_ratio if limit else None)))
     return HeatMap(
         title=f"Rms error of {implementation}'s output against fp64 {group.where}",
         columns=tuple(str(one.precision) for one in series),

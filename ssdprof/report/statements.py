@@ -17,7 +17,6 @@ from ssdprof.report.groups import (
     Series,
     TotalSpeed,
     case_words,
-    floor,
     groups,
     layer_of,
     layer_words,
@@ -25,8 +24,6 @@ from ssdprof.report.groups import (
     precision_order,
     precision_words,
     trouble_words,
-    vs_baseline,
-    vs_oracle,
 )
 from ssdprof.report.table import Statement, VerdictLine, shortened
 
@@ -116,7 +113,8 @@ def _failed_answers(found: Outcome) -> Iterator[str]:
     """Phrases."""
     for case in found.answers_failed:
         broken = "; ".join(one.found for one in found.broken if one.case == case.name)
-        yield f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens: {broken or f'{case.result}: {case.why}'}"
+        why = broken or f"{case.result}: {case.why}"
+        yield f"{case.implementation} ({case.precision}) at {case.seqlen:,} tokens: {why}"
 
 
 def _of_run(report: Report, found: Outcome) -> Iterator[VerdictLine]:
@@ -230,7 +228,7 @@ def full_name(case: Case) -> str:
 def _on(found: Sequence[Group], name: str, precision: PrecisionRecord) -> str:
     own = [(group, one) for group in found for one in group.series(name) if one.precision == precision]
     speeds = [(group, speed) for group, one in own if (speed := one.speed()) and speed.device.speedup]
-    compared = [(group, one) for group, one in own if pool(one.cases, "out", vs_oracle)]
+    compared = [(group, one) for group, one in own if one.pooled("vs_oracle")]
     parts = []
     if troubles := list(dict.fromkeys(trouble_words(one) for _, one in own if _failed(one))):
         parts.append(f"FAILED: {'; '.join(troubles)}." + (" Elsewhere" if speeds else ""))
@@ -250,9 +248,9 @@ def _together(found: Sequence[Group], name: str) -> str:
     parts = [f"FAILED: {'; '.join(troubles)}."] if troubles else []
     if speeds := list(_speeds(found, name)):
         parts.append(f"{'; '.join(speeds)}.")
-    compared = [group for group in found if any(pool(one.cases, "out", vs_oracle) for one in group.series(name))]
+    compared = [group for group in found if any(one.pooled("vs_oracle") for one in group.series(name))]
     if compared:
-        own = [one for one in compared[0].series(name) if pool(one.cases, "out", vs_oracle)]
+        own = [one for one in compared[0].series(name) if one.pooled("vs_oracle")]
         parts.append(_placed(_exactness(compared[0], own), compared))
     return " ".join(parts)
 
@@ -317,22 +315,22 @@ def _verdicts(timed: Sequence[TotalSpeed], baseline: str) -> str:
 def _exactness(group: Group, series: Sequence[Series]) -> str:
     """ "78.098% to 93.707% of output elements are equal to those of unfused; rms error against fp64 1.81e-3 (...)"."""
     baseline = group.baseline
-    against = [pooled for one in series if (pooled := pool(one.cases, "out", vs_baseline))]
+    against = [pooled for one in series if (pooled := one.pooled("vs_baseline"))]
     parts = []
     if against:
         equal = _range((one.match_pct(0.0) for one in against), fmt.percent)
         near = f", {fmt.percent(against[0].match_pct(1e-3))} within 1e-3" if len(series) == 1 else ""
         parts.append(f"{equal} of output elements are equal to those of {baseline}{near}")
     originals = [original for one in series if (original := group.baseline_of(one))]
-    beside = [f"{baseline} {_rms(originals)}"] if any(pool(one.cases, "out", vs_oracle) for one in originals) else []
-    if limit := pool((case for one in series for case in one.cases), "out", floor):
+    beside = [f"{baseline} {_rms(originals)}"] if any(one.pooled("vs_oracle") for one in originals) else []
+    if limit := pool((case for one in series for case in one.cases), "out", "floor"):
         beside.append(f"floor {fmt.small(limit.rms_ratio)}")
     parts.append(f"rms error against fp64 {_rms(series)} ({', '.join(beside)})")
     return f"{'; '.join(parts)}."
 
 
 def _rms(series: Sequence[Series]) -> str:
-    return _range((one.rms_ratio for own in series if (one := pool(own.cases, "out", vs_oracle))), fmt.small)
+    return _range((one.rms_ratio for own in series if (one := own.pooled("vs_oracle"))), fmt.small)
 
 
 def _range(values: Iterable[float | None], show: Callable[[float | None], str]) -> str:

@@ -7,13 +7,13 @@ What they share is the report's folder: each writes a file of its own there, and
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError, MissingCapabilityError
 
 T = TypeVar("T")
@@ -64,17 +64,6 @@ class Ranks:
             f"Rank {rank} of {self.count} died before its share was done.",
             "Its own messages say why.  A process that was killed leaves none: often it took too much main memory.",
         )
-
-
-def started(environment: Mapping[str, str] = os.environ) -> int:
-    """Processes that torchrun started, this one included; 1 without torchrun.
-
-    BadInputError for a WORLD_SIZE that torchrun does not set.
-    """
-    count = environment.get("WORLD_SIZE") or "1"
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", count):
-        raise BadInputError(f"WORLD_SIZE={count!r} is not a number of processes.", "Run: unset WORLD_SIZE")
-    return int(count)
 
 
 def first_tells(environment: Mapping[str, str] = os.environ) -> bool:

@@ -141,7 +141,7 @@ def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | No
     """
     first = ranks is None or ranks.first
     if first:
-        path = out or _unused(RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(header.subject)}")
+        path = out or new_folder(header.subject)
     else:
         assert ranks
         path = Path(ranks.told("folder", FIRST))
@@ -383,8 +383,9 @@ def _text(file: Path) -> str:
         raise BadInputError(f"{file} is not JSON: it is not UTF-8.", "The file may be cut off or damaged.") from error
 
 
-def _unused(path: Path) -> Path:
-    """`path`, or `path-2`, `path-3`, ... if it exists: two runs may start within one second."""
+def new_folder(subject: str) -> Path:
+    """runs/<time>-<subject>, or the same with -2, -3, ... if it exists: two runs may start within one second."""
+    path = RUNS / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{safe_name(subject)}"
     number, candidate = 1, path
     while candidate.exists():
         number += 1

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 from fakes import contender, measured, report
-
 from ssdprof.bench.schema import BenchReport
 from ssdprof.operators.ssd.drawing import CHUNK_SIZES
 

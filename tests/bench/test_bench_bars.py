@@ -12,13 +12,14 @@ from typing import Any
 import bars
 import check_bars
 import pytest
+import recorded
 from fakes import contender, measured, report
-
-from ssdprof import schema
 from ssdprof.bench.grid import expand, parse_tokens
-from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump, load
+from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.operators.ssd.drawing import DRAWING
+
+from ssdprof import schema
 
 RELAXED = schema.PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
 RULES = tomllib.loads("""
@@ -60,7 +61,8 @@ def timed(fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.
 
 
 def check(*reports: BenchReport) -> dict[tuple[str, str], Any]:
-    return {(one.name, one.what): one for one in bars.check(RULES, reports)}
+    cells = [cell for one in reports for cell in recorded.recorded("bench", one)]
+    return {(one.name, one.what): one for one in bars.check(RULES, cells)}
 
 
 def test_what_holds_and_what_does_not() -> None:
@@ -239,8 +241,8 @@ def test_every_bar_holds_in_the_committed_results_but_those_of_first_calls_and_o
 ):
     """In most of the committed results, Triton's cache had the kernels."""
     rules = tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())
-    files = sorted((check_bars.HERE / "results").glob("bench-ssd-h200*.json"))
-    *found, first_calls = bars.check(rules, [load(file.read_text()) for file in files])
+    cells = [cell for cell in recorded.committed("h200") if cell.bench.operator == "ssd" and not cell.bench.fixed]
+    *found, first_calls = bars.check(rules, cells)
     assert first_calls.name == rules["first_call"]["name"]
     assert found
     (missed,) = check_bars.remarks(found)

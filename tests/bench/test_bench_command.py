@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import call
+from ssdprof.bench.schema import load
 from typer.testing import CliRunner
 
-from ssdprof.bench.schema import load
 from ssdprof.cli import app
 
 

@@ -8,13 +8,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import bars
 import check_bars
 import pytest
-from bars import check
 from check_bars import against, summary
 from fakes import contender, measured, report
+from recorded import recorded
 from rivals import Rivals
-
 from ssdprof.bench.grid import expand, parse_tokens
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.bench.shapes import parse_shapes
@@ -56,6 +56,12 @@ def timed(*, drawn: tuple[str, ...] = (), checked: int | None = None, **costs: f
     return done.model_copy(update={"cells": (cell.model_copy(update={"drawn": drawn, "checked": checked}),)})
 
 
+def check(
+    rules: dict[str, Any], reports: list[BenchReport], rivals: Rivals = bars.NO_RIVALS, *, partial: bool = False
+) -> tuple[bars.Finding, ...]:
+    return bars.check(rules, [cell for one in reports for cell in recorded("b", one)], rivals, partial=partial)
+
+
 def rule(**fields: Any) -> dict[str, Any]:
     bar = {"name": "a bar", "shapes": ["tiny"], "tokens": ["1 x 40"], "of": "fused exact fp32", "over": "best rival"}
     return {"bar": [bar | {"device": {"must": 2.0}} | fields]}
@@ -91,8 +97,8 @@ def test_the_yardstick_may_be_the_fastest_but_not_the_only_one(rivals: Rivals) -
 
 @pytest.mark.parametrize(("drawn", "ratio"), [(("normalised",), 2.0), (("quarter-ungated",), None)])
 def test_a_record_serves_its_draws_alone(rivals: Rivals, drawn: tuple[str, ...], ratio: float | None) -> None:
-    bars, result = rule(drawn=list(drawn)), timed(fused=50.0, fla=400.0, drawn=drawn)
-    (found,) = check(bars, [result], rivals)
+    rules, result = rule(drawn=list(drawn)), timed(fused=50.0, fla=400.0, drawn=drawn)
+    (found,) = check(rules, [result], rivals)
     assert found.readings[0].ratio == ratio
     (other,) = check(rule(), [result], rivals)
     assert len(other.unmeasured) == 1, "inputs that are drawn otherwise are other cells"
@@ -130,18 +136,18 @@ def test_over_microseconds_and_over_the_floor() -> None:
     (case,) = result.cells[0].cases
     assert case.roofline is not None
     (found,) = check(rule(over="floor", device={"goal": 0.77}), [result])
-    assert found.readings[0].ratio == pytest.approx(case.roofline.floor_us / 50)
+    assert found.readings[0].ratio == pytest.approx(case.roofline.floor_us / 50, rel=1e-5)
     assert (found.must, found.holds, found.at_goal) == (0.0, True, 0)
 
 
 def test_errors_count_where_all_tokens_were_compared() -> None:
-    bars = rule(over="unfused exact", device={}, error={"must": 0.99}, checked_in_full=True)
-    del bars["bar"][0]["device"]
+    rules = rule(over="unfused exact", device={}, error={"must": 0.99}, checked_in_full=True)
+    del rules["bar"][0]["device"]
     full, short = timed(fused=50.0, unfused=90.0), timed(fused=50.0, unfused=90.0, checked=16)
-    (found,) = check(bars, [full])
+    (found,) = check(rules, [full])
     assert found.what == "as unfused exact, error"
     assert found.readings[0].ratio == pytest.approx(1.0)
-    (found,) = check(bars, [short])
+    (found,) = check(rules, [short])
     assert len(found.unmeasured) == 1
 
 
@@ -149,13 +155,13 @@ def test_errors_count_where_all_tokens_were_compared() -> None:
 
 
 def test_partial_judges_what_was_measured() -> None:
-    bars = rule(over="fla", tokens=["1 x 40", "1 x 80"])
-    (strict,) = check(bars, [timed(fused=50.0, fla=200.0)])
-    (partial,) = check(bars, [timed(fused=50.0, fla=200.0)], partial=True)
+    rules = rule(over="fla", tokens=["1 x 40", "1 x 80"])
+    (strict,) = check(rules, [timed(fused=50.0, fla=200.0)])
+    (partial,) = check(rules, [timed(fused=50.0, fla=200.0)], partial=True)
     assert (strict.holds, len(strict.unmeasured)) == (False, 1)
     assert (partial.holds, partial.left_out, len(partial.readings)) == (True, 1, 1)
     assert summary([partial], "gdn").rows[0][5] == "held; 1 cells left out"
-    (missed,) = check(bars, [timed(fused=150.0, fla=200.0)], partial=True)
+    (missed,) = check(rules, [timed(fused=150.0, fla=200.0)], partial=True)
     assert not missed.holds
 
 

@@ -11,14 +11,14 @@ from string import Template
 from typing import Any
 
 import pytest
-
-from ssdprof import operators
 from ssdprof.bench.contenders import ways
 from ssdprof.bench.grid import expand, parse_tokens
 from ssdprof.bench.shapes import parse_shapes
-from ssdprof.cli import app
 from ssdprof.operators.named import known
 from ssdprof.schema import precisions_for
+
+from ssdprof import operators
+from ssdprof.cli import app
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {  # options of the commands, with the defaults of `ssdprof bench`
@@ -30,7 +30,7 @@ OPTIONS = {  # options of the commands, with the defaults of `ssdprof bench`
 def block(operator: str) -> list[str]:
     """The lines of the code block for the operator's results."""
     text = (ROOT / "docs" / "benchmarking.md").read_text(encoding="utf-8")
-    (found,) = re.findall(rf"```\n(R=benchmarks/results/bench-{operator}-h200\n.*?)```", text, re.DOTALL)
+    (found,) = re.findall(rf"```\n(R={operator}-new\n.*?)```", text, re.DOTALL)
     return found.splitlines()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import readme_table
 from fakes import report
-
+from recorded import Cell, recorded
 from ssdprof.bench.schema import BenchCell, BenchReport
 from ssdprof.schema import Gpu, PrecisionRecord
 
@@ -23,10 +23,16 @@ def as_cell(done: BenchReport, shape: str, tokens: str, *, without: str = "") ->
     return cell.model_copy(update={"shape": shape, "tokens": tokens, "packed": packed, "cases": kept})
 
 
+def cells_of(reports: dict[str, BenchReport]) -> list[Cell]:
+    return [cell for name, one in reports.items() for cell in recorded(name, one)]
+
+
+def section(reports: dict[str, BenchReport]) -> str:
+    return readme_table.section(cells_of(reports)).replace("\u00a0", " ")
+
+
 def selection(reports: dict[str, BenchReport]) -> str:
-    """The page's first tables."""
-    made = readme_table.page(reports).partition("\n## ")[0].replace("\u00a0", " ")
-    return made
+    return readme_table.selection(cells_of(reports)).replace("\u00a0", " ")
 
 
 def rows_of(made: str) -> list[list[str]]:
@@ -34,7 +40,7 @@ def rows_of(made: str) -> list[list[str]]:
     return [[word.strip() for word in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
 
 
-def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchReport) -> None:
+def test_the_readme_has_a_few_rows_and_the_page_all(done: BenchReport) -> None:
     relaxed = (
         done.cells[0]
         .cases[2]
@@ -52,16 +58,12 @@ def test_the_readme_has_a_selection_and_the_page_has_everything(done: BenchRepor
         "b.json": report(cells=(cells[0].model_copy(update={"cases": (*cells[0].cases[:2], relaxed)}),)),
     }
     models = [["sequences x tokens", "mamba2-2.7b", "nemotron-3-nano"], ["1 x 1,024", "3.00x / 2.82x", "-"]]
-    assert rows_of(readme_table.section(reports)) == models
-    page = readme_table.page(reports)
+    assert rows_of(section(reports)) == models
     assert rows_of(selection(reports)) == [
         *models,
         ["shape", "heads x P, N, groups", "1 x 4,096", "2 packed x 1k-4k, over unfused"],
         ["zamba2-7b", "2 x 16, 16, 1", "3.00x / 2.82x", "3.10x / 2.91x"],
     ]
-    assert "## [a.json](a.json)" in page
-    assert "1 x 1,025" in page
-    assert "Kernels of mamba_ssm" in page
 
 
 def test_the_published_kernel_has_a_table_of_its_own(done: BenchReport) -> None:
@@ -96,26 +98,6 @@ def twice_as_fast(cell: BenchCell) -> BenchCell:
     return cell.model_copy(update={"cases": (*others, fused.model_copy(update={"speedups": over}))})
 
 
-@pytest.mark.parametrize(("days", "kernels", "older"), [
-    (("01", "02"), ("", ""), True), (("02", "02"), ("", ""), False), (("01", "02"), ("x", "x"), False),
-    (("02", "02"), ("x", "y"), True), (("01", "02"), ("", "y"), True),
-])  # fmt: skip
-def test_results_of_an_older_kernel_say_so(
-    done: BenchReport, days: tuple[str, str], kernels: tuple[str, str], *, older: bool
-) -> None:
-    cell = as_cell(done, "mamba2-2.7b", "1 x 1,024")
-    reports = {
-        f"{name}.json": on(name, f"2026-01-{day}T0{hour}:00:00+00:00", cell, kernels=kernel)
-        for hour, (name, day, kernel) in enumerate(zip(("A", "B"), days, kernels, strict=True))
-    }
-    a, b = [line for line in selection(reports).splitlines() if line.startswith("**")]
-    assert b == "**B: over mamba_ssm, bf16 inputs**"
-    assert a == f"**A{f', an older kernel (2026-01-{days[0]})' if older else ''}: over mamba_ssm, bf16 inputs**"
-    of_a, of_b = readme_table.page(reports).split("## [B.json]")
-    assert ("with an older kernel than the newest" in of_a) is older
-    assert "older kernel" not in of_b
-
-
 def test_of_results_that_have_the_same_cell_the_newest_counts(done: BenchReport) -> None:
     """Only with inputs of the table's dtype and the default draw."""
     cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 8,192", "1 x 16,384")]
@@ -139,11 +121,11 @@ def test_the_readme_names_the_kernels_that_its_numbers_are_of(done: BenchReport)
         "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells, kernels="old"),
         "b.json": on("A", "2026-01-02T00:00:00+00:00", twice_as_fast(cells[0]), kernels="new"),
     }
-    made = readme_table.section(reports).replace("\u00a0", " ")
+    made = section(reports)
     assert "One A, measured on 2026-01-01 and 2026-01-02 with kernels old and new:" in made
     assert (made.count("6.00x"), made.count("3.00x")) == (1, 1)
     del reports["a.json"]
-    assert "One A, measured on 2026-01-02 with kernels new:" in readme_table.section(reports).replace("\u00a0", " ")
+    assert "One A, measured on 2026-01-02 with kernels new:" in section(reports)
 
 
 def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchReport) -> None:
@@ -154,9 +136,8 @@ def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchRep
         "a.json": on("A", "2026-01-01T00:00:00+00:00", cell, kernels="old"),
         "b.json": decoding.model_copy(update={"baseline": "selective_state_update"}),
     }
-    assert "measured on 2026-01-01 with kernels old:" in readme_table.section(reports)
-    assert "3.00x" in readme_table.section(reports)
-    assert "older kernel" not in readme_table.page(reports)
+    assert "measured on 2026-01-01 with kernels old:" in section(reports)
+    assert "3.00x" in section(reports)
 
 
 def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
@@ -169,13 +150,12 @@ def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
         "b.json": on("B more", "2026-01-01T01:00:00+00:00", *both, as_cell(done, "mamba2-2.7b", "1 x 16,384")),
     }
     made = selection(reports)
-    assert "on one B more and one A few:" in made
     of_b, of_a = made.split("**B more: over mamba_ssm")[1].split("**A few: over mamba_ssm")
     assert of_b.count("3.00x") == 3
     assert "6.00x" not in of_b
     assert "nemotron-3-nano" not in of_b
     assert of_a.count("6.00x") == of_a.count("3.00x") == 1
-    of_b, of_a = readme_table.section(reports).split("One B more, measured on 2026-01-01:")[1].split("One A few")
+    of_b, of_a = section(reports).split("One B more, measured on 2026-01-01:")[1].split("One A few")
     assert (of_b.count("3.00x"), of_b.count("6.00x"), of_a.count("6.00x")) == (3, 0, 1)
 
 
@@ -184,13 +164,13 @@ def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
     of_ssd, of_gdn = (f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn"))
     readme.write_text(f"before\n{of_ssd}between\n{of_gdn}after\n")
     for _ in range(2):
-        readme_table.write_section(readme, readme_table.GDN, "new\n")
+        readme_table.write(readme, readme_table.GDN, "new\n")
         assert readme.read_text() == f"before\n{of_ssd}between\n{of_gdn.replace('old', 'new')}after\n"
 
 
 @pytest.mark.parametrize("operator", [readme_table.SSD, readme_table.GDN], ids=lambda one: one.name)
-def test_the_readme_and_the_page_say_what_the_committed_results_say(operator: readme_table.Operator) -> None:
-    reports = readme_table.committed(operator)
-    assert reports
-    assert readme_table.section(reports, operator) == readme_table.current(readme_table.README, operator)
-    assert readme_table.page(reports, operator) == operator.page.read_text(encoding="utf-8")
+def test_the_tables_say_what_the_recorded_results_say(operator: readme_table.Operator) -> None:
+    cells = readme_table.committed(operator)
+    assert cells
+    assert readme_table.section(cells, operator) == readme_table.current(readme_table.README, operator)
+    assert readme_table.selection(cells, operator) == readme_table.current(readme_table.PAGE, operator)

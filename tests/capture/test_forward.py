@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from ssdprof.schema.serving import split_prompt
 from transformers import AttentionInterface
 
 from ssdprof.capture.forward import (
@@ -22,7 +23,6 @@ from ssdprof.checkpoint.load import fetch, load_model
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.checkpoint.model import open_model
 from ssdprof.errors import BadInputError
-from ssdprof.schema.serving import split_prompt
 
 FP32_ROUNDING = 5e-5
 

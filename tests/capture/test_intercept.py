@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
+from ssdprof.schema import Serving
 from torch import nn
 
 from ssdprof import kernels, operators
@@ -23,7 +24,6 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.schema import Serving
 
 LENGTH = 70  # two chunks and a part of one
 

@@ -9,6 +9,7 @@ import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
 from operators import toy
+from ssdprof.schema import Prompt, Serving
 
 from ssdprof import operators
 from ssdprof.capture import store
@@ -17,7 +18,6 @@ from ssdprof.capture.store import CapturedLayer, packed
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import Prompt, Serving
 
 LENGTH = 50
 NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]

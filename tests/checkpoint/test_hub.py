@@ -15,6 +15,9 @@ import torch
 from huggingface_hub import constants
 from minihub import TOKEN, MiniHub
 from safetensors.torch import save_file
+from ssdprof.pipeline.dry_run import check_start, plan
+from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.pipeline.subject import find
 
 from ssdprof.checkpoint import hub as hub_module
 from ssdprof.checkpoint.config import DEFAULT_TOKENIZER, PICKLE
@@ -22,9 +25,6 @@ from ssdprof.checkpoint.load import LocalCheckpoint, fetch, fetch_tokenizer, loa
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
-from ssdprof.pipeline.dry_run import check_start, plan
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.pipeline.subject import find
 
 Save = Callable[[str], Path]
 
@@ -58,6 +58,13 @@ def granite(layer_types: list[str]) -> dict[str, object]:
         "mamba_n_heads": 8,
         "mamba_d_state": 16,
     }
+
+
+@pytest.fixture
+def tiny_hub(hub: MiniHub, saved: Save) -> MiniHub:
+    """A hub with the repo org/tiny."""
+    hub.publish("org/tiny", saved("mamba2"))
+    return hub
 
 
 # --- what is fetched
@@ -114,15 +121,14 @@ def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, saved: 
     assert not any(info.cached for info in located.files(1) if info.name.endswith(".safetensors"))
 
 
-def test_a_revision_is_resolved_once_and_stays(hub: MiniHub, saved: Save, copied: Save) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
-    commit = hub.publish("org/tiny", copied("mamba2"), revision="v1")
+def test_a_revision_is_resolved_once_and_stays(tiny_hub: MiniHub, saved: Save, copied: Save) -> None:
+    commit = tiny_hub.publish("org/tiny", copied("mamba2"), revision="v1")
     located = open_model("org/tiny", revision="v1")
     assert located.ref.revision == commit
-    hub.publish("org/tiny", saved("bamba"), revision="v1")  # the branch moves on; the run does not
+    tiny_hub.publish("org/tiny", saved("bamba"), revision="v1")  # the branch moves on; the run does not
     assert fetch(located).ref.model_type == "mamba2"
     assert open_model("org/tiny", revision=commit).ref.revision == commit
-    by_branch = [request for request in hub.log if "/resolve/v1/" in request.path]
+    by_branch = [request for request in tiny_hub.log if "/resolve/v1/" in request.path]
     assert len(by_branch) == 3  # for config.json: a check that the hub answers, then HEAD and GET
 
 
@@ -171,50 +177,44 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
 # --- interrupted
 
 
-def test_a_broken_connection_continues_where_it_broke(
-    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_connection_continues_where_it_broke(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # the client keeps whole chunks, by default of 10 MB
-    hub.publish("org/tiny", saved("mamba2"))
     located = open_model("org/tiny")
     shard = next(info for info in located.files(0) if info.name.endswith(".safetensors"))
-    hub.cut(shard.name, 1200)
+    tiny_hub.cut(shard.name, 1200)
     local = fetch(located, deepest_layer=0)
-    ranges = [request.range for request in hub.log if request.path.endswith(shard.name) and request.method == "GET"]
+    ranges = [
+        request.range for request in tiny_hub.log if request.path.endswith(shard.name) and request.method == "GET"
+    ]
     assert ranges == [None, "bytes=1000-"]
     load_model(local, device="cpu")
 
 
 @pytest.mark.parametrize("at", ["config", "listing", "header", "shard"])
-def test_a_connection_that_drops_between_requests(
-    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
+def test_a_connection_that_drops_between_requests(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """As with keep-alive connections: the server closes the connection instead of answering."""
     monkeypatch.setattr("time.sleep", lambda _: None)
-    hub.publish("org/tiny", saved("mamba2"))
-    hub.drops = at == "config"
+    tiny_hub.drops = at == "config"
     repo = hub_module.HubRepo("org/tiny")
-    hub.drops = at == "listing"
+    tiny_hub.drops = at == "listing"
     shard = min(name for name in repo.sizes if name.endswith(".safetensors"))
     assert repo.complete
-    hub.drops = 2 * (at == "header")
+    tiny_hub.drops = 2 * (at == "header")
     assert repo.header(shard)
-    hub.drops = 2 * (at == "shard")
+    tiny_hub.drops = 2 * (at == "shard")
     assert repo.path(shard).stat().st_size == repo.sizes[shard]
-    assert hub.drops == 0
+    assert tiny_hub.drops == 0
 
 
-def test_a_connection_that_keeps_dropping_ends(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_keeps_dropping_ends(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    hub.publish("org/tiny", saved("mamba2"))
     repo = hub_module.HubRepo("org/tiny")
-    hub.drops = 1000
+    tiny_hub.drops = 1000
     with pytest.raises(ModelUnavailableError, match="The connection to the hub broke while org/tiny was fetched: "):
         repo.path("model.safetensors.index.json")
 
 
-def test_an_interrupted_fetch_keeps_complete_files(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
+def test_an_interrupted_fetch_keeps_complete_files(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
     located = open_model("org/tiny")
     shards = [info.name for info in located.files() if info.name.endswith(".safetensors")]
     path = hub_module.HubRepo.path
@@ -228,9 +228,9 @@ def test_an_interrupted_fetch_keeps_complete_files(hub: MiniHub, saved: Save, mo
         patch.setattr(hub_module.HubRepo, "path", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch(located)
-    hub.log.clear()
+    tiny_hub.log.clear()
     fetch(open_model("org/tiny"))
-    assert hub.downloads() == [shards[-1]]
+    assert tiny_hub.downloads() == [shards[-1]]
 
 
 def test_a_file_that_is_truncated_on_the_hub_cannot_be_had(hub: MiniHub, copied: Save) -> None:
@@ -243,8 +243,8 @@ def test_a_file_that_is_truncated_on_the_hub_cannot_be_had(hub: MiniHub, copied:
     assert shard.name in error.message
 
 
-def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy(hub: MiniHub, saved: Save) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
+@pytest.mark.usefixtures("tiny_hub")
+def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
     located = open_model("org/tiny")
     assert located.weight_bytes(0) > 0  # reads the headers on the hub
     shard = next(info.name for info in located.files(0) if info.name.endswith(".safetensors"))
@@ -254,8 +254,8 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy(hub: MiniHub, s
         fetch(located, deepest_layer=0)
 
 
-def test_too_little_disk_is_said_by_a_dry_run(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
+@pytest.mark.usefixtures("tiny_hub")
+def test_too_little_disk_is_said_by_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     request = CaptureRequest(model=ModelRequest(model="org/tiny"), prompt=PromptRequest(seqlens=(64,), text="random"))
     subject = find(request)
     planned = plan(subject, request)
@@ -266,16 +266,13 @@ def test_too_little_disk_is_said_by_a_dry_run(hub: MiniHub, saved: Save, monkeyp
         check_start(planned, subject, request)
 
 
-def test_too_little_disk_is_said_before_the_download(
-    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
+def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
     located = open_model("org/tiny")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
     with pytest.raises(MissingCapabilityError, match="hub cache's disk") as caught:
         fetch(located)
     assert "HF_HOME" in caught.value.hint
-    assert not [name for name in hub.downloads() if name.endswith(".safetensors")]
+    assert not [name for name in tiny_hub.downloads() if name.endswith(".safetensors")]
 
 
 # --- unavailable
@@ -331,9 +328,8 @@ def test_a_gated_repo_is_said_to_be_gated(hub: MiniHub, saved: Save, monkeypatch
     assert fetch(open_model("org/gated")).ref.repo_id == "org/gated"
 
 
-def test_an_unknown_revision_names_those_there_are(hub: MiniHub, saved: Save) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
-    hub.publish("org/tiny", saved("bamba"), revision="v2")
+def test_an_unknown_revision_names_those_there_are(tiny_hub: MiniHub, saved: Save) -> None:
+    tiny_hub.publish("org/tiny", saved("bamba"), revision="v2")
     error = failure("org/tiny", revision="v9")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "'v9'" in error.message
@@ -395,22 +391,19 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
         fetch(located, deepest_layer=2)
 
 
-def test_a_hub_that_cannot_be_reached(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)  # without a cache the client retries for 23 s
-    hub.publish("org/tiny", saved("mamba2"))
     fetch_all(open_model("org/tiny"))
-    hub.close()
+    tiny_hub.close()
     assert fetch_all(open_model("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert f"the hub at {hub.url} cannot be reached" in error.message
+    assert f"the hub at {tiny_hub.url} cannot be reached" in error.message
     assert "org/tiny" in error.hint
 
 
-def test_what_was_only_looked_at_is_not_in_the_cache(
-    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
+@pytest.mark.usefixtures("tiny_hub")
+def test_what_was_only_looked_at_is_not_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     open_model("org/tiny")  # config.json only
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     error = failure("org/tiny")
@@ -418,11 +411,10 @@ def test_what_was_only_looked_at_is_not_in_the_cache(
     assert "only partly in the cache" in error.message
 
 
-def test_a_hub_that_answers_with_errors(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_answers_with_errors(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
-    hub.publish("org/tiny", saved("mamba2"))
     fetch_all(open_model("org/tiny"))
-    hub.down = 503
+    tiny_hub.down = 503
     assert fetch_all(open_model("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
@@ -449,8 +441,9 @@ def test_a_password_in_the_endpoint_is_masked(
     assert "secret" not in str(vars(error)) + "".join(capsys.readouterr())
 
 
+@pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("endpoint", ["", "localhost:8000", "hub", "http://[::1", "ftp://hub"])
-def test_an_endpoint_that_is_no_address(hub: MiniHub, monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:  # noqa: ARG001
+def test_an_endpoint_that_is_no_address(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.BAD_INPUT
@@ -465,13 +458,12 @@ def test_an_endpoint_that_is_no_address(hub: MiniHub, monkeypatch: pytest.Monkey
     ],
 )
 def test_settings_that_the_client_cannot_use(
-    hub: MiniHub, saved: Save, tmp_path: Path, variables: dict[str, str], code: ExitCode, words: str
+    tiny_hub: MiniHub, tmp_path: Path, variables: dict[str, str], code: ExitCode, words: str
 ) -> None:
     """In a separate process, because the client reads them once."""
-    hub.publish("org/tiny", saved("mamba2"))
     done = subprocess.run(
         [sys.executable, "-m", "ssdprof", "capture", "org/tiny", "--dry-run"],
-        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "", **variables},
+        env={**os.environ, "HF_ENDPOINT": tiny_hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": "", **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -479,6 +471,7 @@ def test_settings_that_the_client_cannot_use(
     assert (done.returncode, words in done.stderr, "PROXY" in done.stderr) == (code, True, True), done.stderr
 
 
+@pytest.mark.usefixtures("tiny_hub")
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
     [
@@ -489,9 +482,8 @@ def test_settings_that_the_client_cannot_use(
     ],
 )
 def test_what_keeps_a_file_from_being_fetched(
-    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, words: str
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, code: int, words: str
 ) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
 
     def fail(*_: object, **__: object) -> None:
         raise raised
@@ -510,8 +502,8 @@ def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureF
     assert "secret" not in shown
 
 
-def test_a_cache_that_may_not_be_written(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
+@pytest.mark.usefixtures("tiny_hub")
+def test_a_cache_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/cache/models--org--tiny")
@@ -523,10 +515,9 @@ def test_a_cache_that_may_not_be_written(hub: MiniHub, saved: Save, monkeypatch:
     assert "HF_HOME" in error.hint
 
 
-def test_a_pasted_address_and_a_revision_behind_an_at(hub: MiniHub, saved: Save, copied: Save) -> None:
-    hub.publish("org/tiny", saved("mamba2"))
-    commit = hub.publish("org/tiny", copied("bamba"), revision="v1")
-    for typed in (f"{hub.url}/org/tiny/tree/v1", "org/tiny@v1"):
+def test_a_pasted_address_and_a_revision_behind_an_at(tiny_hub: MiniHub, copied: Save) -> None:
+    commit = tiny_hub.publish("org/tiny", copied("bamba"), revision="v1")
+    for typed in (f"{tiny_hub.url}/org/tiny/tree/v1", "org/tiny@v1"):
         ref = open_model(typed).ref
         assert (ref.requested, ref.repo_id, ref.revision) == (typed, "org/tiny", commit)
 

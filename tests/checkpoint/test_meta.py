@@ -11,6 +11,7 @@ import tiny_models
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
+from ssdprof.schema import LayerRef, Serving
 from torch import nn
 
 from ssdprof.capture.forward import Feed, logits
@@ -29,7 +30,6 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.errors import BadInputError
 from ssdprof.operators.tensors import tensors
-from ssdprof.schema import LayerRef, Serving
 
 # --- mixers
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from ssdprof.schema import LayerRef
 
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import (
@@ -19,7 +20,6 @@ from ssdprof.checkpoint.names import (
     siblings_that_fit,
 )
 from ssdprof.errors import BadInputError
-from ssdprof.schema import LayerRef
 
 TINY = "ibm-granite/granite-4.0-h-tiny"
 # A hybrid: attention at 2 and 5.

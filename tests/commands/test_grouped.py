@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
-
 from ssdprof.commands.grouped import grouped
+from typer.testing import CliRunner
 
 
 @dataclass(frozen=True, kw_only=True)

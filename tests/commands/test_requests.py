@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from ssdprof.commands.answers import ComparisonOptions
 from ssdprof.commands.gate_options import GateOptions
 from ssdprof.commands.model_options import ServedModelOptions
-from ssdprof.commands.options import TimingOptions
 from ssdprof.commands.run import ReplayOptions, ResultOptions
-from ssdprof.errors import BadInputError
 from ssdprof.pipeline.answers_request import AnswersRequest
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest, ReplayRequest, ServingRequest
 from ssdprof.schema import Gates, PrecisionRecord
 from ssdprof.schema.answers import AnswerGate
+
+from ssdprof.commands.options import TimingOptions
+from ssdprof.errors import BadInputError
 
 
 def test_the_request_of_a_model() -> None:

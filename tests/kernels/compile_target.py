@@ -8,6 +8,7 @@ sums unless a launcher requests it: this will be the default of later Triton ver
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -44,6 +45,7 @@ class Compiled:
     polls, meetings_while_polling: loops that poll another program's flag, and the barriers of all threads in them
     fuses: whether the compiler may fuse a product and a sum into one instruction with one rounding
     parameters, counted_parameters: number of parameters in the binary, and as counted by a direct launch
+    code: hash of the instructions
     """
 
     kernel: str
@@ -62,6 +64,7 @@ class Compiled:
     fuses: bool
     parameters: int
     counted_parameters: int
+    code: str
     metadata: dict[str, Any]
 
 
@@ -93,6 +96,28 @@ def on_meta(inputs: Any) -> Any:
     )
 
 
+RECORDED = Path(__file__).parent / "data" / "compiled.json"
+
+
+def recorded_form(module: str, capability: int, launches: str = "LAUNCHES") -> dict[str, str]:
+    """Launch and number of a kernel -> name, registers, stack, shared memory, warps and hash of its instructions."""
+    return {
+        f"{module} {launches} {label} {index}": f"{one.kernel} {one.registers} {one.spilled_bytes} {one.shared_bytes} "
+        f"{one.num_warps} {one.code}"
+        for label, kernels in compiled(module, capability, launches).items()
+        for index, one in enumerate(kernels)
+    }
+
+
+def assert_recorded(module: str, launches: str = "LAUNCHES") -> None:
+    """The machine code for sm_90 is that of `data/compiled.json`."""
+    found = recorded_form(module, 90, launches)
+    recorded = json.loads(RECORDED.read_text())["90"]
+    theirs = {name: text for name, text in recorded.items() if name.startswith(f"{module} {launches} ")}
+    different = {name for name in found.keys() | theirs.keys() if found.get(name) != theirs.get(name)}
+    assert not different, f"after an intended change, run machine_code.py --record: {sorted(different)}"
+
+
 class _AbsentGpu:
     """Replaces the driver that Triton queries before it compiles."""
 
@@ -110,7 +135,7 @@ class _AbsentGpu:
 
 
 def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
-    from ssdprof.kernels._direct import parameter_count
+    from ssdprof.kernels.launch import parameter_count
 
     binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -142,8 +167,14 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         fuses=kernel.metadata.enable_fp_fusion,
         parameters=sections.count("EIATTR_KPARAM_INFO"),
         counted_parameters=parameter_count(kernel.asm["ptx"]),
+        code=hashlib.sha256(instructions(code).encode()).hexdigest()[:16],
         metadata=metadata,
     )
+
+
+def instructions(sass: str) -> str:
+    """One instruction a line, with its address and encoding, without names of functions and line numbers."""
+    return "\n".join(line.strip() for line in sass.splitlines() if re.match(r"\s*/\*", line)) + "\n"
 
 
 def _lost_addresses(code: str) -> int:

@@ -8,65 +8,65 @@ import pytest
 import torch
 from ssd_cases import EXACT
 
-from ssdprof.kernels._gpu import capability, sm_count
+from ssdprof.kernels.device import capability, sm_count
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, unsupported
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count, ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 
 Kernel = Callable[..., SSDOutput]  # arguments: inputs, and a precision if not EXACT
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 
 
-def passing(inputs: SSDInputs, config: HopperConfig) -> str:
+def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
     """How the Hopper kernel's segments obtain the states that enter them: "look back", "hand on", ..."""
     return _passing(config, share_count(inputs, config), buffer_sizes(inputs, EXACT, config))
 
 
 def portable(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
-    return ssd_fused_portable(inputs, precision, config=PortableConfig.choose(inputs, capability(inputs.x)))
+    return ssd_fused_portable(inputs, precision, config=SSDPortableConfig.choose(inputs, capability(inputs.x)))
 
 
 def portable_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     """One chunk per segment: the largest number of programs that wait for another one."""
     return ssd_fused_portable(
-        inputs, precision, config=PortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32)
+        inputs, precision, config=SSDPortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1, block_p=32)
     )
 
 
 def hopper(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     assert unsupported(inputs) == ""
-    config = HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=True)
+    config = SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=True)
     return ssd_fused_hopper(inputs, precision, config=config)
 
 
 def hopper_by_default(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     """Equal shares of all sequences: for batches with more pairs of heads than multiprocessors."""
     assert unsupported(inputs) == ""
-    config = HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=False)
+    config = SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=False)
     assert passing(inputs, config) == "hand on"
     return ssd_fused_hopper(inputs, precision, config=config)
 
 
 def hopper_fine(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     assert unsupported(inputs) == ""
-    return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=1))
+    return ssd_fused_hopper(inputs, precision, config=SSDHopperConfig(segment=1))
 
 
 def hopper_uneven(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     """A long segment, then short ones."""
     assert unsupported(inputs) == ""
-    return ssd_fused_hopper(inputs, precision, config=HopperConfig(long_count=1, long_segment=5, segment=2))
+    return ssd_fused_hopper(inputs, precision, config=SSDHopperConfig(long_count=1, long_segment=5, segment=2))
 
 
 def hopper_alone(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     """No program waits for another: each recomputes everything before its segment, except for packed sequences."""
     assert unsupported(inputs) == ""
-    fine = HopperConfig(long_count=1, long_segment=3, segment=1, recompute=True)
-    return ssd_fused_hopper(inputs, precision, config=fine if inputs.cu_seqlens is None else HopperConfig(segment=1))
+    fine = SSDHopperConfig(long_count=1, long_segment=3, segment=1, recompute=True)
+    return ssd_fused_hopper(inputs, precision, config=fine if inputs.cu_seqlens is None else SSDHopperConfig(segment=1))
 
 
 def hopper_shared(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
@@ -74,7 +74,7 @@ def hopper_shared(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOutput:
     assert unsupported(inputs) == ""
     whole = max(1, -(-inputs.x.shape[1] // 64))
     shares = max(1, inputs.sequences * program_count(inputs) * 5 // 6)
-    return ssd_fused_hopper(inputs, precision, config=HopperConfig(segment=whole, shares=shares))
+    return ssd_fused_hopper(inputs, precision, config=SSDHopperConfig(segment=whole, shares=shares))
 
 
 CHOSEN = [pytest.param(portable, id="portable"), pytest.param(hopper, id="hopper", marks=ON_HOPPER)]

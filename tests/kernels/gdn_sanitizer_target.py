@@ -16,14 +16,14 @@ from functools import partial
 import torch
 from gdn_hopper_cases import GDNCase, errors
 
-from ssdprof.kernels.gdn.hopper.config import HopperConfig, unreadable, unsupported
-from ssdprof.kernels.gdn.hopper.launch import HopperLaunch
+from ssdprof.kernels.gdn.config import GDNPortableConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported, unsupported_otherwise
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable.config import PortableConfig
-from ssdprof.kernels.gdn.portable.launch import PortableLaunch
+from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
 from ssdprof.kernels.gdn.recurrent import gdn_recurrent
-from ssdprof.kernels.gdn.unfused.six_launches import run as run_unfused
+from ssdprof.kernels.gdn.unfused.pipeline import run as run_unfused
 from ssdprof.kernels.precision import Precision
 
 LARGEST_ERROR = 6e-3  # of bf16, relative to the RMS
@@ -41,29 +41,29 @@ OTHER_DIMS = {
 
 
 def portable(inputs: GDNInputs) -> GDNOutput:
-    config = PortableConfig(chunk=32, segment=3, block_k=32, block_v=32)
-    return PortableLaunch(inputs, Precision(), config, state_v_first=False)(inputs)
+    config = GDNPortableConfig(chunk=32, segment=3, block_k=32, block_v=32)
+    return GDNPortableLaunch(inputs, Precision(), config, state_v_first=False)(inputs)
 
 
-def hopper(inputs: GDNInputs, *, config: HopperConfig) -> GDNOutput:
+def hopper(inputs: GDNInputs, *, config: GDNHopperConfig) -> GDNOutput:
     assert unsupported(inputs) == ""
-    return HopperLaunch(inputs, config)(inputs)
+    return GDNHopperLaunch(inputs, config)(inputs)
 
 
 def slices(inputs: GDNInputs) -> GDNOutput:
-    assert unreadable(inputs) == ""
-    return SlicedLaunch(inputs, HopperConfig(segment=2))(inputs)
+    assert unsupported_otherwise(inputs) == ""
+    return SlicedLaunch(inputs, GDNHopperConfig(segment=2))(inputs)
 
 
-PARTS = HopperConfig(segment=2, slow_parts=2, longest_first_pass=1, carriers=4)
+PARTS = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1, transition_programs=4)
 # the registers with which `choose` makes one launch
-ONE_LAUNCH = HopperConfig(segment=16, inverts=True, key_ring=3, state_registers=176, other_registers=64)
+ONE_LAUNCH = GDNHopperConfig(segment=16, fused_inverse=True, key_ring=3, state_registers=176, other_registers=64)
 KERNELS: dict[str, Callable[[GDNInputs], GDNOutput]] = {
     "portable": portable,
     "unfused": run_unfused,
     "recurrent": gdn_recurrent,
-    "hopper, first passes": partial(hopper, config=HopperConfig(segment=2)),
-    "hopper, leading": partial(hopper, config=HopperConfig(segment=2, leads=True)),
+    "hopper, first passes": partial(hopper, config=GDNHopperConfig(segment=2)),
+    "hopper, leading": partial(hopper, config=GDNHopperConfig(segment=2, first_segment_extra=True)),
     "hopper, parts": partial(hopper, config=PARTS),
     "hopper, one launch": partial(hopper, config=ONE_LAUNCH),
     "hopper, slices": slices,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
+from inspect import signature
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,11 +26,11 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._workspace import Part
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
 from ssdprof.kernels.gdn.hopper import slow_heads
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
+from ssdprof.kernels.tensors import Part
 
 THREADS = 256  # of the first role
 PATIENCE = 60.0  # seconds
@@ -53,22 +54,24 @@ class Source:
     @classmethod
     def of(cls, *launches: ModuleType, files: tuple[str, ...], lanes: int) -> Source:
         package = launches[0].__name__.rpartition(".")[0]
-        return cls(launches, ("ssdprof.kernels._gluon", *(f"{package}.{file}" for file in files)), lanes)
+        common = ("_gluon", "hopper.work", "hopper.ring")
+        modules = (*(f"ssdprof.kernels.{file}" for file in common), *(f"{package}.{file}" for file in files))
+        return cls(launches, modules, lanes)
 
 
 SSD = Source.of(
     ssd_launch,
     files=(
-        "rings", "weights", "lanes", "halves", "role_gates", "role_loads", "role_scores", "role_stores",
-        "look_back", "first_pass", "role_states", "assignment", "hopper_kernel",
+        "rings", "weights", "lanes", "role_gates", "role_copies", "role_scores", "role_states", "assignment",
+        "hopper_kernel",
     ),
     lanes=2,
 )  # fmt: skip
 GDN = Source.of(
     gdn_launch, slow_heads,
     files=(
-        "rings", "assignment", "parts", "decays", "inverse", "prep_kernel", "role_gates", "role_inverse", "role_loads",
-        "role_scores", "role_stores", "role_states", "role_copies", "hopper_kernel",
+        "rings", "assignment", "parts", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores",
+        "role_states", "role_copies", "hopper_kernel",
     ),
     lanes=1,
 )  # fmt: skip
@@ -372,7 +375,7 @@ class Machine:
             constexpr=_Constant,
             **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int16", "int32", "int64")},
             uint32=torch.int64,
-            tensor=object, shared_memory_descriptor=Shared,
+            tensor=object, tuple=tuple, shared_memory_descriptor=Shared,
             BlockedLayout=layout, SliceLayout=layout, DotOperandLayout=layout, NVMMADistributedLayout=layout,
             DistributedLinearLayout=layout, to_linear_layout=_LinearLayout,
             SwizzledSharedLayout=layout, SharedLinearLayout=layout,
@@ -563,7 +566,7 @@ class Machine:
         return functions
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
-        """Replaces `ssdprof.kernels._launch.Launcher`."""
+        """Replaces `ssdprof.kernels.launch.Launcher`."""
         kernels = self.kernels()
 
         def make(jitted: Any, scalars: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., None]:
@@ -572,10 +575,16 @@ class Machine:
                 return lambda programs, *tensors: interpreted(programs, *map(_tensor, tensors))
             constants = {name: value for name, value in options.items() if name.isupper()}
             kernel = kernels[jitted.__name__]
+            names = list(signature(kernel).parameters)
+            if "S" in names:
+                constants = {"S": SimpleNamespace(**constants)}
 
             def program(number: int, tensors: tuple[Any, ...]) -> None:
                 self.turns.local.program = number
-                kernel(*map(_argument, tensors), *scalars, **constants)
+                given = list(map(_argument, tensors))
+                if "tensors" in names:  # after the descriptors
+                    given[names.index("tensors") :] = [tuple(given[names.index("tensors") :])]
+                kernel(*given, *scalars, **constants)
 
             def launch(count: int, *tensors: Any) -> None:
                 self.count = count

@@ -21,11 +21,11 @@ from compile_target import _AbsentGpu
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from ssdprof.kernels import _launch
+from ssdprof.kernels import launch as launching
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.unfused.five_launches import five_stages
+from ssdprof.kernels.ssd.unfused.pipeline import five_stages
 
 CALLS, SEEDS = 1500, 30
 
@@ -74,14 +74,18 @@ def first_launch(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **
 
 
 def in_words(arguments: Iterable[Any]) -> list[str]:
-    return [
-        f"{value.dtype} {tuple(value.shape)} {value.stride()}"
-        if isinstance(value, torch.Tensor)
-        else f"{value.base.dtype} {value.shape} {value.strides} {value.block_shape} {value.layout}"
-        if isinstance(value, TensorDescriptor)
-        else repr(value)
-        for value in arguments
-    ]
+    words: list[str] = []
+    for value in arguments:
+        if isinstance(value, tuple):
+            words.append(str(in_words(value)))
+        elif isinstance(value, torch.Tensor):
+            words.append(f"{value.dtype} {tuple(value.shape)} {value.stride()}")
+        elif isinstance(value, TensorDescriptor):
+            base = value.base
+            words.append(f"{base.dtype} {value.shape} {value.strides} {value.block_shape} {value.layout}")
+        else:
+            words.append(repr(value))
+    return words
 
 
 def launched(call: Callable[[], object]) -> list[Launched]:
@@ -157,7 +161,7 @@ def main(name: str) -> None:
             inputs = inputs_of(draw, for_hopper=name == "hopper")
             call = partial(run, inputs, Precision(state_dtype=draw(torch.float32, torch.bfloat16)))
             ours, before = launched(call), counts.copy()
-            with patch.dict(fused._launches, clear=True), patch.dict(_launch._kept, clear=True):
+            with patch.dict(fused._launches._kept, clear=True), patch.dict(launching._kept, clear=True):
                 theirs = launched(call)
             counts.update(before)
             counts["wrong"] += ours != theirs

@@ -1,16 +1,21 @@
-"""Shows that a change of the kernels' source did not change their machine code.
+"""The machine code of the shipped kernels, and what a change of their source does to it.
 
-    python tests/kernels/machine_code.py FOLDER [WORD]      # before and after the change, into two folders
+    python tests/kernels/machine_code.py --record           after an intended change, about ten minutes
+    python tests/kernels/machine_code.py FOLDER [WORD]      before and after the change, into two folders
     python tests/kernels/machine_code.py --compare FOLDER FOLDER
 
-Compiles every launch of the modules in MODULES for sm_90, without a GPU, and writes each kernel's instructions to a
-file of its own, without names of functions and without line numbers; with WORD, only launches with WORD in their
-module's name or label.  `--compare` names every kernel whose instructions
-differ, and exits with 1 if there is one.  A launch's label and index identify a kernel, so that it may be renamed.
+Compiles every launch of the modules in TABLES for sm_90, without a GPU.  `--record` writes the resources and a hash of
+the instructions of each kernel to `data/compiled.json`, which tests marked `compiler` compare, and a hash for each
+operator to `ssdprof/kernels/machine_code.json`, which results name.  With FOLDER, the instructions themselves are
+written, a file for each kernel; with WORD, only launches with WORD in their module's name or label.  `--compare` names
+every kernel whose instructions differ, and exits with 1 if there is one.  A launch's label and index identify a kernel,
+so that it may be renamed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import subprocess
@@ -20,15 +25,42 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-MODULES = (
-    "test_shipped_compile", "test_ssd_compile", "test_fused_compile", "test_fused_hopper_compile",
-    "test_gdn_unfused_compile", "test_gdn_fused_compile", "test_gdn_hopper_compile",
-)  # fmt: skip
+TABLES = (
+    ("test_shipped_compile", "LAUNCHES"),
+    ("test_ssd_compile", "LAUNCHES"),
+    ("test_fused_compile", "LAUNCHES"),
+    ("test_fused_hopper_compile", "LAUNCHES"),
+    ("test_small_compile", "LAUNCHES"),
+    ("test_gdn_unfused_compile", "LAUNCHES"),
+    ("test_gdn_fused_compile", "LAUNCHES"),
+    ("test_gdn_hopper_compile", "LAUNCHES"),
+    ("test_gdn_hopper_compile", "ONE_LAUNCH"),
+    ("test_small_compile", "GDN_LAUNCHES"),
+)
 CAPABILITY = 90
+HASHES = Path(__file__).parents[2] / "ssdprof" / "kernels" / "machine_code.json"
+
+
+def operators_hashes(recorded: dict[str, str]) -> dict[str, str]:
+    """Operator -> hash of the machine code of all its kernels: of the set of the kernels' hashes."""
+    codes: dict[str, set[str]] = {"ssd": set(), "gdn": set()}
+    for name, text in recorded.items():
+        codes["gdn" if "gdn_" in name.partition(" ")[0] or " GDN_" in name else "ssd"].add(text.rpartition(" ")[2])
+    return {name: hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest() for name, found in codes.items()}
+
+
+def record_hashes() -> None:
+    from compile_target import CAPABILITIES, RECORDED, recorded_form
+
+    recorded = {str(capability): recorded_form("test_shipped_compile", capability) for capability in CAPABILITIES}
+    for module, table in TABLES:
+        recorded[str(CAPABILITY)] |= recorded_form(module, CAPABILITY, table)
+    RECORDED.write_text(json.dumps(recorded, indent=0) + "\n")
+    HASHES.write_text(json.dumps(operators_hashes(recorded[str(CAPABILITY)]), indent=1) + "\n")
 
 
 def instructions(cubin: bytes) -> str:
-    """SASS, one instruction a line, with its address and its encoding."""
+    import compile_target
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -36,7 +68,7 @@ def instructions(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         sass = subprocess.run([cuobjdump, "--dump-sass", file.name], capture_output=True, text=True, check=True).stdout
-    return "\n".join(line.strip() for line in sass.splitlines() if re.match(r"\s*/\*", line)) + "\n"
+    return compile_target.instructions(sass)
 
 
 def record(folder: Path, word: str) -> None:
@@ -53,9 +85,8 @@ def record(folder: Path, word: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     launches = {
         f"{module} {table} {label}": run
-        for module in MODULES
-        for table in ("LAUNCHES", "ONE_LAUNCH")
-        for label, run in getattr(import_module(module), table, {}).items()
+        for module, table in TABLES
+        for label, run in getattr(import_module(module), table).items()
     }
     chosen = {label: run for label, run in launches.items() if word in label}
     for label, kernels in compile_target._compile_all(chosen, CAPABILITY).items():
@@ -79,6 +110,9 @@ def compare(before: Path, after: Path) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--record":
+        record_hashes()
+        sys.exit()
     if sys.argv[1] == "--compare":
         sys.exit(compare(*map(Path, sys.argv[2:4])))
     record(Path(sys.argv[1]), *(sys.argv[2:] or [""]))

@@ -11,16 +11,16 @@ from gdn_hopper_cases import GDNCase
 from gdn_sanitizer_target import ONE_LAUNCH, on_the_gpu
 from ssd_cases import Case
 
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
-from ssdprof.kernels.gdn.hopper.launch import HopperLaunch
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
 
 ROUNDS = 40
 Tensors = tuple[torch.Tensor, ...]
 
 
-def of_gdn(case: GDNCase, config: HopperConfig) -> Callable[[], Tensors]:
+def of_gdn(case: GDNCase, config: GDNHopperConfig) -> Callable[[], Tensors]:
     inputs = on_the_gpu(case.inputs())
-    launch = HopperLaunch(inputs, config)
+    launch = GDNHopperLaunch(inputs, config)
     return lambda: tuple(launch(inputs))
 
 
@@ -32,9 +32,9 @@ def of_ssd() -> Callable[[], Tensors]:
 def main() -> None:
     slow = GDNCase(key_heads=16, heads=32, seqlen=8192, gate=-1e-4)
     calls = {
-        "parts": of_gdn(slow, HopperConfig(segment=32, slow_parts=2, longest_first_pass=31)),
-        "first passes": of_gdn(slow, HopperConfig(segment=32)),
-        "leading": of_gdn(slow, HopperConfig(segment=32, leads=True)),
+        "parts": of_gdn(slow, GDNHopperConfig(segment=32, transition_parts=2, longest_first_pass=31)),
+        "first passes": of_gdn(slow, GDNHopperConfig(segment=32)),
+        "leading": of_gdn(slow, GDNHopperConfig(segment=32, first_segment_extra=True)),
         "one launch": of_gdn(replace(slow, batch=8, seqlen=500), ONE_LAUNCH),
         "ssd": of_ssd(),
     }

@@ -17,14 +17,14 @@ import torch
 from fused_kernels import passing
 from ssd_cases import EXACT, RELAXED, Case
 
+from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, unsupported
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper.segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL = Case(heads=2, headdim=64, dstate=64, chunk_size=32, dtype=torch.bfloat16)
@@ -39,14 +39,14 @@ CASES = {
 
 
 def portable(inputs: SSDInputs, precision: Precision) -> SSDOutput:
-    config = PortableConfig(chunk=32, max_segments=3, min_chunks=1, max_chunks=2, block_p=32)
+    config = SSDPortableConfig(chunk=32, max_segments=3, min_chunks=1, max_chunks=2, block_p=32)
     return ssd_fused_portable(inputs, precision, config=config)
 
 
-def hopper(inputs: SSDInputs, precision: Precision, *, segments: Segments, way: str) -> SSDOutput:
+def hopper(inputs: SSDInputs, precision: Precision, *, segments: Cut, way: str) -> SSDOutput:
     """way: how states are passed on, if sequences are not packed."""
     assert unsupported(inputs) == ""
-    chosen = HopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
+    chosen = SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
     config = replace(chosen, **asdict(segments))
     assert passing(inputs, config) == way or inputs.cu_seqlens is not None
     return ssd_fused_hopper(inputs, precision, config=config)
@@ -55,13 +55,13 @@ def hopper(inputs: SSDInputs, precision: Precision, *, segments: Segments, way: 
 def hopper_shared(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     """One program less than there are pairs of heads."""
     shares = inputs.sequences * program_count(inputs) - 1
-    return hopper(inputs, precision, segments=Segments(segment=5, shares=shares), way="hand on" if shares else "none")
+    return hopper(inputs, precision, segments=Cut(segment=5, shares=shares), way="hand on" if shares else "none")
 
 
-UNEVEN = Segments(long_count=1, long_segment=2, segment=1)
+UNEVEN = Cut(long_count=1, long_segment=2, segment=1)
 KERNELS: dict[str, Callable[[SSDInputs, Precision], SSDOutput]] = {
     "portable": portable,
-    "hopper": partial(hopper, segments=Segments(segment=2), way="look back"),
+    "hopper": partial(hopper, segments=Cut(segment=2), way="look back"),
     "hopper, uneven": partial(hopper, segments=UNEVEN, way="look back"),
     "hopper, alone": partial(hopper, segments=replace(UNEVEN, recompute=True), way="recompute"),
     "hopper, shared": hopper_shared,

@@ -9,24 +9,23 @@ import torch
 import triton
 from ssd_cases import Case
 
-from ssdprof.kernels.ssd.config_table import (
+from ssdprof.kernels.ssd.config import (
     BMM_CHUNK,
     CHUNK_SCAN,
     CHUNK_STATE,
     HOPPER,
     PORTABLE,
-    CallSizes,
+    BmmChunkConfig,
+    ChunkScanConfig,
+    ChunkStateConfig,
     Row,
+    SSDPortableConfig,
     first_fit,
 )
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.unfused.bmm_chunk import BmmChunkConfig
-from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig
-from ssdprof.kernels.ssd.unfused.chunk_state import ChunkStateConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 
-CALLS = [
-    CallSizes(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+CALLS: list[dict[str, Any]] = [
+    dict(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     for major, wide, headdim, dstate, gate in product(
         (8, 9, 10, 12, 13), (False, True), (1, 16, 64, 80, 128, 256), (16, 64, 128, 256), (False, True)
     )
@@ -42,14 +41,14 @@ TABLES: dict[str, Sequence[Row[Any]]] = {
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_call_has_a_row_and_every_row_a_call(table: Sequence[Row[Any]]) -> None:
-    taken = [first_fit(table, call) for call in CALLS]
+    taken = [first_fit(table, **call) for call in CALLS]
     assert all(any(row is one for one in taken) for row in table)
     assert all(row.why for row in table)
 
 
 def portable(capability: tuple[int, int], headdim: int = 64, dstate: int = 128, **case: Any) -> tuple[object, ...]:
     inputs = Case(seqlen=1024, heads=1, headdim=headdim, dstate=dstate, **case).inputs()
-    config = PortableConfig.choose(inputs, capability)
+    config = SSDPortableConfig.choose(inputs, capability)
     return config.chunk, config.block_p, config.p_rows, config.num_warps
 
 
@@ -74,10 +73,10 @@ def test_the_portable_kernel_by_gpu_and_sizes(
     assert portable(capability, **sizes, dtype=torch.bfloat16) == expected
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.wide], ids=str)
-def test_fp32_sums_over_n_are_short(call: CallSizes) -> None:
+@pytest.mark.parametrize("call", [call for call in CALLS if call["wide"]], ids=str)
+def test_fp32_sums_over_n_are_short(call: dict[str, Any]) -> None:
     """benchmarks/log/ssd.md#row-60: a tensor core rounds towards zero whenever it adds products."""
-    assert first_fit(PORTABLE, call).take.block_n <= 64
+    assert first_fit(PORTABLE, **call).take.block_n <= 64
 
 
 def test_fp32_takes_short_chunks_on_every_gpu() -> None:
@@ -87,18 +86,18 @@ def test_fp32_takes_short_chunks_on_every_gpu() -> None:
         assert portable(capability, dstate=256, dtype=torch.float32) == (16, 32, True, 4)
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call.major == 9], ids=str)
-def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses(call: CallSizes) -> None:
+@pytest.mark.parametrize("call", [call for call in CALLS if call["major"] == 9], ids=str)
+def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses(call: dict[str, Any]) -> None:
     """benchmarks/log/ssd.md#row-57.  Products of less than 64 rows take their operands from registers."""
-    tile = first_fit(PORTABLE, call).take
-    width = min(tile.block_p, triton.next_power_of_2(call.headdim)) * (4 if call.wide else 2)
+    tile = first_fit(PORTABLE, **call).take
+    width = min(tile.block_p, triton.next_power_of_2(call["headdim"])) * (4 if call["wide"] else 2)
     assert tile.chunk < 64 or width >= 128
 
 
 def test_a_reason_goes_with_the_choice() -> None:
     inputs = Case(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
-    assert PortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
-    assert HopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
+    assert SSDPortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
+    assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
 
 
 @pytest.mark.parametrize(
@@ -140,4 +139,4 @@ def test_only_beside_a_gate_on_hopper_the_first_pass_has_two_chunks_in_flight(
     major: int, gate: bool, stages: int
 ) -> None:
     inputs = Case(seqlen=1024, heads=1, headdim=64, dstate=128, dtype=torch.bfloat16, gate=gate).inputs()
-    assert PortableConfig.choose(inputs, (major, 0)).state_stages == stages
+    assert SSDPortableConfig.choose(inputs, (major, 0)).state_stages == stages

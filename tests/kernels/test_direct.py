@@ -12,10 +12,9 @@ import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ssdprof.kernels import _direct
-from ssdprof.kernels._direct import DirectLaunch, Map, direct_launch
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._tiles import Rows
+from ssdprof.kernels import launch as launching
+from ssdprof.kernels.launch import DirectLaunch, Launcher, Map, direct_launch
+from ssdprof.kernels.tensors import Rows
 
 FUNCTION, STREAM = 1234, 77
 SIGNATURE = {
@@ -83,9 +82,9 @@ class Compiled:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr(_direct, "cuda_driver", lambda: fake)
-    monkeypatch.setattr(_direct, "encode", fake.encode)
-    monkeypatch.setattr(_direct, "_map_in", ctypes.addressof)
+    monkeypatch.setattr(launching, "cuda_driver", lambda: fake)
+    monkeypatch.setattr(launching, "encode", fake.encode)
+    monkeypatch.setattr(launching, "_map_in", ctypes.addressof)
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda _device: STREAM)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
     return fake
@@ -114,6 +113,18 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver) -> No
         assert driver.launches.pop() == (FUNCTION, programs, 1, 1, 128, 1, 1, 1000, STREAM, values)
 
 
+def test_tensors_may_be_one_argument(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, x, absent, y = tensors()
+    kinds = {name: SIGNATURE[name] for name in ("rows", "strides", "scale", "SIZE")}
+    grouped = {"rows": kinds.pop("rows"), "tensors": ("*bf16", "constexpr", "*fp32")} | kinds
+    compiled = Compiled()
+    monkeypatch.setattr(compiled.src, "signature", grouped)
+    launch = direct_launch(compiled, (rows, (x, absent, y)), CONSTANTS)
+    assert launch is not None
+    assert launch(5, (rows, x, absent, y))
+    assert driver.launches.pop()[-1][5:7] == [x.data_ptr(), y.data_ptr()]
+
+
 def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless too many are kept."""
     kept = [tensors() for _ in range(3)]
@@ -123,7 +134,7 @@ def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monke
         assert all(launch(1, one) for one in kept)
     assert driver.encoded == addresses
     assert [values[0] for *_, values in driver.launches] == 3 * addresses
-    monkeypatch.setattr(_direct, "_MOST_ENCODED", 3)
+    monkeypatch.setattr(launching, "_MOST_ENCODED", 3)
     other = tensors()
     assert launch(1, other)
     assert launch(1, kept[0])
@@ -132,7 +143,7 @@ def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monke
 
 def test_only_tritons_object_holds_a_map() -> None:
     with pytest.raises(ValueError, match="no encoded descriptor"):
-        _direct._map_in(Map())
+        launching._map_in(Map())
 
 
 def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
@@ -187,7 +198,7 @@ def test_only_triton_launches_arguments_of_other_kinds(
 
 
 def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_direct, "cuda_driver", lambda: None)
+    monkeypatch.setattr(launching, "cuda_driver", lambda: None)
     assert direct_launch(Compiled(), tensors(), CONSTANTS) is None
 
 

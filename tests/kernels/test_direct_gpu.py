@@ -11,8 +11,9 @@ from gdn_hopper_cases import GDNCase
 from gdn_sanitizer_target import on_the_gpu
 from ssd_cases import Case
 
-from ssdprof.kernels import _direct, get
-from ssdprof.kernels._launch import Launcher
+from ssdprof.kernels import get
+from ssdprof.kernels import launch as launching
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 
 pytestmark = pytest.mark.gpu
@@ -57,7 +58,7 @@ def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monk
 
     monkeypatch.setattr(Launcher, "__call__", watched)
     with monkeypatch.context() as tritons:
-        tritons.setattr(_direct.DirectLaunch, "__call__", lambda *_: False)
+        tritons.setattr(launching.DirectLaunch, "__call__", lambda *_: False)
         expected = [call(inputs, Precision()) for _ in range(2)][1]
     found = [call(inputs, Precision()) for _ in range(3)]  # each at other addresses
     assert all(all(map(torch.equal, output, expected)) for output in found)

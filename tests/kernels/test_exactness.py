@@ -11,8 +11,8 @@ import torch
 from ssd_cases import EXACT, Case
 from test_exactness_gpu import assert_no_head_is_less_exact
 
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -25,7 +25,9 @@ SEGMENT = 256  # positions: a sequence of this length has no first pass
 def test_no_head_is_less_exact_than_unfused(dtype: torch.dtype) -> None:
     """Chunks: 64 positions, 256 in the unfused pipeline.  The heads forget within 40 and 3 positions."""
     case = Case(batch=6, seqlen=SEGMENT + 64, heads=2, dt_limit=(0.025, 0.025), dtype=dtype, **SMALL)
-    assert_no_head_is_less_exact(partial(ssd_fused_portable, precision=EXACT, config=PortableConfig()), case.inputs())
+    assert_no_head_is_less_exact(
+        partial(ssd_fused_portable, precision=EXACT, config=SSDPortableConfig()), case.inputs()
+    )
 
 
 @pytest.mark.parametrize("p_rows", [True, False], ids=["p rows", "n rows"])
@@ -33,6 +35,6 @@ def test_no_head_is_less_exact_than_unfused(dtype: torch.dtype) -> None:
 def test_nothing_is_rounded_on_the_way_into_the_state(dtype: torch.dtype, p_rows: bool) -> None:
     """Rounding x times its weight would cost 0.4 of a unit roundoff."""
     inputs = Case(seqlen=SEGMENT, initial_states=True, dtype=dtype, **SMALL).inputs()
-    states = ssd_fused_portable(inputs, EXACT, config=replace(PortableConfig(), p_rows=p_rows)).final_states.double()
+    states = ssd_fused_portable(inputs, EXACT, config=replace(SSDPortableConfig(), p_rows=p_rows)).final_states.double()
     exact = ssd_recurrence(inputs).final_states
     assert (states - exact).norm() < UNIT_ROUNDOFF[dtype] / 16 * exact.norm()

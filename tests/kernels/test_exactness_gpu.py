@@ -17,11 +17,11 @@ from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture import store
 from ssdprof.cli import app
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
+from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.drawing import DRAWING, draw
 
@@ -83,7 +83,7 @@ def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape
     cell = Cell(shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen))
     inputs = replace(draw(cell, torch.device("cuda")), chunk_size=256)
     assert unsupported(inputs) == ""
-    config = HopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
+    config = SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
     assert passing(inputs, config) == way
     assert_no_head_is_less_exact(partial(ssd_fused_hopper, precision=EXACT, config=config), inputs)
 

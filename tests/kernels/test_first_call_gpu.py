@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 
 from ssdprof import kernels
 from ssdprof.bench.first_call import Patience, first_call
-from ssdprof.kernels import _launch
+from ssdprof.kernels import launch as launching
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDOutput
@@ -112,8 +112,8 @@ def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
     with (
         TemporaryDirectory(prefix="ssdprof-") as folder,
         triton.knobs.cache.scope(),
-        patch.dict(fused._launches, clear=True),
-        patch.dict(_launch._kept, clear=True),
+        patch.dict(fused._launches._kept, clear=True),
+        patch.dict(launching._kept, clear=True),
     ):
         triton.knobs.cache.dir = folder
         _, first = first_call(run, torch.device("cuda"), Patience())

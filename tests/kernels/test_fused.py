@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from ssd_cases import DTYPES, EXACT, PRECISIONS, Case, assert_close, cut, in_fp64, sequences
 
 from ssdprof.kernels import Precision, get
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import buffer_sizes, ssd_fused_portable
-from ssdprof.kernels.ssd.portable.segments import find_segment
+from ssdprof.kernels.ssd.portable.portable_kernel import buffer_sizes, ssd_fused_portable
+from ssdprof.kernels.ssd.portable.stages import find_segment
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
 # segments of at most 32 positions, and slices of 16 of P: 75 positions are enough to pass states on twice
-TINY = PortableConfig(chunk=16, max_segments=3, min_chunks=1, max_chunks=2, block_p=16)
+TINY = SSDPortableConfig(chunk=16, max_segments=3, min_chunks=1, max_chunks=2, block_p=16)
 FP32_ROUNDING = 2e-6
 
 CASES = [
@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-def fused(inputs: SSDInputs, precision: Precision = EXACT, config: PortableConfig | None = None) -> SSDOutput:
+def fused(inputs: SSDInputs, precision: Precision = EXACT, config: SSDPortableConfig | None = None) -> SSDOutput:
     if config is None:
         output: SSDOutput = get("ssd", "fused").run(inputs, precision)
         return output
@@ -55,7 +55,7 @@ def assert_bitwise(ours: SSDOutput, theirs: SSDOutput) -> None:
     ],
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_the_recurrence(case: Case, config: PortableConfig | None) -> None:
+def test_against_the_recurrence(case: Case, config: SSDPortableConfig | None) -> None:
     inputs = case.inputs()
     assert_close(fused(inputs, EXACT, config), ssd_recurrence(inputs), FP32_ROUNDING)
 
@@ -141,7 +141,7 @@ def test_packed_sequences_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("config", [None, TINY], ids=["chosen", "tiny"])
-def test_a_sequence_is_the_same_in_any_batch(config: PortableConfig | None) -> None:
+def test_a_sequence_is_the_same_in_any_batch(config: SSDPortableConfig | None) -> None:
     inputs = Case(batch=3, seqlen=70, gate=True, initial_states=True).inputs()
     whole = fused(inputs, EXACT, config)
     order = torch.tensor([2, 0, 1])
@@ -272,7 +272,7 @@ def test_a_broadcast_input() -> None:
 )
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_the_grid_is_large_enough(lengths: list[int], max_segments: int, min_chunks: int, more_chunks: int) -> None:
-    config = PortableConfig(
+    config = SSDPortableConfig(
         chunk=16, max_segments=max_segments, min_chunks=min_chunks, max_chunks=min_chunks + more_chunks
     )
     chunks = [triton.cdiv(length, 16) for length in lengths]
@@ -325,7 +325,7 @@ def test_plan_says_what_is_allocated() -> None:
     plan = get("ssd", "fused").plan(inputs, precision)
     gates, states, sync = (2 * 2 * 600 + 32) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4
     assert (plan.variant, plan.launches, plan.workspace_bytes) == ("interpreter", 2, gates + states + sync)
-    config = PortableConfig.choose(inputs, (9, 0))
+    config = SSDPortableConfig.choose(inputs, (9, 0))
     buffers = buffer_sizes(inputs, precision, config).allocate(inputs.x)
     allocated = {name: tensor.nbytes for name, tensor in buffers._asdict().items() if tensor is not None}
     assert allocated.pop("out") == inputs.x.nbytes

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 import triton
-from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
+from compile_target import CAPABILITIES, SHARED_BYTES, assert_recorded, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 
 pytestmark = pytest.mark.compiler
 
@@ -45,17 +45,17 @@ ONE_PROGRAM_PER_SM = ("n 256 bf16 exact",)
 def launch(case: Case, precision: Precision) -> None:
     inputs = on_meta(case.inputs())
     capability = triton.runtime.driver.active.get_current_target().arch
-    ssd_fused_portable(inputs, precision, config=PortableConfig.choose(inputs, divmod(capability, 10)))
+    ssd_fused_portable(inputs, precision, config=SSDPortableConfig.choose(inputs, divmod(capability, 10)))
 
 
 def launch_too_large() -> None:
     inputs = on_meta(Case(seqlen=1024, **MAMBA2, dtype=FP32).inputs())
-    ssd_fused_portable(inputs, EXACT, config=PortableConfig(chunk=32, block_p=64, state_stages=2))
+    ssd_fused_portable(inputs, EXACT, config=SSDPortableConfig(chunk=32, block_p=64, state_stages=2))
 
 
 def launch_narrow() -> None:
     inputs = on_meta(Case(seqlen=1024, gate=True, **MAMBA2, dtype=BF16).inputs())
-    ssd_fused_portable(inputs, EXACT, config=PortableConfig(block_p=32, state_stages=2, scan_stages=1))
+    ssd_fused_portable(inputs, EXACT, config=SSDPortableConfig(block_p=32, state_stages=2, scan_stages=1))
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
@@ -95,3 +95,7 @@ def test_lost_addresses_are_seen() -> None:
     """A kernel that gives wrong results on an H200."""
     (kernel,) = compiled("test_fused_compile", 90, "NARROW")["rows of 64 bytes"]
     assert kernel.lost_addresses == 3
+
+
+def test_machine_code_is_the_recorded_one() -> None:
+    assert_recorded("test_fused_compile")

@@ -8,9 +8,9 @@ from ssd_cases import DTYPES, EXACT, PRECISIONS, Case
 from test_fused import CASES, TINY, assert_bitwise, fused
 
 from ssdprof.kernels import Precision
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 MAMBA2 = dict(heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
 # one chunk per segment: the largest number of waits
-NERVOUS = PortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1)
+NERVOUS = SSDPortableConfig(max_segments=10**6, min_chunks=1, max_chunks=1)
 MODELS = {
     "mamba2-2.7b": dict(heads=80, headdim=64, dstate=128),
     "granite-4.0-h-small": dict(heads=128, headdim=64, dstate=128),
@@ -38,7 +38,7 @@ def cuda(inputs: SSDInputs) -> SSDInputs:
 
 @pytest.mark.parametrize("config", [None, TINY, replace(TINY, p_rows=False)], ids=["chosen", "tiny", "tiny, n rows"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_interpreters_cases(case: Case, config: PortableConfig | None) -> None:
+def test_the_interpreters_cases(case: Case, config: SSDPortableConfig | None) -> None:
     inputs = cuda(case.inputs())
     assert_passes(fused(inputs, EXACT, config), inputs, EXACT)
 
@@ -93,7 +93,7 @@ def test_packed_sequences_do_not_meet() -> None:
 
 
 @pytest.mark.parametrize("config", [TINY, NERVOUS], ids=["tiny", "nervous"])
-def test_configurations_agree(config: PortableConfig) -> None:
+def test_configurations_agree(config: SSDPortableConfig) -> None:
     inputs = Case(**MAMBA2 | dict(heads=4), seqlen=3000).inputs()
     assert_passes(ssd_fused_portable(inputs, EXACT, config=config), inputs, EXACT)
 
@@ -101,7 +101,9 @@ def test_configurations_agree(config: PortableConfig) -> None:
 @pytest.mark.parametrize("p_rows", [True, False], ids=["p rows", "n rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_state_in_blocks_of_n(dtype: torch.dtype, p_rows: bool) -> None:
-    config = PortableConfig(chunk=32, max_segments=5, min_chunks=1, block_p=32, block_n=64, p_rows=p_rows, num_warps=8)
+    config = SSDPortableConfig(
+        chunk=32, max_segments=5, min_chunks=1, block_p=32, block_n=64, p_rows=p_rows, num_warps=8
+    )
     sizes = MODELS["p 128, n 256"]
     inputs = Case(lengths=(700, 0, 1300), **sizes, gate=True, initial_states=True, dtype=dtype, device="cuda").inputs()
     assert_passes(ssd_fused_portable(inputs, EXACT, config=config), inputs, EXACT)

@@ -6,20 +6,20 @@ from functools import partial
 
 import pytest
 import torch
-from compile_target import SHARED_BYTES, compiled, on_meta
+from compile_target import SHARED_BYTES, assert_recorded, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
+from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, n_split
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper.segments import Segments
 
 pytestmark = pytest.mark.compiler
 
-CUT = Segments(segment=4)
-ALONE = Segments(segment=3, long_count=1, long_segment=9, recompute=True)
-WHOLE = Segments(segment=16)
-SHARES = Segments(segment=16, shares=4)
+CUT = Cut(segment=4)
+ALONE = Cut(segment=3, long_count=1, long_segment=9, recompute=True)
+WHOLE = Cut(segment=16)
+SHARES = Cut(segment=16, shares=4)
 
 FOUR = Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
 PACKED = Case(lengths=(600, 9), initial_states=True, heads=4, headdim=80, dstate=128, dtype=torch.bfloat16)
@@ -28,7 +28,7 @@ WIDE = dict(heads=3, dstate=256)
 
 # Bytes of one thread's stack: 8 or 16 with Triton 3.6, up to 40 if sequences are packed and N is 256, and up to 56
 # with shares, for which roles process several segments in a row.
-CASES: dict[str, tuple[Case, Precision, Segments, int]] = {
+CASES: dict[str, tuple[Case, Precision, Cut, int]] = {
     "mamba2 bf16 exact": (FOUR, EXACT, CUT, 16),
     "mamba2 bf16 exact, alone": (FOUR, EXACT, ALONE, 16),
     "mamba2 fp16 exact": (replace(FOUR, dtype=torch.float16), EXACT, CUT, 16),
@@ -49,9 +49,9 @@ CASES: dict[str, tuple[Case, Precision, Segments, int]] = {
 }
 
 
-def launch(case: Case, precision: Precision, segments: Segments) -> None:
+def launch(case: Case, precision: Precision, segments: Cut) -> None:
     inputs = on_meta(case.inputs())
-    config = HopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
+    config = SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
     ssd_fused_hopper(inputs, precision, config=replace(config, **asdict(segments)))
 
 
@@ -85,7 +85,7 @@ def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
     is one, and two in the second pass.  ptxas adds waits if it assumes, or if its register allocation causes, that a
     product's operands change while the product runs."""
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
-    turn = half_count(CASES[label][0].dstate)
+    turn = n_split(CASES[label][0].dstate)
     assert kernel.product_waits == 1 + turn * has_first_pass(label) + 2
 
 
@@ -101,4 +101,8 @@ def test_lanes_do_not_meet_where_one_may_go_on_longer(label: str) -> None:
 def test_lanes_meet_once_a_chunk_or_twice_where_they_exchange_parts(label: str) -> None:
     """Triton adds barriers for all threads of a role to protect shared memory.  Five per chunk made exact slower."""
     (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
-    assert kernel.meetings == half_count(CASES[label][0].dstate)
+    assert kernel.meetings == n_split(CASES[label][0].dstate)
+
+
+def test_machine_code_is_the_recorded_one() -> None:
+    assert_recorded("test_fused_hopper_compile")

@@ -7,11 +7,11 @@ import torch
 from gluon_emulator import emulate
 from ssd_cases import EXACT, RELAXED, Case, in_fp64
 
+from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.assignment import SEQUENCE_BLOCK
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper.segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import assert_passes
@@ -19,11 +19,11 @@ from ssdprof.measure.accuracy import assert_passes
 BF16 = torch.bfloat16
 SMALL = dict(headdim=64, dstate=128, dtype=BF16)
 CUTS = {
-    "one segment": Segments(segment=9),
-    "even": Segments(segment=2),
-    "a chunk each": Segments(segment=1),
-    "long ones first": Segments(long_count=2, long_segment=3, segment=1),
-    "none waits": Segments(long_count=1, long_segment=3, segment=2, recompute=True),
+    "one segment": Cut(segment=9),
+    "even": Cut(segment=2),
+    "a chunk each": Cut(segment=1),
+    "long ones first": Cut(long_count=2, long_segment=3, segment=1),
+    "none waits": Cut(long_count=1, long_segment=3, segment=2, recompute=True),
 }
 CASES = {
     "whole chunks": Case(**SMALL, seqlen=384),
@@ -37,11 +37,11 @@ CASES = {
 }
 
 
-def config_of(inputs: SSDInputs, segments: Segments) -> HopperConfig:
-    return replace(HopperConfig.choose(inputs, sm_count=132, batch_invariant=False), **asdict(segments))
+def config_of(inputs: SSDInputs, segments: Cut) -> SSDHopperConfig:
+    return replace(SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False), **asdict(segments))
 
 
-def run(case: Case, segments: Segments, precision: Precision = EXACT) -> None:
+def run(case: Case, segments: Cut, precision: Precision = EXACT) -> None:
     inputs = case.inputs()
     assert_passes(ssd_fused_hopper(inputs, precision, config=config_of(inputs, segments)), inputs, precision)
 
@@ -104,7 +104,7 @@ def test_a_first_pass_over_any_number_of_chunks(monkeypatch: pytest.MonkeyPatch,
     emulate(monkeypatch, seed=3)
     inputs = Case(**SMALL | dict(dstate=dstate), seqlen=64 * before + 50).inputs()
     inputs.A.mul_(0.01)
-    segments = Segments(long_count=1, long_segment=before, segment=1, recompute=True)
+    segments = Cut(long_count=1, long_segment=before, segment=1, recompute=True)
     assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, segments)), inputs, EXACT)
 
 
@@ -117,7 +117,7 @@ def test_weights_that_nobody_has_read_are_not_overwritten(
     """The first pass uses every slot of each ring more than once, with roles in several orders."""
     inputs = Case(**SMALL | dict(dstate=dstate), seqlen=64 * 12 + 5).inputs()
     inputs.A.mul_(0.01)
-    config = replace(config_of(inputs, Segments(long_count=1, long_segment=12, segment=1, recompute=True)), ring=ring)
+    config = replace(config_of(inputs, Cut(long_count=1, long_segment=12, segment=1, recompute=True)), ring=ring)
     for seed in range(4):
         emulate(monkeypatch, seed=seed)
         assert_passes(ssd_fused_hopper(inputs, EXACT, config=config), inputs, EXACT)
@@ -133,7 +133,7 @@ def test_a_first_pass_ends_when_both_heads_have_forgotten(
     inputs = Case(**SMALL | dict(heads=2), seqlen=64 * before + 50).inputs()
     inputs.A.copy_(torch.tensor(rates))
     inputs.dt.fill_(1.0)
-    segments = Segments(long_count=1, long_segment=before, segment=1, recompute=True)
+    segments = Cut(long_count=1, long_segment=before, segment=1, recompute=True)
     assert_passes(ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, segments)), inputs, EXACT)
 
 
@@ -173,7 +173,7 @@ def test_equal_shares_of_all_sequences(monkeypatch: pytest.MonkeyPatch, dstate: 
     emulate(monkeypatch, seed=shares)
     inputs = Case(**SMALL | dict(dstate=dstate), heads=4, batch=3, seqlen=300, initial_states=True).inputs()
     ours, whole = (
-        ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, Segments(segment=5, shares=how_many)))
+        ssd_fused_hopper(inputs, EXACT, config=config_of(inputs, Cut(segment=5, shares=how_many)))
         for how_many in (shares, 0)
     )
     assert_passes(ours, inputs, EXACT)

@@ -8,9 +8,9 @@ from ssd_cases import EXACT, PRECISIONS, RELAXED, Case
 from test_fused import assert_bitwise
 
 from ssdprof.kernels import Precision, get
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, unsupported
+from ssdprof.kernels.hopper.schedule import Cut
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper.segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import assert_passes
 
@@ -24,7 +24,7 @@ pytestmark = [
 BF16, FP16 = torch.bfloat16, torch.float16
 SMALL = dict(heads=4, headdim=64, dstate=128, dtype=BF16, device="cuda")
 WIDE = SMALL | dict(dstate=256)  # two roles with half of N each
-SHORT = Segments(segment=2)
+SHORT = Cut(segment=2)
 CASES = {
     "one position": Case(**SMALL, seqlen=1),
     "less than a chunk": Case(**SMALL, batch=2, seqlen=63),
@@ -52,9 +52,9 @@ CASES = {
 }
 
 
-def hopper(inputs: SSDInputs, precision: Precision = EXACT, segments: Segments = SHORT) -> SSDOutput:
+def hopper(inputs: SSDInputs, precision: Precision = EXACT, segments: Cut = SHORT) -> SSDOutput:
     assert unsupported(inputs) == ""
-    config = HopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
+    config = SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
     return ssd_fused_hopper(inputs, precision, config=replace(config, **asdict(segments)))
 
 
@@ -65,10 +65,10 @@ def test_against_the_oracle(name: str) -> None:
 
 
 CUTS = {
-    "even": Segments(segment=16),
-    "long ones first": Segments(long_count=3, long_segment=73, segment=19),
-    "a short one first": Segments(long_count=1, long_segment=26, segment=77),
-    "none waits": Segments(long_count=1, long_segment=144, segment=56, recompute=True),
+    "even": Cut(segment=16),
+    "long ones first": Cut(long_count=3, long_segment=73, segment=19),
+    "a short one first": Cut(long_count=1, long_segment=26, segment=77),
+    "none waits": Cut(long_count=1, long_segment=144, segment=56, recompute=True),
 }
 
 
@@ -84,7 +84,7 @@ def test_several_waves_of_programs(dstate: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["ragged", "initial states", "whole chunks", "n 256, whole chunks"])
 def test_a_first_pass_over_all_that_went_before(name: str) -> None:
     inputs = CASES[name].inputs()
-    segments = Segments(long_count=1, long_segment=4, segment=2, recompute=True)
+    segments = Cut(long_count=1, long_segment=4, segment=2, recompute=True)
     assert_passes(hopper(inputs, segments=segments), inputs, EXACT)
 
 
@@ -103,11 +103,11 @@ def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(case: Ca
     """States pass between shares in fp32, with exact and relaxed intermediates.  On all multiprocessors and on few."""
     inputs = case.inputs()
     nchunks = -(-case.seqlen // 64)
-    whole = hopper(inputs, precision, Segments(segment=nchunks))
+    whole = hopper(inputs, precision, Cut(segment=nchunks))
     assert_passes(whole, inputs, precision)
     for shares in (132, 131, 7, 1):
         for _ in range(3):
-            assert_bitwise(hopper(inputs, precision, Segments(segment=nchunks, shares=shares)), whole)
+            assert_bitwise(hopper(inputs, precision, Cut(segment=nchunks, shares=shares)), whole)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)

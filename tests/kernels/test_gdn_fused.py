@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssdprof.kernels import get
+from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.fused import plan, run
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable.config import PortableConfig
-from ssdprof.kernels.gdn.portable.launch import PortableLaunch
+from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 
@@ -21,13 +21,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LIMITS = {FP32: 5e-6, FP16: 2e-3, BF16: 1.2e-2}  # RMS error of a head over its RMS
 
 # chunks of 16 and slices of 16 of V: 70 positions are five chunks, the last one ragged
-TINY = PortableConfig(chunk=16, block_k=16, block_v=16, v_rows=False)
+TINY = GDNPortableConfig(chunk=16, block_k=16, block_v=16, v_rows=False)
 CONFIGS = {
     "chosen": None,
     "tiny": TINY,
     "tiny, v rows": replace(TINY, v_rows=True),
     "tiny, cut": replace(TINY, segment=1),
-    "cut": PortableConfig(chunk=32, segment=1, block_k=32, block_v=32),
+    "cut": GDNPortableConfig(chunk=32, segment=1, block_k=32, block_v=32),
 }
 CASES = {
     "batch of GVA": Case(batch=2, key_heads=2, values_per_key=2, initial_state=True),
@@ -42,11 +42,11 @@ CASES = {
 }
 
 
-def fused(inputs: GDNInputs, config: PortableConfig | None = None, precision: Precision = EXACT) -> GDNOutput:
+def fused(inputs: GDNInputs, config: GDNPortableConfig | None = None, precision: Precision = EXACT) -> GDNOutput:
     if config is None:
         output: GDNOutput = get("gdn", "fused").run(inputs, precision)
         return output
-    return PortableLaunch(inputs, precision, config, state_v_first=False)(inputs)
+    return GDNPortableLaunch(inputs, precision, config, state_v_first=False)(inputs)
 
 
 def assert_close(ours: GDNOutput, expected: GDNOutput, limit: float) -> None:
@@ -87,7 +87,7 @@ def test_the_inverse_of_collinear_keys(chunk: int) -> None:
     """beta near 2 and nearly collinear keys: the powers of the system are huge, its inverse is not."""
     case = Case(length=256, key_dim=32, collinear=0.95, largest_beta=1.99, gate=0.001)
     inputs = case.inputs(beta=torch.full((1, 256, 1), 1.95))
-    config = PortableConfig(chunk=chunk, block_k=32, block_v=16, v_rows=False)
+    config = GDNPortableConfig(chunk=chunk, block_k=32, block_v=16, v_rows=False)
     assert_close(fused(inputs, config), gdn_recurrence(inputs), 3e-4)
 
 
@@ -243,20 +243,20 @@ def test_the_length_of_a_pack_decides_nothing_if_batch_invariant(heads: int, l2n
             q=q, k=q, v=v, g=v[..., 0], beta=v[..., 0], use_qk_l2norm=l2norm,
             cu_seqlens=torch.empty(sequences + 1, device="meta", dtype=torch.int32),
         )  # fmt: skip
-        config = HopperConfig.choose(inputs, 132, batch_invariant=True)
+        config = GDNHopperConfig.choose(inputs, 132, batch_invariant=True)
         assert 64 * config.segment >= seqlen
         hopper.append(replace(config, segment=0))
-        portable.append(PortableConfig.choose(inputs, (9, 0), 132, batch_invariant=True))
+        portable.append(GDNPortableConfig.choose(inputs, (9, 0), 132, batch_invariant=True))
     assert len(set(hopper)) == len(set(portable)) == 1
     assert portable[0].segment == 0
 
 
-def chosen(key_dim: int, value_dim: int, capability: tuple[int, int] = (9, 0)) -> PortableConfig:
+def chosen(key_dim: int, value_dim: int, capability: tuple[int, int] = (9, 0)) -> GDNPortableConfig:
     q, v = (
         torch.empty(8, 1024, heads, dim, device="meta", dtype=BF16) for heads, dim in ((4, key_dim), (8, value_dim))
     )
     inputs = GDNInputs.unchecked(q=q, k=q, v=v, g=v[..., 0], beta=v[..., 0], use_qk_l2norm=True)
-    return PortableConfig.choose(inputs, capability, 132)
+    return GDNPortableConfig.choose(inputs, capability, 132)
 
 
 @pytest.mark.parametrize(

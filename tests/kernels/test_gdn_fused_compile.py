@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 import triton
-from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
+from compile_target import CAPABILITIES, SHARED_BYTES, assert_recorded, compiled, on_meta
 from gdn_cases import EXACT, Case
 
-from ssdprof.kernels.gdn.portable.config import PortableConfig
-from ssdprof.kernels.gdn.portable.launch import PortableLaunch
-from ssdprof.kernels.gdn.recurrent import RecurrentConfig, RecurrentLaunch
+from ssdprof.kernels.gdn.config import GDNPortableConfig
+from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
 
 pytestmark = pytest.mark.compiler
 
@@ -46,13 +46,13 @@ STACK_BYTES = {80: 160, 90: 80, 100: 160}
 def launch(case: Case, **changes: object) -> None:
     inputs = on_meta(case.inputs())
     capability = triton.runtime.driver.active.get_current_target().arch
-    config = PortableConfig.choose(inputs, (capability // 10, capability % 10), 132)
-    PortableLaunch(inputs, EXACT, replace(config, **changes), state_v_first=False)(inputs)  # type: ignore[arg-type]
+    config = GDNPortableConfig.choose(inputs, (capability // 10, capability % 10), 132)
+    GDNPortableLaunch(inputs, EXACT, replace(config, **changes), state_v_first=False)(inputs)  # type: ignore[arg-type]
 
 
 def recurrent(case: Case) -> None:
     inputs = on_meta(case.inputs())
-    RecurrentLaunch(inputs, RecurrentConfig.choose(inputs))(inputs)
+    GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs))(inputs)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, case) for label, case in CASES.items()}
@@ -87,3 +87,7 @@ def test_the_recurrent_kernel_keeps_its_state_in_registers(label: str, capabilit
 def test_the_limits_can_be_broken() -> None:
     _, scan = compiled("test_gdn_fused_compile", 90, "TOO_LARGE")["256"]
     assert scan.shared_bytes > SHARED_BYTES[90]
+
+
+def test_machine_code_is_the_recorded_one() -> None:
+    assert_recorded("test_gdn_fused_compile")

@@ -11,9 +11,9 @@ from gdn_cases import EXACT, Case
 from test_gdn_fused import CASES, CONFIGS, LIMITS, TINY, assert_bitwise, assert_close, fused
 
 from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.fused import run
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.gdn.recurrent import gdn_recurrent
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
 
@@ -28,7 +28,7 @@ SIZES = {
     "256/16": dict(key_dim=256, value_dim=16),
     "16/256": dict(key_dim=16, value_dim=256),
 }
-WIDE = PortableConfig()  # slices of 128 of V, as in long calls
+WIDE = GDNPortableConfig()  # slices of 128 of V, as in long calls
 FINE = {"wide": WIDE, "wide, cut": replace(WIDE, segment=2), "narrow, cut": replace(CONFIGS["cut"] or TINY, chunk=64)}
 
 

@@ -14,11 +14,11 @@ from gdn_hopper_cases import GDNCase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof.kernels import gdn_fused
-from ssdprof.kernels._workspace import ALIGNMENT, Layout, Part
-from ssdprof.kernels.gdn import fused, variants
+from ssdprof.kernels.gdn import fused
 from ssdprof.kernels.gdn.hopper import launch, slices, slow_heads
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.tensors import ALIGNMENT, Layout, Part
 
 ALLOCATING = {"empty", "empty_like", "empty_strided", "clone", "new_zeros"}
 POISON = {"detach", "fill_"}  # `conftest.py` fills new memory
@@ -27,22 +27,23 @@ GATES = ["as_strided", "clone", "as_strided", "clone"]
 INITIAL = ["new_zeros", "as_strided", "as_strided", "copy_"]
 FINAL = ["as_strided", "as_strided", "copy_"]
 OLMO = GDNCase(seqlen=130, key_heads=2, heads=2, key_dim=96, value_dim=192)
-PARTS = HopperConfig(segment=2, slow_parts=2, longest_first_pass=1)
-TWO_LAUNCHES = HopperConfig(segment=2)
+PARTS = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1)
+TWO_LAUNCHES = GDNHopperConfig(segment=2)
+ONE_LAUNCH = GDNHopperConfig(segment=8, fused_inverse=True)
 # the inputs, the configuration, the launches, and the ordered torch operations of a call with a known signature
-CASES: dict[str, tuple[GDNCase, HopperConfig, int, list[str]]] = {
+CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
     "two launches": (GDNCase(), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
     "normalised inside, initial state": (
         GDNCase(normalise=True, initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS],
     ),
     "packed": (GDNCase(lengths=(70, 0, 9), initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
-    "one launch": (GDNCase(), HopperConfig(segment=8, inverts=True), 1, OUTPUTS),
+    "one launch": (GDNCase(), ONE_LAUNCH, 1, OUTPUTS),
     "slow heads": (GDNCase(seqlen=500), PARTS, 4, ["empty", *OUTPUTS]),
     "slices": (OLMO, TWO_LAUNCHES, 2, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "slices, initial state": (
         replace(OLMO, initial_state=True), TWO_LAUNCHES, 2, [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],
     ),
-    "slices, one launch": (OLMO, HopperConfig(segment=8, inverts=True), 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
+    "slices, one launch": (OLMO, ONE_LAUNCH, 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "one slice": (replace(OLMO, value_dim=120), TWO_LAUNCHES, 2, ["empty", *OUTPUTS, *FINAL]),
 }  # fmt: skip
 
@@ -75,9 +76,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
 
     for module in (launch, slow_heads):
         monkeypatch.setattr(module, "Launcher", launcher)
-    hopper = replace(variants.HOPPER, unsupported=lambda inputs: "" if inputs.q.shape[3] == inputs.v.shape[3] else "no")
-    monkeypatch.setattr(slices, "unreadable", lambda _inputs: "")
-    monkeypatch.setattr(variants, "VARIANTS", (hopper, variants.SLICES))
+    hopper = replace(fused.HOPPER, unsupported=lambda inputs: "" if inputs.q.shape[3] == inputs.v.shape[3] else "no")
+    monkeypatch.setattr(slices, "unsupported_otherwise", lambda _inputs: "")
+    monkeypatch.setattr(fused, "VARIANTS", (hopper, fused.SLICES))
     fused.forget_launches()
     yield made
     fused.forget_launches()
@@ -96,7 +97,7 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
 ) -> None:
     case, config, number, operations = CASES[name]
-    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
+    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
     call(case.inputs())
     launches.clear()
     inputs = case.inputs(seed=1)
@@ -125,8 +126,8 @@ def test_a_call_of_a_known_signature_decides_nothing_again(
 
         monkeypatch.setattr(where, what, property(replaced) if isinstance(found, property) else replaced)
 
-    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
-    for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (variants, "choose"), (torch.cuda, "device")):
+    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
+    for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (fused, "choose"), (torch.cuda, "device")):
         count(where, what)
     for number in range(1, 4):
         call(case.inputs(seed=number))
@@ -140,7 +141,7 @@ def test_parts_of_a_workspace_lie_apart_and_aligned(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
 ) -> None:
     case, config, *_ = CASES[name]
-    monkeypatch.setattr(variants, "_hopper_cut", lambda _call: config)
+    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
     call(case.inputs())
     parts = {one.data_ptr(): one for arguments in launches for one in map(_base, arguments) if isinstance(one, Part)}
     memory = {one.tensor().untyped_storage().data_ptr() for one in parts.values()}

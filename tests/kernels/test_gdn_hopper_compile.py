@@ -6,29 +6,29 @@ from functools import partial
 
 import pytest
 import torch
-from compile_target import SHARED_BYTES, Compiled, compiled, on_meta
+from compile_target import SHARED_BYTES, Compiled, assert_recorded, compiled, on_meta
 from gdn_hopper_cases import GDNCase
 
-from ssdprof.kernels.gdn.hopper.config import HopperConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 
 pytestmark = pytest.mark.compiler
 
-CUT = HopperConfig(segment=4)
-STAYS = HopperConfig(segment=8, stays=2)
-PARTS = HopperConfig(segment=4, slow_parts=2, longest_first_pass=3)
+CUT = GDNHopperConfig(segment=4)
+STAYS = GDNHopperConfig(segment=8, persistent_programs=2)
+PARTS = GDNHopperConfig(segment=4, transition_parts=2, longest_first_pass=3)
 PLAIN = GDNCase(seqlen=512, key_heads=2, heads=4)
 
-CASES: dict[str, tuple[GDNCase, HopperConfig]] = {
+CASES: dict[str, tuple[GDNCase, GDNHopperConfig]] = {
     "bf16": (PLAIN, CUT),
     "fp16, normalised": (replace(PLAIN, dtype=torch.float16, normalise=True), CUT),
     "three heads a key head, normalised": (replace(PLAIN, heads=6, normalise=True), CUT),
     "programs that stay, initial state": (replace(PLAIN, batch=3, initial_state=True), STAYS),
     "packed, initial state": (GDNCase(lengths=(300, 9), initial_state=True), CUT),
-    "longer first segments": (PLAIN, replace(CUT, leads=True)),
+    "longer first segments": (PLAIN, replace(CUT, first_segment_extra=True)),
     "slow heads": (PLAIN, PARTS),
-    "slow heads, 256 rows": (replace(PLAIN, seqlen=2048), replace(PARTS, segment=1, slow_parts=1)),
-    "slow heads, 512 rows": (replace(PLAIN, seqlen=8192), replace(PARTS, segment=1, slow_parts=1)),
+    "slow heads, 256 rows": (replace(PLAIN, seqlen=2048), replace(PARTS, segment=1, transition_parts=1)),
+    "slow heads, 512 rows": (replace(PLAIN, seqlen=8192), replace(PARTS, segment=1, transition_parts=1)),
     "slow heads, packed, normalised, initial state": (
         GDNCase(lengths=(700, 9), initial_state=True, normalise=True),
         PARTS,
@@ -38,15 +38,15 @@ CASES: dict[str, tuple[GDNCase, HopperConfig]] = {
 SCORES_FIRST, SCORES_SECOND, STATES_FIRST, STATES_SECOND = 2, 4, 2, 3
 
 
-def launch(case: GDNCase, config: HopperConfig) -> None:
+def launch(case: GDNCase, config: GDNHopperConfig) -> None:
     gdn_fused_hopper(on_meta(case.inputs()), config=config)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}
-INVERTS = replace(STAYS, inverts=True, key_ring=3, state_registers=176, other_registers=64)
+INVERTS = replace(STAYS, fused_inverse=True, key_ring=3, state_registers=176, other_registers=64)
 ONE_LAUNCH: dict[str, Callable[[], None]] = {
     "programs that stay": partial(launch, replace(PLAIN, batch=3, initial_state=True), INVERTS),
-    "packed": partial(launch, GDNCase(lengths=(300, 9)), replace(INVERTS, stays=0)),
+    "packed": partial(launch, GDNCase(lengths=(300, 9)), replace(INVERTS, persistent_programs=0)),
 }
 
 
@@ -59,7 +59,7 @@ def kernel_of(label: str, name: str) -> Compiled:
 def test_launches(label: str) -> None:
     """Two more launches for heads that forget slowly."""
     names = [kernel.kernel for kernel in compiled("test_gdn_hopper_compile", 90)[label]]
-    slow = ["_parts_kernel", "_combine_kernel"] if CASES[label][1].slow_parts else []
+    slow = ["_parts_kernel", "_combine_kernel"] if CASES[label][1].transition_parts else []
     assert names == ["_prep_kernel", *slow, "_hopper_kernel"]
 
 
@@ -92,8 +92,13 @@ def test_one_launch_fits_into_shared_memory(label: str) -> None:
 @pytest.mark.parametrize("label", CASES)
 def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
     """ptxas adds waits if it assumes, or its registers cause, that a product's operands change while it runs."""
-    first = 0 if CASES[label][1].stays else SCORES_FIRST + STATES_FIRST  # Triton removes the empty loop
+    first = 0 if CASES[label][1].persistent_programs else SCORES_FIRST + STATES_FIRST  # Triton removes the empty loop
     waits = kernel_of(label, "_hopper_kernel").product_waits
     assert waits == first + SCORES_SECOND + STATES_SECOND
-    if CASES[label][1].slow_parts:
+    if CASES[label][1].transition_parts:
         assert kernel_of(label, "_parts_kernel").product_waits == SCORES_FIRST + STATES_FIRST
+
+
+def test_machine_code_is_the_recorded_one() -> None:
+    assert_recorded("test_gdn_hopper_compile")
+    assert_recorded("test_gdn_hopper_compile", "ONE_LAUNCH")

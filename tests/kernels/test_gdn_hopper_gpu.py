@@ -8,11 +8,13 @@ import torch
 from gdn_hopper_cases import GDNCase
 
 from ssdprof.kernels import get
-from ssdprof.kernels.gdn.hopper.config import HopperConfig, unsupported
-from ssdprof.kernels.gdn.hopper.launch import HopperLaunch, gdn_fused_hopper
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, gdn_fused_hopper
+from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
+from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,14 +26,17 @@ pytestmark = [
 FP16 = torch.float16
 MANY = GDNCase(key_heads=16, heads=32)
 FEW = GDNCase(key_heads=2, heads=4, initial_state=True)
-CUT = HopperConfig(segment=8)
-PARTS = HopperConfig(segment=8, slow_parts=2, longest_first_pass=7)
-CASES: dict[str, tuple[GDNCase, HopperConfig | None]] = {
+CUT = GDNHopperConfig(segment=8)
+PARTS = GDNHopperConfig(segment=8, transition_parts=2, longest_first_pass=7)
+CASES: dict[str, tuple[GDNCase, GDNHopperConfig | None]] = {
     "as chosen, 1024": (replace(MANY, seqlen=1024), None),
     "as chosen, ragged batch": (replace(MANY, batch=8, seqlen=300), None),
     "as chosen, 16384": (replace(FEW, seqlen=16384, gate=-1e-4), None),
-    "longer first segments": (replace(MANY, batch=2, seqlen=4000, gate=-0.05), replace(CUT, segment=16, leads=True)),
-    "longer first segments, no gate": (replace(FEW, seqlen=2000, gate=0.0), replace(CUT, leads=True)),
+    "longer first segments": (
+        replace(MANY, batch=2, seqlen=4000, gate=-0.05),
+        replace(CUT, segment=16, first_segment_extra=True),
+    ),
+    "longer first segments, no gate": (replace(FEW, seqlen=2000, gate=0.0), replace(CUT, first_segment_extra=True)),
     "one position": (replace(FEW, seqlen=1), CUT),
     "no gate, first passes over all": (replace(FEW, seqlen=2000, gate=0.0), CUT),
     "no gate": (replace(FEW, seqlen=4000, gate=0.0), PARTS),
@@ -45,7 +50,7 @@ CASES: dict[str, tuple[GDNCase, HopperConfig | None]] = {
     "packed": (replace(FEW, lengths=(5, 0, 295, 1024, 76, 0, 1600), gate=-1e-3), replace(PARTS, segment=10)),
     "packed, first passes over all": (replace(FEW, lengths=(5, 0, 295, 1024, 76, 0, 1600), gate=-1e-3), CUT),
     "more places": (replace(FEW, seqlen=1024), replace(CUT, key_ring=3)),
-    "programs that stay": (replace(MANY, batch=12, seqlen=500), replace(CUT, stays=132)),
+    "programs that stay": (replace(MANY, batch=12, seqlen=500), replace(CUT, persistent_programs=132)),
 }
 
 
@@ -54,9 +59,9 @@ def on_gpu(inputs: GDNInputs) -> GDNInputs:
     return replace(inputs, **{name: tensor.cuda() for name, tensor in tensors.items()})
 
 
-def run(inputs: GDNInputs, config: HopperConfig | None = None) -> GDNOutput:
+def run(inputs: GDNInputs, config: GDNHopperConfig | None = None) -> GDNOutput:
     assert unsupported(inputs) == ""
-    chosen = HopperConfig.choose(inputs, 132, batch_invariant=False)
+    chosen = GDNHopperConfig.choose(inputs, 132, batch_invariant=False)
     return gdn_fused_hopper(inputs, config=config or chosen)
 
 
@@ -92,7 +97,7 @@ def test_parts_add_no_error(name: str) -> None:
     assert config is not None
     inputs = on_gpu(case.inputs())
     exact = gdn_chunked(inputs, torch.float64).out
-    ours, whole = (head_errors(run(inputs, one).out, exact, 2) for one in (config, replace(config, slow_parts=0)))
+    ours, whole = (head_errors(run(inputs, one).out, exact, 2) for one in (config, replace(config, transition_parts=0)))
     assert (ours < 1.02 * whole).all()
 
 
@@ -112,10 +117,13 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
     if name == "collinear keys":
         k = inputs.k[:, :1].float() + 0.1 * inputs.k.float()
         inputs = replace(inputs, k=(k / k.norm(dim=-1, keepdim=True)).to(inputs.k.dtype))
-    fused, unfused = get("gdn", "fused"), get("gdn", "unfused")
-    assert fused.plan(inputs, Precision()).variant == "hopper"
+    assert get("gdn", "fused").plan(inputs, Precision()).variant == "hopper"
+    assert_as_exact_as_unfused(inputs)
+
+
+def assert_as_exact_as_unfused(inputs: GDNInputs) -> None:
     exact = gdn_chunked(inputs, torch.float64)
-    ours, theirs = fused.run(inputs, Precision()), unfused.run(inputs, Precision())
+    ours, theirs = (get("gdn", which).run(inputs, Precision()) for which in ("fused", "unfused"))
     for a, b, reference, head_dim in zip(ours, theirs, exact, (2, 1), strict=True):
         assert (head_errors(a, reference, head_dim) <= 1.01 * head_errors(b, reference, head_dim)).all()
 
@@ -123,13 +131,13 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
 def test_final_states_with_v_before_k_have_the_same_bits() -> None:
     inputs = on_gpu(replace(FEW, seqlen=1000).inputs())
     first = run(inputs, CUT)
-    other = HopperLaunch(inputs, CUT, state_v_first=True)(inputs)
+    other = GDNHopperLaunch(inputs, CUT, state_v_first=True)(inputs)
     assert other.final_states.mT.is_contiguous()
     assert_same(first, other)
 
 
 @pytest.mark.parametrize("config", [CUT, PARTS], ids=["first passes", "parts"])
-def test_bitwise_the_same_in_every_call(config: HopperConfig) -> None:
+def test_bitwise_the_same_in_every_call(config: GDNHopperConfig) -> None:
     inputs = on_gpu(replace(MANY, seqlen=4096, gate=-1e-3).inputs())
     config = replace(config, segment=16)
     first = run(inputs, config)
@@ -139,7 +147,7 @@ def test_bitwise_the_same_in_every_call(config: HopperConfig) -> None:
 
 def test_a_cut_changes_no_bit_if_the_whole_past_is_seen() -> None:
     inputs = on_gpu(replace(FEW, seqlen=2000).inputs())
-    one, cut = (run(inputs, HopperConfig(segment=segment, enough=float("-inf"))) for segment in (32, 5))
+    one, cut = (run(inputs, GDNHopperConfig(segment=segment, truncation_log2=float("-inf"))) for segment in (32, 5))
     assert_same(one, cut)
 
 
@@ -166,9 +174,9 @@ def test_nan_stays_in_its_heads_and_sequence(name: str, gate: float) -> None:
 
 
 @pytest.mark.parametrize("config", [CUT, PARTS], ids=["first passes", "parts"])
-def test_in_a_graph(config: HopperConfig) -> None:
+def test_in_a_graph(config: GDNHopperConfig) -> None:
     inputs = on_gpu(replace(FEW, seqlen=3000, gate=-1e-3).inputs())
-    launch = HopperLaunch(inputs, config)
+    launch = GDNHopperLaunch(inputs, config)
     expected = launch(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -183,7 +191,7 @@ def test_in_a_graph(config: HopperConfig) -> None:
 
 def test_beside_another_stream_that_fills_the_gpu() -> None:
     inputs = on_gpu(replace(MANY, seqlen=8192, gate=-1e-4).inputs())
-    config = HopperConfig(segment=32, slow_parts=2, longest_first_pass=31)
+    config = GDNHopperConfig(segment=32, transition_parts=2, longest_first_pass=31)
     alone = run(inputs, config)
     matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
@@ -219,3 +227,35 @@ def test_views_of_a_wider_tensor() -> None:
         wide = torch.full((3, 1000, *tensor.shape[2:]), torch.nan, dtype=tensor.dtype, device="cuda")
         moved[name] = wide[:, 50:950].copy_(tensor)
     assert_same(run(replace(inputs, **moved), PARTS), expected)
+
+
+# --- K and V other than 128
+
+SLICES = GDNCase(key_heads=4, heads=4, key_dim=96, value_dim=192, initial_state=True, seqlen=2048, beta=2.0)
+SLICED = {
+    "olmo": SLICES,
+    "normalised, fp16": replace(SLICES, normalise=True, dtype=torch.float16),
+    "no gate": replace(SLICES, gate=0.0),
+    "slow": replace(SLICES, gate=-1e-4, seqlen=4096),
+    "ragged batch": replace(SLICES, batch=3, seqlen=1000),
+    "packed": replace(SLICES, lengths=(5, 0, 295, 1024, 76, 0, 1600), gate=-1e-3),
+    "one slice": GDNCase(key_heads=2, heads=4, key_dim=72, value_dim=120, seqlen=700),
+    "V 256": GDNCase(key_heads=2, heads=2, value_dim=256, seqlen=700, initial_state=True),
+}
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_against_the_oracle(name: str) -> None:
+    inputs = on_gpu(SLICED[name].inputs())
+    plan = get("gdn", "fused").plan(inputs, Precision())
+    assert plan.variant == "hopper"
+    assert "padded to 128" in plan.reason
+    result = get("gdn", "fused").run(inputs, Precision())
+    assert_passes(result, inputs, Precision())
+    assert_passes(SlicedLaunch(inputs, GDNHopperConfig(segment=8))(inputs), inputs, Precision())
+    assert_same(result, get("gdn", "fused").run(inputs, Precision()))
+
+
+@pytest.mark.parametrize("name", ["olmo", "no gate", "slow"])
+def test_no_head_of_slices_is_less_exact_than_unfused(name: str) -> None:
+    assert_as_exact_as_unfused(on_gpu(replace(SLICED[name], seqlen=8192).inputs()))

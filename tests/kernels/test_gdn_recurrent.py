@@ -9,7 +9,7 @@ from gdn_cases import EXACT, Case
 from test_gdn_fused import assert_close
 
 from ssdprof.kernels import gdn_recurrent, get
-from ssdprof.kernels.gdn.recurrent import RecurrentConfig, RecurrentLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.registry import UnsupportedError
 
@@ -27,7 +27,7 @@ def test_against_the_recurrence(case: Case) -> None:
     inputs = case.inputs(scale=0.3)
     expected = gdn_recurrence(inputs)
     assert_close(get("gdn", "recurrent").run(inputs, EXACT), expected, 1e-6)
-    assert_close(RecurrentLaunch(inputs, RecurrentConfig(block_v=4))(inputs), expected, 1e-6)
+    assert_close(GDNRecurrentLaunch(inputs, GDNRecurrentConfig(block_v=4))(inputs), expected, 1e-6)
 
 
 @pytest.mark.parametrize("gate", [0.0, 1e-4, 3e-3, 3.0])

@@ -7,38 +7,38 @@ import torch
 from gdn_hopper_cases import GDNCase, errors
 from gluon_emulator import GDN, emulate
 
-from ssdprof.kernels._launch import Launcher
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
-from ssdprof.kernels.gdn.hopper.config import MOST_PARTS, MOST_WAVES, WORTH_PARTS, HopperConfig
+from ssdprof.kernels.gdn.hopper.config import MOST_PARTS, MOST_WAVES, WORTH_PARTS, GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.launch import Launcher
 
-TWO = HopperConfig(segment=2, slow_parts=2, longest_first_pass=1, carriers=3)
+TWO = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1, transition_programs=3)
 CASES = {
     "no gate": (GDNCase(seqlen=500, gate=0.0), TWO),
     "-1e-4, initial state, batch": (
         GDNCase(batch=2, seqlen=450, gate=-1e-4, initial_state=True),
-        HopperConfig(segment=3, slow_parts=1, longest_first_pass=2, carriers=5),
+        GDNHopperConfig(segment=3, transition_parts=1, longest_first_pass=2, transition_programs=5),
     ),
     "four parts, normalised keys": (
         GDNCase(seqlen=520, gate=-1e-3, normalise=True, heads=1),
-        HopperConfig(segment=4, slow_parts=4, longest_first_pass=1, carriers=4),
+        GDNHopperConfig(segment=4, transition_parts=4, longest_first_pass=1, transition_programs=4),
     ),
     "packed": (
         GDNCase(lengths=(3, 0, 64, 400, 200), gate=-1e-4, initial_state=True, normalise=True),
-        HopperConfig(segment=2, slow_parts=2, longest_first_pass=1, carriers=7),
+        GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1, transition_programs=7),
     ),
     "fp16": (GDNCase(seqlen=330, gate=0.0, dtype=torch.float16, normalise=True), TWO),
 }
 
 
-def run(inputs: GDNInputs, config: HopperConfig) -> GDNOutput:
+def run(inputs: GDNInputs, config: GDNHopperConfig) -> GDNOutput:
     return gdn_fused_hopper(inputs, config=config)
 
 
-def whole_past(config: HopperConfig) -> HopperConfig:
-    return replace(config, slow_parts=0)
+def whole_past(config: GDNHopperConfig) -> GDNHopperConfig:
+    return replace(config, transition_parts=0)
 
 
 def mixed() -> GDNInputs:
@@ -79,7 +79,7 @@ def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPa
     g[:, 500:] = 0.0
     emulate(monkeypatch, seed=8, source=GDN)
     inputs = replace(inputs, g=g)
-    config = HopperConfig(segment=20, slow_parts=2, longest_first_pass=19)
+    config = GDNHopperConfig(segment=20, transition_parts=2, longest_first_pass=19)
     result, whole = (run(inputs, config) for config in (config, whole_past(config)))
     assert torch.equal(result.out[:, :2560], whole.out[:, :2560])
     assert not torch.equal(result.out[:, 2560:], whole.out[:, 2560:])
@@ -89,7 +89,7 @@ def test_a_slow_segment_after_one_with_a_first_pass(monkeypatch: pytest.MonkeyPa
 def test_fast_heads_have_the_bits_that_they_have_without_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = GDNCase(seqlen=700, gate=-0.1, initial_state=True).inputs()  # first passes of three chunks
     emulate(monkeypatch, seed=3, source=GDN)
-    config = HopperConfig(segment=3, slow_parts=1, longest_first_pass=3, carriers=4)
+    config = GDNHopperConfig(segment=3, transition_parts=1, longest_first_pass=3, transition_programs=4)
     assert all(map(torch.equal, run(inputs, config), run(inputs, whole_past(config))))
 
 
@@ -100,7 +100,7 @@ def test_a_head_slower_than_the_longest_first_pass_takes_parts(monkeypatch: pyte
         seqlen=1200, heads=1, gate=-0.05, initial_state=True
     ).inputs()  # 24 / 4.6: first passes of 6 chunks
     emulate(monkeypatch, seed=9, source=GDN)
-    config = HopperConfig(segment=9, slow_parts=3, longest_first_pass=5)
+    config = GDNHopperConfig(segment=9, transition_parts=3, longest_first_pass=5)
     result, whole = (run(inputs, one) for one in (config, whole_past(config)))
     assert not torch.equal(result.out[:, 576:], whole.out[:, 576:])
     assert max(errors(result, inputs)) < 4.5e-3
@@ -113,7 +113,7 @@ def test_a_short_past_is_gone_over_as_a_whole(monkeypatch: pytest.MonkeyPatch) -
     """By the first pass of the second segment.  The third segment's state comes from the second segment's parts."""
     inputs = GDNCase(seqlen=500, heads=1, gate=-1e-4, initial_state=True).inputs()
     emulate(monkeypatch, seed=10, source=GDN)
-    config = HopperConfig(segment=2, slow_parts=2, longest_first_pass=2)
+    config = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=2)
     result, whole = (run(inputs, one) for one in (config, whole_past(config)))
     assert torch.equal(result.out[:, :256], whole.out[:, :256])
     assert not torch.equal(result.out[:, 256:], whole.out[:, 256:])
@@ -127,7 +127,7 @@ def test_many_rows(monkeypatch: pytest.MonkeyPatch, heads: int) -> None:
     inputs = GDNCase(seqlen=256, heads=heads, gate=-3.0).inputs()
     inputs.g[..., -1] = -1e-4
     emulate(monkeypatch, seed=11, source=GDN)
-    config = HopperConfig(segment=1, slow_parts=1, longest_first_pass=1)
+    config = GDNHopperConfig(segment=1, transition_parts=1, longest_first_pass=1)
     result, whole = (run(inputs, one) for one in (config, whole_past(config)))
     assert torch.equal(result.out[:, :, :-1], whole.out[:, :, :-1])
     assert not torch.equal(result.out[:, :, -1], whole.out[:, :, -1])
@@ -144,7 +144,7 @@ def test_a_head_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -
         g = inputs.g.clone()
         g[..., 1:] = gate
         emulate(monkeypatch, seed=5 + seed, resident=1 + seed, source=GDN)
-        alone = run(replace(inputs, g=g), replace(TWO, carriers=2 + 7 * seed))
+        alone = run(replace(inputs, g=g), replace(TWO, transition_programs=2 + 7 * seed))
         assert torch.equal(alone.out[:, :, 0], together.out[:, :, 0])
         assert torch.equal(alone.final_states[:, 0], together.final_states[:, 0])
 
@@ -152,7 +152,9 @@ def test_a_head_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -
 def test_minus_infinity_turns_first_passes_off(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = GDNCase(seqlen=330, gate=-0.02).inputs()  # 2^-1.8 a chunk
     emulate(monkeypatch, seed=6, source=GDN)
-    early, never = (errors(run(inputs, replace(TWO, enough=enough)), inputs) for enough in (-1.0, float("-inf")))
+    early, never = (
+        errors(run(inputs, replace(TWO, truncation_log2=enough)), inputs) for enough in (-1.0, float("-inf"))
+    )
     assert max(never) < 4.5e-3 < min(early)
 
 
@@ -210,46 +212,48 @@ def shapes(seqlen: int, key_heads: int, heads: int) -> GDNInputs:
 @pytest.mark.parametrize(("key_heads", "heads"), [(16, 32), (2, 8), (16, 16), (16, 64), (1, 1)])
 def test_long_sequences_are_cut_into_whole_parts(seqlen: int, key_heads: int, heads: int) -> None:
     shape = shapes(seqlen, key_heads, heads)
-    config = HopperConfig.choose(shape, 132, batch_invariant=False)
+    config = GDNHopperConfig.choose(shape, 132, batch_invariant=False)
     nchunks = seqlen // 64
     rows = (-(-nchunks // config.segment) - 1) * heads
-    assert (config.slow_parts > 0) == (nchunks - config.segment > WORTH_PARTS and rows <= MOST_ROWS)
-    assert not config.slow_parts or config.segment % config.slow_parts == 0
-    assert HopperConfig.choose(shape, 132, batch_invariant=True).slow_parts == 0
+    assert (config.transition_parts > 0) == (nchunks - config.segment > WORTH_PARTS and rows <= MOST_ROWS)
+    assert not config.transition_parts or config.segment % config.transition_parts == 0
+    assert GDNHopperConfig.choose(shape, 132, batch_invariant=True).transition_parts == 0
 
 
 @pytest.mark.parametrize("seqlen", [64, 4096, 8192, 65536, 131072, 1 << 20])
 @pytest.mark.parametrize("heads", [1, 8, 16, 20, 30, 48, 60, 64, 96, 131])
 def test_a_cut_keeps_sms_busy_without_needless_segments(seqlen: int, heads: int) -> None:
     inputs, nchunks = shapes(seqlen, 1, heads), seqlen // 64
-    config = HopperConfig.choose(inputs, 132, batch_invariant=False)
+    config = GDNHopperConfig.choose(inputs, 132, batch_invariant=False)
     count = -(-nchunks // config.segment)
     waves = -(-count * heads // 132)
     assert waves <= MOST_WAVES
     one_wave = -(-nchunks // min(nchunks, 132 // heads))
-    assert waves * config.segment <= one_wave + config.slow_parts
+    assert waves * config.segment <= one_wave + config.transition_parts
     if waves > 1:
         assert waves * config.segment < one_wave
-    assert (count - 1) * heads * config.slow_parts <= MOST_PARTS
+    assert (count - 1) * heads * config.transition_parts <= MOST_PARTS
 
 
 def test_a_first_segment_is_longer_only_where_that_is_possible_and_segments_are_not_short() -> None:
     def leads(seqlen: int, batch_invariant: bool = False) -> bool:
         inputs = shapes(seqlen, 16, 32)
-        return HopperConfig.choose(inputs, 132, batch_invariant=batch_invariant).leads
+        return GDNHopperConfig.choose(inputs, 132, batch_invariant=batch_invariant).first_segment_extra
 
     assert [leads(seqlen) for seqlen in (512, 1024, 2048, 8192, 65536)] == [False, False, True, True, False]
     assert leads(65536, batch_invariant=True)  # no parts
 
 
 def test_48_heads_do_not_leave_a_quarter_of_the_sms_idle() -> None:
-    config = HopperConfig.choose(shapes(65536, 16, 48), 132, batch_invariant=False)
+    config = GDNHopperConfig.choose(shapes(65536, 16, 48), 132, batch_invariant=False)
     waves = -(-48 * (1024 // config.segment) // 132)
     assert waves * config.segment < 0.85 * 512  # of two segments, 96 programs
 
 
-@pytest.mark.parametrize("config", [HopperConfig(segment=3, slow_parts=2), HopperConfig(segment=2, slow_parts=2)])
-def test_refuses_what_cannot_be_divided_and_too_many_rows(config: HopperConfig) -> None:
+@pytest.mark.parametrize(
+    "config", [GDNHopperConfig(segment=3, transition_parts=2), GDNHopperConfig(segment=2, transition_parts=2)]
+)
+def test_refuses_what_cannot_be_divided_and_too_many_rows(config: GDNHopperConfig) -> None:
     heads = 2 if config.segment == 3 else 96
-    with pytest.raises(ValueError, match="slow_parts = 2 with"):
+    with pytest.raises(ValueError, match="transition_parts = 2 with"):
         run(GDNCase(seqlen=1000, heads=heads).inputs(), config)

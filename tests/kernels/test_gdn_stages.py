@@ -18,15 +18,10 @@ from gdn_stages import Chunk, chunks_of, of_chunk, workspace
 from stage_formulas import Arithmetic, Formula, assert_within
 
 from ssdprof.kernels.chunks import Chunks
+from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.unfused.chunk_output import chunk_output
-from ssdprof.kernels.gdn.unfused.chunk_state import chunk_state
-from ssdprof.kernels.gdn.unfused.gate_cumsum import gate_cumsum
-from ssdprof.kernels.gdn.unfused.precisions import operand_dtype
-from ssdprof.kernels.gdn.unfused.qk_l2norm import qk_l2norm
-from ssdprof.kernels.gdn.unfused.recompute_w_u import recompute_w_u
-from ssdprof.kernels.gdn.unfused.scaled_dot_kkt import scaled_dot_kkt
-from ssdprof.kernels.gdn.unfused.solve_tril import solve_tril
+from ssdprof.kernels.gdn.unfused.states import chunk_output, chunk_state
+from ssdprof.kernels.gdn.unfused.system import gate_cumsum, qk_l2norm, recompute_w_u, scaled_dot_kkt, solve_tril
 from ssdprof.kernels.precision import Precision
 
 BATCH = Case(batch=2, length=75, key_heads=2, values_per_key=2, key_dim=20, value_dim=24, l2norm=False, chunk_size=32)

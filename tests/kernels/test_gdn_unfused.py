@@ -16,7 +16,7 @@ from ssdprof import kernels
 from ssdprof.kernels import gdn_unfused
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
-from ssdprof.kernels.gdn.unfused.six_launches import plan, run
+from ssdprof.kernels.gdn.unfused.pipeline import plan, run
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.measure.accuracy import assert_passes

@@ -9,7 +9,7 @@ import torch
 from gdn_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.unfused.six_launches import plan, run
+from ssdprof.kernels.gdn.unfused.pipeline import plan, run
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import assert_passes
 

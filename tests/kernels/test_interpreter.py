@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION, INTERPRETED, decay_exp2, ptr_offset
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="this process compiles its kernels")
 

@@ -20,12 +20,13 @@ import torch
 from ssd_cases import EXACT, RELAXED, Case
 from triton.runtime.jit import JITFunction
 
-from ssdprof.kernels import SSDInputs, UnsupportedError, _launch, ssd_fused
-from ssdprof.kernels._launch import Launcher, launch
+from ssdprof.kernels import SSDInputs, UnsupportedError, ssd_fused
+from ssdprof.kernels import launch as launching
+from ssdprof.kernels.launch import Constants, LaunchCache, Launcher, launch
 from ssdprof.kernels.ssd import fused
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.hopper.launch import HopperLaunch
-from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
+from ssdprof.kernels.ssd.hopper.launch import SSDHopperLaunch
 
 CASE = Case(seqlen=20, gate=True, initial_states=True)
 
@@ -59,8 +60,8 @@ class Compiled:
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "_kept", {})
-    monkeypatch.setattr(fused, "_launches", {})
+    monkeypatch.setattr(launching, "_kept", {})
+    monkeypatch.setattr(fused, "_launches", LaunchCache())
 
 
 @pytest.mark.slow
@@ -93,7 +94,7 @@ def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
 def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: bool, interpret: str, hashes: int) -> None:
     """In a process that only imports kernels, if they are for a GPU."""
     code = f"import torch; torch.cuda.device_count = lambda: {int(gpu)}"
-    code += "; from ssdprof.kernels import _triton_hash, ssd_fused; _triton_hash.wait_for_hash()"
+    code += "; from ssdprof.kernels import launch, ssd_fused; launch.wait_for_hash()"
     code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
     environ = os.environ | {"TRITON_INTERPRET": interpret}
     result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
@@ -114,7 +115,7 @@ torch.cuda._device_count_nvml = lambda: 1
 
 def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = DRIVER_REFUSED + "from ssdprof.kernels import _triton, ssd_fused; print(_triton.INTERPRETED)"
+    code = DRIVER_REFUSED + "from ssdprof.kernels import device, ssd_fused; print(device.INTERPRETED)"
     result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "False\n", "NVML was not asked"
@@ -126,7 +127,7 @@ def test_only_the_first_launch_waits_for_that_hash(monkeypatch: pytest.MonkeyPat
     launcher = Launcher(kernel, (3, 5), {"BLOCK": 16})
     if which == "second":
         launcher(7, "a", "b")
-    monkeypatch.setattr(_launch, "wait_for_hash", lambda: waited.append(len(kernel.launches)))
+    monkeypatch.setattr(launching, "wait_for_hash", lambda: waited.append(len(kernel.launches)))
     launcher(7, "a", "b")
     assert waited == ([0] if which == "first" else [])
 
@@ -166,6 +167,30 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
         ("triton", (5, 1, 1), ("a", None, (4, 1), 7), options),
         ("compiled", (6, 1, 1), ("b", None, (4, 1), 7, 64, True), {}),
     ]
+
+
+def test_tensors_and_constants_are_one_argument_each_where_a_kernel_takes_them_so() -> None:
+    class Grouped(Kernel):
+        @staticmethod
+        def fn(desc: Any, tensors: Any, strides: Any, size: Any, S: Any) -> None:
+            """Has the names of its arguments."""
+
+    kernel = Grouped()
+    launcher = Launcher(kernel, (((1,), ()), 7), {"BLOCK": 64, "num_warps": 8})
+    launcher(5, "desc", "a", None)
+    launcher(6, "desc", "b", None)
+    (_, _, first, options), (_, _, second, _) = kernel.launches
+    S = options.pop("S")
+    assert S.BLOCK == 64
+    assert options == {"num_warps": 8, "enable_fp_fusion": True, "sanitize_overflow": False}
+    assert first == ("desc", ("a", None), ((1,), ()), 7)
+    assert second == ("desc", ("b", None), ((1,), ()), 7, S)
+
+
+def test_constants_are_equal_by_name_and_value() -> None:
+    assert Constants(A=1, B=True) == Constants(A=1, B=True) != Constants(A=2, B=True)
+    assert len({Constants(A=1, B=2), Constants(A=1, B=2), Constants(A=2, B=1)}) == 2
+    assert repr(Constants(A=1, B="x")) == "Constants(A=1, B='x')", "Triton's key of a compiled kernel"
 
 
 def test_where_triton_returns_nothing_nothing_is_kept() -> None:
@@ -214,13 +239,13 @@ def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
 
 
 def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "_MOST", 3)
-    monkeypatch.setattr(fused, "_MOST_LAUNCHES", 3)
+    monkeypatch.setattr(launching, "_MOST", 3)
+    monkeypatch.setattr(fused, "_launches", LaunchCache(most=3))
     kinds(*(((None, None), (size,), {}) for size in range(8)))
-    assert 0 < len(_launch._kept) <= 3
+    assert 0 < len(launching._kept) <= 3
     for seqlen in range(1, 8):
         fused.run(Case(seqlen=seqlen).inputs())
-    assert 0 < len(fused._launches) <= 3
+    assert 0 < len(fused._launches._kept) <= 3
 
 
 # --- a whole call
@@ -250,14 +275,14 @@ def test_a_call_is_prepared_once_and_right_every_time(monkeypatch: pytest.Monkey
 def test_a_changed_choice_is_seen_after_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = CASE.inputs()
     fused.run(inputs)
-    chosen: list[PortableConfig] = []
-    choose = PortableConfig.choose
+    chosen: list[SSDPortableConfig] = []
+    choose = SSDPortableConfig.choose
 
-    def noted(*arguments: Any) -> PortableConfig:
+    def noted(*arguments: Any) -> SSDPortableConfig:
         chosen.append(choose(*arguments))
         return chosen[-1]
 
-    monkeypatch.setattr(PortableConfig, "choose", noted)
+    monkeypatch.setattr(SSDPortableConfig, "choose", noted)
     fused.run(inputs)
     assert not chosen
     fused.forget_launches()
@@ -281,7 +306,7 @@ def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, mon
     inputs = replace(case, heads=4, headdim=80, dstate=64, groups=2, dtype=torch.bfloat16).inputs()
     arguments: list[tuple[Any, ...]] = []
     monkeypatch.setattr(JITFunction, "run", lambda _, *args, **__: arguments.append(args))
-    call = HopperLaunch(inputs, EXACT, HopperConfig(segment=1))
+    call = SSDHopperLaunch(inputs, EXACT, SSDHopperConfig(segment=1))
     for _ in range(2):
         output = call(inputs)
         tensors = (inputs.x, inputs.B, inputs.C, output.out)

@@ -13,9 +13,10 @@ import triton
 from ssd_cases import EXACT, RELAXED, Case
 from test_fused import assert_bitwise
 
-from ssdprof.kernels import SSDInputs, _launch
+from ssdprof.kernels import SSDInputs
+from ssdprof.kernels import launch as launching
 from ssdprof.kernels.ssd import fused
-from ssdprof.kernels.ssd.unfused.five_launches import run as run_unfused
+from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
 
 pytestmark = pytest.mark.gpu
 
@@ -58,15 +59,15 @@ def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
             expected = fused._prepare(inputs, precision, False)(inputs)
             assert_bitwise(fused.run(inputs, precision), expected)
             prepared += seed == 0
-            assert len(fused._launches) == prepared, name
+            assert len(fused._launches._kept) == prepared, name
 
 
 def test_the_unfused_pipeline_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = {}
     for name, inputs in variants(0).items():
-        monkeypatch.setattr(_launch, "_kept", {})
+        monkeypatch.setattr(launching, "_kept", {})
         expected[name] = run_unfused(inputs)
-    monkeypatch.setattr(_launch, "_kept", {})
+    monkeypatch.setattr(launching, "_kept", {})
     for _ in range(3):
         for name, inputs in variants(0).items():
             assert_bitwise(run_unfused(inputs), expected[name])

@@ -7,8 +7,8 @@ import torch
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels import Precision, UnsupportedError, get
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 from ssdprof.measure.accuracy import assert_passes
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -40,7 +40,7 @@ def test_any_chunk_size_passes(name: str, chunk_size: int) -> None:
 def test_a_padded_state_is_handed_from_segment_to_segment(p_rows: bool, state_dtype: torch.dtype) -> None:
     """Three blocks of N, the last half empty; four segments; the memory next to a state belongs to something else."""
     precision = Precision(state_dtype=state_dtype)
-    config = PortableConfig(chunk=16, max_segments=4, min_chunks=1, block_p=16, block_n=16, p_rows=p_rows)
+    config = SSDPortableConfig(chunk=16, max_segments=4, min_chunks=1, block_p=16, block_n=16, p_rows=p_rows)
     inputs = Case(batch=2, seqlen=70, headdim=20, dstate=40, initial_states=True, dtype=BF16).inputs()
     assert config.handover(inputs)
     assert_passes(ssd_fused_portable(inputs, precision, config=config), inputs, precision)

@@ -8,9 +8,9 @@ from fused_kernels import CHOSEN, ON_HOPPER, Kernel, hopper_by_default
 from ssd_cases import EXACT, Case, cu_seqlens
 from test_fused import assert_bitwise, fused
 
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, program_count, unsupported
+from ssdprof.kernels.hopper.schedule import Cut
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.hopper.segments import Segments
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import assert_passes
 
@@ -69,7 +69,7 @@ def test_a_first_pass_over_rows_of_dt_that_are_as_far_apart_as_the_kernel_takes(
     inputs = Case(seqlen=300, **SMALL).inputs()
     far = spread(inputs, (1 << 25) - 64, ("dt",))
     assert unsupported(far) == ""
-    chosen = HopperConfig.choose(inputs, H200, batch_invariant=False)
+    chosen = SSDHopperConfig.choose(inputs, H200, batch_invariant=False)
     config = replace(chosen, long_count=1, long_segment=4, segment=1, recompute=True)
     assert_bitwise(*(ssd_fused_hopper(one, EXACT, config=config) for one in (far, inputs)))
 
@@ -128,6 +128,6 @@ def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
     assert inputs.sequences * program_count(inputs) % H200 == program_count(inputs)
     ours = hopper_by_default(inputs)
     last = replace(inputs, **{name: getattr(inputs, name)[-2:].clone() for name in (*TOKENS, "initial_states")})
-    chosen = HopperConfig.choose(last, H200, batch_invariant=True)
-    alone = ssd_fused_hopper(last, EXACT, config=replace(chosen, **asdict(Segments(segment=3))))
+    chosen = SSDHopperConfig.choose(last, H200, batch_invariant=True)
+    alone = ssd_fused_hopper(last, EXACT, config=replace(chosen, **asdict(Cut(segment=3))))
     assert_bitwise(SSDOutput(ours.out[-2:], ours.final_states[-2:]), alone)

@@ -10,17 +10,17 @@ import torch
 import ssdprof.kernels
 from ssdprof.kernels import Precision, registry
 from ssdprof.kernels.registry import Implementation, Plan
-from ssdprof.kernels.ssd.unfused import five_launches
+from ssdprof.kernels.ssd.unfused import pipeline
 
 
 def test_the_oracle_comes_first_then_the_baseline() -> None:
     assert ssdprof.kernels.names("ssd")[:2] == ["reference", "unfused"]
-    assert ssdprof.kernels.get("ssd", "unfused").run is five_launches.run
+    assert ssdprof.kernels.get("ssd", "unfused").run is pipeline.run
 
 
 def test_the_order_is_not_that_of_imports() -> None:
     code = (
-        "import ssdprof.kernels.ssd.unfused.five_launches\n"
+        "import ssdprof.kernels.ssd.unfused.pipeline\n"
         "from ssdprof.kernels import names\n"
         "assert names('ssd')[0] == 'reference'"
     )

@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
+from compile_target import CAPABILITIES, SHARED_BYTES, assert_recorded, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.unfused.chunk_scan import ChunkScanConfig, chunk_scan
-from ssdprof.kernels.ssd.unfused.five_launches import five_stages
+from ssdprof.kernels.ssd.unfused.pipeline import five_stages
+from ssdprof.kernels.ssd.unfused.stages import ChunkScanConfig, chunk_scan
 
 pytestmark = pytest.mark.compiler
 
@@ -91,3 +91,7 @@ def test_the_limits_can_be_broken() -> None:
     """The test detects a configuration that cannot fit: 256 x 128 accumulators in 4 warps."""
     kernels = compiled("test_ssd_compile", 90, "TOO_LARGE")["chunk_scan"]
     assert kernels[0].spilled_bytes > 0
+
+
+def test_machine_code_is_the_recorded_one() -> None:
+    assert_recorded("test_ssd_compile")

@@ -15,11 +15,7 @@ from stage_formulas import Arithmetic, Formula, assert_within
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.unfused.bmm_chunk import bmm_chunk
-from ssdprof.kernels.ssd.unfused.chunk_cumsum import chunk_cumsum
-from ssdprof.kernels.ssd.unfused.chunk_scan import chunk_scan
-from ssdprof.kernels.ssd.unfused.chunk_state import chunk_state
-from ssdprof.kernels.ssd.unfused.state_passing import state_passing
+from ssdprof.kernels.ssd.unfused.stages import bmm_chunk, chunk_cumsum, chunk_scan, chunk_state, state_passing
 
 LN_2 = torch.log(torch.tensor(2.0, dtype=torch.float64))
 BATCH = Case(batch=2, seqlen=75, heads=4, headdim=24, dstate=20, groups=2, gate=True, skip="(h, p)")

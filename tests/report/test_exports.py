@@ -57,7 +57,7 @@ def rows(found: Report) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(exports.csv(found))))
 
 
-def tests(found: Report) -> dict[str, junitparser.TestCase]:
+def parsed(found: Report) -> dict[str, junitparser.TestCase]:
     """The test cases by name, after validation against the schema."""
     text = exports.junit(found).encode()
     SCHEMA.assertValid(etree.fromstring(text))
@@ -89,7 +89,7 @@ def annotations(found: Report, kind: str = "error") -> list[str]:
 def test_each_call_of_a_layer_has_a_name_of_its_own() -> None:
     """Chunks and decode steps of one size would overwrite each other in a dashboard."""
     found = in_calls(report(layers=(0, 9), seqlens=(24,)))
-    assert len(tests(found)) == len(found.cases) + 1
+    assert len(parsed(found)) == len(found.cases) + 1
     name = "layer 9, 8 tokens, chunk 2 of 3 of 24 tokens, fused, exact, fp32 states"
     assert f"{name}: call time" in entries(found)
     assert {row["call"] for row in rows(found)} == {f"chunk {number} of 3 of 24 tokens" for number in (1, 2, 3)}
@@ -99,7 +99,7 @@ def test_each_call_of_a_layer_has_a_name_of_its_own() -> None:
 
 
 def test_junit_of_a_run_that_passed() -> None:
-    found = tests(small())
+    found = parsed(small())
     assert len(found) == 8 + 1
     assert all(test.is_passed for test in found.values())
     assert found[FUSED].classname == "ssdprof.fused"
@@ -114,7 +114,7 @@ def test_junit_of_a_run_that_passed() -> None:
     ],
 )  # fmt: skip
 def test_junit_of_a_case_that_did_not_pass(word: str, kind: type) -> None:
-    found = tests(ending(word, "head 5 is <over> its \x1b[1mbudget & more"))
+    found = parsed(ending(word, "head 5 is <over> its \x1b[1mbudget & more"))
     (answer,) = found[FUSED].result
     assert isinstance(answer, kind)
     assert (answer.type, answer.message) == (word, "head 5 is <over> its \ufffd[1mbudget & more")
@@ -124,14 +124,14 @@ def test_junit_of_a_case_that_did_not_pass(word: str, kind: type) -> None:
 def test_junit_skips_what_does_not_count() -> None:
     whole = ending("refused")
     asked = tuple(one for one in whole.requested if one.implementation == "unfused")
-    assert tests(whole.changed(requested=asked))[FUSED].is_skipped
+    assert parsed(whole.changed(requested=asked))[FUSED].is_skipped
     fla, unfused, fused = cell()
     name = fla.name
-    assert tests(bench(failed(fla), unfused, fused))[name].is_skipped, "another library's"
+    assert parsed(bench(failed(fla, "refused"), unfused, fused))[name].is_skipped, "another library's"
 
 
 def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
-    found = tests(small(conditions=of_options(min_speedup=2.2, max_rms_ratio=9), complete=False))
+    found = parsed(small(conditions=of_options(min_speedup=2.2, max_rms_ratio=9), complete=False))
     (answer,) = found["min-speedup 2.2"].result
     assert answer.type == "gate"
     assert answer.message == f"min-speedup 2.2: {FUSED}: 2x over unfused"
@@ -139,7 +139,7 @@ def test_junit_of_gates_and_of_a_run_that_is_not_whole() -> None:
     (whole,) = found["all requested cases are present"].result
     assert whole.message == "this run did not reach its end"
     for empty, message in ((small(cases=()), "Nothing was compared."), (prefill(cases=()), "Nothing was timed.")):
-        (whole,) = tests(empty)["all requested cases are present"].result
+        (whole,) = parsed(empty)["all requested cases are present"].result
         assert whole.message == message
 
 
@@ -262,15 +262,15 @@ def test_a_limit_of_answers_that_does_not_hold(limit: dict[str, str], name: str,
     found = answers(of_answers(bands=(band(),)), conditions=of_options(**limit))  # type: ignore[arg-type]
     (line,) = annotations(found)
     assert "::FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: " in line
-    parsed = tests(found)
-    assert parsed["all requested cases are present"].is_passed
-    assert parsed[ANSWERS].is_passed
-    (answer,) = parsed[name].result
+    suite = parsed(found)
+    assert suite["all requested cases are present"].is_passed
+    assert suite[ANSWERS].is_passed
+    (answer,) = suite[name].result
     assert answer.message.startswith(f"{name}: {ANSWERS}: ")
     assert answer.message.endswith(why)
     held = answers(conditions=of_options(max_kl=1.0))
     assert annotations(held) == []
-    assert all(case.is_passed for case in tests(held).values())
+    assert all(case.is_passed for case in parsed(held).values())
 
 
 def test_outputs() -> None:

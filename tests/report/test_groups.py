@@ -22,7 +22,7 @@ from cases import (
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case, Match
-from ssdprof.report.groups import TotalSpeed, baselines, groups, places, pool, tokens_of, vs_oracle
+from ssdprof.report.groups import TotalSpeed, baselines, groups, places, pool, tokens_of
 
 
 def test_prompts_are_groups_of_their_own_the_longest_first() -> None:
@@ -128,24 +128,24 @@ def with_oracle(index: int, *, pct: float | None = None, **changes: Any) -> Case
 
 
 def test_matches_are_weighted_by_elements_and_all_means_all() -> None:
-    pooled = pool([with_oracle(0, elements=100, pct=50.0), with_oracle(1, elements=300, pct=90.0)], "out", vs_oracle)
+    pooled = pool([with_oracle(0, elements=100, pct=50.0), with_oracle(1, elements=300, pct=90.0)], "out", "vs_oracle")
     assert pooled is not None
     assert pooled.match_pct(0.0) == pytest.approx(80.0)
     assert pooled.match_pct(1e-3) is None, "no case has it"
     many = [with_oracle(i, elements=10**12, pct=100.0) for i in range(63)]
     for cases, expected in ((many, True), ([*many, with_oracle(63, elements=1, pct=100.0 * (1 - 1e-15))], False)):
-        pooled = pool(cases, "out", vs_oracle)
+        pooled = pool(cases, "out", "vs_oracle")
         assert pooled is not None
         assert (pooled.match_pct(0.0) == 100.0) is expected
 
 
 def test_maxima_are_those_of_the_worst_call() -> None:
     cases = [with_oracle(3, max_abs=0.5, rms_ratio=0.1, worst_position=(0, 7, 1, 2)), with_oracle(4, rms_ratio=0.2)]
-    pooled = pool(cases, "out", vs_oracle)
+    pooled = pool(cases, "out", "vs_oracle")
     assert pooled is not None
     assert (pooled.largest.max_abs, pooled.case.layer, pooled.largest.worst_position) == (0.5, layer(3), (0, 7, 1, 2))
     assert pooled.rms_ratio == 0.2
-    pooled = pool([failed(cases[0], "nonfinite"), cases[1]], "out", vs_oracle)
+    pooled = pool([failed(cases[0], "nonfinite"), cases[1]], "out", "vs_oracle")
     assert pooled is not None
     assert pooled.rms_ratio == float("inf"), "worse than any number"
-    assert pool([case(accuracy=())], "out", vs_oracle) is None
+    assert pool([case(accuracy=())], "out", "vs_oracle") is None

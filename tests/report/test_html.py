@@ -15,7 +15,7 @@ from ssdprof.core.stalls import KernelStalls, StallReport
 from ssdprof.report import calls, html, plots
 from ssdprof.report.facts import what_ran
 from ssdprof.report.groups import Group, groups
-from ssdprof.report.html import HeatMap, heat_map, inline, sort_key, view
+from ssdprof.report.html import HeatMap, heat_map, inline, sort_key, sortable
 
 STALLS = StallReport(
     ssdprof_version="0.1.0",
@@ -137,9 +137,9 @@ def test_a_cell_without_a_number_has_no_key(text: str) -> None:
 
 def test_a_table_under_headings_keeps_its_order() -> None:
     (group,) = groups(report())
-    assert not view(there(calls.matches(group, "fused", "out"))).sortable
-    assert view(there(calls.total_speed(group))).sortable
-    assert not view(what_ran(report())).sortable  # no column of numbers
+    assert not sortable(there(calls.matches(group, "fused", "out")))
+    assert sortable(there(calls.total_speed(group)))
+    assert not sortable(what_ran(report()))  # no column of numbers
 
 
 # --- heat map
@@ -153,9 +153,9 @@ def heat(found: Report) -> HeatMap:
 
 def test_heat_is_the_error_and_hover_names_the_worst_head() -> None:
     found = heat(report(precisions=TWO))
-    assert [row.layer for row in found.rows] == ["0", "9", "18", "27"]
+    assert [layer for layer, _, _ in found.rows] == ["0", "9", "18", "27"]
     assert found.columns == ("exact, fp32 states", "relaxed, fp16 states")
-    cells = [cell for row in found.rows for cell in row.cells]
+    cells = [cell for _, row, _ in found.rows for cell in row]
     by_error = [cell.heat for cell in sorted(cells, key=lambda cell: float(cell.text))]
     assert by_error == sorted(by_error)
     assert (by_error[0], by_error[-1]) == (0, pytest.approx(0.930, abs=1e-3))  # log(1.905) / log(2)
@@ -166,7 +166,7 @@ def test_heat_is_the_error_and_hover_names_the_worst_head() -> None:
 
 def test_what_failed_is_marked_and_what_did_not_run_says_why() -> None:
     passed, inaccurate, nonfinite, refused = (
-        row.cells[0] for row in heat(report(change=broken, precisions=(EXACT_FP32,))).rows
+        cells[0] for _, cells, _ in heat(report(change=broken, precisions=(EXACT_FP32,))).rows
     )
     assert (passed.failed, inaccurate.failed, nonfinite.failed, refused.failed) == (False, True, True, False)
     assert (nonfinite.text, nonfinite.heat) == ("inf", 1.0)
@@ -183,11 +183,11 @@ def test_of_the_chunks_of_a_layer_the_worst_is_shown() -> None:
         return failed(case, word) if mine else case
 
     wrong = found.changed(cases=tuple(second(case, "inaccurate") for case in found.cases))
-    cell = heat(wrong).rows[1].cells[0]
+    cell = heat(wrong).rows[1][1][0]
     assert cell.failed
     assert "chunk 2 of 3 of 24 tokens" in cell.hover
     wrong = found.changed(cases=tuple(second(case, "out of memory") for case in found.cases))
-    assert [row.cells[0].failed for row in heat(wrong).rows] == [False, True]
+    assert [cells[0].failed for _, cells, _ in heat(wrong).rows] == [False, True]
 
 
 # --- pictures

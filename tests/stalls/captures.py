@@ -6,7 +6,7 @@ import torch
 from kernels.ssd_cases import Case
 
 from ssdprof.capture.store import CapturedLayer, CaptureWriter
-from ssdprof.schema import CheckpointRef, LayerRef
+from ssdprof.core.subject import CheckpointRef, LayerRef
 
 LAYERS = (2, 5, 7)
 

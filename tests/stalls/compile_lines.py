@@ -23,14 +23,14 @@ from gdn_cases import Case as GDNCase
 from ssd_cases import EXACT, Case
 from triton.runtime.jit import JITFunction
 
-from ssdprof.kernels.gdn.portable.config import PortableConfig as GDNPortableConfig
-from ssdprof.kernels.gdn.portable.launch import PortableLaunch as GDNPortableLaunch
-from ssdprof.kernels.gdn.recurrent import RecurrentConfig, RecurrentLaunch
-from ssdprof.kernels.gdn.unfused.six_launches import six_stages
+from ssdprof.kernels.gdn.config import GDNPortableConfig
+from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
+from ssdprof.kernels.gdn.unfused.pipeline import six_stages
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused.five_launches import five_stages
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused.pipeline import five_stages
 from ssdprof.stalls import call_sites
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -87,15 +87,15 @@ def main() -> None:
     case = Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
     gated = on_meta(Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())
     five_stages(gated, EXACT)
-    ssd_fused_portable(gated, EXACT, config=PortableConfig.choose(gated, (9, 0)))
-    hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.HopperConfig(segment=4))
+    ssd_fused_portable(gated, EXACT, config=SSDPortableConfig.choose(gated, (9, 0)))
+    hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.SSDHopperConfig(segment=4))
     long = GDNCase(length=4096, key_heads=2, values_per_key=2, key_dim=128, value_dim=128, dtype=torch.bfloat16)
     delta = on_meta(long.inputs())
     six_stages(delta, EXACT)
     config = GDNPortableConfig.choose(delta, (9, 0), 132)
     assert config.segment, "a sequence that is cut has a warm-up"
     GDNPortableLaunch(delta, EXACT, config, state_v_first=False)(delta)
-    RecurrentLaunch(delta, RecurrentConfig.choose(delta))(delta)
+    GDNRecurrentLaunch(delta, GDNRecurrentConfig.choose(delta))(delta)
     json.dump(found, sys.stdout)
 
 

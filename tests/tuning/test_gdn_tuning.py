@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from ssdprof import operators
 from ssdprof.cli import app
 from ssdprof.errors import BadInputError
-from ssdprof.kernels import _gpu
-from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.kernels.gdn import fused, tuned
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.gdn import fused
+from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.portable.config import PortableConfig
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import use_overrides
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.gdn.tuning import TUNING
 from ssdprof.operators.gdn.tuning.settings import config_of, settings_of
@@ -36,7 +36,7 @@ DRAWING = operators.get("gdn").drawing
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     yield
-    tuned.none()
+    use_overrides("gdn", {})
 
 
 def inputs_of(length: int, *, shape: str = "1/2x16x16", sequences: int = 1, packed: bool = False) -> GDNInputs:
@@ -48,13 +48,19 @@ def inputs_of(length: int, *, shape: str = "1/2x16x16", sequences: int = 1, pack
     return drawn
 
 
-def tried(inputs: GDNInputs) -> list[PortableConfig]:
+def tried(inputs: GDNInputs) -> list[GDNPortableConfig]:
     committed = TUNING.committed(inputs, "portable")
     return [option for axis in TUNING.axes(committed) for option in axis(committed, inputs)]
 
 
-def find(inputs: GDNInputs, config: PortableConfig, precision: Precision = EXACT) -> tuned.Find:
-    return tuned.Find(gpu=_gpu.name(inputs.q), calls=tuned.Calls.of(inputs, precision), config=config)
+def use_for(inputs: GDNInputs, config: GDNPortableConfig) -> None:
+    use_overrides("gdn", {call_key(inputs, EXACT): config})
+
+
+def chosen(inputs: GDNInputs, precision: Precision = EXACT, *, batch_invariant: bool = False) -> GDNPortableConfig:
+    return fused._portable_config(
+        fused.VariantCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
+    )
 
 
 def test_candidates_are_ones_that_the_kernel_takes() -> None:
@@ -91,31 +97,31 @@ def test_a_candidate_that_cuts_is_first_judged_on_a_cut_sequence() -> None:
 def test_a_find_is_for_its_own_calls_only() -> None:
     inputs = inputs_of(200)
     config = replace(TUNING.committed(inputs, "portable"), chunk=16, reason="tuned on this GPU, today")
-    assert tuned.portable(inputs, EXACT) is None
-    tuned.use([find(inputs, config)])
-    assert tuned.portable(inputs, EXACT) == config
-    assert tuned.portable(inputs_of(250), EXACT) == config, "as many chunks of 64"
+    assert chosen(inputs) != config
+    use_for(inputs, config)
+    assert chosen(inputs) == config
+    assert chosen(inputs_of(250)) == config, "as many chunks of 64"
     batch = inputs_of(200, sequences=2)
-    assert tuned.portable(batch, EXACT) is None
-    assert tuned.portable(batch, EXACT, batch_invariant=True) == config
+    assert chosen(batch) != config
+    assert chosen(batch, batch_invariant=True) == config
     for other in (inputs_of(300), inputs_of(200, shape="2/2x16x16"), inputs_of(200, packed=True)):
-        assert tuned.portable(other, EXACT) is None
-    assert tuned.portable(inputs, Precision(intermediates="relaxed")) is None
-    assert tuned.portable(replace(inputs, use_qk_l2norm=False), EXACT) is None
+        assert chosen(other) != config
+    assert chosen(inputs, Precision(intermediates="relaxed")) != config
+    assert chosen(replace(inputs, use_qk_l2norm=False)) != config
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:
-    """A call that was prepared before `tuned.use` is prepared again."""
+    """A call that was prepared before `use_overrides` is prepared again."""
     inputs = inputs_of(200)
     before = fused.run(inputs)
     assert "tuned" not in fused.plan(inputs).reason
     committed = TUNING.committed(inputs, "portable")
-    tuned.use([find(inputs, replace(committed, chunk=16, reason="tuned on this GPU, today"))])
+    use_for(inputs, replace(committed, chunk=16, reason="tuned on this GPU, today"))
     assert "; tuned on this GPU, today" in fused.plan(inputs).reason
     assert fused.plan(inputs).config["chunk"] == 16
     assert not torch.equal(before.out, fused.run(inputs).out), "other chunks round otherwise"
-    tuned.none()
+    use_overrides("gdn", {})
     assert torch.equal(before.out, fused.run(inputs).out)
 
 
@@ -130,8 +136,8 @@ def test_inputs_of_another_kernel_have_nothing_to_vary() -> None:
     [
         Settings(kernel="hopper", values={}),
         Settings(kernel="portable", values={}),
-        settings_of(PortableConfig()).model_copy(
-            update={"values": settings_of(PortableConfig()).values | {"chunk": 48}}
+        settings_of(GDNPortableConfig()).model_copy(
+            update={"values": settings_of(GDNPortableConfig()).values | {"chunk": 48}}
         ),
     ],
 )

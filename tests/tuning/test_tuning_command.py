@@ -15,8 +15,9 @@ from tuning_fakes import GPU, Fake, environment, inputs_of, outcome
 from typer.testing import CliRunner
 
 from ssdprof.cli import app
-from ssdprof.kernels._triton import INTERPRETED
-from ssdprof.kernels.ssd import fused, tuned
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.registry import use_overrides
+from ssdprof.kernels.ssd import fused
 from ssdprof.tuning import run, search, store, use
 from ssdprof.tuning.records import Finds, TuneReport
 
@@ -30,7 +31,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     yield tmp_path / "cache" / "ssdprof" / "tuned"
-    tuned.none()
+    use_overrides("ssd", {})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "gpu_to_tune", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "CudaBench", lambda _: fake)
     gpu = GPU.model_copy(update={"name": "cpu"})  # the kernels' name for the device of their tensors
-    monkeypatch.setattr(run.environment, "collect", lambda: environment(gpu))
+    monkeypatch.setattr(run.machine, "collect", lambda: environment(gpu))
     monkeypatch.setattr(search.Problem, "run", lambda _, inputs, config: fake.run(inputs, config))
     monkeypatch.setattr(use, "current_gpu", lambda: gpu)
 
@@ -122,7 +123,7 @@ def test_a_dry_run_lists_candidates_and_keeps_nothing(cache: Path) -> None:
     assert code == 0
     rows = json.loads(out)
     assert any("num_warps 8" in row["candidates"] for row in rows)
-    keeps_to("tune-dry-run.json", out)
+    keeps_to("tune-dry-run", out)
     assert not cache.exists()
 
 
@@ -133,7 +134,7 @@ def test_a_spent_budget_leaves_searches_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(run.time, "monotonic", lambda: next(seconds))
     words = ("ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40", "--budget", "150", "--json")
     text = tune(*words)[1]
-    keeps_to("tune-v2.json", text)
+    keeps_to("tune-v2", text)
     report = TuneReport.model_validate_json(text)
     assert [one.shape for one in report.outcomes] == ["2x16x16x1"]
     assert report.left_out == ("4x16x16x1, 1 x 40, bf16, exact: the budget of 150 s was spent",)
@@ -172,6 +173,6 @@ def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     assert result.exit_code == 0
     assert ("tuned on this GPU" in result.stderr) == bool(found)
     assert ("tuned on this GPU, " in result.stdout) == bool(found)
-    tuned.none()  # as in a new process
+    use_overrides("ssd", {})  # as in a new process
     plain = CliRunner().invoke(app, [*words, "--no-tuned"], prog_name="ssdprof", catch_exceptions=False)
     assert "tuned on this GPU" not in plain.stdout + plain.stderr

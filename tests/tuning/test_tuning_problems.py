@@ -10,12 +10,13 @@ import torch
 from tuning_fakes import inputs_of
 
 from ssdprof.bench.shapes import parse_shapes
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.errors import BadInputError
-from ssdprof.kernels import _gpu
+from ssdprof.kernels import device
+from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import config as hopper_config
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.ssd.operator import OPERATOR as SSD
 from ssdprof.operators.tensors import tensors
@@ -41,7 +42,7 @@ def made(sources: tuple[Workload, ...]) -> list[problems.Problem]:
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths() -> None:
     (problem,) = made(drawn(SSD, CELLS, CPU))
-    assert isinstance(problem.committed, PortableConfig)
+    assert isinstance(problem.committed, SSDPortableConfig)
     assert [inputs.x.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
     assert "nchunks" not in problem.calls.sizes
     assert problem.calls.sizes["nheads"] == 2
@@ -49,10 +50,10 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths() -> None:
 
 def test_the_hopper_kernel_has_one_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
-    monkeypatch.setattr(_gpu, "sm_count", lambda _: 132)
+    monkeypatch.setattr(device, "sm_count", lambda _: 132)
     found = made(drawn(SSD, CELLS, CPU))
     assert [(one.calls.sizes["sequences"], one.calls.sizes["nchunks"]) for one in found] == [(1, 2), (2, 1)]
-    assert all(isinstance(one.committed, HopperConfig) for one in found)
+    assert all(isinstance(one.committed, SSDHopperConfig) for one in found)
 
 
 def test_states_are_those_of_a_bench() -> None:

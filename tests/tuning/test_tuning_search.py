@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ssdprof.measure.bench import Recording
+from ssdprof.operators.ssd.tuning.settings import config_of
 from tuning_fakes import COMMITTED_SEGMENT, Fake, hopper_problem, portable_problem
 
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.portable.config import PortableConfig
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.measure import faults
-from ssdprof.measure.bench import Recording
-from ssdprof.operators.ssd.tuning.settings import config_of
 from ssdprof.tuning.records import Outcome, Trial
 from ssdprof.tuning.search import DECIDING, SCREENING, Problem, search
 
@@ -27,7 +27,7 @@ def trials(outcome: Outcome, verdict: str) -> list[Trial]:
     return [trial for trial in outcome.trials if trial.verdict == verdict]
 
 
-def by_segment(config: HopperConfig, _tokens: int) -> float:
+def by_segment(config: SSDHopperConfig, _tokens: int) -> float:
     """Equal segments of 4 chunks and rings of two are best."""
     return 100 + abs(config.segment - 4) + config.long_count + 2 * config.ring + config.score_ring
 
@@ -37,7 +37,7 @@ def test_it_goes_to_the_fastest_axis_by_axis() -> None:
     assert outcome.find is not None
     assert outcome.find.settings.kernel == "hopper"
     assert tuple(map(outcome.find.settings.values.get, ("segment", "ring"))) == (4, 2)
-    assert outcome.find.device_ratio == pytest.approx(by_segment(HopperConfig(segment=10), 0) / 106, rel=0.01)
+    assert outcome.find.device_ratio == pytest.approx(by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01)
     assert outcome.find.device_interval.low > 1.01
     assert outcome.why == ""
     committed = trials(outcome, "committed")
@@ -50,12 +50,12 @@ def test_a_find_has_the_settings_that_were_run() -> None:
     outcome = found(hopper_problem(), Fake(by_segment))
     assert outcome.find is not None
     kept = config_of(outcome.find.settings, outcome.find.reason)
-    assert kept == HopperConfig(segment=4, ring=2, reason=outcome.find.reason)
+    assert kept == SSDHopperConfig(segment=4, ring=2, reason=outcome.find.reason)
     assert kept.reason.startswith("tuned on this GPU, 20")
 
 
 def test_the_committed_choice_stays_unless_beaten_by_more_than_one_percent() -> None:
-    def cost(config: HopperConfig, _tokens: int) -> float:
+    def cost(config: SSDHopperConfig, _tokens: int) -> float:
         return 99.2 if config.segment == 4 else 100.0
 
     outcome = found(hopper_problem(), Fake(cost))
@@ -101,7 +101,7 @@ def test_a_lucky_place_in_memory_is_no_find() -> None:
 
 
 def test_a_wrong_candidate_is_named_and_never_found() -> None:
-    def cost(config: HopperConfig, _tokens: int) -> float:
+    def cost(config: SSDHopperConfig, _tokens: int) -> float:
         return 50.0 if config.ring == 2 else 100.0 + config.segment
 
     outcome = found(hopper_problem(), Fake(cost, spoilt=lambda config, _tokens: config.ring == 2))
@@ -159,7 +159,7 @@ def test_without_the_committed_choice_there_is_nothing_to_beat(broken: str) -> N
 
 
 def by_warps(better_at: tuple[int, ...]) -> Any:
-    def cost(config: PortableConfig, tokens: int) -> float:
+    def cost(config: SSDPortableConfig, tokens: int) -> float:
         """8 warps are 20 % faster at some lengths, and 5 % slower at others."""
         return tokens * (1.0 if config.num_warps < 8 else 0.8 if tokens in better_at else 1.05)
 

@@ -11,7 +11,7 @@ import torch
 from tuning_fakes import GPU, environment, outcome
 
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.ssd import tuned
+from ssdprof.kernels import registry
 from ssdprof.schema import EXACT_FP32
 from ssdprof.stalls import collect
 from ssdprof.tuning import store, use
@@ -23,14 +23,14 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(use, "current_gpu", lambda: GPU)
     yield tmp_path / "ssdprof" / "tuned"
-    tuned.none()
+    registry.use_overrides("ssd", {})
 
 
 def used() -> list[str]:
     """The message of a command, and the configurations that the kernels then use, as "segment N"."""
     said: list[str] = []
     use.use_saved(said.append)
-    return [*said, *(f"segment {config.segment}" for config in tuned._hopper.values())]
+    return [*said, *(f"segment {config.segment}" for config in registry._overrides.values())]
 
 
 def test_what_is_kept_is_used_and_said(cache: Path) -> None:
@@ -38,10 +38,10 @@ def test_what_is_kept_is_used_and_said(cache: Path) -> None:
     said, segment = used()
     assert said == "1 configuration tuned on this GPU will be used where they fit; --no-tuned takes the committed ones."
     assert segment == "segment 4"
-    ((key, config),) = tuned._hopper.items()
-    assert key[0] == "NVIDIA Test"
-    assert key[1].dtype == torch.bfloat16
-    assert key[2:] == (1, 16)
+    ((key, config),) = registry._overrides.items()
+    assert (key.gpu, key.operator, key.kernel) == ("NVIDIA Test", "ssd", "hopper")
+    sizes = dict(key.sizes)
+    assert (sizes["dtype"], sizes["sequences"], sizes["nchunks"]) == (torch.bfloat16, 1, 16)
     assert config.reason == "tuned on this GPU, 2026-11-20"
 
 
@@ -57,7 +57,7 @@ def test_without_a_gpu_nothing_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_process_takes_the_same_file() -> None:
     use.use_file(store.keep(environment(), [outcome()]))
-    assert [config.segment for config in tuned._hopper.values()] == [4]
+    assert [config.segment for config in registry._overrides.values()] == [4]
 
 
 def test_the_process_that_ncu_watches_is_told_the_file() -> None:

@@ -13,9 +13,9 @@ import torch
 from ssdprof import schema
 from ssdprof.bench.shapes import parse_shapes
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.bench import CaptureError, Recording
 from ssdprof.measure.call import Run
@@ -53,7 +53,7 @@ def hopper_problem(seqlen: int = 1280) -> Problem:
         calls=SSD.tunable.calls(inputs, "exact", "hopper"),
         inputs=(inputs,),
         precision=Precision(),
-        committed=HopperConfig(segment=COMMITTED_SEGMENT, reason="the model"),
+        committed=SSDHopperConfig(segment=COMMITTED_SEGMENT, reason="the model"),
     )
 
 
@@ -67,7 +67,7 @@ def portable_problem(*seqlens: int) -> Problem:
         calls=SSD.tunable.calls(inputs[-1], "exact", "portable"),
         inputs=inputs,
         precision=Precision(),
-        committed=PortableConfig(chunk=32, block_p=16, reason="the table"),
+        committed=SSDPortableConfig(chunk=32, block_p=16, reason="the table"),
     )
 
 

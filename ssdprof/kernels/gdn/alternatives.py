@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ssdprof.kernels._launch import LaunchCache
-from ssdprof.kernels.gdn import tuned
+from ssdprof.kernels.device import refuse_device, refuse_gradient
+from ssdprof.kernels.gdn.fused import PORTABLE, Launch, Variant, VariantCall
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
-from ssdprof.kernels.gdn.variants import PORTABLE, Call, Launch, Variant
+from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register, when_overridden
 
 
 class _Forced:
@@ -20,7 +19,7 @@ class _Forced:
         self._variant = variant
         self._name = f"fused_{variant.name}"
         self._launches: LaunchCache[Launch] = LaunchCache()
-        tuned.when_changed(self._launches.forget)
+        when_overridden(self._launches.forget)
 
     @property
     def implementation(self) -> Implementation:
@@ -33,16 +32,16 @@ class _Forced:
 
     def plan(self, inputs: GDNInputs, precision: Precision) -> Plan:
         self._refuse_unsupported(inputs)
-        found = self._variant.plan(Call(inputs=inputs, precision=precision))
+        found = self._variant.plan(VariantCall(inputs=inputs, precision=precision))
         return replace(found, reason=f"requested; {found.reason}")
 
     def _prepare(self, inputs: GDNInputs, precision: Precision) -> Launch:
         inputs.check()
         self._refuse_unsupported(inputs)
-        return self._variant.prepare(Call(inputs=inputs, precision=precision))
+        return self._variant.prepare(VariantCall(inputs=inputs, precision=precision))
 
     def _refuse_unsupported(self, inputs: GDNInputs) -> None:
-        refuse_unsupported(self._name, inputs)
+        refuse_device(self._name, inputs.q)
         if why := self._variant.unsupported(inputs):
             raise UnsupportedError(f"{self._name}: {why}")
 

@@ -1,20 +1,193 @@
 """The gated delta rule in few launches: the public function and the torch operator.
 
 `gdn_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation takes `GDNInputs`.
-`variants.py` chooses the kernel.
+The first of `VARIANTS` that supports a call runs it.  A new kernel adds a `Variant`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
 import torch
 
-from ssdprof.kernels._launch import LaunchCache
-from ssdprof.kernels.gdn import tuned, variants
+from ssdprof.kernels.device import INTERPRETED, capability, refuse_device, refuse_gradient, sm_count
+from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
+from ssdprof.kernels.gdn.hopper import config as hopper_config
+from ssdprof.kernels.gdn.hopper import slices as hopper_slices
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, launch_count, workspace_bytes
+from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
-from ssdprof.kernels.gdn.variants import Call, Launch
+from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch, PortableWorkspace
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
+from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, register
+from ssdprof.kernels.registry import Implementation, Plan, override, register, when_overridden
+
+_RECURRENT_LENGTH = 16  # sequences of up to this many positions are faster token by token than in a chunk
+_H200 = ((9, 0), 132)  # capability and multiprocessors of an H200; the interpreter divides calls as an H200 does
+
+Launch = Callable[[GDNInputs], GDNOutput]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantCall:
+    """The arguments for the choice and preparation of a kernel.
+
+    batch_invariant: a sequence's result must not depend on the number of others
+    state_v_first: V precedes K in the memory of final states
+    """
+
+    inputs: GDNInputs
+    precision: Precision
+    batch_invariant: bool = False
+    state_v_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """unsupported: why the kernel does not support the inputs, or should not run them; "" if it runs
+    prepare: makes the launch, without tensors, of a call
+    """
+
+    name: str
+    unsupported: Callable[[GDNInputs], str]
+    prepare: Callable[[VariantCall], Launch]
+    plan: Callable[[VariantCall], Plan]
+
+
+def _equals(call: VariantCall) -> str:
+    """The part of a plan's reason that names another precision with the same bits; "" if there is none.
+
+    States stay in fp32, and exact and relaxed intermediates do not differ for 16-bit inputs.
+    """
+    exact = call.precision.exact or call.inputs.q.dtype != torch.float32
+    if (exact, torch.float32) == (call.precision.exact, call.precision.state_dtype):
+        return ""
+    return f"; the same as {'exact' if exact else 'relaxed'} with fp32 states"
+
+
+def _recurrent_unsupported(inputs: GDNInputs) -> str:
+    """The host does not know packed lengths.  With at most as many tokens as sequences, it assumes a step of each."""
+    most = _RECURRENT_LENGTH if inputs.cu_seqlens is None else max(_RECURRENT_LENGTH, inputs.sequences)
+    length = inputs.v.shape[1]
+    return "" if length <= most else f"more than {most} positions"
+
+
+def _prepare_recurrent(call: VariantCall) -> Launch:
+    config = GDNRecurrentConfig.choose(call.inputs)
+    return GDNRecurrentLaunch(call.inputs, config, state_v_first=call.state_v_first)
+
+
+def _plan_recurrent(call: VariantCall) -> Plan:
+    equal = "" if call.precision == Precision() else "; the same as exact with fp32 states"
+    return Plan(
+        variant="recurrent",
+        launches=1,
+        config=asdict(GDNRecurrentConfig.choose(call.inputs)),
+        reason=f"one launch, token by token: the sequences are short{equal}",
+    )
+
+
+def _hopper_cut(call: VariantCall) -> GDNHopperConfig:
+    """The division of the call into programs on a Hopper GPU."""
+    return GDNHopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
+
+
+def _prepare_hopper(call: VariantCall) -> Launch:
+    return GDNHopperLaunch(call.inputs, _hopper_cut(call), state_v_first=call.state_v_first)
+
+
+def _plan_hopper(call: VariantCall) -> Plan:
+    config = _hopper_cut(call)
+    settings = asdict(config)
+    reason = settings.pop("reason")
+    slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
+    return Plan(
+        variant="hopper",
+        launches=launch_count(call.inputs, config),
+        config=settings,
+        workspace_bytes=workspace_bytes(call.inputs, config),
+        reason=f"two launches: inverses of all chunks, then the states{slow}; {reason}{_equals(call)}",
+    )
+
+
+def _sliced(call: VariantCall) -> VariantCall:
+    return replace(call, inputs=hopper_slices.by_slice(call.inputs))
+
+
+def _prepare_slices(call: VariantCall) -> Launch:
+    return SlicedLaunch(call.inputs, _hopper_cut(_sliced(call)), state_v_first=call.state_v_first)
+
+
+def _plan_slices(call: VariantCall) -> Plan:
+    of_heads, count = _sliced(call), hopper_slices.slice_count(call.inputs)
+    plan = _plan_hopper(of_heads)
+    copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
+    return replace(
+        plan,
+        launches=plan.launches + copies,
+        workspace_bytes=hopper_slices.workspace_bytes(call.inputs, _hopper_cut(of_heads)),
+        reason=f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {plan.reason}",
+    )
+
+
+def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> GDNPortableConfig:
+    """The configuration of the portable kernel without tuning."""
+    gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
+    return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
+
+
+def _portable_config(call: VariantCall) -> GDNPortableConfig:
+    packed = call.inputs.cu_seqlens is not None  # these keep the committed rule
+    found: GDNPortableConfig | None = None
+    if not packed:
+        found = override(call_key(call.inputs, call.precision, batch_invariant=call.batch_invariant))
+    return found or committed_portable(call.inputs, batch_invariant=call.batch_invariant)
+
+
+def _prepare_portable(call: VariantCall) -> Launch:
+    return GDNPortableLaunch(call.inputs, call.precision, _portable_config(call), state_v_first=call.state_v_first)
+
+
+def _plan_portable(call: VariantCall) -> Plan:
+    config = _portable_config(call)
+    settings = asdict(config)
+    reason = settings.pop("reason")
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=2,
+        config=settings,
+        workspace_bytes=PortableWorkspace.of(call.inputs, call.precision, config).bytes,
+        reason=f"two launches: factors of all chunks, then the states; {reason}{_equals(call)}",
+    )
+
+
+RECURRENT = Variant(
+    name="recurrent", unsupported=_recurrent_unsupported, prepare=_prepare_recurrent, plan=_plan_recurrent
+)
+HOPPER = Variant(name="hopper", unsupported=hopper_config.unsupported, prepare=_prepare_hopper, plan=_plan_hopper)
+SLICES = Variant(
+    name="hopper, slices", unsupported=hopper_slices.unsupported, prepare=_prepare_slices, plan=_plan_slices
+)
+PORTABLE = Variant(name="portable", unsupported=lambda _inputs: "", prepare=_prepare_portable, plan=_plan_portable)
+VARIANTS = (RECURRENT, HOPPER, SLICES, PORTABLE)
+
+
+def choose(call: VariantCall) -> Variant:
+    """The first of `VARIANTS` that supports the call, by the GPU, shapes, strides, alignment and dtypes.
+
+    Packed, batch-invariant calls never run the recurrent kernel, because that choice depends on the length of the whole
+    pack.
+    """
+    whole_pack = call.batch_invariant and call.inputs.cu_seqlens is not None
+    variants = [one for one in VARIANTS if not (whole_pack and one.name == "recurrent")]
+    return next(variant for variant in variants if not variant.unsupported(call.inputs))
+
+
+# --- the public function
 
 _launches: LaunchCache[Launch] = LaunchCache()
 
@@ -89,20 +262,10 @@ def gdn_fused(
 
 @torch.library.custom_op("ssdprof::gdn_fused", mutates_args=())
 def _operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    use_qk_l2norm: bool,
-    cu_seqlens: torch.Tensor | None,
-    intermediates: str,
-    state_dtype: torch.dtype,
-    state_v_first: bool = False,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float | None,
+    initial_state: torch.Tensor | None, use_qk_l2norm: bool, cu_seqlens: torch.Tensor | None, intermediates: str,
+    state_dtype: torch.dtype, state_v_first: bool = False, batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`gdn_fused` with a schema that the dispatcher understands."""
     with torch.no_grad():
         return gdn_fused(
@@ -114,22 +277,10 @@ def _operator(
 
 
 @_operator.register_fake
-def _fake(
-    q: torch.Tensor,
-    _k: torch.Tensor,
-    v: torch.Tensor,
-    _g: torch.Tensor,
-    _beta: torch.Tensor,
-    _scale: float | None,
-    _initial_state: torch.Tensor | None,
-    _use_qk_l2norm: bool,
-    cu_seqlens: torch.Tensor | None,
-    _intermediates: str,
-    _state_dtype: torch.dtype,
-    state_v_first: bool = False,
-    _batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the results of `_operator`."""
+    q, _, v, *_ = arguments
+    cu_seqlens, state_v_first = arguments[8], arguments[11:12] == (True,)  # a default is not passed
     sequences = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
     return v.new_empty(v.shape), v.new_empty(sequences, v.shape[2], *state, dtype=torch.float32)
@@ -156,14 +307,14 @@ def forget_launches() -> None:
     _launches.forget()
 
 
-tuned.when_changed(forget_launches)
+when_overridden(forget_launches)
 
 
 def _prepare(inputs: GDNInputs, precision: Precision, batch_invariant: bool, state_v_first: bool) -> Launch:
     inputs.check(state_v_first=state_v_first)
-    refuse_unsupported("fused", inputs)
-    call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first)
-    return variants.choose(call).prepare(call)
+    refuse_device("fused", inputs.q)
+    call = VariantCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first)
+    return choose(call).prepare(call)
 
 
 def plan(
@@ -173,9 +324,9 @@ def plan(
     batch_invariant: bool = False,
 ) -> Plan:
     """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
-    refuse_unsupported("fused", inputs)
-    call = Call(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
-    return variants.choose(call).plan(call)
+    refuse_device("fused", inputs.q)
+    call = VariantCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
+    return choose(call).plan(call)
 
 
 register(Implementation(operator="gdn", name="fused", run=run, plan=plan))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from ssdprof.kernels.tensor_signature import tensor_signature
+from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, tensor_signature
 
-INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256  # largest K and V
 
 
@@ -22,7 +21,7 @@ class GDNOutput(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GDNInputs:
+class GDNInputs(Inputs):
     """Inputs of one gated-delta-rule call; any strides.
 
         S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
@@ -44,6 +43,7 @@ class GDNInputs:
     Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
 
+    FIRST: ClassVar[str] = "q"
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -54,16 +54,6 @@ class GDNInputs:
     use_qk_l2norm: bool = False
     chunk_size: int = 64
     cu_seqlens: torch.Tensor | None = None
-
-    @classmethod
-    def unchecked(cls, **values: Any) -> GDNInputs:
-        """All fields by name, without a check.  The caller knows the signature, or calls `check` later."""
-        inputs = object.__new__(cls)
-        inputs.__dict__.update(values)
-        return inputs
-
-    def __post_init__(self) -> None:
-        self.check()
 
     def check(self, *, state_v_first: bool = False) -> None:
         """Raises ValueError, naming the argument that does not fit the others.
@@ -88,33 +78,15 @@ class GDNInputs:
             raise ValueError(f"v's heads ({value_heads}) must be a multiple of q's ({heads})")
         if self.chunk_size < 16 or self.chunk_size & (self.chunk_size - 1):
             raise ValueError(f"chunk_size must be a power of two of at least 16, not {self.chunk_size}")
-        self._check("k", (batch, length, heads, key_dim), self.q.dtype)
-        self._check("v", (batch, length, value_heads, value_dim), self.q.dtype)
+        self._check("k", (batch, length, heads, key_dim), same_dtype=True)
+        self._check("v", (batch, length, value_heads, value_dim), same_dtype=True)
         self._check("g", (batch, length, value_heads))
         self._check("beta", (batch, length, value_heads))
-        if self.cu_seqlens is not None:
-            if batch != 1:
-                raise ValueError(f"cu_seqlens needs a batch of 1, not {batch}")
-            if self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 2:
-                raise ValueError(f"cu_seqlens must be (sequences + 1), not {tuple(self.cu_seqlens.shape)}")
-            if self.cu_seqlens.dtype not in (torch.int32, torch.int64):
-                raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
+        self._check_sequences()
         if self.initial_state is not None:
             self._check_state(self.initial_state, v_first=state_v_first)
             self._check("initial_state", self.states_shape)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor) and value.device != self.q.device:
-                raise ValueError(f"{field.name} is on {value.device}, q on {self.q.device}")
-
-    def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-        tensor = getattr(self, name)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
-        if dtype is not None and tensor.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype} as q is, not {tensor.dtype}")
-        if tensor.dtype not in (*INPUT_DTYPES, torch.float64):
-            raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
+        self._check_devices()
 
     def _check_state(self, state: torch.Tensor, *, v_first: bool) -> None:
         """Check the shape of initial_state.  Messages name shapes in the caller's order, V before K if v_first."""
@@ -141,16 +113,6 @@ class GDNInputs:
         )
 
     @property
-    def length(self) -> int:
-        """Positions of one row of the batch; of all sequences together if packed."""
-        return self.q.shape[1]
-
-    @property
-    def sequences(self) -> int:
-        """Independent sequences: the batch, or the packed ones."""
-        return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
-
-    @property
     def states_shape(self) -> tuple[int, int, int, int]:
         """Shape of initial and final states: (sequences, HV, K, V)."""
         return (self.sequences, self.v.shape[2], self.q.shape[3], self.v.shape[3])
@@ -174,3 +136,23 @@ class GDNInputs:
 def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:
     """`shape` with its last two sizes swapped, if it has four."""
     return (*shape[:2], shape[3], shape[2]) if len(shape) == 4 else shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalStates:
+    """Shape and strides of the final states of a call: (sequences, HV, K, V) fp32, without gaps."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+
+    @classmethod
+    def of(cls, inputs: GDNInputs, *, state_v_first: bool) -> FinalStates:
+        """state_v_first: V precedes K in memory."""
+        shape = inputs.states_shape
+        _, heads, key_dim, value_dim = shape
+        inner = (1, key_dim) if state_v_first else (value_dim, 1)
+        return cls(shape=shape, strides=(heads * key_dim * value_dim, key_dim * value_dim, *inner))
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor."""
+        return torch.empty_strided(self.shape, self.strides, dtype=torch.float32, device=device)

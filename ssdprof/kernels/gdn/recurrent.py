@@ -24,14 +24,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import LaunchCache, Launcher
-from ssdprof.kernels._strides import is_expanded, strides_of
-from ssdprof.kernels._triton import INTERPRETED, decay_exp, ptr_offset, sequence_bounds
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.refusals import refuse_gradient, refuse_unsupported
-from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
+from ssdprof.kernels.functions import decay_exp, ptr_offset, sequence_bounds
+from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
+from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
+from ssdprof.kernels.tensors import is_expanded, strides_of
 
 L2NORM_EPS = tl.constexpr(1e-6)
 
@@ -39,14 +38,14 @@ STAGES = {"_gdn_recurrent_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
+class GDNRecurrentConfig:
     """block_v: slice of V per program, a power of two."""
 
     block_v: int = 32
     num_warps: int = 2
 
     @classmethod
-    def choose(cls, inputs: GDNInputs) -> RecurrentConfig:
+    def choose(cls, inputs: GDNInputs) -> GDNRecurrentConfig:
         """At most 64 numbers of the state per thread: with K = 256, more would spill.
 
         On an H200 with K = V = 128 and one token, 32 values and 2 warps are the fastest for 16 and 64 sequences, and
@@ -58,36 +57,32 @@ class RecurrentConfig:
         return cls(block_v=block_v, num_warps=max(cls.num_warps, state // (64 * 32)))
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, v, initial, final = (args[f"{name}_ptr"] for name in ("q", "v", "initial_state", "final_states"))
-    tensors = (q, q, v, v, args["g_ptr"], args["beta_ptr"], initial, final)
-    return {
-        "name": f"{kernel.name} {tuple(q.shape)} hv{v.shape[2]} v{v.shape[3]}",
-        "flops": 7 * v.numel() * q.shape[3],
-        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
-    }
+@described
+def _metadata(tensors: Any, _S: Any) -> Described:
+    q, _, v, g, beta, initial, _, _, final = tensors
+    flops = 7 * v.numel() * q.shape[3]
+    return f"{tuple(q.shape)} hv{v.shape[2]} v{v.shape[3]}", flops, (q, q, v, v, g, beta, initial, final)
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
-def _gdn_recurrent_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr,
-    q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
-    out_strides, final_states_strides, seqlen, scale,
-    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, L2NORM: tl.constexpr,
-):  # fmt: skip
+def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr = tensors
+    (
+        q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
+        out_strides, final_states_strides,
+    ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
-    SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    unit = tl.program_id(0) % (VALUE_HEADS * SLICES)
-    sequence, i_h, i_slice = tl.program_id(0) // (VALUE_HEADS * SLICES), unit // SLICES, unit % SLICES
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    sequence, i_h, i_slice = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES, unit % SLICES
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
     if cu_seqlens_ptr is not None:
         begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
         i_b = 0
-    o_k, o_v = tl.arange(0, BLOCK_K), i_slice * BLOCK_V + tl.arange(0, BLOCK_V)
-    m_k, m_v = o_k < KEY_DIM, o_v < VALUE_DIM
+    o_k, o_v = tl.arange(0, S.BLOCK_K), i_slice * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
     m_state = m_k[:, None] & m_v[None, :]
-    i_k = i_h // VALUES_PER_KEY
+    i_k = i_h // S.VALUES_PER_KEY
     q_ptr += ptr_offset((i_b, begin, i_k), q_strides[:3]) + o_k.to(tl.int64) * q_strides[3]
     k_ptr += ptr_offset((i_b, begin, i_k), k_strides[:3]) + o_k.to(tl.int64) * k_strides[3]
     v_ptr += ptr_offset((i_b, begin, i_h), v_strides[:3]) + o_v.to(tl.int64) * v_strides[3]
@@ -96,7 +91,7 @@ def _gdn_recurrent_kernel(
     beta_ptr += ptr_offset((i_b, begin, i_h), beta_strides)
 
     # stage setup.load
-    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    state = tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32)
     if initial_state_ptr is not None:
         index = (sequence, i_h, o_k[:, None], o_v[None, :])
         initial = tl.load(initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0)
@@ -110,7 +105,7 @@ def _gdn_recurrent_kernel(
         v = tl.load(v_ptr + step * v_strides[1], mask=m_v, other=0.0).to(tl.float32)
         beta = tl.load(beta_ptr + step * beta_strides[1]).to(tl.float32)
         g = tl.load(g_ptr + step * g_strides[1]).to(tl.float32)
-        if L2NORM:
+        if S.L2NORM:
             q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2NORM_EPS)
             k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2NORM_EPS)
         state *= decay_exp(g)
@@ -125,11 +120,11 @@ def _gdn_recurrent_kernel(
     tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
 
 
-class RecurrentLaunch:
+class GDNRecurrentLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature`, and keeps none of them."""
 
     def __init__(
-        self, inputs: GDNInputs, config: RecurrentConfig, *, in_place: bool = False, state_v_first: bool = False
+        self, inputs: GDNInputs, config: GDNRecurrentConfig, *, in_place: bool = False, state_v_first: bool = False
     ) -> None:
         self._in_place = in_place
         self._index, self._device = inputs.q.get_device(), inputs.q.device
@@ -140,7 +135,7 @@ class RecurrentLaunch:
         tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
         self._launcher = Launcher(
             _gdn_recurrent_kernel,
-            (*map(strides_of, (*tokens, new)), final, inputs.v.shape[1], inputs.scale_or_default),
+            ((*map(strides_of, (*tokens, new)), final), inputs.v.shape[1], inputs.scale_or_default),
             {
                 "VALUE_HEADS": inputs.v.shape[2],
                 "VALUES_PER_KEY": inputs.values_per_key,
@@ -170,7 +165,7 @@ class RecurrentLaunch:
         return self._final_states.empty(self._device)
 
 
-_launches: LaunchCache[RecurrentLaunch] = LaunchCache()
+_launches: LaunchCache[GDNRecurrentLaunch] = LaunchCache()
 
 
 def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
@@ -187,12 +182,12 @@ def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
     return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
-def _prepare(inputs: GDNInputs, in_place: bool) -> RecurrentLaunch:
+def _prepare(inputs: GDNInputs, in_place: bool) -> GDNRecurrentLaunch:
     inputs.check()
-    refuse_unsupported("recurrent", inputs)
+    refuse_device("recurrent", inputs.q)
     if in_place and is_expanded(inputs.initial_state):
         raise ValueError("in_place cannot write to an expanded initial_state: pass initial_state.contiguous()")
-    return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs), in_place=in_place)
+    return GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs), in_place=in_place)
 
 
 def _run(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
@@ -203,11 +198,11 @@ _EQUALS = "; the same as exact with fp32 states"  # appended to the reason for e
 
 
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:
-    refuse_unsupported("recurrent", inputs)
+    refuse_device("recurrent", inputs.q)
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
-        config=asdict(RecurrentConfig.choose(inputs)),
+        config=asdict(GDNRecurrentConfig.choose(inputs)),
         reason="one launch, token by token; fp32 throughout" + _EQUALS * (precision != Precision()),
     )
 

@@ -26,49 +26,46 @@ from dataclasses import dataclass
 import torch
 
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.oracle_blocks import Block, Stretch, sequences
+from ssdprof.kernels.oracle import ORACLE_CHUNK, OracleBlock, Span, collect, oracle_plan, segment_sums, sequences
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, register
-from ssdprof.kernels.segment_sums import segment_sums
-
-_CHUNK = 64  # positions per chunk of the chunked form; the result does not depend on it, and 64 takes little work
+from ssdprof.kernels.registry import Implementation, register
 
 
 def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDNOutput:
     """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = _initial_states(inputs, dtype)
-    for stretch in _sequences(inputs):
-        state = final_states[stretch.sequence]
-        piece = _Piece.load(inputs, stretch, dtype)
-        for t in range(stretch.stop - stretch.start):
+    for span in _sequences(inputs):
+        state = final_states[span.sequence]
+        piece = _GDNPiece.load(inputs, span, dtype)
+        for t in range(span.stop - span.start):
             q, k, v, beta = (tensor[:, t, :, None] for tensor in (piece.q, piece.k, piece.v, piece.beta[..., None]))
             state = state * piece.g[:, t, None, None].exp()
             u = beta * (v - state.mT @ k)
             state = state + k @ u.mT
-            out[stretch.batch, stretch.start + t] = (state.mT @ q)[..., 0]
-        final_states[stretch.sequence] = state
+            out[span.batch, span.start + t] = (state.mT @ q)[..., 0]
+        final_states[span.sequence] = state
     return GDNOutput(out, final_states)
 
 
-def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[Block]:
+def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OracleBlock]:
     """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
     Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
-    Memory for one block is about 10 * block * HV * (K + V + _CHUNK) elements of `dtype`.
+    Memory for one block is about 10 * block * HV * (K + V + ORACLE_CHUNK) elements of `dtype`.
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = T.
     """
     initial_states = _initial_states(inputs, dtype)
-    for stretch in _sequences(inputs):
-        state = initial_states[stretch.sequence]
-        for part in stretch.cut(block):
-            out, state = _chunked(_Piece.load(inputs, part, dtype), state)
-            yield Block(
+    for span in _sequences(inputs):
+        state = initial_states[span.sequence]
+        for part in span.cut(block):
+            out, state = _chunked(_GDNPiece.load(inputs, part, dtype), state)
+            yield OracleBlock(
                 sequence=part.sequence,
                 batch=part.batch,
                 start=part.start,
                 stop=part.stop,
-                last=part.stop == stretch.stop,
+                last=part.stop == span.stop,
                 out=out,
                 state=state,
             )
@@ -76,21 +73,14 @@ def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: 
 
 def gdn_chunked(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> GDNOutput:
     """The blocks of `gdn_blocks` joined.  Output and final states in `dtype`."""
-    return _collect(inputs, torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device), dtype, block)
-
-
-def _collect(inputs: GDNInputs, out: torch.Tensor, dtype: torch.dtype, block: int = 2048) -> GDNOutput:
-    """Write the blocks, computed in `dtype`, to `out`."""
+    out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = _initial_states(inputs, dtype)
-    for piece in gdn_blocks(inputs, dtype, block=block):
-        out[piece.batch, piece.start : piece.stop] = piece.out
-        if piece.last:
-            final_states[piece.sequence] = piece.state
+    collect(gdn_blocks(inputs, dtype, block=block), out, final_states)
     return GDNOutput(out, final_states)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _GDNPiece:
     """Positions of one sequence in the dtype of the computation, value heads before positions."""
 
     q: torch.Tensor  # (HV, T, K), normalised if use_qk_l2norm, and scaled
@@ -100,9 +90,9 @@ class _Piece:
     beta: torch.Tensor  # (HV, T)
 
     @classmethod
-    def load(cls, inputs: GDNInputs, stretch: Stretch, dtype: torch.dtype) -> _Piece:
+    def load(cls, inputs: GDNInputs, span: Span, dtype: torch.dtype) -> _GDNPiece:
         q, k, v, g, beta = (
-            tensor[stretch.batch, stretch.start : stretch.stop].transpose(0, 1).to(dtype)
+            tensor[span.batch, span.start : span.stop].transpose(0, 1).to(dtype)
             for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
         )
         if inputs.use_qk_l2norm:
@@ -111,16 +101,16 @@ class _Piece:
         return cls(q=q, k=k, v=v, g=g.clamp(max=0), beta=beta)
 
 
-def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunked(piece: _GDNPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (T, HV, V) and the state (HV, K, V) after the piece."""
     length = piece.v.shape[1]
-    count = -(-length // _CHUNK)
-    pad = count * _CHUNK - length  # positions with g = beta = 0: they neither decay nor add
+    count = -(-length // ORACLE_CHUNK)
+    pad = count * ORACLE_CHUNK - length  # positions with g = beta = 0: they neither decay nor add
 
     def chunks(tensor: torch.Tensor) -> torch.Tensor:
         """(HV, T, ...) -> (HV, NT, chunk, ...)"""
         heads, rest = tensor.shape[0], tensor.shape[2:]
-        return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(heads, count, _CHUNK, *rest)
+        return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(heads, count, ORACLE_CHUNK, *rest)
 
     q, k, v, beta = chunks(piece.q), chunks(piece.k), chunks(piece.v), chunks(piece.beta)[..., None]
     g = chunks(piece.g)
@@ -149,7 +139,7 @@ def _initial_states(inputs: GDNInputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.v.device)
 
 
-def _sequences(inputs: GDNInputs) -> list[Stretch]:
+def _sequences(inputs: GDNInputs) -> list[Span]:
     """The sequences of the inputs, in order."""
     return sequences(inputs.v.shape[0], inputs.v.shape[1], inputs.cu_seqlens)
 
@@ -157,17 +147,9 @@ def _sequences(inputs: GDNInputs) -> list[Stretch]:
 def gdn_reference(inputs: GDNInputs, _precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
     """The oracle as an implementation: computes in fp64 at every precision, and rounds once."""
     out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
-    out, final_states = _collect(inputs, out, torch.float64)
+    final_states = _initial_states(inputs, torch.float64)
+    collect(gdn_blocks(inputs), out, final_states)
     return GDNOutput(out, final_states.float())
 
 
-def _plan(_inputs: GDNInputs, _precision: Precision) -> Plan:
-    return Plan(
-        variant="torch",
-        launches=0,
-        config={"chunk_size": _CHUNK},
-        reason="fp64, rounded once at the end; torch operations, not kernels of ours",
-    )
-
-
-register(Implementation(operator="gdn", name="reference", run=gdn_reference, plan=_plan))
+register(Implementation(operator="gdn", name="reference", run=gdn_reference, plan=oracle_plan))

@@ -22,10 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._strides import strides_of
-from ssdprof.kernels._triton import TL_DTYPE, ptr_offset
+from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.kernels.tensors import strides_of_each
 
 MAX_WIDTH = 16
 
@@ -44,13 +44,10 @@ class CausalConv1dConfig:
         return cls(block_l=16, num_warps=8) if stateful else cls()
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, weight = args["x_ptr"], args["weight_ptr"]
-    return {
-        "name": f"{kernel.name} {tuple(x.shape)}",
-        "flops": 2 * weight.shape[1] * x.numel(),
-        "bytes": 2 * x.numel() * x.element_size(),
-    }
+@described
+def _metadata(tensors: Any, _S: Any) -> Described:
+    x, weight, *_ = tensors
+    return f"{tuple(x.shape)}", 2 * weight.shape[1] * x.numel(), 2 * x.numel() * x.element_size()
 
 
 @triton.jit
@@ -65,29 +62,28 @@ def _load_positions(x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_
 
 
 @triton.jit(launch_metadata=_metadata)
-def _causal_conv1d_kernel(
-    x_ptr, weight_ptr, bias_ptr, initial_ptr, out_ptr, final_ptr,
-    x_strides, weight_strides, bias_strides, initial_strides, out_strides, final_strides, length, channels,
-    SILU: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
+    x_ptr, weight_ptr, bias_ptr, initial_ptr, out_ptr, final_ptr = tensors
+    x_strides, weight_strides, bias_strides, initial_strides, out_strides, final_strides = strides
     # --- this program's positions and channels; neighbouring programs have neighbouring channels
-    d_blocks, l_blocks = tl.cdiv(channels, BLOCK_D), tl.cdiv(length, BLOCK_L)
+    d_blocks, l_blocks = tl.cdiv(channels, S.BLOCK_D), tl.cdiv(length, S.BLOCK_L)
     i_l, i_b = (tl.program_id(0) // d_blocks) % l_blocks, tl.program_id(0) // d_blocks // l_blocks
-    o_d = (tl.program_id(0) % d_blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
-    o_l = i_l * BLOCK_L + tl.arange(0, BLOCK_L)
+    o_d = (tl.program_id(0) % d_blocks) * S.BLOCK_D + tl.arange(0, S.BLOCK_D)
+    o_l = i_l * S.BLOCK_L + tl.arange(0, S.BLOCK_L)
     m_d = o_d < channels
 
     # --- the sum
-    b_y = tl.zeros((BLOCK_L, BLOCK_D), tl.float32)
+    b_y = tl.zeros((S.BLOCK_L, S.BLOCK_D), tl.float32)
     if bias_ptr is not None:
         b_y += tl.load(bias_ptr + ptr_offset((o_d,), bias_strides), mask=m_d, other=0.0).to(tl.float32)[None, :]
-    for k in tl.static_range(WIDTH):
+    for k in tl.static_range(S.WIDTH):
         b_x = _load_positions(
-            x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_l + (k - WIDTH + 1), o_d, m_d[None, :], length, WIDTH
+            x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_l + (k - S.WIDTH + 1), o_d, m_d[None, :], length,
+            S.WIDTH,
         )  # fmt: skip
         b_weight = tl.load(weight_ptr + ptr_offset((o_d, k), weight_strides), mask=m_d, other=0.0).to(tl.float32)
         b_y += b_x.to(tl.float32) * b_weight[None, :]
-    if SILU:
+    if S.SILU:
         b_y = b_y * tl.sigmoid(b_y)
     out_offset = ptr_offset((i_b, o_l[:, None], o_d[None, :]), out_strides)
     tl.store(out_ptr + out_offset, b_y.to(out_ptr.dtype.element_ty), mask=(o_l < length)[:, None] & m_d[None, :])
@@ -95,25 +91,21 @@ def _causal_conv1d_kernel(
     # --- final state: the last positions
     if final_ptr is not None:  # noqa: SIM102  # the first is known when the kernel is compiled
         if i_l == l_blocks - 1:
-            o_w = tl.arange(0, BLOCK_W)
-            m_w = (o_w < WIDTH - 1)[:, None] & m_d[None, :]
+            o_w = tl.arange(0, S.BLOCK_W)
+            m_w = (o_w < S.WIDTH - 1)[:, None] & m_d[None, :]
             b_last = _load_positions(
-                x_ptr, initial_ptr, x_strides, initial_strides, i_b, length - (WIDTH - 1) + o_w, o_d, m_w, length, WIDTH
+                x_ptr, initial_ptr, x_strides, initial_strides, i_b, length - (S.WIDTH - 1) + o_w, o_d, m_w, length,
+                S.WIDTH,
             )  # fmt: skip
             final_offset = ptr_offset((i_b, o_d[None, :], o_w[:, None]), final_strides)
             tl.store(final_ptr + final_offset, b_last, mask=m_w)
 
 
 def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    silu: bool = True,
-    initial_state: torch.Tensor | None = None,
-    wants_final_state: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, silu: bool = True,
+    initial_state: torch.Tensor | None = None, wants_final_state: bool = False,
     config: CausalConv1dConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(out, final_state); final_state is None unless wants_final_state.  Shapes are in the module docstring.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths without support.
@@ -134,7 +126,7 @@ def causal_conv1d(
         _causal_conv1d_kernel,
         batch * triton.cdiv(length, config.block_l) * triton.cdiv(channels, config.block_d),
         (x, weight, bias, initial_state, out, final),
-        (*map(strides_of, (x, weight, bias, initial_state, out, final)), length, channels),
+        (strides_of_each(x, weight, bias, initial_state, out, final), length, channels),
         SILU=silu, WIDTH=width, BLOCK_W=triton.next_power_of_2(width - 1), BLOCK_L=config.block_l,
         BLOCK_D=config.block_d, num_warps=config.num_warps,
     )  # fmt: skip

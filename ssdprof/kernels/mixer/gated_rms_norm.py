@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import TL_DTYPE, ptr_offset
+from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
+from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.registry import UnsupportedError
 
 MAX_GROUP_SIZE = 32768
@@ -39,50 +39,39 @@ class GatedRMSNormConfig:
         return cls(block_rows=max(1, 4096 // block), num_warps=min(16, max(4, block // 1024)))
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x = args["x_ptr"]
-    return {
-        "name": f"{kernel.name} {tuple(x.shape)}",
-        "flops": 8 * x.numel(),
-        "bytes": x.numel() * (2 * x.element_size() + args["gate_ptr"].element_size()),
-    }
+@described
+def _metadata(tensors: Any, _S: Any) -> Described:
+    x, gate, *_ = tensors
+    return f"{tuple(x.shape)}", 8 * x.numel(), x.numel() * (2 * x.element_size() + gate.element_size())
 
 
 @triton.jit(launch_metadata=_metadata)
-def _gated_rms_norm_kernel(
-    x_ptr, gate_ptr, weight_ptr, out_ptr, x_strides, gate_strides, weight_strides, out_strides,
-    length, groups, rows, eps,
-    NORM_FIRST: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    o_r = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    o_c = tl.arange(0, BLOCK_G)
-    m = (o_r < rows)[:, None] & (o_c < GROUP_SIZE)[None, :]
+def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.constexpr):
+    x_ptr, gate_ptr, weight_ptr, out_ptr = tensors
+    x_strides, gate_strides, weight_strides, out_strides = strides
+    o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)
+    o_c = tl.arange(0, S.BLOCK_G)
+    m = (o_r < rows)[:, None] & (o_c < S.GROUP_SIZE)[None, :]
     i_g, i_bl = o_r % groups, o_r // groups
-    channel = i_g[:, None] * GROUP_SIZE + o_c[None, :]
+    channel = i_g[:, None] * S.GROUP_SIZE + o_c[None, :]
     index = ((i_bl // length)[:, None], (i_bl % length)[:, None], channel)
 
     b_x = tl.load(x_ptr + ptr_offset(index, x_strides), mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_G]
     b_gate = tl.load(gate_ptr + ptr_offset(index, gate_strides), mask=m, other=0.0).to(tl.float32)
     b_weight = tl.load(weight_ptr + ptr_offset((channel,), weight_strides), mask=m, other=0.0).to(tl.float32)
     b_gate = b_gate * tl.sigmoid(b_gate)
-    if not NORM_FIRST:
+    if not S.NORM_FIRST:
         b_x *= b_gate
-    b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=1) / GROUP_SIZE + eps)[:, None] * b_weight
-    if NORM_FIRST:
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=1) / S.GROUP_SIZE + eps)[:, None] * b_weight
+    if S.NORM_FIRST:
         b_x *= b_gate
     tl.store(out_ptr + ptr_offset(index, out_strides), b_x.to(out_ptr.dtype.element_ty), mask=m)
 
 
 def gated_rms_norm(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    eps: float,
-    group_size: int,
-    norm_first: bool,
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float, group_size: int, norm_first: bool,
     config: GatedRMSNormConfig | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Launch the kernel.  Shapes are in the module docstring.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes without support.
@@ -105,7 +94,7 @@ def gated_rms_norm(
         triton.cdiv(rows, config.block_rows),
         (x, gate, weight, out),
         (
-            *(_three(tensor) for tensor in (x, gate)), weight.stride(), _three(out), x.shape[-2], width // group_size,
+            (_three(x), _three(gate), weight.stride(), _three(out)), x.shape[-2], width // group_size,
             rows, float(eps),
         ),
         NORM_FIRST=norm_first, GROUP_SIZE=group_size, BLOCK_ROWS=config.block_rows,

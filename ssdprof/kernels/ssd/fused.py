@@ -7,32 +7,30 @@ Sequences of one position, decode steps, run the recurrent kernel.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
-from ssdprof.kernels._gpu import capability, sm_count
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, capability, refuse_device, refuse_gradient, sm_count
+from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
-from ssdprof.kernels.ssd import tuned
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, override, register, when_overridden
+from ssdprof.kernels.ssd.config import SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.hopper.launch import HopperLaunch
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
+from ssdprof.kernels.ssd.hopper.launch import SSDHopperLaunch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable import launch as portable_launch
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import PortableLaunch
-from ssdprof.kernels.ssd.recurrent import RecurrentConfig, RecurrentLaunch
+from ssdprof.kernels.ssd.portable import portable_kernel
+from ssdprof.kernels.ssd.portable.portable_kernel import SSDPortableLaunch
+from ssdprof.kernels.ssd.recurrent import SSDRecurrentConfig, SSDRecurrentLaunch
 
 _INF = float("inf")
 MAX_DSTATE = 256
 
-Launch = HopperLaunch | PortableLaunch | RecurrentLaunch
-_MOST_LAUNCHES = 4096  # most kept launches, of a few kilobytes each
-_launches: dict[Hashable, Launch] = {}
+Launch = SSDHopperLaunch | SSDPortableLaunch | SSDRecurrentLaunch
+_launches: LaunchCache[Launch] = LaunchCache()
 
 
 def ssd_fused(
@@ -81,9 +79,7 @@ def ssd_fused(
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
-    tensors = (x, dt, A, B, C, D, z, dt_bias, initial_states)
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise UnsupportedError("fused: forward only; call it under torch.no_grad() or detach the inputs")
+    refuse_gradient("fused", (x, dt, A, B, C, D, z, dt_bias, initial_states))
     if torch.compiler.is_compiling():
         low, high = dt_limit
         out, final_states = torch.ops.ssdprof.ssd_fused(
@@ -100,24 +96,11 @@ def ssd_fused(
 
 @torch.library.custom_op("ssdprof::ssd_fused", mutates_args=())
 def _operator(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_low: float,
-    dt_high: float,
-    initial_states: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    intermediates: str,
-    state_dtype: torch.dtype,
-    batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int,
+    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool, dt_low: float,
+    dt_high: float, initial_states: torch.Tensor | None, cu_seqlens: torch.Tensor | None, intermediates: str,
+    state_dtype: torch.dtype, batch_invariant: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`ssd_fused` with a schema that the dispatcher understands."""
     with torch.no_grad():
         return ssd_fused(
@@ -129,26 +112,10 @@ def _operator(
 
 
 @_operator.register_fake
-def _fake(
-    x: torch.Tensor,
-    _dt: torch.Tensor,
-    _A: torch.Tensor,
-    B: torch.Tensor,
-    _C: torch.Tensor,
-    _chunk_size: int,
-    _D: torch.Tensor | None,
-    _z: torch.Tensor | None,
-    _dt_bias: torch.Tensor | None,
-    _dt_softplus: bool,
-    _dt_low: float,
-    _dt_high: float,
-    _initial_states: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    _intermediates: str,
-    _state_dtype: torch.dtype,
-    _batch_invariant: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the results of `_operator`."""
+    x, _, _, B, *_ = arguments
+    cu_seqlens = arguments[13]
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.new_empty(x.shape), x.new_empty(sequences, *x.shape[2:], B.shape[3], dtype=torch.float32)
 
@@ -164,30 +131,25 @@ def run(
     A launch is prepared once per signature of the inputs, because this is most of a call's time on the host.
     """
     signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant)
-    launch = _launches.get(signature)
-    if launch is None:
-        inputs.check()
-        _refuse_unsupported(inputs)
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
-        launch = _launches[signature] = _prepare(inputs, precision, batch_invariant)
-    return launch(inputs)
+    return _launches.get(signature, _prepare, inputs, precision, batch_invariant)(inputs)
 
 
 def forget_launches() -> None:
     """Forget prepared launches.  The next call of each signature chooses its kernel and configuration again."""
-    _launches.clear()
+    _launches.forget()
 
 
-tuned.when_changed(forget_launches)
+when_overridden(forget_launches)
 
 
 def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> Launch:
+    inputs.check()
+    _refuse_unsupported(inputs)
     if _is_step(inputs):
-        return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs))
+        return SSDRecurrentLaunch(inputs, SSDRecurrentConfig.choose(inputs))
     if not hopper_config.unsupported(inputs):
-        return HopperLaunch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
-    return PortableLaunch(inputs, precision, _portable_config(inputs, precision))
+        return SSDHopperLaunch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
+    return SSDPortableLaunch(inputs, precision, _portable_config(inputs, precision))
 
 
 def plan(
@@ -200,14 +162,14 @@ def plan(
     _refuse_unsupported(inputs)
     if _is_step(inputs):
         return _step_plan(inputs, precision)
-    config: HopperConfig | PortableConfig
+    config: SSDHopperConfig | SSDPortableConfig
     why_not = hopper_config.unsupported(inputs)
     if not why_not:
         variant, config = "hopper", _hopper_config(inputs, precision, batch_invariant)
         sizes = hopper_launch.buffer_sizes(inputs, precision, config)
     else:
         variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs, precision)
-        sizes = portable_launch.buffer_sizes(inputs, precision, config)
+        sizes = portable_kernel.buffer_sizes(inputs, precision, config)
     handover = sizes.sync > 0
     settings = asdict(config)
     reason = settings.pop("reason")
@@ -235,35 +197,28 @@ def _step_plan(inputs: SSDInputs, precision: Precision) -> Plan:
     return Plan(
         variant="recurrent",
         launches=1,
-        config=asdict(RecurrentConfig.choose(inputs)),
+        config=asdict(SSDRecurrentConfig.choose(inputs)),
         reason=f"one launch, position by position: sequences are one position long{equal}",
     )
 
 
-def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> HopperConfig:
-    found = tuned.hopper(inputs, precision, batch_invariant=batch_invariant)
-    return found or HopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
+def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> SSDHopperConfig:
+    packed = inputs.cu_seqlens is not None  # these keep the committed rule
+    found = None if packed else override(call_key(inputs, precision, "hopper", batch_invariant=batch_invariant))
+    return found or SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
 
 
-def _portable_config(inputs: SSDInputs, precision: Precision) -> PortableConfig:
+def _portable_config(inputs: SSDInputs, precision: Precision) -> SSDPortableConfig:
+    found: SSDPortableConfig | None = override(call_key(inputs, precision, "portable"))
     # the interpreter has no limit of registers, and uses Hopper's configuration
     chosen_for = capability(inputs.x) if inputs.x.is_cuda else (9, 0)
-    return tuned.portable(inputs, precision) or PortableConfig.choose(inputs, chosen_for)
-
-
-def refuse_dstate(dstate: int) -> None:
-    """Raises UnsupportedError for a state size N that the fused kernels do not support."""
-    if dstate > MAX_DSTATE:
-        raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {dstate}")
+    return found.fitted(inputs) if found else SSDPortableConfig.choose(inputs, chosen_for)
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
-    x = inputs.x
-    refuse_dstate(inputs.B.shape[3])
-    if not x.is_cuda and not INTERPRETED:
-        raise UnsupportedError(f"fused: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {x.device}")
-    if x.is_cuda and capability(x) < (8, 0):
-        raise UnsupportedError("fused: needs a GPU of compute capability 8.0 or newer")
+    if inputs.B.shape[3] > MAX_DSTATE:
+        raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {inputs.B.shape[3]}")
+    refuse_device("fused", inputs.x)
 
 
 register(Implementation(operator="ssd", name="fused", run=run, plan=plan))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
-from ssdprof.kernels.tensor_signature import tensor_signature
-
-INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, tensor_signature
 
 
 class SSDOutput(NamedTuple):
@@ -21,7 +19,7 @@ class SSDOutput(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSDInputs:
+class SSDInputs(Inputs):
     """Inputs of one SSD (Mamba-2) call; any strides.
 
         dt_t = clamp(softplus(dt_t + dt_bias), *dt_limit)
@@ -39,6 +37,7 @@ class SSDInputs:
     Raises ValueError, naming the argument.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
 
+    FIRST: ClassVar[str] = "x"
     x: torch.Tensor
     dt: torch.Tensor
     A: torch.Tensor
@@ -53,18 +52,7 @@ class SSDInputs:
     initial_states: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
 
-    @classmethod
-    def unchecked(cls, **values: Any) -> SSDInputs:
-        """All fields by name, without a check.  The caller knows the signature, or calls `check` later."""
-        inputs = object.__new__(cls)
-        inputs.__dict__.update(values)
-        return inputs
-
-    def __post_init__(self) -> None:
-        self.check()
-
     def check(self) -> None:
-        """Raises ValueError, naming the argument that does not fit the others."""
         if self.x.ndim != 4:
             raise ValueError(f"x must be (b, l, h, p), not {tuple(self.x.shape)}")
         if self.B.ndim != 4:
@@ -86,34 +74,14 @@ class SSDInputs:
             raise ValueError(f"dt_limit must not let a negative dt pass, as {self.dt_limit} does without softplus")
         self._check("dt", (b, l, h))
         self._check("A", (h,))
-        self._check("B", (b, l, g, n), self.x.dtype)
-        self._check("C", (b, l, g, n), self.x.dtype)
-        self._check("z", (b, l, h, p), self.x.dtype)
+        self._check("B", (b, l, g, n), same_dtype=True)
+        self._check("C", (b, l, g, n), same_dtype=True)
+        self._check("z", (b, l, h, p), same_dtype=True)
         self._check("dt_bias", (h,))
         self._check("D", (h, p) if self.D is not None and self.D.ndim == 2 else (h,))
-        if self.cu_seqlens is not None:
-            if b != 1:
-                raise ValueError(f"cu_seqlens needs a batch of 1, not {b}")
-            if self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 2:
-                raise ValueError(f"cu_seqlens must be (sequences + 1), not {tuple(self.cu_seqlens.shape)}")
-            if self.cu_seqlens.dtype not in (torch.int32, torch.int64):
-                raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
+        self._check_sequences()
         self._check("initial_states", (self.sequences, h, p, n))
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, torch.Tensor) and value.device != self.x.device:
-                raise ValueError(f"{field.name} is on {value.device}, x on {self.x.device}")
-
-    def _check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-        tensor = getattr(self, name)
-        if tensor is None:
-            return
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
-        if dtype is not None and tensor.dtype != dtype:
-            raise ValueError(f"{name} must be {dtype} as x is, not {tensor.dtype}")
-        if tensor.dtype not in (*INPUT_DTYPES, torch.float64):
-            raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
+        self._check_devices()
 
     @property
     def signature(self) -> Hashable:
@@ -136,16 +104,6 @@ class SSDInputs:
         It affects only rounding.
         """
         return min(256, max(16, 1 << (self.chunk_size.bit_length() - 1)))
-
-    @property
-    def length(self) -> int:
-        """Positions of one row of the batch; of all sequences together if packed."""
-        return self.x.shape[1]
-
-    @property
-    def sequences(self) -> int:
-        """Independent sequences: the batch, or the packed ones."""
-        return self.x.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
     def states_shape(self) -> tuple[int, int, int, int]:

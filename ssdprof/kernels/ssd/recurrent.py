@@ -24,14 +24,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._launch import LaunchCache, Launcher
-from ssdprof.kernels._strides import is_expanded, strides_of
-from ssdprof.kernels._triton import INTERPRETED, LOG2_E, decay_exp, ptr_offset, sequence_bounds
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
+from ssdprof.kernels.functions import LOG2_E, decay_exp, ptr_offset, sequence_bounds, softplus
+from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.stages import softplus
+from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
 
@@ -39,49 +38,45 @@ STAGES = {"_ssd_recurrent_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentConfig:
+class SSDRecurrentConfig:
     """block_p: slice of P per program, a power of two."""
 
     block_p: int = 16
     num_warps: int = 2
 
     @classmethod
-    def choose(cls, inputs: SSDInputs) -> RecurrentConfig:
+    def choose(cls, inputs: SSDInputs) -> SSDRecurrentConfig:
         return cls(block_p=min(cls.block_p, triton.next_power_of_2(inputs.x.shape[3])))
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, B, z, initial, final = (args[f"{name}_ptr"] for name in ("x", "B", "z", "initial_states", "final_states"))
-    tensors = (x, x, B, B, z, args["dt_ptr"], initial, final)
-    return {
-        "name": f"{kernel.name} {tuple(x.shape)} n{B.shape[3]}",
-        "flops": 6 * x.numel() * B.shape[3],
-        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
-    }
+@described
+def _metadata(tensors: Any, _S: Any) -> Described:
+    x, dt, _, B, _, _, z, _, initial, _, _, final = tensors
+    return f"{tuple(x.shape)} n{B.shape[3]}", 6 * x.numel() * B.shape[3], (x, x, B, B, z, dt, initial, final)
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
-def _ssd_recurrent_kernel(
-    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr,
-    out_ptr, final_states_ptr,
-    x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
-    initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides,
-    seqlen, dt_low, dt_high,
-    HEADS: tl.constexpr, HEADS_PER_GROUP: tl.constexpr, HEADDIM: tl.constexpr, DSTATE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, DT_SOFTPLUS: tl.constexpr,
-):  # fmt: skip
+def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
+    (
+        x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr, out_ptr,
+        final_states_ptr,
+    ) = tensors  # fmt: skip
+    (
+        x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
+        initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides,
+    ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
-    SLICES: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
-    unit = tl.program_id(0) % (HEADS * SLICES)
-    sequence, i_h, i_slice = tl.program_id(0) // (HEADS * SLICES), unit // SLICES, unit % SLICES
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    unit = tl.program_id(0) % (S.HEADS * SLICES)
+    sequence, i_h, i_slice = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES, unit % SLICES
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
     if cu_seqlens_ptr is not None:
         begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
         i_b = 0
-    o_p, o_n = i_slice * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
-    m_p, m_n = o_p < HEADDIM, o_n < DSTATE
+    o_p, o_n = i_slice * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
+    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
     m_state = m_p[:, None] & m_n[None, :]
-    i_g = i_h // HEADS_PER_GROUP
+    i_g = i_h // S.HEADS_PER_GROUP
     x_ptr += ptr_offset((i_b, begin, i_h), x_strides[:3]) + o_p.to(tl.int64) * x_strides[3]
     out_ptr += ptr_offset((i_b, begin, i_h), out_strides[:3]) + o_p.to(tl.int64) * out_strides[3]
     B_ptr += ptr_offset((i_b, begin, i_g), B_strides[:3]) + o_n.to(tl.int64) * B_strides[3]
@@ -93,7 +88,7 @@ def _ssd_recurrent_kernel(
     dt_bias = 0.0
     if dt_bias_ptr is not None:
         dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
-    D = tl.zeros((BLOCK_P,), tl.float32)
+    D = tl.zeros((S.BLOCK_P,), tl.float32)
     if D_ptr is not None:
         if len(D_strides) == 2:
             D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(tl.float32)
@@ -101,7 +96,7 @@ def _ssd_recurrent_kernel(
             D += tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
 
     # stage setup.load
-    state = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    state = tl.zeros((S.BLOCK_P, S.BLOCK_N), tl.float32)
     if initial_states_ptr is not None:
         index = (sequence, i_h, o_p[:, None], o_n[None, :])
         initial = tl.load(initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0)
@@ -114,7 +109,7 @@ def _ssd_recurrent_kernel(
         B = tl.load(B_ptr + step * B_strides[1], mask=m_n, other=0.0).to(tl.float32)
         C = tl.load(C_ptr + step * C_strides[1], mask=m_n, other=0.0).to(tl.float32)
         dt = tl.load(dt_ptr + step * dt_strides[1]).to(tl.float32) + dt_bias
-        if DT_SOFTPLUS:
+        if S.DT_SOFTPLUS:
             dt = softplus(dt)
         dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
         state = state * decay_exp(dt * A) + (dt * x)[:, None] * B[None, :]
@@ -130,10 +125,10 @@ def _ssd_recurrent_kernel(
     tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
 
 
-class RecurrentLaunch:
+class SSDRecurrentLaunch:
     """A call without its tensors.  It serves all inputs of one `SSDInputs.signature`, and keeps none of them."""
 
-    def __init__(self, inputs: SSDInputs, config: RecurrentConfig, *, in_place: bool = False) -> None:
+    def __init__(self, inputs: SSDInputs, config: SSDRecurrentConfig, *, in_place: bool = False) -> None:
         self._in_place = in_place
         self._index, self._device = inputs.x.get_device(), inputs.x.device
         self._states_shape = inputs.states_shape
@@ -144,7 +139,7 @@ class RecurrentLaunch:
         tensors = (*_tensors(inputs), new, states)
         self._launcher = Launcher(
             _ssd_recurrent_kernel,
-            (*map(strides_of, tensors), inputs.x.shape[1], *map(float, inputs.dt_limit)),
+            (strides_of_each(*tensors), inputs.x.shape[1], *map(float, inputs.dt_limit)),
             {
                 "HEADS": heads,
                 "HEADS_PER_GROUP": inputs.heads_per_group,
@@ -179,7 +174,7 @@ def _tensors(inputs: SSDInputs) -> tuple[torch.Tensor | None, ...]:
     )  # fmt: skip
 
 
-_launches: LaunchCache[RecurrentLaunch] = LaunchCache()
+_launches: LaunchCache[SSDRecurrentLaunch] = LaunchCache()
 
 
 def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
@@ -192,27 +187,23 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
     """
     if in_place and inputs.initial_states is None:
         raise ValueError("in_place needs initial_states to write to")
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in _tensors(inputs)):
-        raise UnsupportedError("recurrent: forward only; call it under torch.no_grad() or detach the inputs")
+    refuse_gradient("recurrent", _tensors(inputs))
     return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
-def _prepare(inputs: SSDInputs, in_place: bool) -> RecurrentLaunch:
+def _prepare(inputs: SSDInputs, in_place: bool) -> SSDRecurrentLaunch:
     inputs.check()
     _refuse_unsupported(inputs)
     if in_place and is_expanded(inputs.initial_states):
         raise ValueError("in_place cannot write to expanded initial_states: pass initial_states.contiguous()")
-    return RecurrentLaunch(inputs, RecurrentConfig.choose(inputs), in_place=in_place)
+    return SSDRecurrentLaunch(inputs, SSDRecurrentConfig.choose(inputs), in_place=in_place)
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
     dstate, x = inputs.B.shape[3], inputs.x
     if dstate > MAX_DSTATE:
         raise UnsupportedError(f"recurrent: dstate is at most {MAX_DSTATE}, not {dstate}")
-    if not x.is_cuda and not INTERPRETED:
-        raise UnsupportedError(f"recurrent: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {x.device}")
-    if x.is_cuda and capability(x) < (8, 0):
-        raise UnsupportedError("recurrent: needs a GPU of compute capability 8.0 or newer")
+    refuse_device("recurrent", x)
 
 
 def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
@@ -227,7 +218,7 @@ def plan(inputs: SSDInputs, precision: Precision) -> Plan:
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
-        config=asdict(RecurrentConfig.choose(inputs)),
+        config=asdict(SSDRecurrentConfig.choose(inputs)),
         reason="one launch, position by position; fp32 throughout" + _EQUALS * (precision != Precision()),
     )
 

@@ -17,13 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdprof.kernels.oracle_blocks import Block, Stretch, sequences
+from ssdprof.kernels.oracle import ORACLE_CHUNK, OracleBlock, Span, collect, oracle_plan, segment_sums, sequences
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, register
-from ssdprof.kernels.segment_sums import segment_sums
+from ssdprof.kernels.registry import Implementation, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-
-_CHUNK = 64  # positions per chunk of the chunked form; the result does not depend on it, and 64 takes little work
 
 
 def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
@@ -33,7 +30,7 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
     for span in _sequences(inputs):
         state = final_states[span.sequence]
         for t in range(span.start, span.stop):
-            piece = _Piece.load(inputs, span.batch, t, t + 1, dtype)
+            piece = _SSDPiece.load(inputs, span.batch, t, t + 1, dtype)
             group_of_head = torch.arange(state.shape[0], device=state.device) // inputs.heads_per_group
             B, C = piece.B[0, group_of_head], piece.C[0, group_of_head]  # (h, n)
             decay = (piece.dt[0] * piece.A).exp()
@@ -43,20 +40,20 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
     return SSDOutput(out, final_states)
 
 
-def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[Block]:
+def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OracleBlock]:
     """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
     Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
-    Memory for one block is about 10 * block * h * (p + _CHUNK + p * n / _CHUNK) elements of `dtype`.
+    Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements of `dtype`.
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = l.
     """
     initial_states = _initial_states(inputs, dtype)
     for span in _sequences(inputs):
         state = initial_states[span.sequence]
         for part in span.cut(block):
-            piece = _Piece.load(inputs, part.batch, part.start, part.stop, dtype)
+            piece = _SSDPiece.load(inputs, part.batch, part.start, part.stop, dtype)
             out, state = _chunked(piece, state)
-            yield Block(
+            yield OracleBlock(
                 sequence=part.sequence,
                 batch=part.batch,
                 start=part.start,
@@ -69,22 +66,13 @@ def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: 
 
 def ssd_chunked(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
     """The blocks of `ssd_blocks` joined.  Output and final states in `dtype`."""
-    out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
-    return _collect(inputs, out, dtype)
-
-
-def _collect(inputs: SSDInputs, out: torch.Tensor, dtype: torch.dtype) -> SSDOutput:
-    """Write the blocks, computed in `dtype`, to `out`."""
-    final_states = _initial_states(inputs, dtype)
-    for block in ssd_blocks(inputs, dtype):
-        out[block.batch, block.start : block.stop] = block.out
-        if block.last:
-            final_states[block.sequence] = block.state
+    out, final_states = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device), _initial_states(inputs, dtype)
+    collect(ssd_blocks(inputs, dtype), out, final_states)
     return SSDOutput(out, final_states)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Piece:
+class _SSDPiece:
     """Positions start..stop of one sequence, in the dtype of the computation."""
 
     x: torch.Tensor  # (l, h, p)
@@ -96,7 +84,7 @@ class _Piece:
     z: torch.Tensor | None  # (l, h, p)
 
     @classmethod
-    def load(cls, inputs: SSDInputs, batch: int, start: int, stop: int, dtype: torch.dtype) -> _Piece:
+    def load(cls, inputs: SSDInputs, batch: int, start: int, stop: int, dtype: torch.dtype) -> _SSDPiece:
         x, dt, B, C = (tensor[batch, start:stop].to(dtype) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
         if inputs.dt_bias is not None:
             dt = dt + inputs.dt_bias.to(dtype)
@@ -122,14 +110,14 @@ class _Piece:
         return out
 
 
-def _chunked(piece: _Piece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunked(piece: _SSDPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (l, h, p) without skip and gate, and the state (h, p, n) after the piece.
 
     Heads are split into (g, r), with r heads per group.  Every product with B or C is then one matrix product per chunk
     and group, and B and C are not repeated.
     """
     (l, h, p), (g, n) = piece.x.shape, piece.B.shape[1:]
-    r, q, c = h // g, _CHUNK, -(-l // _CHUNK)
+    r, q, c = h // g, ORACLE_CHUNK, -(-l // ORACLE_CHUNK)
     pad = c * q - l  # positions with dt = 0: they neither decay nor add
 
     def chunks(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,26 +161,17 @@ def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(inputs.sequences, h, p, n, dtype=dtype, device=inputs.x.device)
 
 
-def _sequences(inputs: SSDInputs) -> list[Stretch]:
+def _sequences(inputs: SSDInputs) -> list[Span]:
     """The sequences of the inputs, in order."""
     return sequences(inputs.x.shape[0], inputs.x.shape[1], inputs.cu_seqlens)
 
 
 def ssd_reference(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
     """The oracle as an implementation: computes in fp64 at every precision, and rounds once."""
-    out, final_states = _collect(
-        inputs, torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device), torch.float64
-    )
+    out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+    final_states = _initial_states(inputs, torch.float64)
+    collect(ssd_blocks(inputs), out, final_states)
     return SSDOutput(out, final_states.float())
 
 
-def _plan(_inputs: SSDInputs, _precision: Precision) -> Plan:
-    return Plan(
-        variant="torch",
-        launches=0,
-        config={"chunk_size": _CHUNK},
-        reason="fp64, rounded once at the end; torch operations, not kernels of ours",
-    )
-
-
-register(Implementation(operator="ssd", name="reference", run=ssd_reference, plan=_plan))
+register(Implementation(operator="ssd", name="reference", run=ssd_reference, plan=oracle_plan))

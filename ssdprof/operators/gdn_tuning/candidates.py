@@ -9,10 +9,10 @@ from itertools import product
 import torch
 import triton
 
+from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.portable.config import PortableConfig
 
-Axis = Callable[[PortableConfig, GDNInputs], Iterable[PortableConfig]]
+Axis = Callable[[GDNPortableConfig, GDNInputs], Iterable[GDNPortableConfig]]
 
 _CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # segments of a sequence
 _SHORTEST = 4  # chunks of a segment
@@ -24,7 +24,7 @@ def axes() -> tuple[Axis, ...]:
     return (_slices, _segments, _warps, _stages, _blocks_of_k, _chunks, _factors)
 
 
-def _slices(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
+def _slices(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
     """How much of V a program holds, and in which orientation."""
     key_dim, widest = inputs.q.shape[3], _block(inputs.v.shape[3])
     for block_v, v_rows in product((16, 32, 64, 128), (True, False)):
@@ -32,7 +32,7 @@ def _slices(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfi
             yield replace(config, block_v=block_v, v_rows=v_rows)
 
 
-def _segments(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
+def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
     """A sequence cut into 1 to 32 segments."""
     chunks = triton.cdiv(inputs.length, config.chunk)
     for cuts in _CUTS:
@@ -41,29 +41,29 @@ def _segments(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableCon
             yield replace(config, segment=0 if cuts == 1 else segment)
 
 
-def _warps(config: PortableConfig, _: GDNInputs) -> Iterator[PortableConfig]:
+def _warps(config: GDNPortableConfig, _: GDNInputs) -> Iterator[GDNPortableConfig]:
     for num_warps in (2, 4, 8):
         yield replace(config, num_warps=num_warps)
 
 
-def _stages(config: PortableConfig, _: GDNInputs) -> Iterator[PortableConfig]:
+def _stages(config: GDNPortableConfig, _: GDNInputs) -> Iterator[GDNPortableConfig]:
     for scan_stages in (1, 2, 3, 4):
         yield replace(config, scan_stages=scan_stages)
 
 
-def _blocks_of_k(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
+def _blocks_of_k(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
     for block_k in (32, 64, 128):
         if block_k <= _block(inputs.q.shape[3]):
             yield replace(config, block_k=block_k)
 
 
-def _chunks(config: PortableConfig, inputs: GDNInputs) -> Iterator[PortableConfig]:
+def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
     """Segments keep their lengths in positions."""
     for chunk in (16, 32) if inputs.q.dtype == torch.float32 else (32, 64, 128):
         yield replace(config, chunk=chunk, segment=triton.cdiv(config.segment * config.chunk, chunk))
 
 
-def _factors(config: PortableConfig, _: GDNInputs) -> Iterator[PortableConfig]:
+def _factors(config: GDNPortableConfig, _: GDNInputs) -> Iterator[GDNPortableConfig]:
     """Warps and registers of the first launch."""
     for warps, registers in product((2, 4, 8), (0, 128, 168)):
         yield replace(config, factors_warps=warps, factors_registers=registers)

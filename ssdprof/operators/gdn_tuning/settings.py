@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ssdprof.core.base import Record
-from ssdprof.kernels.gdn.portable.config import PortableConfig
-from ssdprof.operators.tuning import Settings
+from ssdprof.core.tuned import KernelSettings
+from ssdprof.kernels.gdn.config import GDNPortableConfig
 
 KERNEL = "portable"
 NotNegative = Annotated[int, Field(ge=0)]
 
 
 class PortableSettings(Record):
-    """See `PortableConfig`."""
+    """See `GDNPortableConfig`."""
 
     chunk: Literal[16, 32, 64, 128]
     segment: NotNegative
@@ -28,13 +28,13 @@ class PortableSettings(Record):
     factors_registers: NotNegative
 
 
-def settings_of(config: PortableConfig) -> Settings:
+def settings_of(config: GDNPortableConfig) -> KernelSettings:
     """The stored form of a configuration."""
-    return Settings(kernel=KERNEL, values={name: getattr(config, name) for name in PortableSettings.model_fields})
+    return KernelSettings(kernel=KERNEL, values={name: getattr(config, name) for name in PortableSettings.model_fields})
 
 
-def config_of(settings: Settings, reason: str) -> PortableConfig:
+def config_of(settings: KernelSettings, reason: str) -> GDNPortableConfig:
     """The inverse of `settings_of`.  pydantic's ValidationError for invalid values, ValueError for another kernel."""
     if settings.kernel != KERNEL:
         raise ValueError(f"no settings of a {settings.kernel!r} kernel of gdn are known")
-    return PortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)
+    return GDNPortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)

@@ -7,16 +7,16 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from ssdprof.core.base import Record
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.operators.tuning import Settings
+from ssdprof.core.tuned import KernelSettings
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 
 
 class HopperSettings(Record):
-    """See `HopperConfig` and `Segments`."""
+    """See `SSDHopperConfig` and `Segments`."""
 
     segment: Positive
     long_count: NotNegative
@@ -36,7 +36,7 @@ class HopperSettings(Record):
 
 
 class PortableSettings(Record):
-    """See `PortableConfig`."""
+    """See `SSDPortableConfig`."""
 
     chunk: Positive
     max_segments: Positive
@@ -50,14 +50,14 @@ class PortableSettings(Record):
     scan_stages: Positive
 
 
-def settings_of(config: HopperConfig | PortableConfig) -> Settings:
+def settings_of(config: SSDHopperConfig | SSDPortableConfig) -> KernelSettings:
     """The stored form of a configuration."""
-    kernel, kind = ("hopper", HopperSettings) if isinstance(config, HopperConfig) else ("portable", PortableSettings)
-    return Settings(kernel=kernel, values={name: getattr(config, name) for name in kind.model_fields})
+    kernel, kind = ("hopper", HopperSettings) if isinstance(config, SSDHopperConfig) else ("portable", PortableSettings)
+    return KernelSettings(kernel=kernel, values={name: getattr(config, name) for name in kind.model_fields})
 
 
-def config_of(settings: Settings, reason: str) -> HopperConfig | PortableConfig:
+def config_of(settings: KernelSettings, reason: str) -> SSDHopperConfig | SSDPortableConfig:
     """The inverse of `settings_of`.  pydantic's ValidationError for invalid values."""
     if settings.kernel == "hopper":
-        return HopperConfig(**HopperSettings.model_validate(settings.values).model_dump(), reason=reason)
-    return PortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)
+        return SSDHopperConfig(**HopperSettings.model_validate(settings.values).model_dump(), reason=reason)
+    return SSDPortableConfig(**PortableSettings.model_validate(settings.values).model_dump(), reason=reason)

@@ -9,20 +9,19 @@ from typing import Any
 import torch
 
 from ssdprof.core.base import Intermediates
-from ssdprof.kernels import _gpu
+from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse, Value
+from ssdprof.kernels import device
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd import tuned
+from ssdprof.kernels.registry import CallKey, use_overrides
+from ssdprof.kernels.ssd.config import SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
-from ssdprof.kernels.ssd.hopper.config import HopperConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.config import PortableConfig
-from ssdprof.kernels.ssd.portable.launch import ssd_fused_portable
-from ssdprof.kernels.ssd.tuned import nchunks
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.ssd_tuning.candidates import Axis, Config, axes
+from ssdprof.operators.ssd_tuning.candidates import Axis, Config, axes, nchunks
 from ssdprof.operators.ssd_tuning.settings import config_of, settings_of
-from ssdprof.operators.tuning import Calls, Settings, Use, Value
 
 CHECKED_CHUNKS = 16  # of 64 positions, on which a candidate is first verified
 
@@ -36,37 +35,29 @@ class SSDTuning:
     def shares_find(self, kernel: str) -> bool:
         return kernel == "portable"
 
-    def calls(self, inputs: SSDInputs, intermediates: Intermediates, kernel: str) -> Calls:
-        layer = tuned.Layer.of(inputs, Precision(intermediates=intermediates))
-        sizes: dict[str, Value] = {
-            "nheads": layer.nheads,
-            "headdim": layer.headdim,
-            "dstate": layer.dstate,
-            "ngroups": layer.ngroups,
-            "dtype": dtype_name(layer.dtype),
-            "gate": layer.gate,
-        }
-        if kernel == "hopper":
-            sizes |= {"sequences": inputs.sequences, "nchunks": nchunks(inputs)}
-        return Calls(operator="ssd", kernel=kernel, intermediates=intermediates, sizes=sizes)
+    def calls(self, inputs: SSDInputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
+        own = dict(call_key(inputs, Precision(intermediates=intermediates), kernel).sizes)
+        del own["exact"]  # it is in `intermediates`
+        sizes: dict[str, Value] = own | {"dtype": dtype_name(own["dtype"])}
+        return TunedCalls(operator="ssd", kernel=kernel, intermediates=intermediates, sizes=sizes)
 
     def committed(self, inputs: SSDInputs, kernel: str) -> Config:
         if kernel == "hopper":
-            return HopperConfig.choose(inputs, _gpu.sm_count(inputs.x), batch_invariant=False)
-        return PortableConfig.choose(inputs, _gpu.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+            return SSDHopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
+        return SSDPortableConfig.choose(inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
 
     def axes(self, config: Config) -> tuple[Axis, ...]:
         return axes(config)
 
     def run(self, inputs: SSDInputs, precision: Precision, config: Config) -> SSDOutput:
-        if isinstance(config, HopperConfig):
+        if isinstance(config, SSDHopperConfig):
             return ssd_fused_hopper(inputs, precision, config=config)
         return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
 
-    def settings(self, config: Config) -> Settings:
+    def settings(self, config: Config) -> KernelSettings:
         return settings_of(config)
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: KernelSettings) -> None:
         config_of(settings, "")
 
     def short(self, inputs: SSDInputs) -> SSDInputs:
@@ -78,7 +69,7 @@ class SSDTuning:
 
     def for_short(self, config: Config, inputs: SSDInputs) -> Config:
         """The configuration for `short`: cut into segments if the whole sequence is."""
-        if not isinstance(config, HopperConfig):
+        if not isinstance(config, SSDHopperConfig):
             return config
         if config.count(nchunks(inputs)) == 1:
             return replace(config, segment=nchunks(self.short(inputs)), long_count=0, long_segment=0)
@@ -91,7 +82,7 @@ class SSDTuning:
 
     def also_judged(self, config: Config, inputs: SSDInputs) -> Sequence[SSDInputs]:
         """A find for the portable kernel also applies to packed sequences, and is verified on a few."""
-        return () if isinstance(config, HopperConfig) else (self._packed(inputs),)
+        return () if isinstance(config, SSDHopperConfig) else (self._packed(inputs),)
 
     def _packed(self, inputs: SSDInputs) -> SSDInputs:
         """The beginning of the first sequence, cut into three packed sequences."""
@@ -102,22 +93,14 @@ class SSDTuning:
         z = None if short.z is None else short.z[:1]
         return replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries)
 
-    def use(self, finds: Iterable[Use]) -> None:
-        tuned.use(_find(find) for find in finds)
+    def use(self, finds: Iterable[TunedUse]) -> None:
+        use_overrides("ssd", dict(map(_override, finds)))
 
 
-def _find(find: Use) -> tuned.Find:
+def _override(find: TunedUse) -> tuple[CallKey, Config]:
     sizes: dict[str, Any] = dict(find.calls.sizes)
-    layer = tuned.Layer(
-        **{name: sizes[name] for name in ("nheads", "headdim", "dstate", "ngroups", "gate")},
-        dtype=dtype_named(sizes["dtype"]),
-        exact=find.calls.intermediates == "exact",
-    )
-    config = config_of(find.settings, find.reason)
-    if isinstance(config, PortableConfig):
-        return tuned.PortableFind(gpu=find.gpu, layer=layer, config=config)
-    sequences, nchunks = sizes["sequences"], sizes["nchunks"]
-    return tuned.HopperFind(gpu=find.gpu, layer=layer, sequences=sequences, nchunks=nchunks, config=config)
+    sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": find.calls.intermediates == "exact"}
+    return CallKey.of(find.gpu, "ssd", find.calls.kernel, **sizes), config_of(find.settings, find.reason)
 
 
 TUNING = SSDTuning()

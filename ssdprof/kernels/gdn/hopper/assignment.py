@@ -14,26 +14,19 @@ earlier launches compute the state that enters a segment (`parts.py`), or the fi
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import add
-from ssdprof.kernels.gdn.hopper.rings import CHUNK
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.work import OneSegment, aggregate
 
 BLOCK = gl.constexpr(256)  # bounds that one iteration reads
 FIRST_PASS_16THS = gl.constexpr(9)  # time of a first-pass chunk, in sixteenths of a second-pass chunk
 
 STAGES = {
-    "segments": "ticket",
-    "segment_at": "ticket",
-    "chunks": "ticket",
-    "chunk_at": "ticket",
-    "sequence_at": "ticket",
-    "packed_slot": "ticket",
-    "segment_of": "ticket",
-    "lead_of": "ticket",
-    "boundary": "ticket",
+    "segments": "ticket", "segment_at": "ticket", "chunks": "ticket", "chunk_at": "ticket", "sequence_at": "ticket",
+    "packed_slot": "ticket", "segment_of": "ticket", "first_segment_extra": "ticket", "boundary": "ticket",
     "first_pass_of": "ticket",
-}
+}  # fmt: skip
 
 
 @aggregate
@@ -47,13 +40,9 @@ class Sequence:
     row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros beyond the sequence's end
     slot: gl.tensor  # index of its first chunk among all chunks
 
-    @gluon.constexpr_function
-    def __init__(self, index, begin, length, tile, row, slot):
-        self.index, self.begin, self.length, self.tile, self.row, self.slot = index, begin, length, tile, row, slot
-
 
 @aggregate
-class Segment:
+class GDNSegment:
     """Consecutive chunks of a sequence and one value head: the work of one program."""
 
     sequence: Sequence
@@ -64,25 +53,9 @@ class Segment:
     nchunks: gl.tensor
     last: gl.tensor  # whether it ends its sequence
     row: gl.tensor  # row, among the states of slow heads, of the state that enters or that it computes; -1: none
-    MAKES_PARTS: gl.constexpr
+    MAKES_PARTS: gl.constexpr = False
 
-    @gluon.constexpr_function
-    def __init__(self, sequence, head, value_head, first, back, nchunks, last, row):
-        self.sequence, self.head, self.value_head, self.first, self.back = sequence, head, value_head, first, back
-        self.nchunks, self.last, self.row, self.MAKES_PARTS = nchunks, last, row, gl.constexpr(False)
-
-    @gluon.jit
-    def segments(self):
-        return 1
-
-    @gluon.jit
-    def segment_at(self, k):  # noqa: ARG002
-        return self, 0
-
-    @gluon.jit
-    def chunks(self):
-        """Chunks of all segments.  Requires that no segment has a first pass."""
-        return self.nchunks
+    segments, segment_at, chunks = OneSegment.segments, OneSegment.segment_at, OneSegment.chunks
 
     @gluon.jit
     def chunk_at(self, n):
@@ -91,7 +64,7 @@ class Segment:
 
 
 @aggregate
-class Wholes:
+class Persistent:
     """Whole sequences of equal length: every `programs`-th pair of a sequence and a head, heads fastest."""
 
     program: gl.tensor
@@ -100,13 +73,7 @@ class Wholes:
     seqlen: gl.tensor
     nchunks: gl.tensor
     HEADS: gl.constexpr
-    MAKES_PARTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, program, programs, pairs, seqlen, nchunks, HEADS):
-        self.program, self.programs, self.pairs = program, programs, pairs
-        self.seqlen, self.nchunks, self.HEADS = seqlen, nchunks, gl.constexpr(HEADS)
-        self.MAKES_PARTS = gl.constexpr(False)
+    MAKES_PARTS: gl.constexpr = False
 
     @gluon.jit
     def segments(self):
@@ -114,12 +81,11 @@ class Wholes:
 
     @gluon.jit
     def segment_at(self, k):
-        """The program's k-th segment, and the number of the program's chunks before it."""
         pair = self.program + k * self.programs
         i = pair // self.HEADS
         sequence = Sequence(i, gl.to_tensor(0), self.seqlen, i, gl.to_tensor(0), i * self.nchunks)
         zero, head = gl.to_tensor(0), pair % self.HEADS
-        return Segment(sequence, head, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
+        return GDNSegment(sequence, head, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
 
     @gluon.jit
     def chunks(self):
@@ -156,58 +122,59 @@ def packed_slot(slot, sequences, cu_seqlens_ptr, cu_stride):
 
 @gluon.jit
 def segment_of(
-    program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, enough, backs_ptr,
-    HEADS: gl.constexpr, LEADS: gl.constexpr,
+    program, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, truncation_log2, warmup_lengths_ptr,
+    S: gl.constexpr,
 ):  # fmt: skip
     """The segment of a program, and whether it exists.  Heads vary fastest, then sequences, then segments of K chunks.
 
-    With LEADS, segments have K chunks on average, and the first one is longer (`lead_of`).
+    With FIRST_SEGMENT_EXTRA, segments have K chunks on average, and the first one is longer (`first_segment_extra`).
     bounds: None if segments are whole sequences
-    backs: lengths of first passes from `parts.py`, or None
+    warmup_lengths: of first passes from `parts.py`, or None
     """
-    rank = program // HEADS
+    rank = program // S.HEADS
     sequence = sequence_at(rank % sequences, seqlen, cu_seqlens_ptr, cu_stride)
     s = rank // sequences
-    head, first = program % HEADS, s * K
+    head, first = program % S.HEADS, s * K
     length = gl.cdiv(sequence.length, CHUNK)
     nchunks = gl.maximum(gl.minimum(K, length - first), 0)
-    if LEADS:
+    if S.FIRST_SEGMENT_EXTRA:
         count = gl.cdiv(length, K)
-        lead = lead_of(bounds_ptr + head.to(gl.int64) * slots + sequence.slot, (count - 1) * K, enough)
-        first = boundary(s, count, lead, length)
-        nchunks = boundary(s + 1, count, lead, length) - first
+        bounds = bounds_ptr + head.to(gl.int64) * slots + sequence.slot
+        extra = first_segment_extra(bounds, (count - 1) * K, truncation_log2)
+        first = boundary(s, count, extra, length)
+        nchunks = boundary(s + 1, count, extra, length) - first
     exists = (nchunks > 0) | (first == 0)  # an empty sequence has one segment, to copy its state
     row = gl.to_tensor(-1)
     if bounds_ptr is None:
         back = gl.to_tensor(0)
-    elif backs_ptr is None:
+    elif warmup_lengths_ptr is None:
         bounds = bounds_ptr + head.to(gl.int64) * slots + sequence.slot
-        back = first_pass_of(bounds, gl.where(exists, first, 0), enough)
+        back = first_pass_of(bounds, gl.where(exists, first, 0), truncation_log2)
     else:
-        of_segment = program - sequences * HEADS
-        back = gl.load(backs_ptr + of_segment, mask=(first > 0) & exists, other=0)
+        of_segment = program - sequences * S.HEADS
+        back = gl.load(warmup_lengths_ptr + of_segment, mask=(first > 0) & exists, other=0)
         row, back = gl.where(back < 0, of_segment, -1), gl.maximum(back, 0)
-    return Segment(sequence, head, head, first, back, nchunks, first + nchunks >= length, row), exists
+    return GDNSegment(sequence, head, head, first, back, nchunks, first + nchunks >= length, row), exists
 
 
 @gluon.jit
-def lead_of(bounds_ptr, last, enough):
+def first_segment_extra(bounds_ptr, last, truncation_log2):
     """Chunks by which a head's first segment is longer than the others, because it has no first pass.
 
     This is the cost of the last segment's first pass, if that segment begins at chunk `last`.
     """
-    return first_pass_of(bounds_ptr, last, enough) * FIRST_PASS_16THS // 16
+    return first_pass_of(bounds_ptr, last, truncation_log2) * FIRST_PASS_16THS // 16
 
 
 @gluon.jit
-def boundary(s, count, lead, length):
+def boundary(s, count, extra, length):
     """The first chunk of segment s of `count`; the end of the sequence for s = count."""
-    return gl.where(s > 0, lead + s * (length - lead) // count, 0)
+    return gl.where(s > 0, extra + s * (length - extra) // count, 0)
 
 
 @gluon.jit
-def first_pass_of(bounds_ptr, first, enough):
-    """Chunks of the first pass of a segment that begins at chunk `first`: until the bounds' sum is at most `enough`."""
+def first_pass_of(bounds_ptr, first, truncation_log2):
+    """Chunks of the first pass of a segment that begins at chunk `first`: until the bounds' sum is truncation_log2."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_c = gl.arange(0, BLOCK, layout)
     seen, left = gl.to_tensor(0), gl.to_tensor(0.0)
@@ -216,7 +183,7 @@ def first_pass_of(bounds_ptr, first, enough):
         c = first - 1 - seen - o_c
         bound = gl.load(bounds_ptr + gl.maximum(c, 0), mask=c >= 0, other=0.0)
         sums = left + gl.associative_scan(bound, 0, add)
-        reached = gl.min(gl.where((sums <= enough) & (c >= 0), o_c, BLOCK), 0)
+        reached = gl.min(gl.where((sums <= truncation_log2) & (c >= 0), o_c, BLOCK), 0)
         left += gl.sum(bound, 0)
         seen += gl.minimum(reached + 1, BLOCK)
         go = (reached == BLOCK) & (seen < first)

@@ -12,7 +12,7 @@ Grid: pairs * V / BLOCK_V, a pair being a sequence and a head; rows are ordered 
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION
+from ssdprof.kernels.functions import DOT_PRECISION
 
 STAGES = {"_combine_kernel": "warm_up"}
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._tiles import row_stride
-from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.kernels.device import INTERPRETED, capability
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
-from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM, VECTORS
+from ssdprof.kernels.gdn.hopper.rings import DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.hopper.launch import unreadable
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
 
 # Times are in units of one chunk of the second pass.
 FIRST_PASS = 0.55  # time of a chunk of the first pass
-WORTH_LEAD = 8  # least chunks of a segment for `leads`: computing the lead takes half a chunk's time
+WORTH_EXTRA = 8  # least chunks of a segment for `first_segment_extra`: computing the extra takes half a chunk's time
 START = 3.0  # time to start and end a program
 REACH = 10  # chunks of a first pass with gates as models are initialised
 MOST_WAVES = 3  # programs that run on an SM one after the other
@@ -30,28 +31,28 @@ LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # bounds of longest_first_pass, in 
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperConfig:
+class GDNHopperConfig:
     """segment: chunks of 64 positions in one program's segment of one head
-    stays: number of programs that each process several whole sequences; 0: one program per segment
-    enough: log2 of the share of a state that a first pass may neglect where it begins; -inf: none, whatever the gates
-    leads: the first segment of a sequence has no first pass, and is longer than the others by the cost of theirs, which
-        the device computes for each head; `segment` is then the mean length
-    slow_parts: equal parts of a segment, for heads whose first pass would be longer than longest_first_pass
+    persistent_programs: number of programs that each process several whole sequences; 0: one program per segment
+    truncation_log2: log2 of the share of a state that a first pass may neglect where it begins; -inf: none
+    first_segment_extra: the first segment of a sequence has no first pass, and is longer than the others by the cost of
+        theirs, which the device computes for each head; `segment` is then the mean length
+    transition_parts: equal parts of a segment, for heads whose first pass would be longer than longest_first_pass
         (`parts.py`); 0: first passes may have any length
-    carriers: number of programs that compute those parts
-    inverts: the main launch also inverts the chunks, for segments that are whole sequences
+    transition_programs: number of programs that compute those parts
+    fused_inverse: the main launch also inverts the chunks, for segments that are whole sequences
     key_ring, ring: slots of the rings of k and of vectors, and of the other rings
     state_registers, other_registers: registers per thread of the role `states`, and of gates, loads and stores
     """
 
     segment: int
-    stays: int = 0
-    enough: float = -24.0
-    leads: bool = False
-    slow_parts: int = 0
+    persistent_programs: int = 0
+    truncation_log2: float = -24.0
+    first_segment_extra: bool = False
+    transition_parts: int = 0
     longest_first_pass: int = 0
-    carriers: int = 132
-    inverts: bool = False
+    transition_programs: int = 132
+    fused_inverse: bool = False
     key_ring: int = 2
     ring: int = 2
     state_registers: int = 192
@@ -59,7 +60,7 @@ class HopperConfig:
     reason: str = ""
 
     @classmethod
-    def choose(cls, inputs: GDNInputs, sm_count: int, *, batch_invariant: bool) -> HopperConfig:
+    def choose(cls, inputs: GDNInputs, sm_count: int, *, batch_invariant: bool) -> GDNHopperConfig:
         """Choose by the length and number of sequences, the number of heads and the GPU.
 
         With `batch_invariant`, choose as for one sequence, so that a sequence's result is bitwise the same in any
@@ -69,66 +70,58 @@ class HopperConfig:
         if batch_invariant and inputs.cu_seqlens is not None:
             return _of_whole_sequences(cls(segment=nchunks), inputs)
         sequences = 1 if batch_invariant else inputs.sequences
-        config = _cut(nchunks, sequences * heads, sm_count)
-        if config.stays:
-            return _of_whole_sequences(config, inputs)
+        pairs = sequences * heads
+        found = cut(nchunks, pairs, sm_count, COST)
+        if found.shares:
+            reason = f"whole sequences for {sm_count} programs"
+            return _of_whole_sequences(cls(segment=nchunks, persistent_programs=sm_count, reason=reason), inputs)
+        programs = pairs * found.count(nchunks)
+        reason = f"least estimated time: {programs} programs of {found.segment} chunks on {sm_count} SMs"
+        config = cls(segment=found.segment, reason=reason)
         if not batch_invariant:  # parts depend on the number of rows, and that on the batch
             config = _with_parts(config, inputs, nchunks, sm_count)
-        return replace(config, leads=_worth_leading(config, inputs, nchunks))
+        extra = WORTH_EXTRA <= config.segment < nchunks and not config.transition_parts and inputs.cu_seqlens is None
+        return replace(config, first_segment_extra=extra)
 
 
-@lru_cache(maxsize=1024)
-def _cut(nchunks: int, pairs: int, sm_count: int) -> HopperConfig:
-    """The even cut with the least estimated time.
-
-    pairs: of a sequence and a head, each of `nchunks` chunks.  SMs are assumed to start a program when one ends.
-    """
-    if pairs >= sm_count:
-        return HopperConfig(segment=nchunks, stays=sm_count, reason=f"whole sequences for {sm_count} programs")
-
-    def time(count: int) -> float:
-        return ceil_div(count * pairs, sm_count) * estimated_time(ceil_div(nchunks, count), nchunks)
-
-    at_once, most = (range(1, min(nchunks, waves * sm_count // pairs) + 1) for waves in (1, MOST_WAVES))
-    count, finer = min(at_once, key=time), min(most, key=time)
-    if time(finer) < WORTH_WAVES * time(count):
-        count = finer
-    segment = ceil_div(nchunks, count)
-    programs = pairs * ceil_div(nchunks, segment)
-    reason = f"least estimated time: {programs} programs of {segment} chunks on {sm_count} SMs"
-    return HopperConfig(segment=segment, reason=reason)
+def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
+    for count in range(1, min(nchunks, MOST_WAVES * sm_count // pairs) + 1):
+        yield Cut(segment=ceil_div(nchunks, count))
 
 
-def _of_whole_sequences(config: HopperConfig, inputs: GDNInputs) -> HopperConfig:
+def _estimated_time(one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
+    """SMs are assumed to start a program when one ends."""
+    programs = pairs * ceil_div(nchunks, one.segment)
+    of_program = START + one.segment + FIRST_PASS * min(REACH, nchunks - one.segment)
+    time = ceil_div(programs, sm_count) * of_program
+    return time if programs <= sm_count else time / WORTH_WAVES
+
+
+COST = CutCost(candidates=_even_cuts, time=_estimated_time)
+
+
+def _of_whole_sequences(config: GDNHopperConfig, inputs: GDNInputs) -> GDNHopperConfig:
     """One launch, unless the call normalises keys.  It is 3 % faster on an H200; other register counts are slower."""
     if inputs.cu_seqlens is not None:
-        config = replace(config, stays=0, reason="packed: a program for each sequence and head")
+        config = replace(config, persistent_programs=0, reason="packed: a program for each sequence and head")
     if inputs.use_qk_l2norm:
         return config
-    return replace(
-        config, inverts=True, key_ring=3, state_registers=176, other_registers=64, reason=config.reason + ", one launch"
-    )
+    one_launch = dict(fused_inverse=True, key_ring=3, state_registers=176, other_registers=64)
+    return replace(config, **one_launch, reason=config.reason + ", one launch")  # type: ignore[arg-type]
 
 
-def _with_parts(config: HopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int) -> HopperConfig:
+def _with_parts(config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int) -> GDNHopperConfig:
     """For long sequences, divide segments into parts, and round the segment up to whole parts."""
     rows = row_count(inputs, config.segment)
     if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
         return config
-    parts = _power_of_two(min(config.segment // PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows))
+    most = max(1, min(config.segment // PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows))
+    parts = 1 << most.bit_length() - 1  # a power of two
     segment = parts * ceil_div(config.segment, parts)
     longest = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS)
-    return replace(config, segment=segment, slow_parts=parts, longest_first_pass=longest, carriers=sm_count)
-
-
-def _worth_leading(config: HopperConfig, inputs: GDNInputs, nchunks: int) -> bool:
-    possible = config.segment < nchunks and not config.slow_parts and inputs.cu_seqlens is None
-    return possible and config.segment >= WORTH_LEAD
-
-
-def _power_of_two(most: int) -> int:
-    """The largest power of two up to `most`, at least 1."""
-    return 1 << max(most, 1).bit_length() - 1
+    return replace(
+        config, segment=segment, transition_parts=parts, longest_first_pass=longest, transition_programs=sm_count
+    )
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:
@@ -137,21 +130,10 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
 
-def estimated_time(segment: int, nchunks: int) -> float:
-    """Estimated time of a program, in chunks of the second pass."""
-    return START + segment + FIRST_PASS * min(REACH, nchunks - segment)
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def shared_bytes(key_ring: int, ring: int) -> int:
     """Shared memory of one program of the second kernel, without its barriers."""
     wide, square = 2 * CHUNK.value * DIM.value, 2 * CHUNK.value * CHUNK.value
-    return int(
-        key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value) + ring * (2 * wide + 2 * square) + wide
-    )  # fmt: skip
+    return int(key_ring * (2 * wide + VECTORS.value * 4 * CHUNK.value) + ring * (2 * wide + 2 * square) + wide)
 
 
 def slot_count(inputs: GDNInputs) -> int:
@@ -166,10 +148,10 @@ def unsupported(inputs: GDNInputs) -> str:
     """Why this kernel does not support `inputs`; empty if it does."""
     if (inputs.q.shape[3], inputs.v.shape[3]) != (DIM.value, DIM.value):
         return f"K {inputs.q.shape[3]} with V {inputs.v.shape[3]}"
-    return unreadable(inputs)
+    return unsupported_otherwise(inputs)
 
 
-def unreadable(inputs: GDNInputs) -> str:
+def unsupported_otherwise(inputs: GDNInputs) -> str:
     """Why this kernel does not support `inputs`, for reasons other than K and V; empty if it does."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if INTERPRETED or not q.is_cuda or capability(q) != (9, 0):
@@ -180,10 +162,4 @@ def unreadable(inputs: GDNInputs) -> str:
         return f"a scale of {inputs.scale_or_default}"
     if slot_count(inputs) * CHUNK.value * v.shape[2] >= 2**31:
         return "2^31 positions of all heads"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        row = row_stride(tensor)
-        if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
-            return f"strides or alignment of {name}, which TMA cannot read"
-        if tensor.shape[0] > 1 and (tensor.stride(0) % 8 or tensor.stride(0) <= 0):
-            return f"batch stride of {name}, which TMA cannot read"
-    return ""
+    return unreadable(q=q, k=k, v=v)

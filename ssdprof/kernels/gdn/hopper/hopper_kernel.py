@@ -7,7 +7,7 @@ launches compute that state instead (`parts.py`).  No program waits for another.
 (`rings.py`): `states` updates the state chunk by chunk, and `scores` computes its factors from the chunk's inverse.
 
 In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens (sequences + 1)
-      inverse, decays, bounds, norms: from `prep_kernel.py` | entering: `combine_kernel.py` | backs: `parts.py`
+      inverse, decays, bounds, norms: from `prep_kernel.py` | entering: `combine_kernel.py` | warmup_lengths: `parts.py`
 Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, any strides
 Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or one program per SM, which processes
       several whole sequences
@@ -19,73 +19,62 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels._gluon import role_barrier
-from ssdprof.kernels.gdn.hopper.assignment import Wholes, segment_of
-from ssdprof.kernels.gdn.hopper.parts import parts_of
-from ssdprof.kernels.gdn.hopper.rings import CHUNK, allocate, begin_barriers
-from ssdprof.kernels.gdn.hopper.role_copies import copies
+from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Persistent, segment_of
+from ssdprof.kernels.gdn.hopper.parts import Parts, parts_of
+from ssdprof.kernels.gdn.hopper.rings import Rings, allocate, begin_barriers
+from ssdprof.kernels.gdn.hopper.role_copies import copies, loads, stores
 from ssdprof.kernels.gdn.hopper.role_gates import gates, gates_of_inputs
-from ssdprof.kernels.gdn.hopper.role_inverse import allocate_inversion, begin_inversion, inverses
-from ssdprof.kernels.gdn.hopper.role_loads import loads
+from ssdprof.kernels.gdn.hopper.role_inverse import Inversion, begin_inversion, inverses
 from ssdprof.kernels.gdn.hopper.role_scores import scores, scores_and_lower
 from ssdprof.kernels.gdn.hopper.role_states import states
-from ssdprof.kernels.gdn.hopper.role_stores import stores
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.work import aggregate
 
-STAGES = {
-    "_hopper_kernel": "setup",
-    "_parts_kernel": "setup",
-    "run_roles": "setup",
-    "run_inverting_roles": "setup",
-    "as_tensors": "setup",
-}
+STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup", "run_roles": "setup", "as_tensors": "setup"}
+
+
+@aggregate
+class GDNEnv:
+    """All that the roles share."""
+
+    rings: Rings
+    inversion: Inversion | gl.constexpr  # None after a launch of `prep_kernel.py`, as `gates`
+    work: GDNSegment | Persistent | Parts
+    decays_ptr: gl.tensor | gl.constexpr
+    norms_ptr: gl.tensor | gl.constexpr
+    scale: gl.tensor | gl.constexpr  # None without such a launch: then it is in `gates`
+    descs: gl.tuple  # of q, k, v, the inverse if there is one, out
+    gates: gl.tuple | gl.constexpr  # pointers to g and beta, their strides, scale
+    initial_ptr: gl.tensor | gl.constexpr
+    entering_ptr: gl.tensor | gl.constexpr
+    to_ptr: gl.tensor  # final states, or parts
+    S: gl.constexpr  # compile-time arguments
 
 
 @gluon.jit
-def run_roles(
-    rings, work, descs, pointers, scale, STATE_STRIDES: gl.constexpr, KEY_HEADS: gl.constexpr, HEADS: gl.constexpr,
-    STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Run the roles until each has done its part of `work`."""
-    q_desc, k_desc, v_desc, A_desc, out_desc = descs
-    initial_ptr, entering_ptr, to_ptr, decays_ptr, norms_ptr = pointers
-    AHEAD: gl.constexpr = rings.keys.SIZE - rings.queries.SIZE
+def run_roles(env):
+    """Run the roles until each has done its part of the program's work.
+
+    The roles that invert need work without first passes.
+    """
     # 512 registers for four groups of 128 threads, of which the first role, `states`, has two
-    SCORE_REGISTERS: gl.constexpr = 512 - 2 * STATE_REGISTERS - OTHER_REGISTERS
-    gl.warp_specialize(
-        [
-            (states, (rings, work, initial_ptr, entering_ptr, to_ptr, STATE_STRIDES, HEADS)),
-            (scores, (rings, work)),
-            (gates, (rings, work, decays_ptr, norms_ptr, scale, HEADS, KEY_HEADS)),
-            (loads, (rings, work, (q_desc, k_desc, v_desc, A_desc), AHEAD, HEADS, HEADS // KEY_HEADS)),
-            (stores, (rings, work, out_desc)),
-        ],
-        [4, 2, 1, 1],
-        [SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
-    )  # fmt: skip
-
-
-@gluon.jit
-def run_inverting_roles(
-    rings, work, descs, pointers, inputs, scale, STATE_STRIDES: gl.constexpr, KEY_HEADS: gl.constexpr,
-    HEADS: gl.constexpr, PACKED: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """As `run_roles`, but without a launch of `prep_kernel.py` before.  Requires that no segment has a first pass."""
-    q_desc, k_desc, v_desc, out_desc = descs
-    initial_ptr, final_ptr = pointers
-    inversion = allocate_inversion(rings.inverses.SIZE)
-    begin_inversion(inversion)
-    role_barrier()
-    SCORE_REGISTERS: gl.constexpr = 512 - 2 * STATE_REGISTERS - OTHER_REGISTERS
-    gl.warp_specialize(
-        [
-            (states, (rings, work, initial_ptr, None, final_ptr, STATE_STRIDES, HEADS)),
-            (scores_and_lower, (rings, inversion, work)),
-            (inverses, (rings, inversion, work)),
-            (copies, (rings, work, (q_desc, k_desc, v_desc), out_desc, HEADS // KEY_HEADS)),
-            (gates_of_inputs, (rings, work, inputs, scale, PACKED)),
-        ],
-        [4, 2, 1, 1],
-        [SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
-    )  # fmt: skip
+    OTHERS: gl.constexpr = env.S.OTHER_REGISTERS
+    SCORES: gl.constexpr = 512 - 2 * env.S.STATE_REGISTERS - OTHERS
+    if env.inversion is None:
+        gl.warp_specialize(
+            [(states, (env,)), (scores, (env,)), (gates, (env,)), (loads, (env,)), (stores, (env,))],
+            [4, 2, 1, 1],
+            [SCORES, OTHERS, OTHERS, OTHERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (states, (env,)), (scores_and_lower, (env,)), (inverses, (env,)), (copies, (env,)),
+                (gates_of_inputs, (env,)),
+            ],
+            [4, 2, 1, 1],
+            [SCORES, OTHERS, OTHERS, OTHERS],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -97,59 +86,62 @@ def as_tensors(strides):
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots", "K"])
 def _hopper_kernel(
-    q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, entering_ptr, backs_ptr, final_ptr,
-    decays_ptr, bounds_ptr, norms_ptr, g_ptr, beta_ptr, g_strides, beta_strides,
-    STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, STAYS: gl.constexpr, LEADS: gl.constexpr,
-    KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, strides, scale, truncation_log2, seqlen, sequences, slots, K,
+    S: gl.constexpr,
 ):  # fmt: skip
-    rings = allocate(k_desc.dtype, KEY_RING, RING)
+    """strides: of g, beta, cu_seqlens."""
+    (
+        initial_ptr, cu_seqlens_ptr, entering_ptr, warmup_lengths_ptr, final_ptr, decays_ptr, bounds_ptr, norms_ptr,
+        g_ptr, beta_ptr,
+    ) = tensors  # fmt: skip
+    rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
     begin_barriers(rings, True)
     exists = True
-    if STAYS:
-        work = Wholes(
-            gl.program_id(0), gl.num_programs(0), sequences * HEADS, seqlen, gl.cdiv(seqlen, CHUNK), HEADS
+    if S.PERSISTENT:
+        work = Persistent(
+            gl.program_id(0), gl.num_programs(0), sequences * S.HEADS, seqlen, gl.cdiv(seqlen, CHUNK), S.HEADS
         )  # fmt: skip
     else:
         work, exists = segment_of(
-            gl.program_id(0), seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr, slots, K, enough,
-            backs_ptr, HEADS, LEADS,
+            gl.program_id(0), seqlen, sequences, cu_seqlens_ptr, strides[2][0], bounds_ptr, slots, K, truncation_log2,
+            warmup_lengths_ptr, S,
         )  # fmt: skip
     role_barrier()
     if not exists:
         pass
     elif A_desc is None:
-        run_inverting_roles(
-            rings, work, (q_desc, k_desc, v_desc, out_desc), (initial_ptr, final_ptr),
-            (g_ptr, beta_ptr, as_tensors(g_strides), as_tensors(beta_strides)), scale, STATE_STRIDES, KEY_HEADS,
-            HEADS, cu_seqlens_ptr is not None, STATE_REGISTERS, OTHER_REGISTERS,
+        inversion = begin_inversion(rings.inverses.DEPTH)
+        role_barrier()
+        inputs = (g_ptr, beta_ptr, as_tensors(strides[0]), as_tensors(strides[1]), scale)
+        env = GDNEnv(
+            rings, inversion, work, None, None, None, (q_desc, k_desc, v_desc, out_desc), inputs, initial_ptr, None,
+            final_ptr, S,
         )  # fmt: skip
+        run_roles(env)
     else:
-        run_roles(
-            rings, work, (q_desc, k_desc, v_desc, A_desc, out_desc),
-            (initial_ptr, entering_ptr, final_ptr, decays_ptr, norms_ptr), scale, STATE_STRIDES, KEY_HEADS, HEADS,
-            STATE_REGISTERS, OTHER_REGISTERS,
+        env = GDNEnv(
+            rings, None, work, decays_ptr, norms_ptr, scale, (q_desc, k_desc, v_desc, A_desc, out_desc), None,
+            initial_ptr, entering_ptr, final_ptr, S,
         )  # fmt: skip
+        run_roles(env)
 
 
 @gluon.jit(do_not_specialize=["rows", "limit", "seqlen", "sequences", "slots", "K"])
 def _parts_kernel(
-    q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, parts_ptr, backs_ptr,
-    decays_ptr, bounds_ptr, norms_ptr,
-    STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K, rows, limit,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
-    KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots, K,
+    rows, limit, S: gl.constexpr,
 ):  # fmt: skip
-    """Computes the parts of `parts.py`, (rows, PARTS, 2, V, K), and backs (rows).  A program computes several parts."""
-    rings = allocate(k_desc.dtype, KEY_RING, RING)
+    """Computes the parts of `parts.py`, (rows, PARTS, 2, V, K), and lengths of first passes (rows).
+
+    A program computes several parts.
+    """
+    initial_ptr, cu_seqlens_ptr, parts_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
+    rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
     begin_barriers(rings, False)
     work = parts_of(
         gl.program_id(0), gl.num_programs(0), rows, seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr,
-        slots, K, limit, enough, backs_ptr, HEADS, ROWS, PARTS, MOST,
+        slots, K, limit, truncation_log2, warmup_lengths_ptr, S.HEADS, S.ROWS, S.PARTS, S.MOST,
     )  # fmt: skip
     if work.count > 0:
-        run_roles(
-            rings, work, (q_desc, k_desc, v_desc, A_desc, out_desc),
-            (initial_ptr, None, parts_ptr, decays_ptr, norms_ptr), scale, STATE_STRIDES, KEY_HEADS, HEADS,
-            STATE_REGISTERS, OTHER_REGISTERS,
-        )  # fmt: skip
+        descs = (q_desc, k_desc, v_desc, A_desc, out_desc)
+        run_roles(GDNEnv(rings, None, work, decays_ptr, norms_ptr, scale, descs, None, initial_ptr, None, parts_ptr, S))

@@ -14,10 +14,10 @@ of L, which may be large, are never formed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mma_v2
-from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import role_barrier
-from ssdprof.kernels.gdn.hopper.rings import CHUNK
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.work import aggregate
 
 BLOCK = gl.constexpr(16)
 BLOCKS = gl.constexpr(4)  # blocks per chunk
@@ -34,14 +34,10 @@ in_blocks = gl.constexpr(
 of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))  # layout (block, row, column) of the diagonal blocks
 
 STAGES = {
-    "allocate_scratch": "solve_tril",
-    "diagonal_blocks": "solve_tril",
-    "store_lower": "solve_tril",
-    "inverse_of_blocks": "solve_tril",
-    "block_row": "solve_tril",
-    "invert_blocks": "solve_tril",
+    "allocate_scratch": "solve_tril", "diagonal_blocks": "solve_tril", "store_lower": "solve_tril",
+    "inverse_of_blocks": "solve_tril", "block_row": "solve_tril", "invert_blocks": "solve_tril",
     "side_by_side": "solve_tril",
-}
+}  # fmt: skip
 
 
 @gluon.constexpr_function
@@ -68,10 +64,6 @@ class Scratch:
     lower: gl.shared_memory_descriptor  # (head, i, j) fp16: L
     diagonal: gl.shared_memory_descriptor  # (head, j * BLOCKS + block, i) fp32: L_ii, transposed
     inverted: gl.shared_memory_descriptor  # (head * CHUNK + block * BLOCK + j, i) fp16: D_i, transposed
-
-    @gluon.constexpr_function
-    def __init__(self, lower, diagonal, inverted):
-        self.lower, self.diagonal, self.inverted = lower, diagonal, inverted
 
 
 @gluon.jit

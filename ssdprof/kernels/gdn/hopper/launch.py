@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._tiles import Rows, Tiles, row_stride, steps
-from ssdprof.kernels._workspace import Part, part
-from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, row_count, slot_count
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
-from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
-from ssdprof.kernels.gdn.hopper.slow_heads import SlowHeads
-from ssdprof.kernels.gdn.hopper.workspace import Workspace, padded_strides
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.gdn.hopper.rings import DIM
+from ssdprof.kernels.gdn.hopper.slow_heads import LongMemory
+from ssdprof.kernels.gdn.hopper.workspace import HopperWorkspace, padded_strides
+from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.schedule import ceil_div
+from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.tensors import Part, Rows, Tiles, part, row_stride, steps
 
 Gates = tuple[Part | None, Part | None, Part | None]  # decays, bounds, norms
 
@@ -29,76 +29,66 @@ class Begun(NamedTuple):
     gates: Gates
 
 
-def workspace_bytes(inputs: GDNInputs, config: HopperConfig, *, padded: bool = False) -> int:
+def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig, *, padded: bool = False) -> int:
     """Bytes of the workspace of a call."""
-    return Workspace.of(inputs, config, padded=padded).layout.nbytes
+    return HopperWorkspace.of(inputs, config, padded=padded).layout.nbytes
 
 
-def launch_count(inputs: GDNInputs, config: HopperConfig) -> int:
-    if config.inverts:
+def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
+    if config.fused_inverse:
         return 1
-    return 4 if config.slow_parts and row_count(inputs, config.segment) else 2
+    return 4 if config.transition_parts and row_count(inputs, config.segment) else 2
 
 
-class HopperLaunch:
+class GDNHopperLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them.
 
     padded: final states are written to the workspace with K = V = 128.  Then call only `begin` and `finish`.
     """
 
     def __init__(
-        self, inputs: GDNInputs, config: HopperConfig, *, state_v_first: bool = False, padded: bool = False
+        self, inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False, padded: bool = False
     ) -> None:
         seqlen, key_heads = inputs.q.shape[1:3]
         heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
         slots = slot_count(inputs)
         self._index, self._device = inputs.q.get_device(), inputs.q.device
-        self._places = Workspace.of(inputs, config, padded=padded)
+        self._places = HopperWorkspace.of(inputs, config, padded=padded)
         self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
         self._q, self._k, self._v = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
         row = heads * inputs.v.shape[3]
         self._out = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
         self._inverse = Rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
-        at_once = _heads_together(heads // key_heads)
+        # value heads per program of the first kernel
+        at_once = next((count for count in (2, 3) if heads // key_heads % count == 0), 1)
         self._prep_programs = slots * heads // at_once
-        if config.stays:
-            self._programs = min(config.stays, inputs.sequences * heads)
+        if config.persistent_programs:
+            self._programs = min(config.persistent_programs, inputs.sequences * heads)
         else:
             segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
             self._programs = segments * inputs.sequences * heads
         sizes = (seqlen, inputs.sequences, slots)
         cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
-        self._inverts = config.inverts
+        self._inverts = config.fused_inverse
         self._check(inputs, config)
         gate_strides = _vector_strides(inputs.g), _vector_strides(inputs.beta)
         self._prep = Launcher(
             _prep_kernel,
             (*gate_strides, cu_strides, *sizes),
-            {
-                "KEY_HEADS": key_heads,
-                "HEADS": heads,
-                "AT_ONCE": at_once,
-                "NORMALISE": inputs.use_qk_l2norm,
-                "num_warps": 4,
-                "maxnreg": 96,  # five programs per SM
-            },
+            dict(KEY_HEADS=key_heads, HEADS=heads, AT_ONCE=at_once, NORMALISE=inputs.use_qk_l2norm)
+            | dict(num_warps=4, maxnreg=96),  # five programs per SM
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
         final = padded_strides(heads, state_v_first=state_v_first) if padded else self._final_states.strides
-        scalars = ((*initial, *final), cu_strides, inputs.scale_or_default, config.enough, *sizes, config.segment)
-        options = {
-            "KEY_HEADS": key_heads,
-            "HEADS": heads,
-            "KEY_RING": config.key_ring,
-            "RING": config.ring,
-            "STATE_REGISTERS": config.state_registers,
-            "OTHER_REGISTERS": config.other_registers,
-            "num_warps": 8,
-        }
-        self._slow_heads = SlowHeads(inputs, config, self._places, scalars, options)
-        self._main = Launcher(
-            _hopper_kernel, (*gate_strides, *scalars), options | {"STAYS": config.stays > 0, "LEADS": config.leads}
-        )
+        options: dict[str, Any] = dict(  # GROUP: value heads per key head
+            KEY_HEADS=key_heads, HEADS=heads, GROUP=heads // key_heads, PACKED=packed,
+            PERSISTENT=config.persistent_programs > 0, FIRST_SEGMENT_EXTRA=config.first_segment_extra,
+            STATE_STRIDES=(*initial, *final), KEY_DEPTH=config.key_ring, DEPTH=config.ring,
+            STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers, num_warps=8,
+        )  # fmt: skip
+        scalars = inputs.scale_or_default, config.truncation_log2, *sizes, config.segment
+        self._long_memory = LongMemory(inputs, config, self._places, (cu_strides, *scalars), options)
+        self._main = Launcher(_hopper_kernel, ((*gate_strides, cu_strides), *scalars), options)
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(self._index):  # no effect for -1, the CPU
@@ -128,7 +118,7 @@ class HopperLaunch:
         """Launch the other kernels."""
         memory, (q, k, inverse), gates = begun
         descriptors = (q, k, self._v.of(inputs.v), inverse, self._out.of(out))
-        entering, backs = self._slow_heads(memory, descriptors, inputs, gates)
+        entering, backs = self._long_memory(memory, descriptors, inputs, gates)
         g, beta = (inputs.g, inputs.beta) if self._inverts else (None, None)
         self._main(
             self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, entering, backs, final_states,
@@ -141,17 +131,17 @@ class HopperLaunch:
         assert self._places.padded is not None
         return Part(begun.memory, self._places.padded)
 
-    def _check(self, inputs: GDNInputs, config: HopperConfig) -> None:
-        whole = config.stays or config.segment * CHUNK.value >= inputs.v.shape[1]
-        if config.leads and (whole or config.slow_parts or inputs.cu_seqlens is not None):
+    def _check(self, inputs: GDNInputs, config: GDNHopperConfig) -> None:
+        whole = config.persistent_programs or config.segment * CHUNK.value >= inputs.v.shape[1]
+        if config.first_segment_extra and (whole or config.transition_parts or inputs.cu_seqlens is not None):
             raise ValueError("a longer first segment needs several segments, no parts and no packed sequences")
-        if config.inverts and (inputs.use_qk_l2norm or not whole):
+        if config.fused_inverse and (inputs.use_qk_l2norm or not whole):
             raise ValueError("one launch takes whole sequences whose keys are normalised")
 
 
-def gdn_fused_hopper(inputs: GDNInputs, *, config: HopperConfig) -> GDNOutput:
+def gdn_fused_hopper(inputs: GDNInputs, *, config: GDNHopperConfig) -> GDNOutput:
     """Output in v's dtype, final states in fp32.  Requires that `config.unsupported` is empty."""
-    return HopperLaunch(inputs, config)(inputs)
+    return GDNHopperLaunch(inputs, config)(inputs)
 
 
 def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Tiles:
@@ -159,11 +149,6 @@ def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *,
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
     return Tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
-
-
-def _heads_together(group: int) -> int:
-    """Value heads per program of the first kernel, for `group` value heads per key head."""
-    return next((count for count in (2, 3) if group % count == 0), 1)
 
 
 def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -20,21 +20,17 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from ssdprof.kernels._gluon import add, role_barrier, scalar
-from ssdprof.kernels.gdn.hopper.assignment import Segment, Sequence, sequence_at
-from ssdprof.kernels.gdn.hopper.rings import CHUNK
+from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Sequence, sequence_at
+from ssdprof.kernels.hopper.ring import CHUNK
 
 LEAST_ROWS, MOST_ROWS = 128, 512
 LOOKS = gl.constexpr(4096)  # bounds that one iteration reads, for all rows together
 FIELDS = gl.constexpr(12)  # table entries per part
 
 STAGES = {
-    "segments": "ticket",
-    "segment_at": "ticket",
-    "first_passes": "ticket",
-    "write_part": "ticket",
-    "parts_of": "ticket",
-    "field": "ticket",
-}
+    "segments": "ticket", "segment_at": "ticket", "first_passes": "ticket", "write_part": "ticket",
+    "parts_of": "ticket", "field": "ticket",
+}  # fmt: skip
 
 
 @aggregate
@@ -63,7 +59,7 @@ class Parts:
         sequence = Sequence(
             self.field(k, 0), self.field(k, 1), self.field(k, 2), self.field(k, 3), self.field(k, 4), self.field(k, 5)
         )  # fmt: skip
-        segment = Segment(
+        segment = GDNSegment(
             sequence, self.field(k, 6), self.field(k, 7), self.field(k, 8), self.field(k, 9), gl.to_tensor(0), k < 0,
             self.field(k, 10),
         )  # fmt: skip

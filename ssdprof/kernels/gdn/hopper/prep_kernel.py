@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ssdprof.kernels._gluon import async_load, async_store, product_layout, reinterpret, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
-from ssdprof.kernels.gdn.hopper.decays import log2_decays, sums
 from ssdprof.kernels.gdn.hopper.inverse import (
     BLOCK,
     BLOCKS,
@@ -43,22 +42,19 @@ from ssdprof.kernels.gdn.hopper.inverse import (
     side_by_side,
     store_lower,
 )
-from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
+from ssdprof.kernels.gdn.hopper.rings import DIM
+from ssdprof.kernels.gdn.hopper.role_gates import log2_decays, sums
+from ssdprof.kernels.hopper.ring import CHUNK
 
 EPSILON = gl.constexpr(1e-6)  # added to squared norms
 # Layout (head, i).  A warp holds whole heads, so that it computes sums over a chunk alone.
 by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
 STAGES = {
-    "begin_times_transposed": "scaled_dot_kkt",
-    "diagonal_of": "scaled_dot_kkt",
-    "begin_inverses": "solve_tril",
-    "load_gates": "gate_cumsum",
-    "store_decays": "gate_cumsum",
-    "store_bounds": "gate_cumsum",
-    "inverses_of": "solve_tril",
-    "_prep_kernel": "setup",
-}
+    "begin_times_transposed": "scaled_dot_kkt", "diagonal_of": "scaled_dot_kkt", "begin_inverses": "solve_tril",
+    "load_gates": "gate_cumsum", "store_decays": "gate_cumsum", "store_bounds": "gate_cumsum",
+    "inverses_of": "solve_tril", "_prep_kernel": "setup",
+}  # fmt: skip
 
 
 @gluon.jit
@@ -149,10 +145,13 @@ def inverses_of(
 
 @gluon.jit(do_not_specialize=["seqlen", "sequences", "slots"])
 def _prep_kernel(
-    k_desc, q_desc, A_desc, g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr,
-    g_strides, beta_strides, cu_strides, seqlen, sequences, slots,
-    KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, AT_ONCE: gl.constexpr, NORMALISE: gl.constexpr,
+    k_desc, q_desc, A_desc, tensors, g_strides, beta_strides, cu_strides, seqlen, sequences, slots, S: gl.constexpr
 ):  # fmt: skip
+    g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
+    HEADS: gl.constexpr = S.HEADS
+    KEY_HEADS: gl.constexpr = S.KEY_HEADS
+    AT_ONCE: gl.constexpr = S.AT_ONCE
+    NORMALISE: gl.constexpr = S.NORMALISE
     layout: gl.constexpr = product_layout(CHUNK, 4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], k_desc.dtype)

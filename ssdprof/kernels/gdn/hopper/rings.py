@@ -4,21 +4,19 @@
     states      8 warps   holds the transposed state in registers; computes outputs   role_states.py
     scores      4 warps   computes X and W of a chunk from its inverse                role_scores.py
     gates       2 warps   computes vectors of decays                                  role_gates.py
-    loads       1 warp    loads q, k, v and the inverse of a chunk through TMA        role_loads.py
-    stores      1 warp    stores the output of a chunk through TMA                    role_stores.py
+    loads       1 warp    loads q, k, v and the inverse of a chunk through TMA        role_copies.py
+    stores      1 warp    stores the output of a chunk through TMA                    role_copies.py
 
-Each ring slot has two mbarriers.  Consumers wait at `full`, the producer at `empty`.  Use n of a ring of SIZE slots has
-slot n % SIZE and phase n / SIZE % 2.  TMA is the Tensor Memory Accelerator.
+TMA is the Tensor Memory Accelerator.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.core import _aggregate as aggregate
 
-from ssdprof.kernels._gluon import phase, place_in
+from ssdprof.kernels._gluon import place_in
+from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, begin_ring
+from ssdprof.kernels.hopper.work import aggregate
 
-CHUNK = gl.constexpr(64)
 DIM = gl.constexpr(128)  # K and V
 STATE_THREADS = gl.constexpr(256)
 # Vectors of a chunk.  With log2 decays G_i since the chunk's start, key norms n and query norms a:
@@ -31,53 +29,7 @@ DECAY = gl.constexpr(5)  # 2^G_end, repeated 64 times
 BETA = gl.constexpr(6)  # beta_i, only if this kernel inverts the chunks
 VECTORS = gl.constexpr(7)
 
-STAGES = {
-    "tile": "caller",
-    "wait_full": "caller",
-    "wait_empty": "caller",
-    "full_at": "caller",
-    "empty_at": "caller",
-    "vector": "caller",
-    "allocate": "setup",
-    "allocate_ring": "setup",
-    "begin_barriers": "setup",
-    "begin_ring": "setup",
-}
-
-
-@aggregate
-class Ring:
-    """Ring buffer in shared memory, with a `full` and an `empty` mbarrier per slot."""
-
-    tiles: gl.shared_memory_descriptor  # (SIZE, rows, columns)
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    SIZE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, empty, SIZE):
-        self.tiles, self.full, self.empty = tiles, full, empty
-        self.SIZE = gl.constexpr(SIZE)
-
-    @gluon.jit
-    def tile(self, n):
-        return self.tiles.index(place_in(n, self.SIZE))
-
-    @gluon.jit
-    def wait_full(self, n):
-        mbarrier.wait(self.full.index(place_in(n, self.SIZE)), phase(n, self.SIZE))
-
-    @gluon.jit
-    def wait_empty(self, n):
-        mbarrier.wait(self.empty.index(place_in(n, self.SIZE)), phase(n, self.SIZE) ^ 1)
-
-    @gluon.jit
-    def full_at(self, n):
-        return self.full.index(place_in(n, self.SIZE))
-
-    @gluon.jit
-    def empty_at(self, n):
-        return self.empty.index(place_in(n, self.SIZE))
+STAGES = {"vector": "caller", "allocate": "setup", "begin_barriers": "setup"}
 
 
 @aggregate
@@ -94,49 +46,25 @@ class Rings:
     outputs: Ring  # out (i, V)
     vectors: gl.shared_memory_descriptor  # (slots of keys * VECTORS, CHUNK)
 
-    @gluon.constexpr_function
-    def __init__(self, keys, values, queries, inverses, updates, weights, outputs, vectors):
-        self.keys, self.values, self.queries, self.inverses = keys, values, queries, inverses
-        self.updates, self.weights, self.outputs, self.vectors = updates, weights, outputs, vectors
-
     @gluon.jit
     def vector(self, n, which: gl.constexpr):
-        return self.vectors.index(place_in(n, self.keys.SIZE) * VECTORS + which)
+        return self.vectors.index(place_in(n, self.keys.DEPTH) * VECTORS + which)
 
 
 @gluon.jit
-def allocate_ring(dtype: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr):
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, COLUMNS], dtype)
-    return Ring(
-        gl.allocate_shared_memory(dtype, [SIZE, CHUNK, COLUMNS], layout),
-        gl.allocate_shared_memory(gl.int64, [SIZE, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [SIZE, 1], barrier),
-        SIZE,
-    )
-
-
-@gluon.jit
-def allocate(dtype: gl.constexpr, KEY_RING: gl.constexpr, RING: gl.constexpr):
+def allocate(dtype: gl.constexpr, KEY_DEPTH: gl.constexpr, DEPTH: gl.constexpr):
     """Allocate all rings.  The barriers are not initialised yet."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Rings(
-        keys=allocate_ring(dtype, KEY_RING, DIM),
-        values=allocate_ring(dtype, RING, DIM),
-        queries=allocate_ring(dtype, RING, DIM),
-        inverses=allocate_ring(dtype, RING, CHUNK),
-        updates=allocate_ring(dtype, RING, DIM),
-        weights=allocate_ring(dtype, RING, CHUNK),
+        keys=allocate_ring(dtype, KEY_DEPTH, DIM),
+        values=allocate_ring(dtype, DEPTH, DIM),
+        queries=allocate_ring(dtype, DEPTH, DIM),
+        inverses=allocate_ring(dtype, DEPTH, CHUNK),
+        updates=allocate_ring(dtype, DEPTH, DIM),
+        weights=allocate_ring(dtype, DEPTH, CHUNK),
         outputs=allocate_ring(dtype, 1, DIM),
-        vectors=gl.allocate_shared_memory(gl.float32, [KEY_RING * VECTORS, CHUNK], vector),
+        vectors=gl.allocate_shared_memory(gl.float32, [KEY_DEPTH * VECTORS, CHUNK], vector),
     )
-
-
-@gluon.jit
-def begin_ring(ring, FULL: gl.constexpr, EMPTY: gl.constexpr):
-    for i in gl.static_range(ring.SIZE):
-        mbarrier.init(ring.full.index(i), count=FULL)
-        mbarrier.init(ring.empty.index(i), count=EMPTY)
 
 
 @gluon.jit

@@ -1,21 +1,41 @@
 # mypy: ignore-errors
-"""Role `gates`: computes each chunk's vectors of decays.  Shared memory: `rings.py`."""
+"""Role `gates`: computes each chunk's vectors of decays.  Gates are log2 decays.  Shared memory: `rings.py`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels.gdn.hopper.decays import log2_decays, sums
-from ssdprof.kernels.gdn.hopper.rings import BETA, CHUNK, COLUMN, DECAY, FROM_STATE, ROW, TO_END, TO_OUTPUT
+from ssdprof.kernels._gluon import add
+from ssdprof.kernels.gdn.hopper.rings import BETA, COLUMN, DECAY, FROM_STATE, ROW, TO_END, TO_OUTPUT
+from ssdprof.kernels.hopper.ring import CHUNK
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LEAST = gl.constexpr(-150.0)  # 2^LEAST rounds to 0 in fp32
 
 STAGES = {
-    "store_decays": "gate_cumsum",
-    "chunk_gates": "gate_cumsum",
-    "gates": "gate_cumsum",
-    "load_gates": "gate_cumsum",
-    "gates_of_inputs": "gate_cumsum",
-}
+    "less": "caller", "log2_decays": "gate_cumsum", "sums": "gate_cumsum", "store_decays": "gate_cumsum",
+    "chunk_gates": "gate_cumsum", "gates": "gate_cumsum", "load_gates": "gate_cumsum", "gates_of_inputs": "gate_cumsum",
+}  # fmt: skip
 WAITS = {"keys": "ahead"}
+
+
+@gluon.jit
+def less(a, b):
+    """Minimum of a and b; NaN if b is NaN."""
+    return gl.where(b > a, a, b)
+
+
+@gluon.jit
+def log2_decays(g):
+    """Convert natural logarithms to log2, clamped between LEAST and 0; NaN stays NaN."""
+    g = gl.where(g > 0.0, 0.0, g.to(gl.float32) * LOG2_E)
+    return gl.where(g < LEAST, LEAST, g)
+
+
+@gluon.jit
+def sums(g, AXIS: gl.constexpr):
+    """Cumulative sums, made non-increasing: the rounding of a parallel scan could make a sum rise."""
+    return gl.associative_scan(gl.associative_scan(g, AXIS, add), AXIS, less)
 
 
 @gluon.jit
@@ -29,47 +49,47 @@ def store_decays(rings, n, G, G_end, to_output, layout: gl.constexpr):
 
 
 @gluon.jit
-def chunk_gates(
-    rings, segment, j, n, decays_ptr, norms_ptr, scale, HEADS: gl.constexpr, KEY_HEADS: gl.constexpr
-):  # fmt: skip
+def chunk_gates(env, segment, j, n):
     """Compute the vectors of the segment's j-th chunk, counted over both passes, which is the program's n-th."""
+    rings = env.rings
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [2], [0])
     o_i = gl.arange(0, CHUNK, layout)
     slot = (segment.sequence.slot + segment.first - segment.back + j).to(gl.int64)
-    row = decays_ptr + (slot * HEADS + segment.head) * CHUNK
+    row = env.decays_ptr + (slot * env.S.HEADS + segment.head) * CHUNK
     G, G_end = gl.load(row + o_i), gl.load(row + CHUNK - 1)
-    from_state, to_output = gl.exp2(G), scale
-    if norms_ptr is not None:
-        norms = norms_ptr + (slot * KEY_HEADS + segment.head // (HEADS // KEY_HEADS)) * (2 * CHUNK) + o_i
-        to_output = scale * gl.load(norms + CHUNK)
+    from_state, to_output = gl.exp2(G), env.scale
+    if env.norms_ptr is not None:
+        norms = env.norms_ptr + (slot * env.S.KEY_HEADS + segment.head // env.S.GROUP) * (2 * CHUNK) + o_i
+        to_output = env.scale * gl.load(norms + CHUNK)
         key_norm = gl.load(norms)
     rings.keys.wait_empty(n)
     store_decays(rings, n, G, G_end, to_output, layout)
-    if norms_ptr is not None:
+    if env.norms_ptr is not None:
         from_state *= key_norm
     rings.vector(n, FROM_STATE).store(from_state)
     mbarrier.arrive(rings.keys.full_at(n), count=1)
 
 
 @gluon.jit
-def gates(rings, work, decays_ptr, norms_ptr, scale, HEADS: gl.constexpr, KEY_HEADS: gl.constexpr):
-    for k in range(work.segments()):
-        segment, n = work.segment_at(k)
+def gates(env):
+    for k in range(env.work.segments()):
+        segment, n = env.work.segment_at(k)
         for j in range(segment.back + segment.nchunks):
-            chunk_gates(rings, segment, j, n + j, decays_ptr, norms_ptr, scale, HEADS, KEY_HEADS)
+            chunk_gates(env, segment, j, n + j)
 
 
 @gluon.jit
-def load_gates(work, n, inputs, PACKED: gl.constexpr, layout: gl.constexpr):
+def load_gates(env, n, layout: gl.constexpr):
     """g and beta of the program's n-th chunk; zeros if it does not exist, and beyond the sequence's end."""
-    g_ptr, beta_ptr, g_strides, beta_strides = inputs
+    g_ptr, beta_ptr, g_strides, beta_strides, _ = env.gates
+    work = env.work
     segment, chunk = work.chunk_at(n)
     o_i = gl.arange(0, CHUNK, layout)
     t = chunk * CHUNK + o_i
     inside = (t < segment.sequence.length) & (n < work.chunks())
     sequence, head = segment.sequence, segment.head.to(gl.int64)
     position = (sequence.begin + t).to(gl.int64)
-    batch = gl.where(PACKED, 0, sequence.index).to(gl.int64)
+    batch = gl.where(env.S.PACKED, 0, sequence.index).to(gl.int64)
     g_at = batch * g_strides[0] + head * g_strides[2] + position * g_strides[1]
     beta_at = batch * beta_strides[0] + head * beta_strides[2] + position * beta_strides[1]
     g = gl.load(g_ptr + g_at, mask=inside, other=0.0)
@@ -78,20 +98,21 @@ def load_gates(work, n, inputs, PACKED: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def gates_of_inputs(rings, work, inputs, scale, PACKED: gl.constexpr):
+def gates_of_inputs(env):
     """Compute the vectors of all chunks, and beta, from the gates themselves.  Loads are one chunk ahead.
 
     Used without a launch of `prep_kernel.py`, which sums the gates otherwise.
     """
+    rings, work = env.rings, env.work
     layout: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_i = gl.arange(0, CHUNK, layout)
-    g, beta = load_gates(work, gl.to_tensor(0), inputs, PACKED, layout)
+    g, beta = load_gates(env, gl.to_tensor(0), layout)
     for n in range(work.chunks()):
-        next_g, next_beta = load_gates(work, n + 1, inputs, PACKED, layout)
+        next_g, next_beta = load_gates(env, n + 1, layout)
         G = sums(log2_decays(g), 0)
         G_end = gl.sum(gl.where(o_i == CHUNK - 1, G, 0.0), 0)
         rings.keys.wait_empty(n)
-        store_decays(rings, n, G, G_end, scale, layout)
+        store_decays(rings, n, G, G_end, env.gates[4], layout)
         rings.vector(n, FROM_STATE).store(gl.exp2(G))
         rings.vector(n, BETA).store(beta)
         mbarrier.arrive(rings.keys.full_at(n), count=1)

@@ -21,25 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ssdprof.kernels._gluon import masked, product_layout
 from ssdprof.kernels.gdn.hopper.inverse import diagonal_blocks, store_lower
-from ssdprof.kernels.gdn.hopper.rings import BETA, CHUNK, COLUMN, DIM, ROW, TO_END
+from ssdprof.kernels.gdn.hopper.rings import BETA, COLUMN, DIM, ROW, TO_END
+from ssdprof.kernels.hopper.ring import CHUNK
 
 PARTS = gl.constexpr(2)  # X is computed in this many column blocks, to limit registers
 
 STAGES = {
-    "update_of": "state_factor",
-    "weights_of": "out_factor",
-    "scores": "out_factor",
-    "lower_of": "scaled_dot_kkt",
+    "update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor", "lower_of": "scaled_dot_kkt",
     "scores_and_lower": "out_factor",
-}
+}  # fmt: skip
 WAITS = {
-    "keys": "waiting.chunk",
-    "inverses": "waiting.inverse",
-    "queries": "waiting.chunk",
-    "updates": "ahead",
-    "weights": "ahead",
-    "lowers": "ahead",
-}
+    "keys": "waiting.chunk", "inverses": "waiting.inverse", "queries": "waiting.chunk", "updates": "ahead",
+    "weights": "ahead", "lowers": "ahead",
+}  # fmt: skip
 
 
 @gluon.jit
@@ -103,18 +97,19 @@ def lower_of(rings, inversion, n):
 
 
 @gluon.jit
-def scores_and_lower(rings, inversion, work):
+def scores_and_lower(env):
     """Compute L one chunk ahead of X and W, because its inversion takes the time of a chunk.
 
     Requires that no segment has a first pass.
     """
+    rings = env.rings
     layout: gl.constexpr = product_layout(CHUNK, 4)
     o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
-    chunks = work.chunks()
+    chunks = env.work.chunks()
     for ahead in range(chunks + 1):
         if ahead < chunks:
-            lower_of(rings, inversion, ahead)
+            lower_of(rings, env.inversion, ahead)
         if ahead > 0:
             n = ahead - 1
             update_of(rings, n)
@@ -125,12 +120,13 @@ def scores_and_lower(rings, inversion, work):
 
 
 @gluon.jit
-def scores(rings, work):
+def scores(env):
+    rings = env.rings
     layout: gl.constexpr = product_layout(CHUNK, 4)
     o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
-    for k in range(work.segments()):
-        segment, n = work.segment_at(k)
+    for k in range(env.work.segments()):
+        segment, n = env.work.segment_at(k)
         for j in range(segment.back):
             update_of(rings, n + j)
             mbarrier.arrive(rings.inverses.empty_at(n + j), count=1)

@@ -16,26 +16,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ssdprof.kernels._gluon import arrive, product_layout, role_barrier, scalar
-from ssdprof.kernels.gdn.hopper.rings import CHUNK, DECAY, DIM, FROM_STATE, TO_OUTPUT
+from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_OUTPUT
+from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
-    "unknown_values": "chunk_state.residual",
-    "pass_chunk": "warm_up",
-    "scan_chunk": "chunk_output",
-    "state_tile": "caller",
-    "row_tile": "caller",
-    "pass_part": "setup",
-    "scan_segment": "setup",
-    "states": "setup",
-}
+    "unknown_values": "chunk_state.residual", "pass_chunk": "warm_up", "scan_chunk": "chunk_output",
+    "state_tile": "caller", "row_tile": "caller", "pass_part": "setup", "scan_segment": "setup", "states": "setup",
+}  # fmt: skip
 WAITS = {
-    "keys": "waiting.chunk",
-    "values": "waiting.chunk",
-    "queries": "waiting.chunk",
-    "updates": "waiting.update",
-    "weights": "waiting.weights",
-    "outputs": "chunk_output",
-}
+    "keys": "waiting.chunk", "values": "waiting.chunk", "queries": "waiting.chunk", "updates": "waiting.update",
+    "weights": "waiting.weights", "outputs": "chunk_output",
+}  # fmt: skip
 INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)  # offsets of the strides of these states in STATE_STRIDES
 by_k = gl.constexpr(product_layout(128, 8))  # (V, K)
 by_i = gl.constexpr(product_layout(64, 8))  # (V, i)
@@ -103,15 +94,13 @@ def scan_chunk(rings, state, n, m):
 
 
 @gluon.jit
-def state_tile(ptr, segment, WHICH: gl.constexpr, STATE_STRIDES: gl.constexpr):
+def state_tile(ptr, segment, WHICH: gl.constexpr, S: gl.constexpr):
     """Pointers (V, K) to the state of a segment's sequence and head among (sequences, HV, K, V)."""
     o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
-    own = (
-        segment.sequence.index.to(gl.int64) * STATE_STRIDES[WHICH]
-        + segment.head.to(gl.int64) * STATE_STRIDES[WHICH + 1]
-    )
-    rows = ptr + own + o_v.to(gl.int64) * STATE_STRIDES[WHICH + 3]
-    return rows[:, None] + (o_k.to(gl.int64) * STATE_STRIDES[WHICH + 2])[None, :]
+    STRIDES: gl.constexpr = S.STATE_STRIDES
+    own = segment.sequence.index.to(gl.int64) * STRIDES[WHICH] + segment.head.to(gl.int64) * STRIDES[WHICH + 1]
+    rows = ptr + own + o_v.to(gl.int64) * STRIDES[WHICH + 3]
+    return rows[:, None] + (o_k.to(gl.int64) * STRIDES[WHICH + 2])[None, :]
 
 
 @gluon.jit
@@ -122,52 +111,48 @@ def row_tile(ptr, segment):
 
 
 @gluon.jit
-def pass_part(rings, segment, n, initial_ptr, parts_ptr, STATE_STRIDES: gl.constexpr, HEADS: gl.constexpr):
+def pass_part(env, segment, n):
     """Compute N or M of a part of a slow head's sequence (`parts.py`)."""
     o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
-    state = gl.where((o_v[:, None] == o_k[None, :]) & (segment.value_head == HEADS), 1.0, 0.0)
-    if initial_ptr is not None:  # noqa: SIM102
+    state = gl.where((o_v[:, None] == o_k[None, :]) & (segment.value_head == env.S.HEADS), 1.0, 0.0)
+    if env.initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:
-            state = gl.load(state_tile(initial_ptr, segment, INITIAL, STATE_STRIDES)).to(gl.float32)
+            state = gl.load(state_tile(env.initial_ptr, segment, INITIAL, env.S)).to(gl.float32)
     role_barrier()
     for j in range(segment.back):
-        state = pass_chunk(rings, state, n + j)
+        state = pass_chunk(env.rings, state, n + j)
     if segment.back > 0:
-        gl.store(row_tile(parts_ptr, segment), state)
+        gl.store(row_tile(env.to_ptr, segment), state)
 
 
 @gluon.jit
-def scan_segment(
-    rings, segment, n, initial_ptr, entering_ptr, final_ptr, STATE_STRIDES: gl.constexpr
-):  # fmt: skip
+def scan_segment(env, segment, n):
     """Compute the outputs of a segment, and the final state if it ends its sequence.
 
     n: the program's chunks before this segment
     """
     state = gl.full([DIM, DIM], 0.0, gl.float32, by_k)
-    if entering_ptr is not None:  # noqa: SIM102
+    if env.entering_ptr is not None:  # noqa: SIM102
         if segment.row >= 0:
-            state = gl.load(row_tile(entering_ptr, segment))
-    if initial_ptr is not None:  # noqa: SIM102
+            state = gl.load(row_tile(env.entering_ptr, segment))
+    if env.initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:  # the state that enters is the initial state
-            state = gl.load(state_tile(initial_ptr, segment, INITIAL, STATE_STRIDES)).to(gl.float32)
+            state = gl.load(state_tile(env.initial_ptr, segment, INITIAL, env.S)).to(gl.float32)
     role_barrier()
     for j in range(segment.back):
-        state = pass_chunk(rings, state, n + j)
+        state = pass_chunk(env.rings, state, n + j)
     for m in range(n, n + segment.nchunks):
-        state = scan_chunk(rings, state, m + segment.back, m)
+        state = scan_chunk(env.rings, state, m + segment.back, m)
     if segment.last:
-        gl.store(state_tile(final_ptr, segment, FINAL, STATE_STRIDES), state)
+        gl.store(state_tile(env.to_ptr, segment, FINAL, env.S), state)
 
 
 @gluon.jit
-def states(
-    rings, work, initial_ptr, entering_ptr, to_ptr, STATE_STRIDES: gl.constexpr, HEADS: gl.constexpr
-):  # fmt: skip
-    """The role of the program's first threads.  to: final states, or parts."""
-    for k in range(work.segments()):
-        segment, n = work.segment_at(k)
-        if work.MAKES_PARTS:
-            pass_part(rings, segment, n, initial_ptr, to_ptr, STATE_STRIDES, HEADS)
+def states(env):
+    """The role of the program's first threads."""
+    for k in range(env.work.segments()):
+        segment, n = env.work.segment_at(k)
+        if env.work.MAKES_PARTS:
+            pass_part(env, segment, n)
         else:
-            scan_segment(rings, segment, n, initial_ptr, entering_ptr, to_ptr, STATE_STRIDES)
+            scan_segment(env, segment, n)

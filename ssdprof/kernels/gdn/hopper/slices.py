@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, unreadable
-from ssdprof.kernels.gdn.hopper.launch import HopperLaunch
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported_otherwise
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
 from ssdprof.kernels.gdn.hopper.launch import workspace_bytes as hopper_bytes
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.hopper.workspace import padded_strides
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.states import FinalStates
+from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
+from ssdprof.kernels.hopper.schedule import ceil_div
 
 LEAST = 64  # K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
 
@@ -31,7 +31,7 @@ def unsupported(inputs: GDNInputs) -> str:
         return f"K {key_dim} with V {value_dim}"
     if count > 1 and inputs.v.stride(2) != value_dim:
         return "value heads that do not lie side by side"
-    return unreadable(by_slice(inputs))
+    return unsupported_otherwise(by_slice(inputs))
 
 
 def by_slice(inputs: GDNInputs) -> GDNInputs:
@@ -57,7 +57,7 @@ def sliced(inputs: GDNInputs) -> GDNInputs:
     return GDNInputs.unchecked(**vars(of_slices) | {"g": g, "beta": beta, "initial_state": initial})
 
 
-def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
+def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     """Bytes of the workspace of a call."""
     of_slices = sliced(inputs)
     gates = of_slices.g.nbytes + of_slices.beta.nbytes if slice_count(inputs) > 1 else 0
@@ -68,9 +68,9 @@ def workspace_bytes(inputs: GDNInputs, config: HopperConfig) -> int:
 class SlicedLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them."""
 
-    def __init__(self, inputs: GDNInputs, config: HopperConfig, *, state_v_first: bool = False) -> None:
+    def __init__(self, inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False) -> None:
         """config: for `by_slice(inputs)`."""
-        self._launch = HopperLaunch(sliced(inputs), config, state_v_first=state_v_first, padded=True)
+        self._launch = GDNHopperLaunch(sliced(inputs), config, state_v_first=state_v_first, padded=True)
         self._index, self._device, self._count = inputs.q.get_device(), inputs.q.device, slice_count(inputs)
         self._gates = (*inputs.g.shape, self._count), (*inputs.g.stride(), 0), (*inputs.beta.stride(), 0)
         self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)

@@ -7,53 +7,56 @@ from typing import Any
 import torch
 from triton import next_power_of_2
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._workspace import Part, part
 from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
-from ssdprof.kernels.gdn.hopper.config import HopperConfig, ceil_div, row_count
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _parts_kernel
 from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, MOST_ROWS
 from ssdprof.kernels.gdn.hopper.rings import DIM
-from ssdprof.kernels.gdn.hopper.workspace import Workspace
+from ssdprof.kernels.gdn.hopper.workspace import HopperWorkspace
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.hopper.schedule import ceil_div
+from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.tensors import Part, part
 
 BLOCK_V = 16  # rows of a transposed state in one program of `combine_kernel.py`
 
 
-class SlowHeads:
-    """Two launches, or none if `config.slow_parts` is 0 or every segment begins its sequence.
+class LongMemory:
+    """Two launches, or none if `config.transition_parts` is 0 or every segment begins its sequence.
 
-    Raises ValueError if `slow_parts` does not divide a segment, or if there are more rows than `MOST_ROWS`.
+    Raises ValueError if `transition_parts` does not divide a segment, or if there are more rows than `MOST_ROWS`.
     """
 
     def __init__(
         self,
         inputs: GDNInputs,
-        config: HopperConfig,
-        places: Workspace,
+        config: GDNHopperConfig,
+        places: HopperWorkspace,
         scalars: tuple[Any, ...],
         options: dict[str, Any],
     ) -> None:
-        self._rows = row_count(inputs, config.segment) if config.slow_parts else 0
+        self._rows = row_count(inputs, config.segment) if config.transition_parts else 0
         self._places = places
         if not self._rows:
             return
-        if self._rows > MOST_ROWS or config.segment % config.slow_parts:
-            raise ValueError(f"slow_parts = {config.slow_parts} with {self._rows} rows of {config.segment} chunks")
+        if self._rows > MOST_ROWS or config.segment % config.transition_parts:
+            raise ValueError(
+                f"transition_parts = {config.transition_parts} with {self._rows} rows of {config.segment} chunks"
+            )
         pairs = inputs.sequences * inputs.v.shape[2]
         boundaries = self._rows // pairs
-        tasks = 2 * config.slow_parts * self._rows
-        self._programs = min(config.carriers, tasks)
+        tasks = 2 * config.transition_parts * self._rows
+        self._programs = min(config.transition_programs, tasks)
         self._combining = pairs * DIM.value // BLOCK_V
         most = ceil_div(tasks, self._programs)
         parts_options = options | {
             "ROWS": max(LEAST_ROWS, next_power_of_2(self._rows)),
-            "PARTS": config.slow_parts,
+            "PARTS": config.transition_parts,
             "MOST": next_power_of_2(most),
         }
         self._make_parts = Launcher(_parts_kernel, (*scalars, self._rows, config.longest_first_pass), parts_options)
         combine_options = {
-            "PARTS": config.slow_parts,
+            "PARTS": config.transition_parts,
             "BOUNDARIES": next_power_of_2(boundaries),
             "DIM": DIM.value,
             "BLOCK_V": BLOCK_V,

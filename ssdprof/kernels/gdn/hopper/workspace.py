@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdprof.kernels._workspace import Layout, Place
-from ssdprof.kernels.gdn.hopper.config import HopperConfig, row_count, slot_count
-from ssdprof.kernels.gdn.hopper.rings import CHUNK, DIM
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
+from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.tensors import Layout, Place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workspace:
+class HopperWorkspace:
     """Places of the tensors that one launch writes for another; None if a call has no such launch.
 
     `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 | bounds (HV, slots) fp32
@@ -33,11 +34,11 @@ class Workspace:
     padded: Place | None
 
     @classmethod
-    def of(cls, inputs: GDNInputs, config: HopperConfig, *, padded: bool = False) -> Workspace:
+    def of(cls, inputs: GDNInputs, config: GDNHopperConfig, *, padded: bool = False) -> HopperWorkspace:
         layout, single = Layout(), torch.float32
         slots, heads, chunk, dim = slot_count(inputs), inputs.v.shape[2], CHUNK.value, DIM.value
-        first = not config.inverts
-        rows = row_count(inputs, config.segment) if config.slow_parts else 0
+        first = not config.fused_inverse
+        rows = row_count(inputs, config.segment) if config.transition_parts else 0
         return cls(
             layout=layout,
             inverse=layout.add(inputs.q.dtype, slots, heads, chunk, chunk) if first else None,
@@ -45,7 +46,7 @@ class Workspace:
             bounds=layout.add(single, heads, slots) if first else None,
             norms=layout.add(single, slots, inputs.q.shape[2], 2, chunk) if first and inputs.use_qk_l2norm else None,
             backs=layout.add(torch.int32, rows) if rows else None,
-            parts=layout.add(single, rows, config.slow_parts, 2, dim, dim) if rows else None,
+            parts=layout.add(single, rows, config.transition_parts, 2, dim, dim) if rows else None,
             entering=layout.add(single, rows, dim, dim) if rows else None,
             padded=layout.add(single, inputs.sequences, heads, dim, dim) if padded else None,
         )

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
-"""Second launch: computes the output, with the state in registers from chunk to chunk.
+"""The portable kernel.  Second launch: computes the output, with the state in registers from chunk to chunk.
 
     Y = V - d K S,   S' = d_end S + X^T Y,   out = scale d Q S + W Y
 
@@ -22,14 +22,21 @@ Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import gcd, prod
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset, sequence_bounds
-from ssdprof.kernels.gdn.portable.factors import load_rows
-from ssdprof.kernels.gdn.portable.positions import first_slot, piece_of_slot
+from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, ptr_offset, sequence_bounds
+from ssdprof.kernels.gdn.config import GDNPortableConfig, inverse_products, operand_dtype
+from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.portable.factors import _gdn_factors_kernel, first_slot, load_rows, piece_of_slot, slot_count
+from ssdprof.kernels.launch import Described, Launcher, described
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.tensors import strides_of, tile_strides
 
 NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is neglected
 LOOK_BACK = tl.constexpr(128)  # chunks per iteration
@@ -116,64 +123,60 @@ def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS:
     return after
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    q, v, chunk = args["q_ptr"], args["v_ptr"], args["CHUNK"]
+@described
+def _metadata(tensors: Any, S: Any) -> Described:
+    q, _, v, state_factor, out_factor, *_, final_states = tensors
     (batch, length, heads, value_dim), key_dim = v.shape, q.shape[3]
-    tensors = (q, q, v, v, args["state_factor_ptr"], args["out_factor_ptr"], args["final_states_ptr"])
-    return {
-        "name": f"{kernel.name} {tuple(q.shape)} hv{heads} v{value_dim}",
-        "flops": 2 * batch * length * heads * value_dim * (3 * key_dim + chunk),
-        "bytes": sum(t.numel() * t.element_size() for t in tensors),
-    }
+    flops = 2 * batch * length * heads * value_dim * (3 * key_dim + S.CHUNK)
+    return f"{tuple(q.shape)} hv{heads} v{value_dim}", flops, (q, q, v, v, state_factor, out_factor, final_states)
 
 
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
-def _gdn_scan_kernel(
-    q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr, initial_states_ptr, cu_seqlens_ptr,
-    out_ptr, final_states_ptr,
-    q_strides, k_strides, v_strides, initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides,
-    seqlen, sequences,
-    VALUE_HEADS: tl.constexpr, VALUES_PER_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, SEGMENT: tl.constexpr, CUT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    V_ROWS: tl.constexpr, OPERAND: tl.constexpr, ALIGNED: tl.constexpr, ALIGNMENT: tl.constexpr,
-    OFFSET: tl.constexpr, SCAN_STAGES: tl.constexpr,
-):  # fmt: skip
+def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
+    (
+        q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr, initial_states_ptr,
+        cu_seqlens_ptr, out_ptr, final_states_ptr,
+    ) = tensors  # fmt: skip
+    (
+        q_strides, k_strides, v_strides, initial_states_strides, cu_seqlens_strides, out_strides,
+        final_states_strides,
+    ) = strides  # fmt: skip
     # stage setup: which segment of which slice is mine
-    SLICES: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
-    BLOCKS: tl.constexpr = (KEY_DIM + BLOCK_K - 1) // BLOCK_K
-    PADDED: tl.constexpr = BLOCKS * BLOCK_K
-    rank, unit = tl.program_id(0) // (VALUE_HEADS * SLICES), tl.program_id(0) % (VALUE_HEADS * SLICES)
-    i_h, first_v = unit // SLICES, (unit % SLICES) * BLOCK_V
-    i_k = i_h // VALUES_PER_KEY
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    BLOCKS: tl.constexpr = (S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K
+    PADDED: tl.constexpr = BLOCKS * S.BLOCK_K
+    rank, unit = tl.program_id(0) // (S.VALUE_HEADS * SLICES), tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
+    i_k = i_h // S.VALUES_PER_KEY
     cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
-    if CUT:
+    if S.CUT:
         sequence, i_b, segment, begin, length = piece_of_slot(
-            rank, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, SEGMENT * CHUNK
+            rank, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.SEGMENT * S.CHUNK
         )
     elif cu_seqlens_ptr is None:
         sequence, i_b, segment, begin, length = rank, rank, 0, tl.zeros((), tl.int64), seqlen
     else:
         begin, length = sequence_bounds(rank, cu_seqlens_ptr, cu_seqlens_stride)
         sequence, i_b, segment = rank, 0, 0
-    nchunks = tl.cdiv(length, CHUNK)
+    nchunks = tl.cdiv(length, S.CHUNK)
     first, stop = tl.cast(0, tl.int32), nchunks
-    if CUT:
-        first = segment * SEGMENT
-        stop = tl.minimum(first + SEGMENT, nchunks)
+    if S.CUT:
+        first = segment * S.SEGMENT
+        stop = tl.minimum(first + S.SEGMENT, nchunks)
         if (segment > 0) & (first >= nchunks):
             return
     start = first
-    slot = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, CHUNK)
-    place = slot.to(tl.int64) * VALUE_HEADS + i_h
-    if CUT:
-        start -= chunks_to_forget(chunks_ptr + 2 * (place + tl.cast(first, tl.int64) * VALUE_HEADS) + 1,
-                                  2 * VALUE_HEADS, first)  # fmt: skip
+    slot = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
+    place = slot.to(tl.int64) * S.VALUE_HEADS + i_h
+    if S.CUT:
+        start -= chunks_to_forget(chunks_ptr + 2 * (place + tl.cast(first, tl.int64) * S.VALUE_HEADS) + 1,
+                                  2 * S.VALUE_HEADS, first)  # fmt: skip
 
     # stage setup: where its tensors lie
-    o_c = tl.arange(0, CHUNK)
-    o_t, o_k, o_v = o_c.to(OFFSET), tl.arange(0, BLOCK_K).to(OFFSET), tl.arange(0, BLOCK_V).to(OFFSET)
-    m_v = (o_v < VALUE_DIM - first_v) | (VALUE_DIM % BLOCK_V == 0)
-    if V_ROWS:
+    o_c = tl.arange(0, S.CHUNK)
+    o_t, o_k, o_v = o_c.to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
+    m_v = (o_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
+    if S.V_ROWS:
         state_v, state_k, m_value = o_v[:, None], o_k[None, :], m_v[:, None]
         v_tile = o_v[:, None] * v_strides[3] + o_t[None, :] * v_strides[1]
         out_tile = o_v[:, None] * out_strides[3] + o_t[None, :] * out_strides[1]
@@ -191,45 +194,45 @@ def _gdn_scan_kernel(
         state = state + (tl.zeros((state_v + state_k).shape, tl.float32),)
     if initial_states_ptr is not None and start == 0:
         initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, 0, first_v), initial_states_strides)
-        state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_value, KEY_DIM, BLOCK_K)
+        state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_value, S.KEY_DIM, S.BLOCK_K)
 
     # stage warm_up: the state that enters the segment
-    if CUT:
-        for i_c in tl.range(start, first, num_stages=SCAN_STAGES):
-            t = tl.cast(i_c, tl.int64) * CHUNK
-            v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT)
-            at = place + tl.cast(i_c, tl.int64) * VALUE_HEADS
+    if S.CUT:
+        for i_c in tl.range(start, first, num_stages=S.SCAN_STAGES):
+            t = tl.cast(i_c, tl.int64) * S.CHUNK
+            v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
+            at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
             product = state_product(
-                state, tl.multiple_of(k_ptr + t * k_strides[1], ALIGNMENT), k_strides, o_t, o_c >= 0, o_k,
-                True, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
+                state, tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT), k_strides, o_t, o_c >= 0, o_k,
+                True, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
             )  # fmt: skip
-            Y = residual(product, v_rows_ptr + v_tile, m_value, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND)
+            Y = residual(product, v_rows_ptr + v_tile, m_value, rows_ptr + at * (2 * S.CHUNK), o_c, S.V_ROWS, S.OPERAND)
             decay = tl.load(chunks_ptr + at * 2)
-            state = next_state(state, Y, state_factor_ptr + at * (CHUNK * PADDED), decay, BLOCK_K, V_ROWS)
+            state = next_state(state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS)
 
     # stage chunk_output: the output, chunk after chunk
-    for i_c in tl.range(first, stop, num_stages=SCAN_STAGES):
-        t = tl.cast(i_c, tl.int64) * CHUNK
-        v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], ALIGNMENT)
-        at = place + tl.cast(i_c, tl.int64) * VALUE_HEADS
-        m_t = o_c < length - i_c * CHUNK
+    for i_c in tl.range(first, stop, num_stages=S.SCAN_STAGES):
+        t = tl.cast(i_c, tl.int64) * S.CHUNK
+        v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
+        at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        m_t = o_c < length - i_c * S.CHUNK
         m_tile = m_value
-        if not ALIGNED:
-            m_tile = m_value & (m_t[None, :] if V_ROWS else m_t[:, None])
+        if not S.ALIGNED:
+            m_tile = m_value & (m_t[None, :] if S.V_ROWS else m_t[:, None])
         product = state_product(
-            state, tl.multiple_of(k_ptr + t * k_strides[1], ALIGNMENT), k_strides, o_t, m_t, o_k,
-            ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
+            state, tl.multiple_of(k_ptr + t * k_strides[1], S.ALIGNMENT), k_strides, o_t, m_t, o_k,
+            S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
         )  # fmt: skip
         out = state_product(
-            state, tl.multiple_of(q_ptr + t * q_strides[1], ALIGNMENT), q_strides, o_t, m_t, o_k,
-            ALIGNED, KEY_DIM, BLOCK_K, V_ROWS, OPERAND,
+            state, tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT), q_strides, o_t, m_t, o_k,
+            S.ALIGNED, S.KEY_DIM, S.BLOCK_K, S.V_ROWS, S.OPERAND,
         )  # fmt: skip
-        Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * CHUNK), o_c, V_ROWS, OPERAND)
+        Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * S.CHUNK), o_c, S.V_ROWS, S.OPERAND)
         decay = tl.load(chunks_ptr + at * 2)
-        state = next_state(state, Y, state_factor_ptr + at * (CHUNK * PADDED), decay, BLOCK_K, V_ROWS)
-        row = tl.load(rows_ptr + at * (2 * CHUNK) + CHUNK + o_c)
-        W = tl.load(out_factor_ptr + at * (CHUNK * CHUNK) + o_c[:, None] * CHUNK + o_c[None, :])
-        if V_ROWS:
+        state = next_state(state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S.BLOCK_K, S.V_ROWS)
+        row = tl.load(rows_ptr + at * (2 * S.CHUNK) + S.CHUNK + o_c)
+        W = tl.load(out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :])
+        if S.V_ROWS:
             out = tl.dot(Y, tl.trans(W), out * row[None, :], input_precision=DOT_PRECISION)
         else:
             out = tl.dot(W, Y, out * row[:, None], input_precision=DOT_PRECISION)
@@ -239,6 +242,142 @@ def _gdn_scan_kernel(
     if stop == nchunks:
         final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
         for n in tl.static_range(BLOCKS):
-            o_n = state_k + n * BLOCK_K
+            o_n = state_k + n * S.BLOCK_K
             tile = o_n * final_states_strides[2] + state_v * final_states_strides[3]
-            tl.store(final_ptr + tile, state[n], mask=m_value & (o_n < KEY_DIM))
+            tl.store(final_ptr + tile, state[n], mask=m_value & (o_n < S.KEY_DIM))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortableWorkspace:
+    """Shapes of the tensors that the first launch writes for the second, and the dtype of operands."""
+
+    state_factor: tuple[int, ...]
+    out_factor: tuple[int, ...]
+    rows: tuple[int, ...]
+    chunks: tuple[int, ...]
+    operand_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> PortableWorkspace:
+        length, heads = inputs.v.shape[1:3]
+        slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
+        padded = triton.cdiv(inputs.q.shape[3], config.block_k) * config.block_k
+        return cls(
+            state_factor=(slots, heads, config.chunk, padded),
+            out_factor=(slots, heads, config.chunk, config.chunk),
+            rows=(slots, heads, 2, config.chunk),
+            chunks=(slots, heads, 2),
+            operand_dtype=operand_dtype(inputs.q.dtype, precision),
+        )
+
+    def allocate(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Uninitialised tensors, in the order of the fields."""
+        operands, gates = (self.state_factor, self.out_factor), (self.rows, self.chunks)
+        return (
+            *(torch.empty(shape, dtype=self.operand_dtype, device=device) for shape in operands),
+            *(torch.empty(shape, dtype=torch.float32, device=device) for shape in gates),
+        )
+
+    @property
+    def bytes(self) -> int:
+        operands = prod(self.state_factor) + prod(self.out_factor)
+        return operands * self.operand_dtype.itemsize + 4 * (prod(self.rows) + prod(self.chunks))
+
+
+class GDNPortableLaunch:
+    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them."""
+
+    def __init__(
+        self, inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
+    ) -> None:
+        self._workspace = PortableWorkspace.of(inputs, precision, config)
+        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
+        self._index = inputs.q.get_device()
+        slots, heads, chunk, _ = self._workspace.state_factor
+        self._factors_programs = slots * heads
+        segments = inputs.sequences
+        packed = inputs.cu_seqlens is not None
+        if config.segment:
+            segments = slot_count(inputs.v.shape[1], inputs.sequences, config.segment * chunk, packed=packed)
+        self._scan_programs = segments * heads * triton.cdiv(inputs.v.shape[3], config.block_v)
+        new = torch.empty(inputs.v.shape, device="meta")
+        q_strides, k_strides, cu_strides = tile_strides(inputs.q), tile_strides(inputs.k), strides_of(inputs.cu_seqlens)
+        spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in (inputs.q, inputs.k, inputs.v, new)]
+        spans += [
+            inputs.q.shape[3] * strides[2] + inputs.v.shape[3] * strides[3]
+            for strides in (strides_of(inputs.initial_state), self._final_states.strides)
+            if strides
+        ]
+        wide = self._workspace.operand_dtype == torch.float32
+        common: dict[str, Any] = {
+            "VALUE_HEADS": heads,
+            "VALUES_PER_KEY": inputs.values_per_key,
+            "KEY_DIM": inputs.q.shape[3],
+            "CHUNK": chunk,
+            "BLOCK_K": config.block_k,
+            "OPERAND": TL_DTYPE[self._workspace.operand_dtype],
+            "ALIGNED": not packed and inputs.v.shape[1] % chunk == 0,
+            "ALIGNMENT": _alignment(inputs.q, inputs.k, inputs.v),
+            "OFFSET": tl.int32 if max(spans) < 2**31 else tl.int64,
+        }
+        sizes = (inputs.v.shape[1], inputs.sequences)
+        self._factors = Launcher(
+            _gdn_factors_kernel,
+            (
+                (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides),
+                *sizes,
+                inputs.scale_or_default,
+            ),
+            common
+            | {
+                "L2NORM": bool(inputs.use_qk_l2norm),
+                "MERGE": tl.float16 if inputs.use_qk_l2norm and not wide else tl.float32,
+                "MERGE_PRECISION": inverse_products(self._workspace.operand_dtype),
+                "num_warps": config.factors_warps,
+            }
+            | ({"maxnreg": config.factors_registers} if config.factors_registers else {}),
+        )
+        self._scan = Launcher(
+            _gdn_scan_kernel,
+            (
+                (
+                    q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides,
+                    tile_strides(new), self._final_states.strides,
+                ),
+                *sizes,
+            ),
+            common
+            | {
+                "VALUE_DIM": inputs.v.shape[3],
+                "SEGMENT": config.segment,
+                "CUT": config.segment > 0,
+                "BLOCK_V": config.block_v,
+                "V_ROWS": config.v_rows,
+                "SCAN_STAGES": config.scan_stages,
+                "num_warps": config.num_warps,
+            },
+        )  # fmt: skip
+
+    def __call__(self, inputs: GDNInputs) -> GDNOutput:
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
+            device = inputs.q.device
+            factors = self._workspace.allocate(device)
+            self._factors(
+                self._factors_programs, inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_seqlens, *factors
+            )
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            final_states = self._final_states.empty(device)
+            self._scan(
+                self._scan_programs, inputs.q, inputs.k, inputs.v, *factors, inputs.initial_state, inputs.cu_seqlens,
+                out, final_states,
+            )  # fmt: skip
+        return GDNOutput(out, final_states)
+
+
+def _alignment(*tensors: torch.Tensor) -> int:
+    """Alignment in bytes, up to 16, of all rows of these tensors.
+
+    Triton itself detects it only for strides that are multiples of 16 elements.
+    """
+    strides = (stride * one.element_size() for one in tensors for stride in one.stride()[:3])
+    return gcd(16, *strides, *(one.data_ptr() for one in tensors))

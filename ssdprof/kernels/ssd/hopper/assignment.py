@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Assignment of work to programs: a segment of a sequence, or an equal share of all sequences.
 
-With fewer pairs of units than SMs, sequences are cut into segments (`segments.py`), one per program.  With more pairs,
+With fewer pairs of units than SMs, sequences are cut into segments (`config.py`), one per program.  With more pairs,
 there is one program per SM, and each processes an equal share of all chunks: several whole pairs and, because these do
 not divide evenly, the end of one sequence and the beginning of another.  A program computes the beginning first and
 leaves its state for the next program.  The next program computes the rest last, a sequence later, so that it does not
@@ -20,26 +20,21 @@ Source: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
 
-from ssdprof.kernels.ssd.hopper.rings import CHUNK, add
+from ssdprof.kernels._gluon import add
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.work import OneSegment, aggregate
 
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration
 
 STAGES = {
-    "segments": "ticket",
-    "segment_at": "ticket",
-    "chunks": "ticket",
-    "extent_of": "ticket",
-    "segment_of": "ticket",
-    "find_segment": "ticket",
-    "packed_segment_of": "ticket",
-    "share_of": "ticket",
-}
+    "segments": "ticket", "segment_at": "ticket", "chunks": "ticket", "extent_of": "ticket", "segment_of": "ticket",
+    "find_segment": "ticket", "packed_segment_of": "ticket", "share_of": "ticket",
+}  # fmt: skip
 
 
 @aggregate
-class Segment:
+class SSDSegment:
     """Consecutive chunks of a sequence, and the work of a program that owns one segment."""
 
     sequence: gl.tensor
@@ -52,144 +47,84 @@ class Segment:
     nchunks: gl.tensor
     unit: gl.tensor  # the first unit, if there are two
     last: gl.tensor  # whether the segment ends its sequence
-    goes_back: gl.tensor | gl.constexpr  # whether there is a first pass; False if the kernel has none
+    has_warmup: gl.tensor | gl.constexpr  # whether there is a first pass; False if the kernel has none
     back_first: gl.tensor  # last chunk that the first pass reads; it runs backwards
     back_most: gl.tensor  # most chunks of the first pass
     slot: gl.tensor  # slot in which it leaves a state, or the state that it adds, for later segments
     slot_step: gl.tensor  # distance from the slot of the preceding segment
 
-    @gluon.constexpr_function
-    def __init__(
-        self, sequence, index, length, dt_begin, tile, row, first_chunk, nchunks, unit, last, goes_back, back_first,
-        back_most, slot, slot_step,
-    ):  # fmt: skip
-        self.sequence, self.index, self.length, self.dt_begin = sequence, index, length, dt_begin
-        self.tile, self.row = tile, row
-        self.first_chunk, self.nchunks, self.unit, self.last = first_chunk, nchunks, unit, last
-        self.goes_back = gl.constexpr(False) if goes_back is False else goes_back
-        self.back_first, self.back_most = back_first, back_most
-        self.slot, self.slot_step = slot, slot_step
-
-    @gluon.jit
-    def segments(self):
-        return 1
-
-    @gluon.jit
-    def segment_at(self, i):  # noqa: ARG002
-        return self, 0
-
-    @gluon.jit
-    def chunks(self):
-        return self.nchunks
+    segments, segment_at, chunks = OneSegment.segments, OneSegment.segment_at, OneSegment.chunks
 
 
 @aggregate
-class EqualShare:
-    """The work of a program that owns an equal share: a lead, whole pairs and a rest."""
+class StreamK:
+    """The work of a program that owns an equal share: the beginning of a pair, whole pairs and the end of one."""
 
     program: gl.tensor
     programs: gl.tensor
-    rank: gl.tensor  # rank of the program, by the chunks of its lead
+    rank: gl.tensor  # rank of the program, by the chunks of its beginning
     length: gl.tensor  # length of a sequence
     nchunks: gl.tensor  # chunks of a sequence
     dt_step: gl.tensor  # stride of dt between sequences
     wholes: gl.tensor  # number of whole pairs
-    leads: gl.tensor  # the pair that it begins
-    led: gl.tensor  # chunks of its lead, the beginning of that pair; may be 0
-    takes: gl.tensor  # the pair that it takes over
-    rest: gl.tensor  # chunks of the rest of that pair; may be 0
+    begun: gl.tensor  # the pair that it begins
+    begun_chunks: gl.tensor  # chunks of that beginning; may be 0
+    ended: gl.tensor  # the pair that it takes over
+    ended_chunks: gl.tensor  # chunks of the rest of that pair; may be 0
     PAIRS: gl.constexpr  # pairs per sequence
     UNITS: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, program, programs, rank, length, nchunks, dt_step, wholes, leads, led, takes, rest, PAIRS, UNITS
-    ):  # fmt: skip
-        self.program, self.programs, self.rank = program, programs, rank
-        self.length, self.nchunks, self.dt_step = length, nchunks, dt_step
-        self.wholes, self.leads, self.led, self.takes, self.rest = wholes, leads, led, takes, rest
-        self.PAIRS, self.UNITS = gl.constexpr(PAIRS), gl.constexpr(UNITS)
-
     @gluon.jit
     def segments(self):
-        return gl.minimum(self.led, 1) + self.wholes + gl.minimum(self.rest, 1)
+        return gl.minimum(self.begun_chunks, 1) + self.wholes + gl.minimum(self.ended_chunks, 1)
 
     @gluon.jit
     def segment_at(self, i):
-        """The program's i-th segment, and the number of the program's chunks before it."""
-        k = i - gl.minimum(self.led, 1)
+        k = i - gl.minimum(self.begun_chunks, 1)
         begins, ends = k < 0, k == self.wholes
-        pair = gl.where(begins, self.leads, gl.where(ends, self.takes, k * self.programs + self.rank))
+        pair = gl.where(begins, self.begun, gl.where(ends, self.ended, k * self.programs + self.rank))
         sequence = pair // self.PAIRS
-        first = gl.where(ends, self.nchunks - self.rest, 0)
-        nchunks = gl.where(begins, self.led, self.nchunks - first)
-        segment = Segment(
-            sequence=sequence,
-            index=gl.minimum(first, 1),
-            length=self.length,
-            dt_begin=sequence.to(gl.int64) * self.dt_step,
-            tile=sequence,
-            row=gl.to_tensor(0),
-            first_chunk=first,
-            nchunks=nchunks,
-            unit=pair % self.PAIRS * self.UNITS,
-            last=k >= 0,
-            goes_back=False,
-            back_first=first,
-            back_most=nchunks,
-            slot=self.program,
-            slot_step=gl.to_tensor(1),
-        )
-        return segment, gl.where(begins, 0, self.led + k * self.nchunks)
+        first = gl.where(ends, self.nchunks - self.ended_chunks, 0)
+        nchunks = gl.where(begins, self.begun_chunks, self.nchunks - first)
+        segment = SSDSegment(
+            sequence, gl.minimum(first, 1), self.length, sequence.to(gl.int64) * self.dt_step, sequence,
+            gl.to_tensor(0), first, nchunks, pair % self.PAIRS * self.UNITS, k >= 0, False, first, nchunks,
+            self.program, gl.to_tensor(1),
+        )  # fmt: skip
+        return segment, gl.where(begins, 0, self.begun_chunks + k * self.nchunks)
 
     @gluon.jit
     def chunks(self):
-        return self.led + self.wholes * self.nchunks + self.rest
+        return self.begun_chunks + self.wholes * self.nchunks + self.ended_chunks
 
 
 @gluon.jit
-def extent_of(index, first, most, length, PASSING: gl.constexpr):
+def extent_of(index, first, most, length, S: gl.constexpr):
     """Chunks of a segment, and whether it ends its sequence.  For its first pass: whether it exists, the chunk at which
     it ends, and its most chunks."""
     nchunks = gl.maximum(gl.minimum(most, gl.cdiv(length, CHUNK) - first), 0)
     last = (first + nchunks) * CHUNK >= length
-    if PASSING == "recompute":
+    if S.PASSING == "recompute":
         return nchunks, last, index > 0, gl.to_tensor(0), first
-    elif PASSING == "look back":
+    elif S.PASSING == "look back":
         return nchunks, last, not last, first, nchunks
     else:
         return nchunks, last, False, first, nchunks
 
 
 @gluon.jit
-def segment_of(
-    ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, PASSING: gl.constexpr,
-    PAIRS: gl.constexpr, UNITS: gl.constexpr,
-):  # fmt: skip
+def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: gl.constexpr):
     """The segment of a ticket.  Units vary fastest, then sequences, then segments."""
-    rank = ticket // PAIRS
+    rank = ticket // S.PAIRS
     sequence, index = rank % sequences, rank // sequences
     is_long = index < LONG_COUNT
     first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
     most = gl.where(is_long, K_LONG, K)
-    nchunks, last, goes_back, back_first, back_most = extent_of(index, first, most, seqlen, PASSING)
-    return Segment(
-        sequence=sequence,
-        index=index,
-        length=seqlen,
-        dt_begin=sequence.to(gl.int64) * dt_strides[0],
-        tile=sequence,
-        row=gl.to_tensor(0),
-        first_chunk=first,
-        nchunks=nchunks,
-        unit=ticket % PAIRS * UNITS,
-        last=last,
-        goes_back=goes_back,
-        back_first=back_first,
-        back_most=back_most,
-        slot=rank,
-        slot_step=gl.to_tensor(sequences),
-    )
+    nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, most, seqlen, S)
+    return SSDSegment(
+        sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
+        ticket % S.PAIRS * S.UNITS, last, has_warmup, back_first, back_most, rank, gl.to_tensor(sequences),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -219,63 +154,42 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
 
 @gluon.jit
 def packed_segment_of(
-    ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, PASSING: gl.constexpr,
-    PAIRS: gl.constexpr, UNITS: gl.constexpr,
+    ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, S: gl.constexpr
 ):  # fmt: skip
     """The segment of a ticket, and whether it exists.  Units vary fastest, then segments, then sequences."""
-    rank = ticket // PAIRS
+    rank = ticket // S.PAIRS
     sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K)
     first = index * K
-    nchunks, last, goes_back, back_first, back_most = extent_of(index, first, K, length, PASSING)
-    segment = Segment(
-        sequence=sequence,
-        index=index,
-        length=length,
-        dt_begin=begin.to(gl.int64) * dt_strides[1],
-        tile=begin + length,
-        row=seqlen - length,
-        first_chunk=first,
-        nchunks=nchunks,
-        unit=ticket % PAIRS * UNITS,
-        last=last,
-        goes_back=goes_back,
-        back_first=back_first,
-        back_most=back_most,
-        slot=rank - sequence,  # the last segment of each sequence needs no slot
-        slot_step=gl.to_tensor(1),
-    )
+    nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, K, length, S)
+    segment = SSDSegment(
+        sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
+        ticket % S.PAIRS * S.UNITS, last, has_warmup, back_first, back_most,
+        rank - sequence,  # the last segment of each sequence needs no slot
+        gl.to_tensor(1),
+    )  # fmt: skip
     return segment, exists
 
 
 @gluon.jit
-def share_of(program, seqlen, sequences, dt_strides, PAIRS: gl.constexpr, UNITS: gl.constexpr):
+def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
     """The share of a program in the pairs of all sequences, units fastest.  Requires at least one pair per program.
 
-    `extra` pairs remain if every program owns equally many pairs.  The lead of program p is the fractional part of
+    `extra` pairs remain if every program owns equally many pairs.  Program p begins the fractional part of
     (p + 1) * extra / programs of a sequence, so that all shares are equal.
     """
-    programs, pairs, nchunks = gl.num_programs(0), sequences * PAIRS, gl.cdiv(seqlen, CHUNK)
+    programs, pairs, nchunks = gl.num_programs(0), sequences * S.PAIRS, gl.cdiv(seqlen, CHUNK)
     extra = pairs % programs
-    led, taken = (program + 1) * extra % programs, program * extra % programs  # in units of 1 / programs
+    begun, taken = (program + 1) * extra % programs, program * extra % programs  # in units of 1 / programs
     divisor, left = programs, extra
     while left > 0:
         divisor, left = left, divisor % left
-    same = program * divisor // programs  # `divisor` programs have equal leads; the number of those before this one
-    wholes = pairs // programs - 1 + (led <= extra).to(gl.int32)
+    same = (
+        program * divisor // programs
+    )  # `divisor` programs have equal beginnings; the number of those before this one
+    wholes = pairs // programs - 1 + (begun <= extra).to(gl.int32)
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
     split = pairs - programs
-    return EqualShare(
-        program=program,
-        programs=programs,
-        rank=led + same,
-        length=seqlen,
-        nchunks=nchunks,
-        dt_step=gl.to_tensor(dt_strides[0]),
-        wholes=wholes,
-        leads=split + led + same,
-        led=nchunks * led // programs,
-        takes=split + taken + same,
-        rest=rest,
-        PAIRS=PAIRS,
-        UNITS=UNITS,
-    )
+    return StreamK(
+        program, programs, begun + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes, split + begun + same,
+        nchunks * begun // programs, split + taken + same, rest, S.PAIRS, S.UNITS,
+    )  # fmt: skip

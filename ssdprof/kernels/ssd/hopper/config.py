@@ -1,25 +1,50 @@
 """Which inputs the Hopper kernel supports, and how a call is divided into programs.
 
-Rings and registers come from a row of `config_table.py`, segments from a simulated schedule (`segments.py`).
+Rings and registers come from a row of `../config.py`, segments from a simulation of the programs on the SMs.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
-from ssdprof.kernels._gpu import capability
-from ssdprof.kernels._tiles import row_stride
-from ssdprof.kernels.ssd.config_table import HOPPER, CallSizes, first_fit
-from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH
-from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, weight_places
-from ssdprof.kernels.ssd.hopper.segments import Segments, ceil_div, cut, packed_segment
-from ssdprof.kernels.ssd.inputs import INPUT_DTYPES, SSDInputs
+from ssdprof.kernels.device import capability
+from ssdprof.kernels.hopper.launch import unreadable
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
+from ssdprof.kernels.inputs import INPUT_DTYPES
+from ssdprof.kernels.ssd.config import HOPPER, first_fit
+from ssdprof.kernels.ssd.hopper.lanes import MAX_WIDTH
+from ssdprof.kernels.ssd.hopper.rings import SLICE, weight_places
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.tensors import row_stride
+
+# Times are in units of one chunk of the second pass (1.8 us on an H200), fitted to
+# benchmarks/results/hopper-segments-h200.json.  Quality of the fit: benchmarks/log/ssd.md#row-53.
+# Time of a chunk of the first pass, by parts of N: FIRST_PASS if all programs begin with a first pass, RECOMPUTED if
+# only those that recompute do.
+FIRST_PASS = {1: 0.45, 2: 0.34}
+RECOMPUTED = {1: 0.384, 2: 0.34}
+START = 3.0  # time to start and end a program
+PUBLISH = 1.1  # time until others see the state that a segment adds
+PART = 0.36  # time to sum the published state of one earlier segment
+CALL = 0.6  # time to launch, and to zero the flags
+# Chunks after which the first pass stops, for sixteen pairs of heads with decays as models have them.  One pair never
+# stops.  It is the first, so that it counts in calls with few pairs.
+REACH = (1 << 31, 28, 73, 7, 18, 34, 61, 23, 89, 51, 167, 14, 4, 42, 116, 10)
+LONGEST_RECOMPUTED = 128  # most chunks of a sequence for `recompute`
+UNFUSED_CHUNK = 4  # longest chunk of an unfused pipeline: 256 positions
+MEMORIES = (1, 2, 4, 8)  # memories of heads to check, in chunks, in addition to heads that never forget
+AS_LARGE = 1.01  # two squared errors count as equal up to this factor, which no test can detect
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperConfig(Segments):
+class SSDHopperConfig(Cut):
     """Segments of chunks of 64 positions, and
     ring, score_ring: slots of the rings of chunks and of scores
     unit_registers, other_registers: registers per thread of the role with states, and of gates, loads and stores
@@ -32,23 +57,23 @@ class HopperConfig(Segments):
     reason: str = ""
 
     @classmethod
-    def choose(cls, inputs: SSDInputs, sm_count: int, *, batch_invariant: bool) -> HopperConfig:
+    def choose(cls, inputs: SSDInputs, sm_count: int, *, batch_invariant: bool) -> SSDHopperConfig:
         """Choose by the length and number of sequences, the number of units and the GPU.
 
         With `batch_invariant`, choose as for one sequence: a sequence's result is then bitwise the same in any batch,
         and a large batch of short sequences is slower.  Packed sequences are always cut by one rule.
         """
         if inputs.cu_seqlens is not None:
-            segments = Segments(segment=packed_segment(program_count(inputs)))
+            segments = Cut(segment=packed_segment(program_count(inputs)))
             reason = "packed: one rule for sequences of any length, by the number of heads"
         else:
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
-            segments = cut(nchunks, sequences * program_count(inputs), half_count(inputs.B.shape[3]), sm_count)
+            cost = COSTS[n_split(inputs.B.shape[3])]
+            segments = cut(nchunks, sequences * program_count(inputs), sm_count, cost)
             how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
-        call = CallSizes(major=9, wide=False, headdim=inputs.x.shape[3], dstate=inputs.B.shape[3])
-        row = first_fit(HOPPER, call)
+        row = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
         return cls(**asdict(segments), **asdict(row.take), reason=f"{reason}; {row.why}")
 
 
@@ -57,26 +82,144 @@ def unit_count(inputs: SSDInputs) -> int:
     return nheads * ceil_div(headdim, SLICE.value)
 
 
-def half_count(dstate: int) -> int:
+def n_split(dstate: int) -> int:
     """1, or 2 if the two lanes of a program share N."""
     return ceil_div(dstate, MAX_WIDTH.value)
 
 
 def program_count(inputs: SSDInputs) -> int:
     """Programs per segment: each owns two units, or two halves of one."""
-    return unit_count(inputs) * half_count(inputs.B.shape[3]) // 2
+    return unit_count(inputs) * n_split(inputs.B.shape[3]) // 2
 
 
 def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     """Shared memory of one program, without its barriers."""
-    halves = half_count(dstate)
-    tiles = 2 // halves * 2 * CHUNK.value * SLICE.value  # bytes of a 64 x 64 tile of each unit
+    split = n_split(dstate)
+    tiles = 2 // split * 2 * CHUNK.value * SLICE.value  # bytes of a 64 x 64 tile of each unit
     rows = 2 * CHUNK.value * dstate  # bytes of B, or C
     vector = 4 * 2 * CHUNK.value
-    chunk = 2 * rows + 4 * vector + 8 + halves * tiles  # B and C, gates, decays, x for both passes
-    first_pass = weight_places(ring * halves, halves) * (vector + 8) + 4 * (ring + 2)  # weights, decays, words
-    exchange = 4 * (2 * SLICE.value * CHUNK.value // 2) if halves == 2 else 0
+    chunk = 2 * rows + 4 * vector + 8 + split * tiles  # B and C, gates, decays, x for both passes
+    first_pass = weight_places(ring * split, split) * (vector + 8) + 4 * (ring + 2)  # weights, decays, words
+    exchange = 4 * (2 * SLICE.value * CHUNK.value // 2) if split == 2 else 0
     return int(ring * chunk + first_pass + score_ring * tiles + tiles + exchange)
+
+
+def packed_segment(pairs: int) -> int:
+    """Chunks per segment of packed sequences, whose lengths are on the device: about the number of pairs of units.
+
+    Fewer pairs leave more of the GPU for segments.  With fewer than 8 chunks per segment, a long sequence would have
+    too many parts to sum.
+    """
+    return min(64, max(8, 1 << (pairs - 1).bit_length()))
+
+
+def simulated_time(one: Cut, nchunks: int, pairs: int, sm_count: int, *, n_split: int) -> float:
+    """Time until the last program ends.  Each SM runs one program at a time, and programs start in order."""
+    lengths = one.lengths(nchunks)
+    looks_back = len(lengths) > 1 and not one.recompute
+    of_first_pass = (RECOMPUTED if one.recompute else FIRST_PASS)[n_split]
+    free = [0.0] * sm_count
+    published: list[list[float]] = [[] for _ in range(pairs)]  # time of publication, by segment
+    end, before = 0.0, 0
+    for index, length in enumerate(lengths):
+        last = index == len(lengths) - 1
+        to_see = before if one.recompute else 0 if last else length
+        parts = [_parts(lengths[:index], reach) for reach in REACH[:pairs]] if looks_back else []
+        for pair in range(pairs):
+            time = free[0] + START + of_first_pass * min(to_see, REACH[pair % len(REACH)])
+            if looks_back:
+                if not last:
+                    time += PUBLISH
+                    published[pair].append(time)
+                read = parts[pair % len(REACH)]
+                time = max([time, *published[pair][index - read : index]]) + PART * read
+            time += length
+            heapq.heapreplace(free, time)
+            end = max(end, time)
+        before += length
+    return end + (CALL if looks_back else CALL / 2)
+
+
+def _parts(before: list[int], reach: int) -> int:
+    """The number of earlier segments that a segment reads until the remaining decay is zero."""
+    parts = 0
+    for length in reversed(before):
+        parts += 1
+        reach -= length
+        if reach <= 0:
+            break
+    return parts
+
+
+def as_exact_as_unfused(one: Cut, nchunks: int) -> bool:
+    """Whether no head's error exceeds that of an unfused pipeline with its longest chunks, however fast it forgets."""
+    ours, theirs = one.lengths(nchunks), Cut(segment=UNFUSED_CHUNK).lengths(nchunks)
+    return rounded_twice(ours) <= rounded_twice(theirs) and all(
+        squared_error(ours, memory) <= AS_LARGE * squared_error(theirs, memory) for memory in MEMORIES
+    )
+
+
+def rounded_twice(lengths: list[int]) -> int:
+    """Number of pairs of chunks in which the first one precedes the segment of the second one.
+
+    The contribution of the first chunk to the second one's output is rounded twice: by the first pass, and as part of
+    the state.  An unfused pipeline rounds the contributions of all earlier chunks twice.
+    """
+    before, pairs = 0, 0
+    for length in lengths:
+        pairs += length * before
+        before += length
+    return pairs
+
+
+def squared_error(lengths: list[int], memory: float) -> float:
+    """Squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk, in units of one rounding.
+
+    Counts the rounding of the output, one rounding per term, and a second one for terms from before a segment.
+    See docs/measuring.md.
+    """
+    kept = math.exp(-2 / memory)
+
+    def energy(nchunks: int) -> float:  # of a chunk's output, from the last `nchunks` chunks, its own included
+        return (1 - kept**nchunks) / (1 - kept)
+
+    first, before = 0, 0.0
+    for length in lengths:
+        before += kept * energy(length) * energy(first)
+        first += length
+    return 2 + before * (1 - kept) / (first - kept * energy(first))
+
+
+def _exact_candidates(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
+    return (one for one in candidates(nchunks, sm_count / pairs) if as_exact_as_unfused(one, nchunks))
+
+
+def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
+    """Candidate cuts of a sequence of `nchunks` chunks; the GPU runs `programs_per_pair` programs per pair at once."""
+    yield Cut(segment=max(1, nchunks))
+    at_once = max(1, int(programs_per_pair))
+    for count in sorted({2, 3, 4, 6, 8, 11, 16, 22, 32, at_once, at_once + 1}):
+        if count <= min(nchunks, at_once + 1):
+            yield Cut(segment=ceil_div(nchunks, count))
+    for part in (0.5, 0.6, 0.67, 0.75, 0.8, 0.85):  # share of a sequence in long segments
+        long = max(1, round(part * nchunks / at_once))
+        left = nchunks - at_once * long
+        if left > 0:
+            for count in (1, 2, 4, 8):
+                yield Cut(long_count=at_once, long_segment=long, segment=ceil_div(left, count))
+    if nchunks <= LONGEST_RECOMPUTED:
+        for first in range(ceil_div(nchunks, 2), 3 * nchunks // 4 + 1, ceil_div(nchunks, 64)):
+            if nchunks > first:
+                for count in (1, 2, 3):
+                    yield Cut(
+                        long_count=1, long_segment=first, segment=ceil_div(nchunks - first, count), recompute=True
+                    )
+
+
+COSTS = {
+    split: CutCost(candidates=_exact_candidates, time=partial(simulated_time, n_split=split), classes=16, whole_from=1)
+    for split in (1, 2)
+}  # by `n_split`
 
 
 def unsupported(inputs: SSDInputs) -> str:
@@ -94,16 +237,12 @@ def unsupported(inputs: SSDInputs) -> str:
         return "a gate z"
     if headdim < SLICE.value or headdim % 16 or dstate not in (64, 128, 256):
         return f"headdim {headdim} with dstate {dstate}"
-    if slices * inputs.heads_per_group * half_count(dstate) % 2:
+    if slices * inputs.heads_per_group * n_split(dstate) % 2:
         return "an odd number of heads per group"
     if x.shape[0] * x.shape[1] >= 2**31:
         return "2^31 positions"
-    for name, tensor in (("x", x), ("B", B), ("C", C)):
-        row = row_stride(tensor)
-        if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
-            return f"strides or alignment of {name}, which TMA cannot read"
-        if tensor.shape[0] > 1 and (tensor.stride(0) % 8 or tensor.stride(0) <= 0):
-            return f"batch stride of {name}, which TMA cannot read"
+    if reason := unreadable(x=x, B=B, C=C):
+        return reason
     for name, tensor in (("B", B), ("C", C)):
         if tensor.shape[2] > 1 and tensor.stride(2) != dstate:
             return f"group stride of {name}"

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: ignore-errors
 """SSD, all five stages in one launch, for Hopper, in Gluon: warp roles, TMA copies, states in registers.
 
 The algorithm is that of `portable/`.  A first pass reads the segment backwards and computes the state that it adds.
@@ -13,8 +13,8 @@ registers, and x, loaded once, serves all three products.  Reasons and alternati
 In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
-Work: states (slots, lanes, 64 * n / halves) state_dtype: the state that each segment except a sequence's last adds;
-      or fp32 (programs, 2, 64 * n / halves): the state after the lead of each program; two halves if n is 256, else one
+Work: states (slots, lanes, 64 * n / n_split) state_dtype: the state that each segment except a sequence's last adds;
+      or fp32 (programs, 2, 64 * n / n_split): the state after the chunks that each program begins
       sync int32, zeroed: the ticket counter, and a flag per slot and lane: the segment's decay once its state is stored
 Grid: (segments * lanes / 2), units fastest, then sequences, then segments; for packed sequences, segments before
       sequences, and an upper bound; or one program per SM.  A program waits only for lower tickets, whose programs have
@@ -22,45 +22,54 @@ Grid: (segments * lanes / 2), units fastest, then sequences, then segments; for 
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._tiles import tensor_of
-from ssdprof.kernels.ssd.hopper.assignment import packed_segment_of, segment_of, share_of
-from ssdprof.kernels.ssd.hopper.halves import MAX_WIDTH, allocate_exchange
-from ssdprof.kernels.ssd.hopper.lanes import THREADS, lane_number
-from ssdprof.kernels.ssd.hopper.rings import CHUNK, SLICE, allocate, begin_barriers, role_barrier
+from ssdprof.kernels._gluon import role_barrier
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.work import aggregate
+from ssdprof.kernels.ssd.hopper.assignment import SSDSegment, StreamK, packed_segment_of, segment_of, share_of
+from ssdprof.kernels.ssd.hopper.lanes import allocate_exchange
+from ssdprof.kernels.ssd.hopper.rings import SLICE, Shared, allocate, begin_barriers
+from ssdprof.kernels.ssd.hopper.role_copies import loads, stores
 from ssdprof.kernels.ssd.hopper.role_gates import gates
-from ssdprof.kernels.ssd.hopper.role_loads import loads
 from ssdprof.kernels.ssd.hopper.role_scores import scores
-from ssdprof.kernels.ssd.hopper.role_states import unit_states
-from ssdprof.kernels.ssd.hopper.role_stores import stores
+from ssdprof.kernels.ssd.hopper.role_states import units
+from ssdprof.kernels.tensors import tensor_of
 
 FLAGS = gl.constexpr(8)  # offset of the flags in sync; each has a 32-byte sector
-STAGES = {"units": "caller", "_fused_hopper_kernel": "setup"}
+STAGES = {"_fused_hopper_kernel": "setup"}
 
 
-@gluon.jit
-def units(
-    shared, work, tensors, INITIAL_STRIDES: gl.constexpr,
-    HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
-    PASSING: gl.constexpr,
-):  # fmt: skip
-    """The role of the program's first threads."""
-    unit_states(
-        lane_number(), shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING
-    )  # fmt: skip
+@aggregate
+class SSDEnv:
+    """All that the roles share."""
+
+    shared: Shared
+    work: SSDSegment | StreamK
+    dt_ptr: gl.tensor
+    A_ptr: gl.tensor
+    dt_bias_ptr: gl.tensor | gl.constexpr
+    strides: gl.tuple  # of dt, A, dt_bias, D, cu_seqlens
+    dt_limit: gl.tuple
+    descs: gl.tuple  # of x, B, C, out
+    D_ptr: gl.tensor | gl.constexpr
+    initial_ptr: gl.tensor | gl.constexpr
+    states_ptr: gl.tensor
+    final_ptr: gl.tensor
+    flags_ptr: gl.tensor
+    exchange: gl.shared_memory_descriptor | gl.tuple
+    S: gl.constexpr  # compile-time arguments
 
 
 def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, B, final_states = tensor_of(args["x_desc"]), tensor_of(args["B_desc"]), args["final_ptr"]
+    x, B = tensor_of(args["x_desc"]), tensor_of(args["B_desc"])
+    dt, _, _, _, initial_states, _, final_states, *_ = args["tensors"]
     batch, seqlen, nheads, headdim = x.shape
     dstate, chunk = B.shape[3], CHUNK.value
-    tensors = (x, x, args["dt_ptr"], B, B, args["initial_ptr"], final_states)  # x and out, B and C
+    tensors = (x, x, dt, B, B, initial_states, final_states)  # x and out, B and C
     return {
         "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}",
         "flops": 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate),
@@ -68,63 +77,44 @@ def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.
+# Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.  It specialises all in a tuple.
 @gluon.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
-    x_desc, B_desc, C_desc, out_desc, dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr,
-    cu_seqlens_ptr, final_ptr, states_ptr, sync_ptr,
-    dt_strides, A_strides, dt_bias_strides, D_strides, INITIAL_STRIDES: gl.constexpr,
-    cu_seqlens_strides, dt_low, dt_high, seqlen, sequences, K, LONG_COUNT, K_LONG,
-    HEADS: gl.constexpr, HEADS_PER_GROUP: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr,
-    DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr, PASSING: gl.constexpr,
-    RING: gl.constexpr, SCORE_RING: gl.constexpr, UNIT_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT, K_LONG,
+    S: gl.constexpr,
 ):  # fmt: skip
-    HALVES: gl.constexpr = 1 if DSTATE <= MAX_WIDTH else 2
-    UNITS: gl.constexpr = 2 // HALVES
-    shared = allocate(x_desc.dtype, DSTATE // HALVES, HALVES, RING, SCORE_RING)
+    """strides: of dt, A, dt_bias, D, cu_seqlens."""
+    dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr, states_ptr, sync_ptr = tensors
+    shared = allocate(x_desc.dtype, S)
     exchange = ()
-    if HALVES == 2:
+    if S.N_SPLIT == 2:
         exchange = allocate_exchange(SLICE, CHUNK)
-    begin_barriers(shared, THREADS, PASSING == "look back" or PASSING == "recompute")
+    begin_barriers(shared, S.PASSING == "look back" or S.PASSING == "recompute")
 
     # stage ticket: what is mine
-    SLICES: gl.constexpr = (HEADDIM + SLICE - 1) // SLICE
-    PAIRS: gl.constexpr = HEADS * SLICES // UNITS  # pairs of units, or of halves of one, per sequence
     ticket = gl.program_id(0)
-    if PASSING == "look back" or PASSING == "hand on":
+    if S.PASSING == "look back" or S.PASSING == "carry":
         ticket = gl.atomic_add(sync_ptr, 1, sem="relaxed")
         role_barrier()  # threads read the ticket from memory that warp_specialize overwrites next
     exists = True
-    if PASSING == "hand on":
-        work = share_of(ticket, seqlen, sequences, dt_strides, PAIRS, UNITS)
+    if S.PASSING == "carry":
+        work = share_of(ticket, seqlen, sequences, strides[0], S)
     elif cu_seqlens_ptr is None:
-        work = segment_of(
-            ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, PASSING, PAIRS, UNITS
-        )  # fmt: skip
+        work = segment_of(ticket, seqlen, sequences, strides[0], K, LONG_COUNT, K_LONG, S)
     else:
         work, exists = packed_segment_of(
-            ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_strides[0], dt_strides, K, PASSING, PAIRS, UNITS,
+            ticket, seqlen, sequences, cu_seqlens_ptr, strides[4][0], strides[0], K, S
         )  # fmt: skip
     # stage setup
     if exists:
-        sync = sync_ptr + FLAGS
-        tensors = (D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync, exchange)
-        rates = (dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides)
-        # 512 registers for four groups of 128 threads, of which the first role, `units`, has two
-        SCORE_REGISTERS: gl.constexpr = 512 - 2 * UNIT_REGISTERS - OTHER_REGISTERS
-        gl.warp_specialize(
-            [
-                (
-                    units,
-                    (
-                        shared, work, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING,
-                    ),
-                ),
-                (scores, (shared, work, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS, RELAXED)),
-                (gates, (shared, work, rates, dt_low, dt_high, SLICES, DT_SOFTPLUS)),
-                (loads, (shared, work, x_desc, B_desc, C_desc, DSTATE, SLICES, HEADS_PER_GROUP)),
-                (stores, (shared, work, out_desc, SLICES)),
-            ],
-            [4, 2, 1, 1],
-            [SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+        env = SSDEnv(
+            shared, work, dt_ptr, A_ptr, dt_bias_ptr, strides, dt_limit, (x_desc, B_desc, C_desc, out_desc), D_ptr,
+            initial_ptr, states_ptr, final_ptr, sync_ptr + FLAGS, exchange, S,
         )  # fmt: skip
+        # 512 registers for four groups of 128 threads, of which the first role, `units`, has two
+        OTHERS: gl.constexpr = S.OTHER_REGISTERS
+        gl.warp_specialize(
+            [(units, (env,)), (scores, (env,)), (gates, (env,)), (loads, (env,)), (stores, (env,))],
+            [4, 2, 1, 1],
+            [512 - 2 * S.UNIT_REGISTERS - OTHERS, OTHERS, OTHERS, OTHERS],
+        )

@@ -8,29 +8,31 @@ around a barrier of all threads, or around an operation that Triton compiles to 
 
 With one role per lane, the same code would be compiled twice.  Compiling would take half as long again, and the kernel
 would not be faster.
+
+With N = 256 the lanes hold half of N each, of one unit.  The output of every position is a sum over N, and each lane
+has a partial sum.  Lane k finishes the positions of the k-th half of a chunk.  It receives the other lane's partial
+sums for them, and passes on its own for the rest, in fp32.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ssdprof.kernels.ssd.hopper.rings import SLICE, product_layout, reinterpret
+from ssdprof.kernels._gluon import product_layout, reinterpret, role_barrier
+from ssdprof.kernels.ssd.hopper.rings import SLICE
 
 LANES = gl.constexpr(2)  # lanes per role; tests without a GPU set 1 and run each lane by itself
-THREADS = gl.constexpr(128)  # threads per lane
+MAX_WIDTH = gl.constexpr(128)  # most of N in one lane: a state of 64 x 128 fills a third of its registers
 of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2]))  # layout (lane)
+# Bases (p, half of q) of a layout in the order of the product's fragments: four numbers of a thread, then of a warp
+FRAGMENTS = ([0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16])
+of_one = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
+of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *one] for one in FRAGMENTS), [1, 0, 0]]))  # (half, p, half of q)
 
 STAGES = {
-    "lane_number": "setup",
-    "first_of": "caller",
-    "unit_of": "caller",
-    "half_of": "caller",
-    "load_tiles": "caller",
-    "load_transposed": "caller",
-    "tiles_of": "caller",
-    "store_tiles": "caller",
-    "arrive": "caller",
-}
+    "lane_number": "setup", "first_of": "caller", "unit_of": "caller", "half_of": "caller", "load_tiles": "caller",
+    "load_transposed": "caller", "tiles_of": "caller", "store_tiles": "caller", "allocate_exchange": "setup",
+    "halves_of": "caller", "own_positions": "caller", "give_part": "caller", "take_part": "caller",
+}  # fmt: skip
 
 
 @gluon.jit
@@ -61,8 +63,8 @@ def unit_of(shared, lane):
 
 @gluon.jit
 def half_of(shared, lane):
-    """Index of the lane's half of N; 0 if N is not halved."""
-    return lane if shared.HALVES == 2 else 0
+    """Index of the lane's half of N; 0 if N is not split."""
+    return lane if shared.N_SPLIT == 2 else 0
 
 
 @gluon.constexpr_function
@@ -103,14 +105,15 @@ def load_transposed(shared, place, lane, layout: gl.constexpr):
 
 
 @gluon.constexpr_function
-def in_lanes(shape):
-    return [shape[0] // LANES, LANES, *shape[1:]]
+def grouped(shape, rows):
+    """The shape with its first dimension split into groups of `rows`."""
+    return [shape[0] // rows, rows, *shape[1:]]
 
 
 @gluon.jit
 def tiles_of(tiles, lane, layout: gl.constexpr):
     """View two tiles, one per lane, as (lane, row, column)."""
-    return reinterpret(tiles, tiles.dtype, in_lanes(tiles.shape), layout).index(first_of(lane))
+    return reinterpret(tiles, tiles.dtype, grouped(tiles.shape, LANES), layout).index(first_of(lane))
 
 
 @gluon.jit
@@ -120,10 +123,51 @@ def store_tiles(tiles, value):
 
 
 @gluon.jit
-def arrive(barrier):
-    """Every thread of a lane arrives by itself, so that no warp waits for others.
+def allocate_exchange(P: gl.constexpr, Q: gl.constexpr):
+    """Buffer (half, p, q / 2) of the partial sums that each half passes on."""
+    return gl.allocate_shared_memory(gl.float32, [2, P, Q // 2], of_one)
 
-    This is safe: a warp's accesses to shared memory happen in order, the caller has waited for products that read it,
-    and a fence separates stores from the arrival that announces them.
+
+@gluon.jit
+def halves_of(v, layout: gl.constexpr):
+    """Split v (half p, q) into the positions that half 0 and half 1 finish, each (half p, q / 2)."""
+    P: gl.constexpr = v.shape[0]
+    Q: gl.constexpr = v.shape[1]
+    first, second = gl.split(v.reshape([P, 2, Q // 2]).permute((0, 2, 1)))
+    return gl.convert_layout(first, layout), gl.convert_layout(second, layout)
+
+
+@gluon.jit
+def own_positions(x, half, layout: gl.constexpr):
+    """The positions of x^T (half p, q), 16-bit numbers, that each half finishes.
+
+    Selects two numbers at a time, otherwise ptxas unpacks them.
     """
-    async_copy.mbarrier_arrive(barrier, increment_count=False)
+    code: gl.constexpr = """{
+        .reg .pred second;
+        setp.ne.b32 second, $3, 0;
+        selp.b32 $0, $2, $1, second;
+    }"""
+    first, second = halves_of(x, layout)
+    return gl.inline_asm_elementwise(code, "=r,r,r,r,r", [first, second, half], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def give_part(exchange, part, half, layout: gl.constexpr):
+    """Return each half's partial sums for its own positions (half p, q / 2), and pass on the rest.
+
+    part: each half's partial sums over N (half p, q)
+    """
+    first, second = halves_of(part, layout)
+    tiles = tiles_of(exchange, half, of_both)
+    store_tiles(tiles, gl.where(half == 1, first, second))
+    return gl.where(half == 1, second, first)
+
+
+@gluon.jit
+def take_part(exchange, half, layout: gl.constexpr):
+    """The other half's partial sums for each half's own positions: (half p, q / 2)."""
+    role_barrier()
+    part = load_tiles(exchange.index(1 - half), layout)
+    role_barrier()  # the buffer may be overwritten
+    return part

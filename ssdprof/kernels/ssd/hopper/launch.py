@@ -7,33 +7,26 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels._launch import Launcher
-from ssdprof.kernels._tiles import Strides, Tiles, row_stride, steps
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.schedule import ceil_div
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.buffers import BufferSizes
-from ssdprof.kernels.ssd.hopper.config import HopperConfig, half_count, program_count, unit_count
+from ssdprof.kernels.ssd.config import BufferSizes
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, n_split, program_count, unit_count
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
-from ssdprof.kernels.ssd.hopper.rings import CHUNK, COLUMNS, FLAG_STRIDE, SLICE
-from ssdprof.kernels.ssd.hopper.segments import ceil_div
+from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.tensors import Strides, Tiles, row_stride, steps
 
 
-def segment_count(inputs: SSDInputs, config: HopperConfig) -> int:
-    """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the device."""
-    seqlen = inputs.x.shape[1]
-    if inputs.cu_seqlens is None:
-        return inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
-    return int(inputs.sequences + seqlen // (config.segment * CHUNK.value))
-
-
-def share_count(inputs: SSDInputs, config: HopperConfig) -> int:
+def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
     """Programs with equal shares, or 0 if there is one program per segment."""
     whole = inputs.cu_seqlens is None and config.count(ceil_div(inputs.x.shape[1], CHUNK.value)) == 1
     pairs = inputs.sequences * program_count(inputs)
     return config.shares if whole and config.shares < pairs else 0
 
 
-def slot_count(inputs: SSDInputs, config: HopperConfig) -> int:
+def slot_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
     """Segments that publish a state: all but the last of each sequence.  An upper bound for packed sequences."""
     seqlen = inputs.x.shape[1]
     if config.recompute:
@@ -43,34 +36,37 @@ def slot_count(inputs: SSDInputs, config: HopperConfig) -> int:
     return inputs.sequences * (config.count(ceil_div(seqlen, CHUNK.value)) - 1)
 
 
-def buffer_sizes(inputs: SSDInputs, precision: Precision, config: HopperConfig) -> BufferSizes:
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> BufferSizes:
     dstate = inputs.B.shape[3]
-    halves, shares = half_count(dstate), share_count(inputs, config)
-    lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * halves
+    split, shares = n_split(dstate), share_count(inputs, config)
+    lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * split
     sizes = BufferSizes.of(
-        inputs, precision, states=lanes * SLICE.value * dstate // halves,
+        inputs, precision, states=lanes * SLICE.value * dstate // split,
         sync=FLAGS.value + lanes * FLAG_STRIDE.value if lanes else 0,
     )  # fmt: skip
     # states pass between shares in fp32, unrounded: results are the same as without dividing sequences
     return replace(sizes, state_dtype=torch.float32) if shares else sizes
 
 
-class HopperLaunch:
+class SSDHopperLaunch:
     """A call without its tensors.  It serves all inputs of one `SSDInputs.signature` and keeps none of them."""
 
-    def __init__(self, inputs: SSDInputs, precision: Precision, config: HopperConfig) -> None:
+    def __init__(self, inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> None:
         self._sizes = buffer_sizes(inputs, precision, config)
         self._index = inputs.x.get_device()
-        halves = half_count(inputs.B.shape[3])
+        split = n_split(inputs.B.shape[3])
         packed = inputs.cu_seqlens is not None
         nheads, headdim = inputs.x.shape[2:]
-        own = CHUNK.value // halves  # positions of a chunk whose output one lane finishes
+        own = CHUNK.value // split  # positions of a chunk whose output one lane finishes
         self._x = _units(inputs.x, steps(inputs.x, inputs.x.stride(2)), CHUNK.value, packed=packed)
         row = nheads * headdim
         self._out = _units(inputs.x, (inputs.x.shape[1] * row, row, headdim), own, packed=packed)
-        self._B, self._C = (_rows(tensor, halves, packed=packed) for tensor in (inputs.B, inputs.C))
-        shares = share_count(inputs, config)
-        self._programs = shares or segment_count(inputs, config) * program_count(inputs)
+        self._B, self._C = (_rows(tensor, split, packed=packed) for tensor in (inputs.B, inputs.C))
+        shares, seqlen = share_count(inputs, config), inputs.x.shape[1]
+        segments = inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
+        if packed:  # an upper bound, because the lengths are on the device
+            segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
+        self._programs = shares or segments * program_count(inputs)
         self._launcher = Launcher(
             _fused_hopper_kernel,
             _scalars(inputs, config),
@@ -89,56 +85,51 @@ class HopperLaunch:
         return SSDOutput(out, final_states)
 
 
-def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: HopperConfig) -> SSDOutput:
+def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: SSDHopperConfig) -> SSDOutput:
     """Output in x's dtype, final states in fp32.  Requires that `config.unsupported` is empty."""
-    return HopperLaunch(inputs, precision, config)(inputs)
+    return SSDHopperLaunch(inputs, precision, config)(inputs)
 
 
-def _scalars(inputs: SSDInputs, config: HopperConfig) -> tuple[Any, ...]:
-    """Strides (dt, A, dt_bias, D, initial_states, cu_seqlens), limits of dt, sizes."""
+def _scalars(inputs: SSDInputs, config: SSDHopperConfig) -> tuple[Any, ...]:
+    """Strides (dt, A, dt_bias, D, cu_seqlens), limits of dt, sizes."""
     D = inputs.D
-    return (
+    strides = (
         (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)), inputs.A.stride(),
         (0,) if inputs.dt_bias is None else inputs.dt_bias.stride(),
         (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0),
-        (0, 0, 0, 0) if inputs.initial_states is None else inputs.initial_states.stride(),
         (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride(),
-        *map(float, inputs.dt_limit), inputs.x.shape[1], inputs.sequences,
-        config.segment, config.long_count, config.long_segment,
     )  # fmt: skip
+    sizes = (inputs.x.shape[1], inputs.sequences, config.segment, config.long_count, config.long_segment)
+    return strides, tuple(map(float, inputs.dt_limit)), *sizes
 
 
-def _passing(config: HopperConfig, shares: int, sizes: BufferSizes) -> str:
+def _passing(config: SSDHopperConfig, shares: int, sizes: BufferSizes) -> str:
     """How a segment gets the state that enters it.
 
     "recompute": its first pass computes it from all chunks before the segment.
-    "look back": each segment publishes the state that its first pass adds; later segments sum these (`look_back.py`).
-    "hand on": the share that began the sequence passes its state on.  No first pass.
+    "look back": each segment publishes the state that its first pass adds; later segments sum these (`role_states.py`).
+    "carry": the share that began the sequence passes its state on.  No first pass.
     "none": every segment begins a sequence.  No first pass.
     """
     if shares:
-        return "hand on"
+        return "carry"
     if config.recompute:
         return "recompute"
     return "look back" if sizes.sync else "none"
 
 
-def _options(inputs: SSDInputs, precision: Precision, config: HopperConfig, passing: str) -> dict[str, Any]:
-    _, _, nheads, headdim = inputs.x.shape
-    return {
-        "HEADS": nheads,
-        "HEADS_PER_GROUP": inputs.heads_per_group,
-        "HEADDIM": headdim,
-        "DSTATE": inputs.B.shape[3],
-        "DT_SOFTPLUS": inputs.dt_softplus,
-        "RELAXED": not precision.exact,
-        "PASSING": passing,
-        "RING": config.ring,
-        "SCORE_RING": config.score_ring,
-        "UNIT_REGISTERS": config.unit_registers,
-        "OTHER_REGISTERS": config.other_registers,
-        "num_warps": 8,
-    }
+def _options(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig, passing: str) -> dict[str, Any]:
+    """UNITS: units per program; PAIRS: programs per segment."""
+    nheads, headdim = inputs.x.shape[2:]
+    split, initial = n_split(inputs.B.shape[3]), inputs.initial_states
+    return dict(
+        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
+        SLICES=ceil_div(headdim, SLICE.value), N_SPLIT=split, UNITS=2 // split, PAIRS=program_count(inputs),
+        DT_SOFTPLUS=inputs.dt_softplus, RELAXED=not precision.exact, PASSING=passing,
+        INITIAL_STRIDES=(0, 0, 0, 0) if initial is None else initial.stride(),
+        DEPTH=config.ring, SCORE_DEPTH=config.score_ring,
+        UNIT_REGISTERS=config.unit_registers, OTHER_REGISTERS=config.other_registers, num_warps=8,
+    )  # fmt: skip
 
 
 def _units(x: torch.Tensor, strides: Strides, positions: int, *, packed: bool) -> Tiles:
@@ -147,11 +138,11 @@ def _units(x: torch.Tensor, strides: Strides, positions: int, *, packed: bool) -
     return Tiles(x, strides, sizes=(nheads, headdim), block=(1, positions, SLICE.value), packed=packed)
 
 
-def _rows(tensor: torch.Tensor, halves: int, *, packed: bool) -> Tiles:
+def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Tiles:
     """Tiles of one group's N, or of half of it, in blocks of 64 columns, the layout in shared memory."""
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value
     return Tiles(
         tensor, steps(tensor, COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
-        block=(blocks // halves, CHUNK.value, COLUMNS.value), packed=packed,
+        block=(blocks // split, CHUNK.value, COLUMNS.value), packed=packed,
     )  # fmt: skip

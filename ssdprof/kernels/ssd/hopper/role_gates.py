@@ -8,7 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels.ssd.hopper.rings import CHUNK, ENTERING, KEY, ROW, WEIGHT, add, phase, place_in, reinterpret
+from ssdprof.kernels._gluon import add, phase, place_in, reinterpret
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.ssd.hopper.rings import ENTERING, KEY, ROW, WEIGHT
 from ssdprof.kernels.ssd.hopper.weights import two_parts
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -18,28 +20,14 @@ FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with a margin for ro
 by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 
 STAGES = {
-    "exp2_approx": "caller",
-    "log2_approx": "chunk_cumsum",
-    "softplus": "chunk_cumsum",
-    "load_bits": "chunk_cumsum",
-    "number_of": "chunk_cumsum",
-    "chunk_cumsum": "chunk_cumsum",
-    "decay_exp2": "chunk_cumsum",
-    "put": "chunk_cumsum",
-    "rates_of": "chunk_cumsum",
-    "tell": "chunk_cumsum",
-    "wait_for_place": "chunk_cumsum",
-    "hand_over": "chunk_cumsum",
-    "pairs_of": "caller",
-    "of_each_lane": "chunk_cumsum",
-    "hand_over_two": "chunk_cumsum",
-    "first_pass_gates": "chunk_cumsum",
-    "put_gates": "chunk_cumsum",
-    "segment_gates": "chunk_cumsum",
-    "gates": "chunk_cumsum",
-}
+    "exp2_approx": "caller", "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum",
+    "number_of": "chunk_cumsum", "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum", "put": "chunk_cumsum",
+    "rates_of": "chunk_cumsum", "tell": "chunk_cumsum", "hand_over": "chunk_cumsum", "pairs_of": "caller",
+    "of_each_lane": "chunk_cumsum", "hand_over_two": "chunk_cumsum", "first_pass_gates": "chunk_cumsum",
+    "put_gates": "chunk_cumsum", "gates": "chunk_cumsum",
+}  # fmt: skip
 # Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
-WAITS = {"full": "waiting.chunk", "told": "waiting.gates", "empty": "ahead"}
+WAITS = {"full": "waiting.chunk", "continue_barrier": "waiting.gates", "empty": "ahead"}
 
 
 @gluon.jit
@@ -87,12 +75,12 @@ def number_of(bits, dtype: gl.constexpr):
 
 
 @gluon.jit
-def chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS: gl.constexpr):
+def chunk_cumsum(env, raw, dt_bias, A, valid):
     """dt (q, lane), a (q, lane) and a_end (lane).  NaN stays NaN."""
     v = raw + dt_bias[None, :]
-    if DT_SOFTPLUS:
+    if env.S.DT_SOFTPLUS:
         v = softplus(v)
-    dt = gl.where(v == v, gl.minimum(gl.maximum(v, low), high), v)
+    dt = gl.where(v == v, gl.minimum(gl.maximum(v, env.dt_limit[0]), env.dt_limit[1]), v)
     dt = gl.where(valid, dt, 0.0)
     dA = dt * A[None, :]
     # a step below FORGOTTEN decays to zero anyway, and would cost later differences their precision
@@ -113,21 +101,21 @@ def put(vector, v):
 
 
 @gluon.jit
-def rates_of(shared, segment, rates, SLICES: gl.constexpr, CHUNKS: gl.constexpr, layout: gl.constexpr):
+def rates_of(env, segment, CHUNKS: gl.constexpr, layout: gl.constexpr):
     """A log2(e), dt_bias (column), a pointer to the sequence's dt, offsets of CHUNKS chunks (q, column), dt's stride.
 
     Columns are lanes: both lanes of a chunk, then both of the preceding chunk.
     """
-    dt_ptr, A_ptr, dt_bias_ptr, dt_strides, A_strides, dt_bias_strides = rates
+    dt_strides, A_strides, dt_bias_strides, _, _ = env.strides
     o_c = gl.arange(0, 2 * CHUNKS, gl.SliceLayout(0, layout))
-    o_h = (segment.unit + o_c % 2 // shared.HALVES) // SLICES
-    A = gl.load(A_ptr + o_h.to(gl.int64) * A_strides[0]).to(gl.float32) * LOG2_E
+    o_h = (segment.unit + o_c % 2 // env.shared.N_SPLIT) // env.S.SLICES
+    A = gl.load(env.A_ptr + o_h.to(gl.int64) * A_strides[0]).to(gl.float32) * LOG2_E
     dt_bias = gl.full([2 * CHUNKS], 0.0, gl.float32, gl.SliceLayout(0, layout))
-    if dt_bias_ptr is not None:
-        dt_bias = gl.load(dt_bias_ptr + o_h.to(gl.int64) * dt_bias_strides[0]).to(gl.float32)
+    if env.dt_bias_ptr is not None:
+        dt_bias = gl.load(env.dt_bias_ptr + o_h.to(gl.int64) * dt_bias_strides[0]).to(gl.float32)
     o_t = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))[:, None] - (o_c // 2 * CHUNK)[None, :]
     tile = (o_t * dt_strides[1] + (o_h * dt_strides[2])[None, :]).to(gl.int32)
-    return A, dt_bias, dt_ptr + segment.dt_begin, tile, dt_strides[1]
+    return A, dt_bias, env.dt_ptr + segment.dt_begin, tile, dt_strides[1]
 
 
 @gluon.jit
@@ -135,19 +123,14 @@ def tell(first, seen, go):
     """Write the flag that says whether another turn of the first pass follows the one after `seen` chunks."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     word = place_in(seen // first.TURN, first.WORDS)
-    first.goes_on.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, one))
-    mbarrier.arrive(first.told.index(word), count=1)
-
-
-@gluon.jit
-def wait_for_place(first, chunk):
-    mbarrier.wait(first.empty.index(place_in(chunk, first.RING)), phase(chunk, first.RING) ^ 1)
+    first.continue_flag.index(word).store(gl.full([1], go.to(gl.int32), gl.int32, one))
+    mbarrier.arrive(first.continue_barrier.index(word), count=1)
 
 
 @gluon.jit
 def hand_over(first, chunk):
     """Announce that the weights and decay of the turn that begins with `chunk` are stored."""
-    mbarrier.arrive(first.full.index(place_in(chunk, first.RING)), count=1)
+    mbarrier.arrive(first.full.index(place_in(chunk, first.DEPTH)), count=1)
 
 
 @gluon.jit
@@ -183,7 +166,8 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
     more = (c > 0) & (gl.maximum(once_0, once_1) > FORGOTTEN)
     go = more & (c > 1) & (gl.maximum(decay_0, decay_1) > FORGOTTEN)
     tell(first, seen, more if first.TURN == 1 else go)
-    wait_for_place(first, seen + first.TURN - 1)
+    last = seen + first.TURN - 1
+    mbarrier.wait(first.empty.index(place_in(last, first.DEPTH)), phase(last, first.DEPTH) ^ 1)
     pair = place_in(seen // 2, first.weights.shape[0] // 2)
     put(pairs_of(first.weights).index(pair), two_parts(weight, shared.x.dtype))
     pairs_of(first.decay).index(pair).store(exp2_approx(decay + a_end))
@@ -198,18 +182,18 @@ def hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end):
         seen += 2
     # do not run further ahead of the copies: with more copies in flight all are slower
     before = gl.maximum(seen - 2, 0)
-    mbarrier.wait(first.full.index(place_in(before, first.RING)), phase(before, first.RING))
+    mbarrier.wait(first.full.index(place_in(before, first.DEPTH)), phase(before, first.DEPTH))
     return decay_0, decay_1, seen, go
 
 
 @gluon.jit
-def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+def first_pass_gates(env, segment):
     """Compute the weights of the chunks of the first pass, from its end backwards.  Returns the number of chunks.
 
     Different warps process two chunks at once, because each chunk's chain of dependent instructions takes long.  With
     two chunks per turn, the second chunk of the last turn may lie before the segment.  It is then all zeros.
     """
-    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 2, by_column)
+    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 2, by_column)
     dtype: gl.constexpr = dt_ptr.dtype.element_ty
     # chunk of a position, counted from c backwards
     back = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :] // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
@@ -224,8 +208,8 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
         p -= 2 * step
         raw = number_of(bits, dtype)
         bits = load_bits(p + tile, back <= c - 2)
-        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, back <= c, DT_SOFTPLUS)
-        decay_0, decay_1, seen, go = hand_over_two(shared, seen, c, decay_0, decay_1, dt, a, a_end)
+        dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, back <= c)
+        decay_0, decay_1, seen, go = hand_over_two(env.shared, seen, c, decay_0, decay_1, dt, a, a_end)
         c -= 2
     return seen
 
@@ -233,8 +217,8 @@ def first_pass_gates(shared, segment, rates, low, high, SLICES: gl.constexpr, DT
 @gluon.jit
 def put_gates(shared, n, dt, a, a_end):
     """Store all vectors of the program's n-th chunk, from dt and a (q, lane) and a_end (lane)."""
-    slot = place_in(n, shared.RING)
-    mbarrier.wait(shared.empty.index(slot), phase(n, shared.RING) ^ 1)
+    slot = place_in(n, shared.DEPTH)
+    mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
     # compute each vector at its store: with N = 256, more registers in this role also lengthen the loops of `units`
     put(shared.gates.index(slot * 4 + ROW), a)
     put(shared.gates.index(slot * 4 + ENTERING), exp2_approx(a))
@@ -246,25 +230,19 @@ def put_gates(shared, n, dt, a, a_end):
 
 
 @gluon.jit
-def segment_gates(shared, segment, n, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
-    """Compute the gates of a segment's second pass.  n: the program's chunks before this segment"""
-    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): one warp per lane
-    A, dt_bias, dt_ptr, tile, dt_stride = rates_of(shared, segment, rates, SLICES, 1, layout)
-    o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    dtype: gl.constexpr = dt_ptr.dtype.element_ty
-    t = segment.first_chunk * CHUNK
-    bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
-    for i in range(segment.nchunks):
-        raw, valid = number_of(bits, dtype), (t + o_q < segment.length)[:, None]
-        t += CHUNK
-        bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
-        dt, a, a_end = chunk_cumsum(raw, dt_bias, A, low, high, valid, DT_SOFTPLUS)
-        put_gates(shared, n + i, dt, a, a_end)
-
-
-@gluon.jit
-def gates(shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr):
+def gates(env):
     """Compute the gates of the second pass.  `scores` computes those of the first pass, where it is otherwise idle."""
-    for k in range(work.segments()):
-        segment, n = work.segment_at(k)
-        segment_gates(shared, segment, n, rates, low, high, SLICES, DT_SOFTPLUS)
+    layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])  # (q, lane): one warp per lane
+    for k in range(env.work.segments()):
+        segment, n = env.work.segment_at(k)
+        A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 1, layout)
+        o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+        dtype: gl.constexpr = dt_ptr.dtype.element_ty
+        t = segment.first_chunk * CHUNK
+        bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+        for i in range(segment.nchunks):
+            raw, valid = number_of(bits, dtype), (t + o_q < segment.length)[:, None]
+            t += CHUNK
+            bits = load_bits(dt_ptr + t.to(gl.int64) * dt_stride + tile, (t + o_q < segment.length)[:, None])
+            dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, valid)
+            put_gates(env.shared, n + i, dt, a, a_end)

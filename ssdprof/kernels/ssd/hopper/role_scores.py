@@ -13,34 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels.ssd.hopper.rings import (
-    CHUNK,
-    KEY,
-    ROW,
-    lane_of,
-    phase,
-    place_in,
-    places_of,
-    product_layout,
-    rows_of,
-)
+from ssdprof.kernels._gluon import masked, phase, place_in, product_layout
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.ssd.hopper.rings import KEY, ROW, lane_of, places_of, rows_of
 from ssdprof.kernels.ssd.hopper.role_gates import exp2_approx, first_pass_gates
 
 STAGES = {
-    "masked": "caller",
-    "decayed": "chunk_scan.current",
-    "bmm_chunk": "bmm_chunk",
-    "decayed_scores": "bmm_chunk",
-    "scores": "bmm_chunk",
-}
+    "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk", "decayed_scores": "bmm_chunk", "scores": "bmm_chunk",
+}  # fmt: skip
 # Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "empty": "ahead", "unscored": "ahead"}
-
-
-@gluon.jit
-def masked(v, bits):
-    """v where all of `bits` are set, 0 where none is set.  Processes two numbers at a time."""
-    return gl.inline_asm_elementwise("and.b32 $0, $1, $2;", "=r,r,r", [v, bits], dtype=v.dtype, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -56,21 +38,23 @@ def bmm_chunk(shared, seen, n):
     """Start C B^T of the n-th chunk asynchronously."""
     B, C, _ = places_of(shared, seen, n)
     CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK, 4))
-    for k in gl.static_range(shared.HALVES):
+    for k in gl.static_range(shared.N_SPLIT):
         B_t = rows_of(shared, B, k).permute((1, 0))
         CB = warpgroup_mma(rows_of(shared, C, k), B_t, CB, use_acc=k > 0, is_async=True)
     return CB
 
 
 @gluon.jit
-def decayed_scores(shared, seen, n, causal, RELAXED: gl.constexpr):
+def decayed_scores(env, seen, n, causal):
     """Compute the scores of the n-th chunk for all units.  Vectors of gates are loaded while the product runs."""
+    shared = env.shared
+    RELAXED: gl.constexpr = env.S.RELAXED
     layout: gl.constexpr = product_layout(CHUNK, 4)
     row: gl.constexpr = gl.SliceLayout(1, layout)
     col: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = shared.scores.dtype
-    slot, stage = place_in(n, shared.RING), place_in(n, shared.SCORE_RING)
-    mbarrier.wait(shared.full.index(slot), phase(n, shared.RING))
+    slot, stage = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
+    mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     CB_begun = bmm_chunk(shared, seen, n)
     row_0 = lane_of(shared.gates, slot * 4 + ROW, 0).load(row)
     key_0 = lane_of(shared.gates, slot * 4 + KEY, 0).load(col)
@@ -81,7 +65,7 @@ def decayed_scores(shared, seen, n, causal, RELAXED: gl.constexpr):
     m = decayed(CB, row_0, key_0, causal, RELAXED, dtype)
     if shared.UNITS == 2:
         key_1 = lane_of(shared.gates, slot * 4 + KEY, 1).load(col)
-    mbarrier.wait(shared.unscored.index(stage), phase(n, shared.SCORE_RING) ^ 1)
+    mbarrier.wait(shared.unscored.index(stage), phase(n, shared.SCORE_DEPTH) ^ 1)
     if shared.UNITS == 2:
         shared.scores.index(stage * 2).store(m)
         m = decayed(CB, row_1, key_1, causal, RELAXED, dtype)
@@ -92,15 +76,13 @@ def decayed_scores(shared, seen, n, causal, RELAXED: gl.constexpr):
 
 
 @gluon.jit
-def scores(
-    shared, work, rates, low, high, SLICES: gl.constexpr, DT_SOFTPLUS: gl.constexpr, RELAXED: gl.constexpr,
-):  # fmt: skip
+def scores(env):
     layout: gl.constexpr = product_layout(CHUNK, 4)
-    segment, _ = work.segment_at(0)
+    segment, _ = env.work.segment_at(0)
     seen = 0
-    if segment.goes_back:
-        seen = first_pass_gates(shared, segment, rates, low, high, SLICES, DT_SOFTPLUS)
+    if segment.has_warmup:
+        seen = first_pass_gates(env, segment)
     o_q, o_s = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
     causal = gl.where(o_q[:, None] >= o_s[None, :], -1, 0).to(gl.int16)
-    for n in range(work.chunks()):
-        decayed_scores(shared, seen, n, causal, RELAXED)
+    for n in range(env.work.chunks()):
+        decayed_scores(env, seen, n, causal)

@@ -3,6 +3,13 @@
 
 States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand directly from
 registers.  `lanes.py` explains how one role serves both lanes.
+
+state_passing: in its first pass, a segment computes its part, the state that it adds to a zero state, and publishes it
+with a flag.  The flag is zero until the part is stored, and then holds the segment's decay.  The state that enters
+segment k is the sum over earlier segments j of part_j times the decays of j + 1 .. k - 1, plus the initial state times
+all decays.  Parts are always summed from the nearest to the farthest.  The sum stops where the product of the decays is
+zero, so that non-finite parts before that point have no effect.  A program with a share of all sequences
+(`assignment.py`) publishes the state itself, in fp32, with a decay of zero, so that the sum stops there.
 """
 
 from triton.experimental import gluon
@@ -14,51 +21,193 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ssdprof.kernels.ssd.hopper.first_pass import segment_state
-from ssdprof.kernels.ssd.hopper.halves import give_part, own_positions, take_part
+from ssdprof.kernels._gluon import arrive, phase, place_in, reinterpret, role_barrier, scalar
+from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.lanes import (
     LANES,
-    arrive,
+    first_of,
+    give_part,
+    grouped,
     half_of,
+    lane_number,
     lanes_layout,
     load_transposed,
+    of_lanes,
+    own_positions,
     store_tiles,
+    take_part,
     tiles_of,
     unit_of,
 )
-from ssdprof.kernels.ssd.hopper.look_back import leave, place_of, sum_before
-from ssdprof.kernels.ssd.hopper.rings import (
-    CHUNK,
-    ENTERING,
-    SLICE,
-    WEIGHT,
-    lane_of,
-    phase,
-    place_in,
-    places_of,
-    reinterpret,
-    role_barrier,
-    rows_of,
-    scalar,
-)
+from ssdprof.kernels.ssd.hopper.rings import ENTERING, FLAG_STRIDE, SLICE, WEIGHT, lane_of, places_of, rows_of
 from ssdprof.kernels.ssd.hopper.weights import rounded_off, weighted
 
+SIGN = gl.constexpr(-(1 << 31))  # bit that marks a flag as set; a decay is not negative
+
 STAGES = {
-    "add_residual": "chunk_scan.residual",
-    "own_rows": "caller",
-    "hand_out": "chunk_scan.residual",
-    "scan_chunk": "setup",
-    "scan_segment": "setup",
-    "unit_states": "setup",
-}
+    "add_turn": "chunk_state.first_pass", "segment_state": "chunk_state.first_pass", "part_of": "caller",
+    "state_of": "caller", "publish": "state_passing.store", "load_acquire": "caller", "published": "state_passing.wait",
+    "place_of": "caller", "leave": "state_passing.store", "sum_before": "state_passing.load",
+    "add_residual": "chunk_scan.residual", "own_rows": "caller", "hand_out": "chunk_scan.residual",
+    "scan_chunk": "setup", "scan_segment": "setup", "units": "setup",
+}  # fmt: skip
 WAITS = {
-    "full": "waiting.chunk",
-    "scored": "waiting.scores",
-    "unwritten": "chunk_scan.residual",
-    "empty": "ahead",
-    "unscored": "ahead",
-    "written": "ahead",
-}
+    "full": "waiting.chunk", "scored": "waiting.scores", "unwritten": "chunk_scan.residual", "empty": "ahead",
+    "unscored": "ahead", "written": "ahead",
+}  # fmt: skip
+
+
+@gluon.jit
+def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
+    """Add to `state` the contribution of the turn after `seen` chunks.  x, weight: of its first chunk, already loaded.
+
+    Returns the state, x and weight of the next turn's first chunk, the decay of all chunks up to the end of this turn,
+    and whether there is a next turn.
+    """
+    operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
+    weights: gl.constexpr = gl.SliceLayout(0, operand)
+    half = half_of(shared, lane)
+    first = shared.first
+    slot, gate = place_in(seen, first.DEPTH), place_in(seen, first.weights.shape[0])
+    xw = weighted(x, weight, not RELAXED)
+    begun = warpgroup_mma(xw, rows_of(shared, slot, half), state, is_async=True)
+    if first.TURN == 2:
+        mbarrier.wait(first.full.index(slot + 1), phase(seen, first.DEPTH))
+        x = load_transposed(shared, slot + 1, lane, operand)
+        xw = weighted(x, lane_of(first.weights, gate + 1, lane).load(weights), not RELAXED)
+        begun = warpgroup_mma(xw, rows_of(shared, slot + 1, half), begun, is_async=True)
+    go = scalar(first.continue_flag.index(place_in(seen // first.TURN, first.WORDS))) != 0
+    decay = scalar(lane_of(first.decay, gate + first.TURN - 1, lane))
+    if first.TURN == 2:
+        begun = warpgroup_mma_wait(1, deps=[begun])
+        arrive(first.empty.index(slot))
+    # load the next turn's first operands during this turn's last product; after the last turn they are unused
+    following = place_in(seen + first.TURN, first.DEPTH)
+    mbarrier.wait(first.full.index(following), phase(seen + first.TURN, first.DEPTH), pred=go)
+    x = load_transposed(shared, following, lane, operand)
+    gate = place_in(seen + first.TURN, first.weights.shape[0])
+    weight = lane_of(first.weights, gate, lane).load(weights)
+    state = warpgroup_mma_wait(0, deps=[begun])
+    arrive(first.empty.index(slot + first.TURN - 1))
+    return state, x, weight, decay, go
+
+
+@gluon.jit
+def segment_state(shared, state, lane, RELAXED: gl.constexpr):
+    """The state that the segment adds to a zero state, its decay, and the number of chunks read.
+
+    Runs from the segment's end backwards.
+    """
+    operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
+    first = shared.first
+    mbarrier.wait(first.full.index(0), 0)
+    x = load_transposed(shared, 0, lane, operand)
+    weight = lane_of(first.weights, 0, lane).load(gl.SliceLayout(0, operand))
+    decay = 1.0
+    seen = 0
+    go = True
+    while go:
+        state, x, weight, decay, go = add_turn(shared, state, x, weight, seen, lane, RELAXED)
+        seen += first.TURN
+    return state, decay, seen
+
+
+@gluon.constexpr_function
+def in_fours(part):
+    """Layout of a row of `part` numbers per lane, four consecutive numbers per thread."""
+    registers = [[1], [2], *([512 << k] for k in range((part // 512).bit_length() - 1))]
+    threads = [[4 << k] for k in range(5)]
+    return gl.DistributedLinearLayout(registers, threads, [[128], [256], [part]], [], [LANES * part])
+
+
+@gluon.jit
+def part_of(states):
+    """States (lane p, n) as a row, in an order in which each thread has four and a warp 128 consecutive numbers."""
+    N: gl.constexpr = states.shape[1]
+    # p: warp, 8 rows, row; n: 8 columns, pair, column
+    fragments = states.reshape([LANES, 4, 2, 8, N // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6))
+    return gl.convert_layout(fragments.reshape([LANES * SLICE * N]), in_fours(SLICE * N))
+
+
+@gluon.jit
+def state_of(parts, N: gl.constexpr, layout: gl.constexpr):
+    """The inverse of `part_of`: a row as states (lane p, n)."""
+    fragments = parts.reshape([LANES, N // 8, 4, 8, 4, 2, 2]).permute((0, 2, 5, 3, 1, 4, 6))
+    return gl.convert_layout(fragments.reshape([LANES * SLICE, N]), layout)
+
+
+@gluon.jit
+def publish(parts_ptr, flag_ptr, added, decay):
+    """Store the state that a segment adds, and its decay, one of each per lane."""
+    row = gl.arange(0, LANES * SLICE * added.shape[1], in_fours(SLICE * added.shape[1]))
+    gl.store(parts_ptr + row, part_of(added).to(parts_ptr.dtype.element_ty))
+    role_barrier()  # all threads have stored their numbers before the flags are set
+    flag = gl.cast(decay, gl.int32, bitcast=True) | SIGN
+    none = gl.full([LANES], 0, gl.int32, of_lanes)  # one element per lane, otherwise lane 0 would store for both
+    gl.atomic_xchg(flag_ptr + none, flag + none, sem="release")
+
+
+@gluon.jit
+def load_acquire(ptr):
+    code: gl.constexpr = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return gl.inline_asm_elementwise(code, "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def published(flag_ptr, wanted):
+    """Wait for a segment's flag and return its decay.  Returns 0 at once if not `wanted`."""
+    flag = 0
+    while (flag == 0) & wanted:
+        flag = load_acquire(flag_ptr)
+    return gl.cast(flag & ~SIGN, gl.float32, bitcast=True)
+
+
+@gluon.jit
+def place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES: gl.constexpr, N: gl.constexpr):
+    """Pointers to the lanes' parts and to the lane's flag in slot 0, and the offset of the segment's slot, in lanes.
+
+    begin: lanes before those of the program, among the ALL_LANES of a slot
+    """
+    return (
+        states_ptr + (begin + first_of(lane)).to(gl.int64) * (SLICE * N),
+        sync_ptr + (begin + lane) * FLAG_STRIDE,
+        segment.slot.to(gl.int64) * ALL_LANES,
+    )
+
+
+@gluon.jit
+def leave(segment, place, added, decay):
+    """Publish the segment's parts (lane p, n), or its states, and its decay, unless it is the last of its sequence."""
+    parts_ptr, flags_ptr, mine = place
+    if not segment.last:
+        PART: gl.constexpr = SLICE * added.shape[1]
+        publish(parts_ptr + mine * PART, flags_ptr + mine * FLAG_STRIDE, added, decay)
+
+
+@gluon.jit
+def sum_before(segment, place, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """The decayed sum of the parts of all earlier segments, and the decay of all of them together."""
+    PART: gl.constexpr = SLICE * N
+    parts_ptr, flags_ptr, mine = place
+    row = gl.arange(0, LANES * PART, in_fours(PART))
+    sum_of_parts = gl.full([LANES * PART], 0.0, gl.float32, in_fours(PART))
+    # assembly, because LLVM turns gl.fma into one operation on vectors of all numbers of a thread, and takes long
+    multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
+    step = segment.slot_step.to(gl.int64) * ALL_LANES
+    theirs = mine - step  # offset of the preceding segment's slot
+    left = segment.index
+    passed = 1.0
+    go = left > 0
+    decay = published(flags_ptr + theirs * FLAG_STRIDE, go)
+    while go:
+        part = gl.load(parts_ptr + theirs * PART + row, cache_modifier=".cg")
+        weight, passed = passed, passed * decay
+        theirs, left = theirs - step, left - 1
+        go = (left > 0) & (passed != 0.0)
+        decay = published(flags_ptr + theirs * FLAG_STRIDE, go)  # overlaps the load of the part
+        args = [part.to(gl.float32), weight, sum_of_parts]
+        sum_of_parts = gl.inline_asm_elementwise(multiply_add, "=f,f,f,f", args, dtype=gl.float32, is_pure=True, pack=1)
+    return state_of(sum_of_parts, N, layout), passed
 
 
 @gluon.jit
@@ -92,15 +241,10 @@ def add_residual(out, x, D):
     return gl.inline_asm_elementwise(code, "=f,=f,f,f,r,f,f", [out, x, D], dtype=gl.float32, is_pure=True, pack=2)
 
 
-@gluon.constexpr_function
-def in_parts(shape, rows):
-    return [shape[0] // rows, rows, *shape[1:]]
-
-
 @gluon.jit
 def own_rows(tile, ROWS: gl.constexpr, half):
-    """The ROWS of a tile, or numbers of a vector, of one half; all of them if N is not halved."""
-    return reinterpret(tile, tile.dtype, in_parts(tile.shape, ROWS), tile.layout).index(half)
+    """The ROWS of a tile, or numbers of a vector, of one half; all of them if N is not split."""
+    return reinterpret(tile, tile.dtype, grouped(tile.shape, ROWS), tile.layout).index(half)
 
 
 @gluon.jit
@@ -111,25 +255,27 @@ def hand_out(shared, lane):
 
 
 @gluon.jit
-def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constexpr):
+def scan_chunk(env, state, D, i, n, seen, lane):
     """Compute the output of chunk i of the segment, the program's n-th, and the state after it.
 
     out_q = 2^a_q C_q . state + sum_{s <= q} scores_qs x_s + D x_q; each half of N has a partial sum of the first term.
 
     seen: chunks that the first pass read
     """
+    shared = env.shared
+    RELAXED: gl.constexpr = env.S.RELAXED
     dtype: gl.constexpr = shared.x.dtype
-    HALVES: gl.constexpr = shared.HALVES
-    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output one lane finishes
-    AT_ONCE: gl.constexpr = HALVES == 2 and not RELAXED  # then registers suffice for `lost` before the first wait
+    N_SPLIT: gl.constexpr = shared.N_SPLIT
+    OWN: gl.constexpr = CHUNK // N_SPLIT  # positions of a chunk whose output one lane finishes
+    AT_ONCE: gl.constexpr = N_SPLIT == 2 and not RELAXED  # then registers suffice for `lost` before the first wait
     by_q: gl.constexpr = lanes_layout(CHUNK)  # (lane p, q)
     by_own: gl.constexpr = lanes_layout(OWN)  # (lane p, own q)
     q_operand: gl.constexpr = gl.DotOperandLayout(0, by_q, 2)
     n_operand: gl.constexpr = gl.DotOperandLayout(0, lanes_layout(shared.rows.shape[2]), 2)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([LANES, OWN, SLICE], dtype)
     half = half_of(shared, lane)
-    slot, stage = place_in(n, shared.RING), place_in(n, shared.SCORE_RING)
-    mbarrier.wait(shared.full.index(slot), phase(n, shared.RING))
+    slot, stage = place_in(n, shared.DEPTH), place_in(n, shared.SCORE_DEPTH)
+    mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     # stage chunk_state: its operands
     B_place, C_place, x_place = places_of(shared, seen, n)
     x = load_transposed(shared, x_place, lane, q_operand)
@@ -158,19 +304,19 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
         lost = gl.convert_layout(rounded_off(x, again, xw), n_operand)
         state_begun = warpgroup_mma(lost, B, state_begun, is_async=True)
     # stage chunk_scan.previous
-    if HALVES == 2:
-        out = give_part(exchange, out, lane, by_own)
+    if N_SPLIT == 2:
+        out = give_part(env.exchange, out, lane, by_own)
     entering = own_rows(lane_of(shared.gates, slot * 4 + ENTERING, lane), OWN, half)
     entering = entering.load(gl.SliceLayout(0, by_own))[None, :]
     out *= entering
     # stage chunk_scan.current: what the chunk adds
-    mbarrier.wait(shared.scored.index(stage), phase(n, shared.SCORE_RING))
+    mbarrier.wait(shared.scored.index(stage), phase(n, shared.SCORE_DEPTH))
     m = own_rows(shared.scores.index(stage * shared.UNITS + unit_of(shared, lane)), OWN, half)
     out_begun = warpgroup_mma(x, m.permute((1, 0)), out, is_async=True)
     # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
-    if HALVES == 2:
+    if N_SPLIT == 2:
         # stage chunk_scan.previous
-        theirs = take_part(exchange, lane, by_own)
+        theirs = take_part(env.exchange, lane, by_own)
         # stage chunk_scan.current
     else:
         role_barrier()
@@ -180,10 +326,10 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
     # stage chunk_scan.residual
     if D is not None:
         own_x = gl.convert_layout(x, by_q)
-        if HALVES == 2:
+        if N_SPLIT == 2:
             own_x = own_positions(own_x, half, by_own)
         out = add_residual(out, own_x, D[:, None])
-    if HALVES == 2:
+    if N_SPLIT == 2:
         # stage chunk_scan.previous
         out += entering * theirs
         # stage chunk_scan.residual
@@ -193,20 +339,20 @@ def scan_chunk(shared, exchange, state, D, i, n, seen, lane, RELAXED: gl.constex
 
 
 @gluon.jit
-def scan_segment(
-    lane, shared, segment, n, tensors, INITIAL_STRIDES: gl.constexpr,
-    HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
-    PASSING: gl.constexpr,
-):  # fmt: skip
+def scan_segment(lane, env, segment, n):
     """Compute the outputs of a segment and the states after it.  n: the program's chunks before this segment"""
-    D_ptr, D_strides, initial_ptr, states_ptr, final_ptr, sync_ptr, exchange = tensors
-    HALVES: gl.constexpr = shared.HALVES
-    WIDTH: gl.constexpr = DSTATE // HALVES
-    OWN: gl.constexpr = CHUNK // HALVES  # positions of a chunk whose output one lane finishes
+    shared = env.shared
+    S: gl.constexpr = env.S
+    HEADDIM: gl.constexpr = S.HEADDIM
+    DSTATE: gl.constexpr = S.DSTATE
+    PASSING: gl.constexpr = S.PASSING
+    N_SPLIT: gl.constexpr = shared.N_SPLIT
+    WIDTH: gl.constexpr = DSTATE // N_SPLIT
+    OWN: gl.constexpr = CHUNK // N_SPLIT  # positions of a chunk whose output one lane finishes
     by_own: gl.constexpr = lanes_layout(OWN)  # (lane p, own q)
     by_n: gl.constexpr = lanes_layout(WIDTH)  # (lane p, n)
     unit, half = segment.unit + unit_of(shared, lane), half_of(shared, lane)
-    i_h, p_0 = unit // SLICES, unit % SLICES * SLICE
+    i_h, p_0 = unit // S.SLICES, unit % S.SLICES * SLICE
     state = gl.full([LANES * SLICE, WIDTH], 0.0, gl.float32, by_n)
     o_p = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_n)) % SLICE
     o_n = half * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_n))
@@ -217,52 +363,48 @@ def scan_segment(
     # stage state_passing.load: the state that enters the segment
     seen = 0
     added, decay = state, 1.0
-    if segment.goes_back:
-        added, decay, seen = segment_state(shared, state, lane, RELAXED)
+    if segment.has_warmup:
+        added, decay, seen = segment_state(shared, state, lane, S.RELAXED)
     if PASSING == "recompute":
         state = added
-    if PASSING == "look back" or PASSING == "hand on":
-        ALL_LANES: gl.constexpr = HEADS * SLICES * HALVES if PASSING == "look back" else 2
-        begin = segment.unit * HALVES if PASSING == "look back" else gl.to_tensor(0)
-        place = place_of(segment, begin, lane, states_ptr, sync_ptr, ALL_LANES, WIDTH)
+    if PASSING == "look back" or PASSING == "carry":
+        ALL_LANES: gl.constexpr = S.HEADS * S.SLICES * N_SPLIT if PASSING == "look back" else 2
+        begin = segment.unit * N_SPLIT if PASSING == "look back" else gl.to_tensor(0)
+        place = place_of(segment, begin, lane, env.states_ptr, env.flags_ptr, ALL_LANES, WIDTH)
         if PASSING == "look back":
             leave(segment, place, added, decay)
         state, decay = sum_before(segment, place, ALL_LANES, WIDTH, by_n)
-    if initial_ptr is not None:  # in every segment, so that non-finite numbers in it reach all outputs
+    if env.initial_ptr is not None:  # in every segment, so that non-finite numbers in it reach all outputs
         # rows past a head's P may hold any value: they do not affect other rows, and are not stored
         sequence = segment.sequence.to(gl.int64)
-        own_ptr = initial_ptr + sequence * INITIAL_STRIDES[0] + i_h.to(gl.int64) * INITIAL_STRIDES[1]
-        rows = own_ptr + o_p.to(gl.int64) * INITIAL_STRIDES[2]
-        initial_tile = rows[:, None] + (o_n.to(gl.int64) * INITIAL_STRIDES[3])[None, :]
+        own_ptr = env.initial_ptr + sequence * S.INITIAL_STRIDES[0] + i_h.to(gl.int64) * S.INITIAL_STRIDES[1]
+        rows = own_ptr + o_p.to(gl.int64) * S.INITIAL_STRIDES[2]
+        initial_tile = rows[:, None] + (o_n.to(gl.int64) * S.INITIAL_STRIDES[3])[None, :]
         initial = gl.load(initial_tile, mask=inside).to(gl.float32)
         state = gl.fma(initial, decay, state)
     # stage setup: the output, chunk after chunk
     D = None
-    if D_ptr is not None:
+    if env.D_ptr is not None:
         o_d = p_0 + gl.arange(0, LANES * SLICE, gl.SliceLayout(1, by_own)) % SLICE
-        D_row = D_ptr + i_h.to(gl.int64) * D_strides[0] + o_d.to(gl.int64) * D_strides[1]
+        D_row = env.D_ptr + i_h.to(gl.int64) * env.strides[3][0] + o_d.to(gl.int64) * env.strides[3][1]
         D = gl.load(D_row, mask=o_d < HEADDIM, other=0.0).to(gl.float32)
     role_barrier()  # without it, kernels without a first pass have one more barrier per chunk
     for i in range(segment.nchunks):
-        state = scan_chunk(shared, exchange, state, D, i, n + i, seen, lane, RELAXED)
+        state = scan_chunk(env, state, D, i, n + i, seen, lane)
     if segment.nchunks > 0:
         hand_out(shared, lane)
     # stage state_passing.store
-    if PASSING == "hand on":
+    if PASSING == "carry":
         leave(segment, place, state, gl.to_tensor(0.0))  # the state includes all earlier chunks
     if segment.last:
-        own = (segment.sequence.to(gl.int64) * HEADS + i_h) * (HEADDIM * DSTATE)
-        gl.store((final_ptr + own + o_p * DSTATE)[:, None] + o_n[None, :], state, mask=inside)
+        own = (segment.sequence.to(gl.int64) * S.HEADS + i_h) * (HEADDIM * DSTATE)
+        gl.store((env.final_ptr + own + o_p * DSTATE)[:, None] + o_n[None, :], state, mask=inside)
 
 
 @gluon.jit
-def unit_states(
-    lane, shared, work, tensors, INITIAL_STRIDES: gl.constexpr,
-    HEADS: gl.constexpr, HEADDIM: gl.constexpr, DSTATE: gl.constexpr, SLICES: gl.constexpr, RELAXED: gl.constexpr,
-    PASSING: gl.constexpr,
-):  # fmt: skip
-    for k in range(work.segments()):
-        segment, n = work.segment_at(k)
-        scan_segment(
-            lane, shared, segment, n, tensors, INITIAL_STRIDES, HEADS, HEADDIM, DSTATE, SLICES, RELAXED, PASSING
-        )  # fmt: skip
+def units(env):
+    """The role of the program's first threads."""
+    lane = lane_number()
+    for k in range(env.work.segments()):
+        segment, n = env.work.segment_at(k)
+        scan_segment(lane, env, segment, n)

@@ -8,9 +8,15 @@ Code that reads it multiplies by 0x10001000, a pair of 2^-11.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels.ssd.hopper.rings import for_dtype
-
 STAGES = {"two_parts": "caller", "weighted": "caller", "rounded_off": "caller"}
+
+
+@gluon.constexpr_function
+def for_dtype(code, dtype):
+    """Replace DTYPE in assembly by its PTX name.  Keep lines with prefix `f16:` or `bf16:` for that dtype only."""
+    name = "bf16" if dtype == gl.bfloat16 else "f16"
+    lines = [line.strip().removeprefix(f"{name}:") for line in code.replace("DTYPE", name).splitlines()]
+    return "\n".join(line for line in lines if not line.startswith(("f16:", "bf16:")))
 
 
 @gluon.jit

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
-"""The stages of `portable_kernel.py`, one function each, in the order of the algorithm.
+"""The stages of `portable_kernel.py`, one function each: the segment of a program, states in memory and their hand-over
+from one segment to the next, then the stages inside a segment in the order of the algorithm.
 
 Every source line belongs to one stage (`STAGES`), even after inlining.  Stall attribution relies on this.
 
@@ -20,21 +21,40 @@ vector would be one instruction in eight.  Their values there affect neither the
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ssdprof.kernels._triton import DOT_PRECISION, decay_exp2
+from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, decay_exp2, softplus
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149
+SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences per iteration
 GATE_ROWS = tl.constexpr(8)  # chunks per iteration of chunk_cumsum
 
+STAGES = {
+    "take_ticket": "ticket",
+    "segment_chunks": "ticket",
+    "find_segment": "ticket",
+    "zero_state": "caller",
+    "wait_for_state": "state_passing.wait",
+    "part_of_state": "caller",
+    "take_state": "state_passing.load",
+    "store_state": "caller",
+    "hand_over_state": "state_passing.store",
+    "load_block": "caller",
+    "chunk_cumsum": "chunk_cumsum",
+    "chunk_state": "chunk_state",
+    "add_outer_products": "chunk_state",
+    "segment_state": "chunk_state",
+    "chunk_products": "bmm_chunk",
+    "scan_current": "chunk_scan.current",
+    "scan_residual": "chunk_scan.residual",
+}
 
-class Rows(NamedTuple):
-    """Rows, one per position, of a tensor of one sequence, head or group.
+
+class TokenRows(NamedTuple):
+    """TokenRows, one per position, of a tensor of one sequence, head or group.
 
     ptr: position 0    tile: offsets of a chunk's rows and columns    stride: between positions
     step: between blocks of N
@@ -46,7 +66,7 @@ class Rows(NamedTuple):
     step: Any = 0
 
 
-class Gates(NamedTuple):
+class ChunkGates(NamedTuple):
     """dt at ptr, and a at ptr + plane, of position 0."""
 
     ptr: Any
@@ -64,17 +84,120 @@ class Steps(NamedTuple):
     high: Any
 
 
-STAGES = {
-    "load_block": "caller",
-    "softplus": "chunk_cumsum",
-    "chunk_cumsum": "chunk_cumsum",
-    "chunk_state": "chunk_state",
-    "add_outer_products": "chunk_state",
-    "segment_state": "chunk_state",
-    "chunk_products": "bmm_chunk",
-    "scan_current": "chunk_scan.current",
-    "scan_residual": "chunk_scan.residual",
-}
+# --- the segment of a program
+
+
+@triton.jit
+def take_ticket(sync_ptr, HANDOVER: tl.constexpr):
+    """The program's ticket.  Lower tickets belong to programs that run or have ended.
+
+    Without a hand-over between segments the program id is sufficient.
+    """
+    if HANDOVER:
+        return tl.atomic_add(sync_ptr, 1, sem="relaxed")
+    else:
+        return tl.program_id(0)
+
+
+@triton.jit
+def segment_chunks(nchunks, RULE: tl.constexpr):
+    """Chunks per segment of a sequence of `nchunks`: `SSDPortableConfig.segment_chunks`."""
+    return tl.minimum(tl.maximum(tl.cdiv(nchunks, RULE[0]), RULE[1]), RULE[2])
+
+
+@triton.jit
+def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, CHUNK: tl.constexpr, RULE: tl.constexpr):
+    """(sequence, segment, first position, length) of the `rank`-th segment of packed sequences.
+
+    The sequence is -1 if the segment does not exist.
+    """
+    sequence, segment, before = -1, 0, 0
+    begin, length = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    for block in range(0, sequences, SEQUENCE_BLOCK):
+        o_s = block + tl.arange(0, SEQUENCE_BLOCK)
+        m_s = o_s < sequences
+        p = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
+        start = tl.load(p, mask=m_s, other=0).to(tl.int64)
+        stop = tl.load(p + cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
+        nchunks = tl.cdiv(stop - start, CHUNK).to(tl.int32)
+        # an empty sequence has one segment without chunks, which copies the initial state to the final state
+        segments = tl.maximum(tl.cdiv(nchunks, segment_chunks(nchunks, RULE)), 1)
+        segments = tl.where(m_s, segments, 0)
+        after = before + tl.cumsum(segments, axis=0)
+        mine = (after - segments <= rank) & (rank < after)
+        sequence += tl.sum(tl.where(mine, o_s + 1, 0), axis=0)
+        segment += tl.sum(tl.where(mine, rank - (after - segments), 0), axis=0)
+        begin += tl.sum(tl.where(mine, start, 0), axis=0)
+        length += tl.sum(tl.where(mine, stop - start, 0), axis=0)
+        before += tl.sum(segments, axis=0)
+    return sequence, segment, begin, length.to(tl.int32)
+
+
+# --- states
+
+
+@triton.jit
+def zero_state(tile, BLOCKS: tl.constexpr):
+    blocks = ()
+    for _ in tl.static_range(BLOCKS):
+        blocks = blocks + (tl.zeros(tile.shape, tl.float32),)
+    return blocks
+
+
+@triton.jit
+def wait_for_state(flag_ptr, segment):
+    """Stage 3: wait until the preceding segment has handed over its state."""
+    while tl.atomic_add(flag_ptr, 0, sem="acquire") < segment:
+        pass
+
+
+@triton.jit
+def part_of_state(m_state, k: tl.constexpr, BLOCK: tl.constexpr, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
+    """Mask of block k of a state: inside P (`m_state`) and inside N."""
+    if (k + 1) * BLOCK > DSTATE:
+        m_n = tl.arange(0, BLOCK) < DSTATE - k * BLOCK
+        return m_state & (m_n[None, :] if P_ROWS else m_n[:, None])
+    else:
+        return m_state
+
+
+@triton.jit
+def take_state(ptr, tile, step, m_state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
+    """Stage 3: load a state in fp32.  Bypasses L1, whose lines may be outdated."""
+    BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
+    state = ()
+    for k in tl.static_range((DSTATE + BLOCK - 1) // BLOCK):
+        m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
+        block = tl.load(ptr + k * step + tile, mask=m, other=0.0, cache_modifier=".cg")
+        state = state + (block.to(tl.float32),)
+    return state
+
+
+@triton.jit
+def store_state(ptr, tile, step, m_state, state, DSTATE: tl.constexpr, P_ROWS: tl.constexpr):
+    """Store a state, in stage 3 or at a sequence's end."""
+    BLOCK: tl.constexpr = tile.shape[1] if P_ROWS else tile.shape[0]
+    for k in tl.static_range(len(state)):
+        m = part_of_state(m_state, k, BLOCK, DSTATE, P_ROWS)
+        tl.store(ptr + k * step + tile, state[k].to(ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def hand_over_state(
+    states_ptr, tile, step, m_state, flag_ptr, entering, added, decay_log2, DSTATE: tl.constexpr, P_ROWS: tl.constexpr
+):
+    """Stage 3: overwrite the state that entered the segment with the one that leaves it, and set the flag."""
+    decay = decay_exp2(decay_log2)
+    leaving = ()
+    for k in tl.static_range(len(entering)):
+        leaving = leaving + (entering[k] * decay + added[k],)
+    tl.debug_barrier()  # all threads have read the entering state
+    store_state(states_ptr, tile, step, m_state, leaving, DSTATE, P_ROWS)
+    tl.debug_barrier()  # all threads have stored the leaving state
+    tl.atomic_add(flag_ptr, 1, sem="release")
+
+
+# --- the stages inside a segment
 
 
 @triton.jit
@@ -86,16 +209,6 @@ def load_block(rows, t, k: tl.constexpr, m, DSTATE: tl.constexpr, AGAIN: tl.cons
         m = m_n if m is None else m & m_n
     p = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
     return tl.load(p, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else "")
-
-
-@triton.jit
-def softplus(v):
-    """log(1 + exp(v)), without overflow, and with full precision where exp(v) is small."""
-    e = tl.exp2(-tl.abs(v) * LOG2_E)
-    u = 1.0 + e
-    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding
-    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p
 
 
 @triton.jit
@@ -177,10 +290,7 @@ def add_outer_products(block, x, B, P_ROWS: tl.constexpr):
 
 
 @triton.jit
-def segment_state(
-    state, x_rows, m_p, B_rows, gates, first, count, felt, length,
-    DSTATE: tl.constexpr, P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length, S: tl.constexpr):
     """Stage 2 for a segment, from its end backwards.  Returns its state from a zero state, and log2 of its decay.
 
     Reads only the last `felt` chunks.  If these are not all, the decay is below FORGOTTEN, which counts as zero.
@@ -188,10 +298,10 @@ def segment_state(
     """
     CHUNK: tl.constexpr = x_rows.tile.shape[0]
     tail = 0.0
-    for i in tl.range(0, felt, num_stages=STAGES):
+    for i in tl.range(0, felt, num_stages=S.STATE_STAGES):
         t = (first + count - 1 - i) * CHUNK
         x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0)
-        state = chunk_state(state, x, B_rows, gates, t, length, tail, DSTATE, P_ROWS, INTERMEDIATE, True)
+        state = chunk_state(state, x, B_rows, gates, t, length, tail, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, True)
         tail += tl.load(gates.ptr + gates.plane + t + CHUNK - 1)
     return state, tail
 

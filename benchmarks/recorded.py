@@ -1,0 +1,324 @@
+"""The recorded results of `ssdprof bench`: a line per bench and per case in results/<gpu>.jsonl.
+
+    python benchmarks/recorded.py [NAME=]FILE.json ...
+
+Adds what `ssdprof bench --out` wrote to the file of its GPU, under NAME or FILE's name, and removes what it supersedes:
+older cells with the same inputs whose cases were all measured again, with newer kernels.  Other scripts and the tests
+read these files.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from ssdprof.bench import schema as bench
+from ssdprof.schema import Ceilings, Clocks, Environment, Gates, Launch, Memory, Record, TensorAccuracy
+from ssdprof.schema.accuracy import Deviation
+from ssdprof.schema.speed import Interval
+
+from ssdprof.files import write_text
+
+RESULTS = Path(__file__).parent / "results"
+ERROR_DIGITS, TIME_DIGITS = 4, 6
+Triple = tuple[float, float, float]  # the value, then its 95 % interval
+
+
+class RecordedBench(Record):
+    """What belongs to all cases of a bench.  name: the cases refer to it.  kernels: the hash of their sources.
+    peers: other libraries and their versions.  matched_with: every output is compared with that of this one.
+    """
+
+    kind: Literal["bench"]
+    name: str
+    operator: str
+    created: str
+    command: tuple[str, ...]
+    ssdprof: str
+    kernels: str = ""
+    state: Literal["complete", "partial"] = "complete"
+    seconds: float
+    ranks: int = 1
+    environment: Environment
+    clocks: Clocks | None = None
+    ceilings: Ceilings | None = None
+    peers: dict[str, str] = Field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    baseline: str
+    matched_with: str = ""
+    gates: Gates | None = None
+    left_out: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def gpu(self) -> str:
+        return self.environment.gpu.name if self.environment.gpu else "no GPU"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether it is of a published comparison: these fix the chunk sizes and take no tuned configuration."""
+        return self.name.startswith("published/")
+
+
+class Error(Record):
+    """The error of one tensor against the fp64 oracle.  floor: that of the rounded oracle.
+
+    matches: percent of the elements that match at the tolerances 0, 1e-3 and 1e-2, with the output of
+    `RecordedBench.matched_with` and with fp64; absent in older benches.
+    """
+
+    rms_ratio: float
+    floor: float
+    max_abs: float | None = None
+    matches: Triple | None = None
+    matches_fp64: Triple | None = None
+
+
+class Speedup(Record):
+    """How many times as fast the case is."""
+
+    device: Triple
+    call: Triple
+
+
+class RecordedCase(Record):
+    """One implementation at one precision ("exact fp32": intermediates, states) in one cell.
+
+    tokens: of all sequences, in words: "8 x 4,096".  seqlen: of one sequence.  drawn: words of --draw.
+    checked: tokens of a sequence that were compared, if not all.  version: of another library.
+    outside_budget: why another library's output is not within the error budget, if it was timed all the same.
+    floor_us: least time for its bytes and arithmetic.  chunk_sizes: device times at each tried chunk size.
+    compiled: seconds for each kernel that its first call compiled.
+    over: implementation -> speedup over its fastest case in the cell.
+    """
+
+    kind: Literal["case"]
+    bench: str
+    operator: str
+    shape: str
+    sizes: dict[str, int]
+    batch: int
+    seqlen: int
+    sequences: int
+    tokens: str
+    layout: Literal["contiguous", "views"] = "contiguous"
+    packed: bool = False
+    drawn: tuple[str, ...] = ()
+    dtype: str
+    checked: int | None = None
+    implementation: str
+    variant: str
+    version: str = ""
+    precision: str
+    chunk_size: int | None = None
+    status: str
+    reason: str = ""
+    outside_budget: str = ""
+    plan: str = ""
+    launches: tuple[Launch, ...] = ()
+    memory: Memory | None = None
+    errors: dict[str, Error] = Field(default_factory=dict)
+    device_us: Triple | None = None
+    call_us: Triple | None = None
+    floor_us: float | None = None
+    chunk_sizes: dict[int, float] = Field(default_factory=dict)
+    compiled: dict[str, float] = Field(default_factory=dict)
+    over: dict[str, Speedup] = Field(default_factory=dict)
+
+    @property
+    def words(self) -> list[str]:
+        return [self.implementation, *self.precision.split()]
+
+    def fits(self, words: str) -> bool:
+        """Whether the words describe it: "fused", "fused exact fp32"."""
+        wanted = words.split()
+        return self.words[: len(wanted)] == wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """The cases that were measured in turns, on the same inputs."""
+
+    bench: RecordedBench
+    cases: tuple[RecordedCase, ...]
+
+    @property
+    def one(self) -> RecordedCase:
+        """A case, for what all have in common."""
+        return self.cases[0]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same inputs."""
+        return _inputs(self.one)
+
+    def fastest(self, words: str) -> RecordedCase | None:
+        timed = [case for case in self.cases if case.fits(words) and case.device_us]
+        return min(timed, key=lambda case: case.device_us or (), default=None)
+
+
+def _inputs(case: RecordedCase) -> tuple[object, ...]:
+    return case.operator, case.shape, case.tokens, case.dtype, case.layout, case.drawn
+
+
+def cells_of(text: str) -> list[Cell]:
+    """The cells of a JSONL file, in its order."""
+    benches: dict[str, RecordedBench] = {}
+    cases: list[RecordedCase] = []
+    for line in text.splitlines():
+        if line.startswith('{"kind":"bench"'):
+            one = RecordedBench.model_validate_json(line)
+            benches[one.name] = one
+        else:
+            cases.append(RecordedCase.model_validate_json(line))
+    groups = groupby(cases, key=lambda case: (case.bench, _inputs(case)))
+    return [Cell(bench=benches[name], cases=tuple(own)) for (name, _), own in groups]
+
+
+def read(file: Path) -> list[Cell]:
+    """The cells of a JSONL file, or of a bench that `ssdprof bench --out` wrote."""
+    text = file.read_text(encoding="utf-8")
+    return cells_of(text) if file.suffix == ".jsonl" else recorded(file.stem, bench.load(text))
+
+
+def committed(gpu: str = "*") -> list[Cell]:
+    """The recorded cells of a GPU ("h200"), or of all."""
+    return [cell for file in sorted(RESULTS.glob(f"{gpu}.jsonl")) for cell in read(file)]
+
+
+def text_of(cells: Sequence[Cell]) -> str:
+    """The contents of a JSONL file."""
+    records: list[Record] = []
+    for one, own in groupby(cells, key=lambda cell: cell.bench):
+        records += [one, *(case for cell in own for case in cell.cases)]
+    return "".join(f"{one.model_dump_json(exclude_defaults=True)}\n" for one in records)
+
+
+def recorded(name: str, report: bench.BenchReport) -> list[Cell]:
+    """The cells of a report, in the form of the archive."""
+    of_all = RecordedBench(
+        kind="bench",
+        name=name,
+        ssdprof=report.ssdprof_version,
+        gates=report.gates if report.gates.model_dump(exclude_defaults=True) else None,
+        left_out={one.cell: one.reason for one in report.left_out},
+        **{
+            field: getattr(report, field)
+            for field in ("operator", "created", "command", "kernels", "state", "seconds", "ranks", "environment",
+                          "clocks", "ceilings", "peers", "absent", "baseline", "matched_with")
+        },
+    )  # fmt: skip
+    return [
+        Cell(bench=of_all, cases=tuple(_case(of_all, cell, case) for case in cell.cases))
+        for cell in report.cells
+        if cell.cases
+    ]
+
+
+def _case(of_all: RecordedBench, cell: bench.BenchCell, case: bench.BenchCase) -> RecordedCase:
+    timing, firsts = case.timing, (case.first_call, *(trial.first_call for trial in case.trials))
+    return RecordedCase(
+        kind="case",
+        bench=of_all.name,
+        operator=cell.dims.operator,
+        sizes=dict(cell.dims.sizes),
+        batch=cell.dims.batch,
+        seqlen=cell.dims.seqlen,
+        dtype=cell.dims.dtype,
+        version=of_all.peers.get(case.implementation, ""),
+        precision=f"{case.precision.intermediates} {case.precision.state_dtype}",
+        outside_budget=case.sloppy,
+        launches=tuple(kernel.launch for kernel in case.kernels),
+        errors=dict(_errors(case)),
+        device_us=timing and _times(timing.device_median_us, timing.device_interval_us),
+        call_us=timing and _times(timing.call_median_us, timing.call_interval_us),
+        floor_us=case.roofline and _digits(case.roofline.floor_us, TIME_DIGITS),
+        chunk_sizes={
+            trial.chunk_size: _digits(trial.device_us, TIME_DIGITS)
+            for trial in case.trials
+            if trial.device_us and len(case.trials) > 1
+        },
+        compiled={one.kernel: round(one.seconds, 3) for first in firsts if first for one in first.compiled},
+        over={
+            one.baseline: Speedup(
+                device=_times(one.device_ratio, one.device_interval), call=_times(one.call_ratio, one.call_interval)
+            )
+            for one in case.speedups
+        },
+        **{
+            name: getattr(cell, name)
+            for name in ("shape", "sequences", "tokens", "layout", "packed", "drawn", "checked")
+        },
+        **{
+            name: getattr(case, name)
+            for name in ("implementation", "variant", "chunk_size", "status", "reason", "plan", "memory")
+        },
+    )
+
+
+def _errors(case: bench.BenchCase) -> Iterator[tuple[str, Error]]:
+    """The errors of out and final_states.  Older benches have RMS errors only."""
+    of: dict[str, TensorAccuracy] = {one.tensor: one for one in case.accuracy}
+    for name in ("out", "final_states") if case.error else ():
+        ratio, floor = getattr(case.error, name), getattr(case.error, f"{name}_floor")
+        found = of.get(name)
+        yield (
+            name,
+            Error(
+                rms_ratio=_digits(ratio, ERROR_DIGITS),
+                floor=_digits(floor, ERROR_DIGITS),
+                max_abs=found and _digits(found.vs_oracle.max_abs, ERROR_DIGITS),
+                matches=_matches(found.vs_baseline) if found and found.vs_baseline else None,
+                matches_fp64=_matches(found.vs_oracle) if found else None,
+            ),
+        )
+
+
+def _matches(deviation: Deviation) -> Triple:
+    zero, small, large = (_digits(one.match_pct, TIME_DIGITS) for one in deviation.matches)
+    return zero, small, large
+
+
+def _times(value: float, interval: Interval) -> Triple:
+    return _digits(value, TIME_DIGITS), _digits(interval.low, TIME_DIGITS), _digits(interval.high, TIME_DIGITS)
+
+
+def _digits(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def current(cells: Iterable[Cell]) -> list[Cell]:
+    """Without superseded cells: all their cases were measured later, on the same inputs, with newer kernels."""
+    kept: list[Cell] = []
+    newer: dict[tuple[object, ...], list[tuple[str, set[str]]]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.bench.created, reverse=True):
+        measured = newer.setdefault((*cell.key, cell.bench.fixed, cell.one.checked), [])
+        cases = {" ".join(case.words) for case in cell.cases}
+        if not any(cases <= others for kernels, others in measured if kernels != cell.bench.kernels):
+            kept.append(cell)
+        measured.append((cell.bench.kernels, cases))
+    return sorted(kept, key=lambda cell: (cell.bench.name, cell.bench.created))
+
+
+def file_of(gpu: str) -> Path:
+    """ "NVIDIA H100 80GB HBM3" -> h100.jsonl."""
+    return RESULTS / f"{gpu.removeprefix('NVIDIA ').split()[0].lower()}.jsonl"
+
+
+def main(words: Sequence[str]) -> None:
+    for word in words:
+        name, _, file = word.rpartition("=")
+        name = name or Path(file).stem
+        new = recorded(name, bench.load(Path(file).read_text(encoding="utf-8")))
+        target = file_of(new[0].bench.gpu)
+        before = read(target) if target.is_file() else []
+        write_text(target, text_of(current([*(cell for cell in before if cell.bench.name != name), *new])))
+        print(f"{target}: {len(new)} cells of {name}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

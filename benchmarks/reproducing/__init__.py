@@ -1,1 +1,0 @@
-"""The parts of reproduce.py: published documents, measurements, values, verdicts, pages."""

@@ -1,0 +1,127 @@
+"""Records of `ssdprof tune`: configurations of kernels that were searched for and found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ssdprof.core.base import Intermediates, Record
+from ssdprof.core.case import Interval
+from ssdprof.core.subject import Environment
+
+Value = int | float | bool | str
+
+
+class TunedCalls(Record):
+    """The calls to which a find applies: those of `kernel` with these sizes, by the operator's own names."""
+
+    operator: str
+    kernel: str
+    intermediates: Intermediates
+    sizes: dict[str, Value]
+
+
+class KernelSettings(Record):
+    """A configuration of a kernel, field by field, without its reason."""
+
+    kernel: str
+    values: dict[str, Value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedUse:
+    """A configuration for some calls on GPUs of one name.  reason: shown in reports where it is used."""
+
+    gpu: str
+    calls: TunedCalls
+    settings: KernelSettings
+    reason: str
+
+
+class TunedConfig(Record):
+    """A configuration that passed, and was faster than the committed one on one GPU.
+
+    device_ratio: the committed one's time over this one's, with its interval; over several lengths a geometric mean.
+    created: ISO 8601, UTC.
+    """
+
+    calls: TunedCalls
+    settings: KernelSettings
+    device_ratio: float
+    device_interval: Interval
+    created: str
+
+    @property
+    def reason(self) -> str:
+        """The reason shown in reports that use the find."""
+        return f"tuned on this GPU, {self.created[:10]}"
+
+    def for_kernels(self, gpu: str) -> TunedUse:
+        return TunedUse(gpu=gpu, calls=self.calls, settings=self.settings, reason=self.reason)
+
+
+class TunedConfigs(Record):
+    """The cached finds of one GPU.
+
+    kernels: the hash of each operator's machine code; finds are valid only for it.
+    """
+
+    version: Literal[3] = 3
+    kind: Literal["ssdprof tuned"] = "ssdprof tuned"
+    ssdprof_version: str
+    kernels: dict[str, str]
+    environment: Environment
+    finds: tuple[TunedConfig, ...]
+
+
+class Trial(Record):
+    """One candidate.  change: the difference from the committed configuration, in words; empty for that one itself.
+
+    device_us: of the call, or the geometric mean over the lengths that share the configuration; None if it was not
+        timed; then `why` is the reason.
+    device_ratio: the committed one's time over this one's, sampled in turns with it.
+    """
+
+    change: str
+    settings: KernelSettings
+    verdict: Literal["committed", "faster", "no difference", "slower", "wrong", "does not run"]
+    why: str = ""
+    device_us: float | None = None
+    device_ratio: float | None = None
+    device_interval: Interval | None = None
+
+
+class SearchOutcome(Record):
+    """One search.  tokens: in words, "1 x 8,192".  find: None if the committed one stays; `why`: the reason."""
+
+    shape: str
+    tokens: str
+    calls: TunedCalls
+    committed: KernelSettings
+    trials: tuple[Trial, ...]
+    find: TunedConfig | None
+    why: str
+
+
+class PlannedSearch(Record):
+    """The first candidates of a search.  candidates: the changes in the committed configuration."""
+
+    shape: str
+    tokens: str  # in words, "1 x 8,192"
+    intermediates: Intermediates
+    candidates: tuple[str, ...]
+
+
+class TuneReport(Record):
+    """left_out: searches that were skipped, each with the reason."""
+
+    version: Literal[3] = 3
+    kind: Literal["tune"] = "tune"
+    operator: str
+    ssdprof_version: str
+    created: str  # ISO 8601, UTC
+    command: tuple[str, ...]
+    seconds: float = 0.0
+    environment: Environment
+    outcomes: tuple[SearchOutcome, ...] = ()
+    left_out: tuple[str, ...] = ()

@@ -1,0 +1,468 @@
+"""`ssdprof tune`: finds faster configurations of the fused kernels on this GPU.
+
+inputs drawn or captured -> a search for each layer, one axis after the other -> configurations for later runs
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ssdprof import __version__
+from ssdprof.capture import store as captures
+from ssdprof.capture.manifest import is_capture
+from ssdprof.core import statistics
+from ssdprof.core.base import DType, Intermediates, precisions_for
+from ssdprof.core.case import Interval
+from ssdprof.core.statistics import Faster
+from ssdprof.core.subject import LayerCapture
+from ssdprof.core.tuned import PlannedSearch, SearchOutcome, Trial, TunedCalls, TunedConfig, TuneReport
+from ssdprof.environment.machine import collect
+from ssdprof.environment.toolchain import require_gpu
+from ssdprof.errors import BadInputError
+from ssdprof.jobs.compare import device_times
+from ssdprof.jobs.grid import parse_dtypes
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Plan
+from ssdprof.measure.accuracy import Candidate, compare
+from ssdprof.measure.first_run import Call, first_line, first_run, type_and_message
+from ssdprof.measure.sampling import Samples as Recordings
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CudaTimer, Timer
+from ssdprof.operators.dtypes import precision_of
+from ssdprof.operators.generate import Cell
+from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.tuning import Config
+from ssdprof.progress import Watcher
+from ssdprof.store.reports import CAPTURES, load
+
+MARGIN = 0.01  # a find is faster by more than this, with 95 % confidence: times of a GPU vary as much between days
+SCREENING = SamplingPlan(min_recordings=3, max_recordings=3, min_rounds=3, max_rounds=3, seconds=math.inf)
+DECIDING = SamplingPlan(smallest_difference=MARGIN, max_rounds=32, seconds=2.0)
+
+Run = Callable[[Any, Config], Output]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The subject of one search.
+
+    inputs: of one call, or one for each length that shares the find
+    tokens: of them, in words
+    """
+
+    operator: Operator[Any]
+    shape: str
+    tokens: str
+    intermediates: Intermediates
+    calls: TunedCalls
+    inputs: tuple[Any, ...]
+    precision: Precision
+    committed: Config
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.tokens}, {self.intermediates}"
+
+    def run(self, inputs: Any, config: Config) -> Output:
+        output: Output = self.operator.tunable.run(inputs, self.precision, config)
+        return output
+
+
+def difference(config: Config, committed: Config) -> str:
+    """The difference in words: "segment 43, ring 2"; empty if there is none."""
+    before = asdict(committed)
+    return ", ".join(
+        f"{name} {value}" for name, value in asdict(config).items() if name != "reason" and value != before[name]
+    )
+
+
+# --- the inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Inputs that are created later.  layer: equal for inputs of one layer, which may share a find."""
+
+    shape: str
+    tokens: str
+    layer: str
+    load: Callable[[], Any]
+
+    def __str__(self) -> str:
+        return f"{self.shape}, {self.tokens}"
+
+
+def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) -> tuple[Workload, ...]:
+    """Random inputs of any shape, as in `ssdprof bench`."""
+    return tuple(
+        Workload(
+            shape=cell.shape.name,
+            tokens=f"{cell.tokens}, {cell.dtype}",
+            layer=f"{cell.shape} {cell.dtype}",
+            load=partial(operator.generated.draw, cell, device),
+        )
+        for cell in cells
+    )
+
+
+def captured(
+    operator: Operator[Any], where: str, seqlens: Sequence[int] | None, device: torch.device
+) -> tuple[Workload, ...]:
+    """The operator's middle layer in a folder of captures, or in a run with stored captures, at each length.
+
+    Decode steps are left out, because the tuned kernels are made for prompts.
+    seqlens: lengths; None: all.  Raises BadInputError if there is no such layer.
+    """
+    folder = Path(where).expanduser()
+    if not is_capture(folder):
+        folder = load(where)[0] / CAPTURES
+        if not is_capture(folder):
+            raise BadInputError(
+                f"The run {where} has kept no captures.", "Run it with --save-captures, or name a --shape."
+            )
+    manifest, read = captures.load(folder)
+    layers = [stored for stored in manifest.layers if stored.layer.operator == operator.name and not stored.is_step]
+    lengths = sorted({stored.seqlen for stored in layers} & set(seqlens or [stored.seqlen for stored in layers]))
+    if not lengths:
+        raise BadInputError(
+            f"{folder} holds no {operator.outline.layers} layer of these lengths.",
+            f"It holds {', '.join(map(str, sorted({stored.seqlen for stored in layers}))) or 'none'}.",
+        )
+
+    def inputs_of(stored: LayerCapture) -> Any:
+        return read(stored, device).inputs
+
+    sources = []
+    for length in lengths:
+        of_length = [stored for stored in layers if stored.seqlen == length]
+        stored = of_length[len(of_length) // 2]
+        sources.append(
+            Workload(
+                shape=f"{manifest.checkpoint.repo_id} layer {stored.layer.index}",
+                tokens=f"{length:,} tokens",
+                layer=manifest.checkpoint.repo_id,
+                load=partial(inputs_of, stored),
+            )
+        )
+    return tuple(sources)
+
+
+def problems(operator: Operator[Any], sources: Sequence[Workload], intermediates: Intermediates) -> Iterator[Problem]:
+    """The problems of one layer's sources: one for each, or one for all if they share a find."""
+    waiting: dict[str, list[tuple[Workload, Any]]] = {}
+    for source in sources:
+        inputs = source.load()
+        kernel = operator.tunable.kernel(inputs)
+        if operator.tunable.shares_find(kernel):
+            waiting.setdefault(kernel, []).append((source, inputs))
+        else:
+            yield _problem(operator, [(source, inputs)], kernel, intermediates)
+        del inputs
+    for kernel, loaded in waiting.items():
+        yield _problem(operator, loaded, kernel, intermediates)
+
+
+def _problem(
+    operator: Operator[Any], loaded: Sequence[tuple[Workload, Any]], kernel: str, intermediates: Intermediates
+) -> Problem:
+    tuning, dims = operator.tunable, operator.costed.dims
+    loaded = sorted(loaded, key=lambda one: dims(one[1]).seqlen)
+    longest = loaded[-1][1]
+    return Problem(
+        operator=operator,
+        shape=loaded[0][0].shape,
+        tokens="; ".join(source.tokens for source, _ in loaded),
+        intermediates=intermediates,
+        calls=tuning.calls(longest, intermediates, kernel),
+        inputs=tuple(inputs for _, inputs in loaded),
+        precision=_precision(dims(longest).dtype, intermediates),
+        committed=tuning.committed(longest, kernel),
+    )
+
+
+def _precision(dtype: DType, intermediates: Intermediates) -> Precision:
+    """fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench."""
+    (own,) = parse_dtypes(dtype)
+    (wanted,) = precisions_for(own, intermediates, None)
+    return precision_of(wanted)
+
+
+# --- the whole job
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRequest:
+    """budget: seconds of wall clock after which no search begins; None: no limit."""
+
+    operator: Operator[Any]
+    sources: tuple[Workload, ...]
+    intermediates: tuple[Intermediates, ...]
+    budget: float | None = None
+    command: tuple[str, ...] = ()
+
+
+def gpu_to_tune() -> torch.device:
+    """The current GPU.  MissingCapabilityError without one."""
+    return require_gpu(
+        "Tuning needs", "Run it on a machine with the GPU to tune for: what it finds applies to GPUs of the same name."
+    )
+
+
+def tune(
+    request: TuneRequest, device: torch.device, watcher: Watcher, on_outcome: Callable[[TuneReport], object]
+) -> TuneReport:
+    """Search for every source.  on_outcome: called with the report after each search.
+
+    Searches that do not fit in the GPU's memory or in the budget are left out and named.
+    """
+    began = time.monotonic()
+    timer = CudaTimer(device)
+    report = TuneReport(
+        ssdprof_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=request.command,
+        environment=collect(),
+        operator=request.operator.name,
+    )
+    for sources, intermediates in _groups(request):
+        try:
+            for problem in problems(request.operator, sources, intermediates):
+                spent = time.monotonic() - began
+                if request.budget is not None and spent >= request.budget:
+                    report = _left_out(report, f"{problem}: the budget of {request.budget:g} s was spent")
+                    continue
+                with watcher.step(f"Tuning {problem}"):
+                    outcome = search(problem, timer)
+                seconds = time.monotonic() - began
+                report = report.changed(outcomes=(*report.outcomes, outcome), seconds=seconds)
+                on_outcome(report)
+        except torch.OutOfMemoryError as error:
+            what = f"{'; '.join(map(str, sources))}, {intermediates}"
+            report = _left_out(report, f"{what}: not all of it was searched: out of memory: {first_line(error)}")
+    return report
+
+
+def _left_out(report: TuneReport, what: str) -> TuneReport:
+    return report.changed(left_out=(*report.left_out, what))
+
+
+def listed(request: TuneRequest) -> Iterator[Problem]:
+    """The searches that `tune` would run."""
+    for sources, intermediates in _groups(request):
+        yield from problems(request.operator, sources, intermediates)
+
+
+def _groups(request: TuneRequest) -> Iterator[tuple[Sequence[Workload], Intermediates]]:
+    """Sources grouped by layer; those of a layer share a find if the portable kernel runs them."""
+    for _, same_layer in groupby(request.sources, key=lambda source: source.layer):
+        sources = tuple(same_layer)
+        for intermediates in request.intermediates:
+            yield sources, intermediates
+
+
+def planned(problems: Iterable[Problem]) -> Iterator[PlannedSearch]:
+    """The first candidates, a record for each varied setting; later candidates start from the best one."""
+    for problem in problems:
+        for axis in problem.operator.tunable.axes(problem.committed):
+            options = axis(problem.committed, problem.inputs[-1])
+            changes = (change for option in options if (change := difference(option, problem.committed)))
+            yield PlannedSearch(
+                shape=problem.shape,
+                tokens=problem.tokens,
+                intermediates=problem.calls.intermediates,
+                candidates=tuple(changes),
+            )
+
+
+# --- one search
+
+
+def search(problem: Problem, timer: Timer, run: Run | None = None) -> SearchOutcome:
+    """Search one axis after the other, each from the best so far; then time the best against the committed one.
+
+    run: runs a configuration; by default the problem does.  Allocates, compiles and launches.
+    """
+    return _Search(problem, timer, run or problem.run).outcome()
+
+
+class _Search:
+    def __init__(self, problem: Problem, timer: Timer, run: Run) -> None:
+        self._problem = problem
+        self._tuning = problem.operator.tunable
+        self._timer = timer
+        self._run = run
+        self._committed = replace(problem.committed, reason="")
+        self._wrong: dict[Config, str] = {}  # configuration for the short input -> error; empty: passed
+        self._trials: dict[Config, Trial] = {}
+
+    def outcome(self) -> SearchOutcome:
+        best, why = self._best()
+        find = None
+        if not why and best != self._committed:
+            find, why = self._decide(best)
+        return SearchOutcome(
+            shape=self._problem.shape,
+            tokens=self._problem.tokens,
+            calls=self._problem.calls,
+            committed=self._tuning.settings(self._committed),
+            trials=tuple(self._trials.values()),
+            find=find,
+            why=why or ("" if find else "no candidate was faster"),
+        )
+
+    def _best(self) -> tuple[Config, str]:
+        """The fastest in a few rounds; (.., why) if the committed configuration cannot be timed."""
+        best = self._committed
+        if not self._right([best]):
+            return best, f"the committed configuration: {self._trials[best].why}"
+        for axis in self._tuning.axes(best):
+            options = [option for option in axis(best, self._problem.inputs[-1]) if option not in self._trials]
+            field = list(dict.fromkeys([self._committed, best, *self._right(options)]))
+            samples = self._sample(field, SCREENING)
+            if self._committed not in samples:
+                return best, f"the committed configuration: {self._trials[self._committed].why}"
+            for config, values in samples.items():
+                self._trials[config] = self._timed(config, values, samples[self._committed])
+            best = _faster(best, samples)
+        return best, ""
+
+    def _decide(self, best: Config) -> tuple[TunedConfig | None, str]:
+        samples = self._sample([self._committed, best], DECIDING)
+        if len(samples) < 2:
+            return None, "the fastest could not be timed again"
+        trial = self._trials[best] = self._timed(best, samples[best], samples[self._committed])
+        assert trial.device_ratio is not None
+        assert trial.device_interval is not None
+        if trial.device_interval.low <= 1 + MARGIN:
+            return None, f"the fastest was not {MARGIN:.0%} faster with 95 % confidence"
+        slower = self._slower_lengths(best)
+        if slower:
+            return None, f"the fastest was slower at {slower} tokens"
+        wrong = self._wrong_at_length(best)
+        if wrong:
+            self._trials[best] = trial.changed(verdict="wrong", why=wrong)
+            return None, f"the fastest was wrong: {wrong}"
+        find = TunedConfig(
+            calls=self._problem.calls,
+            settings=trial.settings,
+            device_ratio=trial.device_ratio,
+            device_interval=trial.device_interval,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        return find, ""
+
+    # --- accuracy
+
+    def _right(self, configs: Sequence[Config]) -> list[Config]:
+        """The configurations that pass on a short input; the others get a trial with the reason."""
+        longest = self._problem.inputs[-1]
+        short = self._tuning.short(longest)
+        as_checked = {config: self._tuning.for_short(config, longest) for config in configs}
+        new = [config for config in dict.fromkeys(as_checked.values()) if config not in self._wrong]
+        calls = {config: self._call(config, short) for config in new}
+        tried = {config: _checked(call, short) for config, call in calls.items()}
+        failed = {config: why for config, (ran, why) in tried.items() if not ran}
+        self._wrong |= {config: why for config, (ran, why) in tried.items() if ran}
+        right = []
+        for config, checked in as_checked.items():
+            if checked in failed:
+                self._trials[config] = self._untimed(config, "does not run", failed[checked])
+            elif self._wrong[checked]:
+                self._trials[config] = self._untimed(config, "wrong", self._wrong[checked])
+            else:
+                right.append(config)
+        return right
+
+    def _wrong_at_length(self, config: Config) -> str:
+        """The error of the output on the timed inputs, or on others to which a find would apply; empty if it
+        passes."""
+        others = self._tuning.also_judged(config, self._problem.inputs[-1])
+        for inputs in (*self._problem.inputs, *others):
+            _, why = _checked(self._call(config, inputs), inputs)
+            if why:
+                return why
+        return ""
+
+    def _call(self, config: Config, inputs: Any) -> Call:
+        name = f"The candidate {difference(config, self._committed) or 'the committed configuration'}"
+        kernel = self._problem.calls.kernel
+        return Call(
+            implementation=name,
+            label=name,
+            inputs=inputs,
+            precision=self._problem.precision,
+            run=lambda: self._run(inputs, config),
+            plan=lambda: Plan(variant=kernel, launches=1),
+        )
+
+    # --- speed
+
+    def _sample(
+        self, configs: Sequence[Config], plan: SamplingPlan, inputs: Sequence[Any] | None = None
+    ) -> dict[Config, Recordings]:
+        """Device times in turns: for each configuration the geometric mean over the inputs (None: the problem's).
+
+        Configurations that cannot be timed are left out, and their trials have the reason.
+        """
+        own = self._problem.inputs if inputs is None else inputs
+
+        def untimed(config: Config, error: Exception) -> None:
+            self._trials[config] = self._untimed(config, "does not run", type_and_message(error))
+
+        calls = {config: [self._call(config, one) for one in own] for config in configs}
+        return device_times(calls, self._timer, plan, on_untimed=untimed)
+
+    def _slower_lengths(self, config: Config) -> str:
+        """The lengths at which the configuration is slower, if there are several inputs."""
+        slower = []
+        for inputs in self._problem.inputs if len(self._problem.inputs) > 1 else ():
+            samples = self._sample([self._committed, config], DECIDING, [inputs])
+            if len(samples) < 2 or _verdict(samples[self._committed], samples[config]) == "slower":
+                slower.append(f"{self._problem.operator.costed.dims(inputs).seqlen:,}")
+        return " and ".join(slower)
+
+    def _timed(self, config: Config, samples: Recordings, committed: Recordings) -> Trial:
+        found = statistics.ratio(committed, samples)
+        own = config == self._committed
+        return Trial(
+            change=difference(config, self._committed),
+            settings=self._tuning.settings(config),
+            verdict="committed" if own else _verdict(committed, samples),
+            device_us=statistics.median(samples).value,
+            device_ratio=found.value,
+            device_interval=Interval(low=found.low, high=found.high),
+        )
+
+    def _untimed(self, config: Config, status: Literal["wrong", "does not run"], why: str) -> Trial:
+        change = difference(config, self._committed)
+        return Trial(change=change, settings=self._tuning.settings(config), verdict=status, why=why)
+
+
+def _checked(call: Call, inputs: Any) -> tuple[bool, str]:
+    """Whether the call ran, and why it did not pass; empty if it did."""
+    tried = first_run(call)
+    if tried.output is None:
+        return False, tried.reason
+    found = compare(inputs, {"output": Candidate(output=tried.output, precision=call.precision)})["output"]
+    return True, "; ".join(one.reason for one in found if one.reason)
+
+
+def _faster(best: Config, samples: Mapping[Config, Recordings]) -> Config:
+    """The fastest; `best` if no other is faster with confidence."""
+    fastest = min(samples, key=lambda config: statistics.median(samples[config]).value)
+    if best in samples and _verdict(samples[best], samples[fastest], smallest_difference=0.0) != "faster":
+        return best
+    return fastest
+
+
+def _verdict(committed: Recordings, samples: Recordings, *, smallest_difference: float = MARGIN) -> Faster:
+    return statistics.ratio(committed, samples).verdict(smallest_difference)

@@ -1,0 +1,146 @@
+"""Kernels of other libraries, as `registry.Implementation`s: code that the adapters of all operators share.
+
+An adapter contains no code of the library.  It rejects inputs for which the library silently returns wrong results.
+Plans give no workspace, because it is measured.
+
+Tuners of libraries choose by few sizes of the model and not by the number of tokens, so that the first call decides
+for all later ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.  The
+tuners still choose among the library's own configurations by the times they measure.  But the configurations are
+compiled in parallel, and each is measured for a quarter of the usual time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from triton.runtime import Autotuner
+from triton.testing import do_bench
+
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan
+
+SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
+_WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
+
+
+INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
+
+
+def span(tensor: torch.Tensor, *, axes: slice = slice(None)) -> int:
+    """Elements from the first to the last one along `axes`, including those that strides skip."""
+    sizes, strides = tensor.shape[axes], tensor.stride()[axes]
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def library_kernel(
+    operator: str,
+    name: str,
+    refuse: Callable[[Any, Precision], None],
+    call: Callable[[Any, Precision], Any],
+    plan: Callable[[Any, Precision], Plan],
+) -> Implementation:
+    """A library's kernel.  refuse: raises UnsupportedError for inputs that it does not support, before the others."""
+
+    return Implementation(
+        operator=operator, name=name, run=partial(_checked, refuse, call), plan=partial(_checked, refuse, plan)
+    )
+
+
+def _checked(
+    refuse: Callable[[Any, Precision], None], then: Callable[[Any, Precision], Any], inputs: Any, precision: Precision
+) -> Any:
+    refuse(inputs, precision)
+    return then(inputs, precision)
+
+
+def content(file: Path) -> str:
+    """Name and hash of a file, for example "ssd_fused5.py, sha256 0123456789ab"."""
+    return f"{file.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+
+
+def package_version(package: str) -> str:
+    """The version of an installed package, or "unknown" for a checkout."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class Tunings:
+    """Keeps the choices of the modules' tuners separately for each kind of call.
+
+    Compiled kernels are shared by all kinds.
+    """
+
+    def __init__(self, modules: Iterable[ModuleType]) -> None:
+        found = [tuner for module in modules for thing in vars(module).values() if (tuner := _tuner(thing)) is not None]
+        self._tuners = list({id(tuner): tuner for tuner in found}.values())
+        self._kind: Hashable = object()
+        self._choices = defaultdict[Hashable, list[dict[Any, Any]]](lambda: [{} for _ in self._tuners])
+        for tuner in self._tuners:
+            _hasten(tuner)
+
+    def use_for(self, kind: Hashable) -> None:
+        """Let the tuners see only their choices for calls of this kind."""
+        if kind == self._kind:
+            return
+        self._kind = kind
+        for tuner, choices in zip(self._tuners, self._choices[kind], strict=True):
+            tuner.cache = choices
+
+    def zero_before_each_try(self, argument: str) -> None:
+        """Zero a buffer before each measurement, for kernels that count in it and skip work if it is not zero."""
+
+        def zero(arguments: dict[str, Any], reset_only: bool = False) -> None:  # noqa: ARG001
+            arguments[argument].zero_()
+
+        for tuner in self._tuners:
+            tuner.pre_hook = zero
+
+
+def _tuner(thing: Any) -> Autotuner | None:
+    """The autotuner around a kernel, possibly inside other wrappers; None if there is none."""
+    while thing is not None and not isinstance(thing, Autotuner | type | ModuleType):
+        thing = getattr(thing, "fn", None)
+    return thing if isinstance(thing, Autotuner) else None
+
+
+def _hasten(tuner: Autotuner) -> None:
+    tuner.do_bench = partial(do_bench, warmup=_WARMUP_MS, rep=_MEASURE_MS)
+    tuner.early_config_prune = partial(_compiled, tuner.fn, tuner.early_config_prune)
+
+
+def _compiled(
+    kernel: Any, prune: Callable[..., list[triton.Config]] | None, configs: list[triton.Config],
+    arguments: dict[str, Any], **options: Any,
+) -> list[triton.Config]:  # fmt: skip
+    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it measures.
+
+    It does so only if it has no choice for the call yet.
+    """
+    kept = configs if prune is None else prune(configs, arguments, **options)
+
+    def compile_all() -> None:
+        # ignored errors are raised again, and reported, when the tuner tries the configuration
+        with triton.AsyncCompileMode(pool, ignore_errors=True):
+            for config in kept:
+                kernel.run(**{**arguments, **options, **config.all_kwargs(), "warmup": True})
+
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        copy_context().run(compile_all)  # the mode ends with the context, also after an exception
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return kept

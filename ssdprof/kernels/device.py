@@ -1,0 +1,168 @@
+"""Where kernels run: on a GPU, whose properties are cached, or in Triton's interpreter on the CPU.
+
+Without an NVIDIA GPU, kernels run in the interpreter.  Triton reads this choice when a kernel is defined, so this
+module makes it before any kernel file is imported.  Triton's own TRITON_INTERPRET has precedence.
+
+The interpreter stores bfloat16 as 16-bit integers, multiplies them as integers and rounds towards zero.  The patch here
+widens bfloat16 operands to fp32, and rounds results to nearest even, as a GPU does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from ssdprof.kernels.registry import UnsupportedError
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU.
+
+    Asks NVML if possible, which does not start the driver: a process forked after its start could not use the driver.
+    """
+    return torch.cuda.device_count() > 0
+
+
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """Compute capability, (9, 0) for Hopper."""
+    return _properties(tensor.get_device())[0]
+
+
+def sm_count(tensor: torch.Tensor) -> int:
+    """Number of multiprocessors."""
+    return _properties(tensor.get_device())[1]
+
+
+@cache
+def _properties(index: int) -> tuple[tuple[int, int], int]:
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def gpu_name(tensor: torch.Tensor) -> str:
+    """Name of the GPU, for example "NVIDIA H200"; "cpu" for a tensor on the CPU."""
+    return _gpu_name(tensor.get_device())
+
+
+@cache
+def _gpu_name(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).name) if index >= 0 else "cpu"
+
+
+# --- the interpreter
+
+
+def interpret() -> None:
+    """Interpret all kernels defined from now on, and Triton's own device functions, which its import has defined."""
+    triton.knobs.runtime.interpret = True
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("triton.language"):
+            for name, value in list(vars(module).items()):
+                if isinstance(value, triton.JITFunction):
+                    setattr(module, name, triton.jit(value.fn))
+
+
+def skip_idle_work() -> None:
+    """Skip work of the interpreter that has no effect and takes longer than the computation of small blocks.
+
+    At every call of a device function, it searches Triton's language for functions to replace, although the launch has
+    replaced them already.  It also checks 32-bit sums and products for overflow, but drops the result unless its option
+    `debug` is set.
+    """
+
+    def patch_builtin(pkg: Any, *rest: Any) -> None:
+        names = _builtins(pkg)
+        if not names or not tl.core.is_builtin(getattr(pkg, names[0])):
+            return  # a launch in progress has replaced them all
+        for name in names:
+            member = getattr(pkg, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(pkg, name, member, *rest)
+
+    interpreter._patch_builtin = patch_builtin
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+@cache
+def _builtins(pkg: Any) -> tuple[str, ...]:
+    return tuple(name for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member))
+
+
+def follow_bfloat16() -> None:
+    """Replace the interpreter's casts, products and element-wise operations that involve bfloat16."""
+    builder: Any = InterpreterBuilder
+    cast, binary, dot = builder.cast_impl, builder.binary_op, builder.create_dot
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if dst_type.scalar == tl.bfloat16:
+            return _narrow(_widen(src).data.astype(np.float32))
+        return cast(self, _widen(src), dst_type)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Callable[..., Any]) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return binary(self, lhs, rhs, op)
+        result = op(_widen(lhs).data, _widen(rhs).data)
+        if result.dtype == np.bool_:  # a comparison
+            return TensorHandle(result.astype(np.uint16), tl.bfloat16)
+        return _narrow(result)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, _widen(a), _widen(b), *rest)
+
+    builder.cast_impl, builder.binary_op, builder.create_dot = cast_impl, binary_op, create_dot
+
+
+def _widen(handle: Any) -> Any:
+    """Convert bfloat16 values to fp32, and leave others unchanged."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _narrow(values: npt.NDArray[np.float32]) -> Any:
+    """Round fp32 values to nearest even bfloat16."""
+    rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+    return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+
+
+if "TRITON_INTERPRET" not in os.environ and not has_gpu():
+    interpret()
+INTERPRETED: bool = triton.knobs.runtime.interpret
+if INTERPRETED:
+    follow_bfloat16()
+    skip_idle_work()
+
+
+# --- what no Triton kernel of this package does
+
+
+def refuse_gradient(name: str, tensors: Iterable[Any]) -> None:
+    """Raises UnsupportedError if one of the tensors requires a gradient.  name: of the implementation."""
+    if torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors):
+        raise UnsupportedError(f"{name}: forward only; call it under torch.no_grad() or detach the inputs")
+
+
+def refuse_device(name: str, tensor: torch.Tensor, *, oldest: tuple[int, int] = (8, 0)) -> None:
+    """Raises UnsupportedError for a device that the kernels do not run on.  oldest: compute capability."""
+    if tensor.is_cuda:
+        if capability(tensor) < oldest:
+            raise UnsupportedError(f"{name}: needs a GPU of compute capability 8.0 or newer")
+    elif not INTERPRETED:
+        raise UnsupportedError(
+            f"{name}: without TRITON_INTERPRET=1, tensors must be on the GPU, not on {tensor.device}"
+        )

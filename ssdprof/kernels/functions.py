@@ -1,0 +1,91 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 (Triton unpacks no tuples)
+"""Device functions and constants that all kernels share: dtypes, products, decays and strided offsets."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+import ssdprof.kernels.device  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
+
+TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+# Input precision of tl.dot for fp32 operands: each is the sum of two tf32 numbers, with three products and fp32
+# accumulation.  The result is close to fp32; plain tf32 keeps 3 digits.  It does not affect 16-bit operands.
+DOT_PRECISION = tl.constexpr("tf32x3")
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+SERIES = tl.constexpr(-0.125)  # from here to 0, five terms of expm1's series have an error below 5e-9
+
+STAGES = {
+    "ptr_offset": "caller",
+    "in_units": "caller",
+    "decay_exp2": "caller",
+    "decay_exp": "caller",
+    "sequence_bounds": "caller",
+    "softplus": "chunk_cumsum",
+}
+
+
+@triton.jit
+def ptr_offset(index, strides):
+    """Element offset of `index` in a tensor with `strides` (two tuples of equal length), in int64."""
+    offset = tl.zeros((), tl.int64)
+    for axis in tl.static_range(len(strides)):
+        offset += tl.cast(index[axis], tl.int64) * strides[axis]
+    return offset
+
+
+@triton.jit
+def in_units(strides, UNIT: tl.constexpr):
+    """Make known to the compiler that all strides except the last are multiples of UNIT (`strides_unit`).
+
+    The compiler itself detects only multiples of 16.
+    """
+    if UNIT == 1 or UNIT == 16:
+        return strides
+    else:
+        known = ()
+        for axis in tl.static_range(len(strides) - 1):
+            known = known + (strides[axis] // UNIT * UNIT,)
+        last = strides[len(strides) - 1] + tl.zeros([], tl.int32)  # Triton 3.9 returns no constant in a new tuple
+        return known + (last,)
+
+
+@triton.jit
+def decay_exp2(log2_decay):
+    """2 ** log2_decay, clamped to 1, because a rounded difference of cumulative sums may exceed it.  NaN stays NaN."""
+    return tl.exp2(tl.minimum(log2_decay, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def decay_exp(log_decay):
+    """exp(log_decay), clamped to 1, for states that decay at every position.  NaN stays NaN.
+
+    A GPU's exp2 has a bias of about 2e-8, so that a state with decays close to 1 would have an error of 2e-5 after a
+    thousand positions.  Decays close to 1 are therefore computed from a series.
+    """
+    v = tl.minimum(log_decay, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    series = v * (1.0 + v * (1 / 2 + v * (1 / 6 + v * (1 / 24 + v * (1 / 120)))))
+    return tl.where(v > SERIES, 1.0 + series, tl.exp2(v * LOG2_E))
+
+
+@triton.jit
+def sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_stride):
+    """First position (int64) and length (int32) of a packed sequence."""
+    p = cu_seqlens_ptr + tl.cast(sequence, tl.int64) * cu_seqlens_stride
+    begin = tl.load(p).to(tl.int64)
+    return begin, (tl.load(p + cu_seqlens_stride) - begin).to(tl.int32)
+
+
+@triton.jit
+def softplus(v):
+    """log(1 + exp(v)), without overflow, and with full precision where exp(v) is small."""
+    e = tl.exp2(-tl.abs(v) * LOG2_E)
+    u = 1.0 + e
+    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p

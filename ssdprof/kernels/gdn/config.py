@@ -1,0 +1,298 @@
+"""The configuration of each GDN kernel, and the dtype of every product.
+
+The unfused kernels' block sizes and warps for 16-bit operands were the fastest of a sweep on an H200, with 16 key
+heads, 32 value heads, K = V = 128, and one sequence of 8K and of 64K positions.  Other dimensions use the same values,
+limited to the dimension.
+
+Dtypes of the unfused kernels:
+
+    what                                            exact                 relaxed
+    k k^T, beta and the decays of the system        fp32                  fp32
+    inverse: blocks of 16 rows                      fp32                  fp32
+    inverse: products between these blocks          tf32; fp32: tf32x3    tf32
+    operands: q, k after normalisation, inverse,
+        w, u, v_new, state, scores                  inputs' dtype         16 bit
+    decays, beta times decay, q k^T, and their
+        products before they become an operand      fp32                  16 bit
+    sums                                            fp32                  fp32
+    state from chunk to chunk                       `state_dtype`         `state_dtype`
+
+16 bit is the inputs' dtype, and bfloat16 for fp32 inputs.  fp32 operands are multiplied as two tf32 numbers each.  The
+exact column has the dtypes of the Triton kernels of flash-linear-attention, which also store w, u, v_new and the states
+that enter chunks in the operands' dtype.  The system is never relaxed, because collinear keys amplify its errors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels.device import gpu_name
+from ssdprof.kernels.functions import TL_DTYPE
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import CallKey
+
+CALL_CHUNK = 64  # positions; calls whose sequences have as many chunks share a found configuration
+_MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on the warm-up
+_ENOUGH_CHUNKS = 16  # from this many chunks of 64 per multiprocessor, wide slices of V are faster (H200)
+_SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}  # most shared memory of a program
+_LEAST_SHARED_BYTES = 99 << 10
+LEAF = 16  # rows of the blocks that are inverted by substitution: the minimum of a matrix product
+_ONE_PROGRAM_EACH = 132  # multiprocessors of an H100 or H200: up to one program each, a program's latency counts
+
+
+def call_key(inputs: GDNInputs, precision: Precision, *, batch_invariant: bool = False) -> CallKey:
+    """The calls of the portable kernel that share a found configuration.
+
+    They are equal in the properties on which the committed rule depends: sizes, dtypes, and the numbers of chunks and
+    of sequences.  A batch-invariant call uses that of one sequence.  Packed sequences keep the committed one.
+    """
+    (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
+    return CallKey.of(
+        gpu_name(inputs.q), "gdn", "portable", key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
+        value_dim=value_dim, dtype=inputs.q.dtype, exact=precision.exact, l2norm=bool(inputs.use_qk_l2norm),
+        sequences=1 if batch_invariant else inputs.sequences, nchunks=-(-inputs.length // CALL_CHUNK),
+    )  # fmt: skip
+
+
+# --- dtypes
+
+
+def operand_dtype(inputs: torch.dtype, precision: Precision) -> torch.dtype:
+    """The dtype of operands of matrix products, and of the workspace except gates and system."""
+    return inputs if precision.exact else precision.intermediate_dtype(inputs)
+
+
+def intermediate(inputs: torch.dtype, precision: Precision) -> tl.dtype:
+    """Triton's dtype of decays, of q k^T and of their products."""
+    return TL_DTYPE[precision.intermediate_dtype(inputs)]
+
+
+def inverse_products(operand: torch.dtype) -> str:
+    """Input precision of the inverse's products of fp32 blocks.  Errors of tf32 are below those of 16-bit operands."""
+    return "tf32x3" if operand == torch.float32 else "tf32"
+
+
+# --- the portable kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDNPortableConfig:
+    """Chosen by shapes, dtype and GPU, and by the number of sequences unless the call is batch invariant.
+
+    chunk: positions per chunk: 16, 32, 64 or 128
+    segment: chunks per segment; 0: one segment per sequence
+    block_k: block of K per product, in both launches, a power of two of at least 16
+    block_v: slice of V per program, a power of two of at least 16
+    v_rows: the state is held as (V, K), a register operand of both products; otherwise as (K, V)
+    num_warps, scan_stages: of the second launch; stages are chunks in flight
+    factors_warps, factors_registers: of the first launch; most registers per thread, 0: no limit
+    """
+
+    chunk: int = 64
+    segment: int = 0
+    block_k: int = 64
+    block_v: int = 128
+    v_rows: bool = True
+    num_warps: int = 8
+    scan_stages: int = 3
+    factors_warps: int = 4
+    factors_registers: int = 0
+    reason: str = ""
+
+    @classmethod
+    def choose(
+        cls, inputs: GDNInputs, capability: tuple[int, int], sm_count: int, *, batch_invariant: bool = False
+    ) -> GDNPortableConfig:
+        """As many programs as multiprocessors, if possible: first by slices of V, then by segments.
+
+        Packed sequences are not cut in a batch-invariant call, because the host does not know their lengths.
+        """
+        heads, value_dim = inputs.v.shape[2:]
+        key_dim = inputs.q.shape[3]
+        sequences = 1 if batch_invariant else inputs.sequences
+        block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        uncut = batch_invariant and inputs.cu_seqlens is not None
+        chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], 64)
+        chunks_per_sm = sequences * heads * triton.cdiv(value_dim, 128) * chunks / sm_count
+        wide = key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and chunks_per_sm >= _ENOUGH_CHUNKS
+        block_k = min(_largest_block_k(capability[0], key_dim, wide=wide), block_k)
+        if inputs.q.dtype == torch.float32:
+            config = cls(
+                chunk=16, block_k=min(32, block_k), block_v=min(32, block_v), v_rows=False, num_warps=4,
+                reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
+            )  # fmt: skip
+        elif wide:
+            config = cls(block_k=block_k, reason="slices of 128 of V, a register operand: enough chunks")
+        elif key_dim > 128 and capability == (9, 0):
+            unmasked = key_dim % block_k == 0 and value_dim % 32 == 0  # masks take registers
+            config = cls(
+                block_k=block_k, block_v=min(32 if key_dim <= 192 or unmasked else 16, block_v), num_warps=4,
+                reason="narrow slices of V, a register operand: two programs on a multiprocessor",
+            )  # fmt: skip
+        else:
+            config = cls(
+                block_k=block_k, block_v=min(32 if key_dim <= 192 else 16, block_v), v_rows=False,
+                num_warps=2 if block_k == 16 else 4,
+                reason="narrow slices of V, for more programs",
+            )  # fmt: skip
+        if capability == (9, 0) and block_k <= 64 and inputs.q.dtype != torch.float32:
+            # three programs per multiprocessor instead of two: 1,153 us instead of 1,366 (H200, 16/32 heads, 64K)
+            config = replace(config, factors_registers=168)
+        programs = sequences * heads * triton.cdiv(value_dim, config.block_v)
+        return replace(
+            config,
+            segment=0 if uncut else config.segment_for(inputs, sm_count // programs),
+            scan_stages=config.stages_that_fit(inputs, _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)),
+        )
+
+    def segment_for(self, inputs: GDNInputs, segments: int) -> int:
+        """Chunks per segment for at most `segments` segments per sequence; 0 if sequences are not cut."""
+        chunks = triton.cdiv(inputs.v.shape[1], self.chunk)
+        per_segment = max(triton.cdiv(chunks, max(1, segments)), _MIN_SEGMENT // self.chunk)
+        return 0 if per_segment >= chunks else int(per_segment)
+
+    def stages_that_fit(self, inputs: GDNInputs, shared_bytes: int) -> int:
+        """`scan_stages`, or fewer if shared memory is too small.
+
+        Shared memory also holds one chunk's state, residual and output.  With `v_rows` and slices of at most 32 these
+        are in registers.
+        """
+        size = inputs.q.element_size()
+        padded = triton.cdiv(inputs.q.shape[3], self.block_k) * self.block_k
+        chunk = size * self.chunk * (3 * padded + self.chunk + self.block_v)  # k, q, state_factor, out_factor, v
+        in_registers = self.v_rows and self.block_v <= 32
+        beside = 0 if in_registers else self.block_v * (size * padded + (size + 4) * self.chunk)
+        return int(min(self.scan_stages, max(1, (shared_bytes - beside) // chunk)))
+
+
+def _largest_block_k(major: int, key_dim: int, *, wide: bool) -> int:
+    """The largest block of K with which the kernels spill no more than the compilation tests allow.
+
+    For major 9 these were the fastest on an H200.  For the others nothing was measured.
+    """
+    if major not in (9, 10, 11):
+        return 32  # products read operands from registers: with 64, the first launch spills
+    if key_dim > 128 or (wide and major == 9):
+        return 64
+    return 128  # wide slices on major 10: for two blocks of K, Triton 3.6 generates a kernel that only traps
+
+
+# --- the unfused kernels
+
+
+def _block(dim: int, most: int) -> int:
+    """The smallest power of two that holds `dim`, limited to 16 .. `most`."""
+    return max(16, min(int(triton.next_power_of_2(dim)), most))
+
+
+def _unrolled(key_dim: int, value_dim: int) -> bool:
+    """Whether Triton unrolls a loop over blocks of 32 of K or V, because there is only one block.
+
+    Triton 3.6 then miscompiles some tf32x3 products of warp groups: they read a wrong address in shared memory, or have
+    the precision of a single tf32 product (seen on an H200).  With two warps, Triton uses mma.sync instead.
+    """
+    return min(key_dim, value_dim) <= 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateCumsumConfig:
+    """block_h: heads per program.  Heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector."""
+
+    block_h: int = 8
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class QkL2NormConfig:
+    block_rows: int
+    num_warps: int = 4
+
+    @classmethod
+    def choose(cls, *, key_dim: int) -> QkL2NormConfig:
+        """4096 elements per program."""
+        return cls(block_rows=4096 // int(triton.next_power_of_2(key_dim)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledDotKktConfig:
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @classmethod
+    def choose(cls, *, key_dim: int, operand: torch.dtype) -> ScaledDotKktConfig:
+        """All of K at once if possible: this gives eight warps enough to load."""
+        block_k = _block(key_dim, 32 if operand == torch.float32 else 128)
+        return cls(block_k=block_k, num_warps=8 if block_k == 128 else 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolveTrilConfig:
+    """One warp, so that no step of the substitution waits for another warp: 1.6 times as fast as with two."""
+
+    num_warps: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeWUConfig:
+    block_k: int
+    block_v: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @classmethod
+    def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> RecomputeWUConfig:
+        """Three stages, so that the next two blocks are loaded during a product."""
+        if operand == torch.float32:
+            if _unrolled(key_dim, value_dim):
+                return cls(block_k=16, block_v=16, num_warps=2, num_stages=2)
+            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_stages=2)
+        return cls(block_k=_block(key_dim, 64), block_v=_block(value_dim, 64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDNChunkStateConfig:
+    """block_v: rows of the transposed state per program."""
+
+    block_v: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @classmethod
+    def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype, states: int) -> GDNChunkStateConfig:
+        """states: sequences times value heads.
+
+        A program processes its chunks one after the other.  So few states are cut into narrow slices, and loads run
+        three chunks ahead.  Many states are cut into slices of 64, which read w and k half as often and are the rows of
+        one matrix instruction of four warps on a Hopper GPU.
+        """
+        if operand == torch.float32:
+            return cls(block_v=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
+        if key_dim > 128:
+            return cls(block_v=_block(value_dim, 32), num_warps=8)
+        narrow = _block(value_dim, 32)
+        if states * triton.cdiv(value_dim, narrow) <= _ONE_PROGRAM_EACH:
+            return cls(block_v=narrow, num_stages=4)
+        return cls(block_v=_block(value_dim, 64), num_stages=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkOutputConfig:
+    block_k: int
+    block_v: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @classmethod
+    def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> ChunkOutputConfig:
+        """Up to 128 of V, so that q k^T is computed once.  Four warps, so that two programs share a multiprocessor."""
+        if operand == torch.float32:
+            if _unrolled(key_dim, value_dim):
+                return cls(block_k=16, block_v=16, num_warps=2)
+            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_warps=8)
+        return cls(block_k=_block(key_dim, 64), block_v=_block(value_dim, 128))

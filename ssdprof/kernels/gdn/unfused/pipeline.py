@@ -1,0 +1,125 @@
+"""GDN in six launches, one per stage of the algorithm: the baseline.
+
+`gdn_unfused(...)` takes tensors; the registered implementation, `run`, takes `GDNInputs`.  By default, dtypes are those
+of the unfused Triton kernels of flash-linear-attention (`config.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.chunks import Chunks, chunk_count
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
+from ssdprof.kernels.gdn import config as configs
+from ssdprof.kernels.gdn.config import operand_dtype
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.unfused.states import chunk_output, chunk_state
+from ssdprof.kernels.gdn.unfused.system import gate_cumsum, qk_l2norm, recompute_w_u, scaled_dot_kkt, solve_tril
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+
+MAX_CHUNK_SIZE = 64
+
+
+def gdn_unfused(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    use_qk_l2norm: bool = False,
+    chunk_size: int = 64,
+    cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(),  # noqa: B008
+) -> GDNOutput:
+    """The gated delta rule in six launches, forward only.  Arguments and result are those of `GDNInputs`.
+
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
+    """
+    inputs = GDNInputs(
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, scale=scale, use_qk_l2norm=use_qk_l2norm,
+        chunk_size=chunk_size, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return run(inputs, precision)
+
+
+def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
+    """Output in v's dtype, final states in fp32.
+
+    Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that require a gradient, and, outside Triton's
+    interpreter, for tensors that are not on a GPU.
+    """
+    _refuse_unsupported(inputs)
+    with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
+        return six_stages(inputs, precision)
+
+
+def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
+    """`run` without checks, on the current device."""
+    q, k, v, beta, dtype = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.q.dtype
+    operand = operand_dtype(dtype, precision)
+    if inputs.use_qk_l2norm:
+        q, k = qk_l2norm(q, dtype=operand), qk_l2norm(k, dtype=operand)
+    chunks = Chunks.of(inputs)
+    g_cumsum_log2 = gate_cumsum(inputs.g, chunks)
+    L = scaled_dot_kkt(k, beta, g_cumsum_log2, chunks, operand=operand)
+    A = solve_tril(L, inputs.length, chunks, operand=operand)
+    del L  # w and u can reuse its memory
+    w, u = recompute_w_u(A, k, v, beta, g_cumsum_log2, chunks, precision=precision)
+    del A
+    prev_states, v_new, final_states = chunk_state(
+        k, w, u, g_cumsum_log2, chunks, inputs_dtype=dtype, precision=precision, initial_state=inputs.initial_state
+    )
+    del w, u
+    out = chunk_output(
+        q, k, prev_states, v_new, g_cumsum_log2, chunks,
+        scale=inputs.scale_or_default, out_dtype=dtype, precision=precision,
+    )  # fmt: skip
+    return GDNOutput(out, final_states)
+
+
+def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
+    _refuse_unsupported(inputs)
+    (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
+    operand, size = operand_dtype(inputs.q.dtype, precision), inputs.chunk_size
+    dims: dict[str, Any] = {"key_dim": key_dim, "value_dim": value_dim, "operand": operand}
+    stages: dict[str, Any] = {
+        "gate_cumsum": configs.GateCumsumConfig(),
+        "scaled_dot_kkt": configs.ScaledDotKktConfig.choose(key_dim=key_dim, operand=operand),
+        "solve_tril": configs.SolveTrilConfig(),
+        "recompute_w_u": configs.RecomputeWUConfig.choose(**dims),
+        "chunk_state": configs.GDNChunkStateConfig.choose(**dims, states=inputs.sequences * heads),
+        "chunk_output": configs.ChunkOutputConfig.choose(**dims),
+    }
+    extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
+    chunks = batch * chunk_count(inputs) * heads
+    w_u, states, squares = (chunks * n for n in (size * (key_dim + value_dim), key_dim * value_dim, size * size))
+    normalised = 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
+    # peak memory: L and A; or A, w and u; or w, u, v_new and the states
+    most = max((4 + operand.itemsize) * squares, operand.itemsize * (squares + w_u))
+    most = max(most, operand.itemsize * (w_u + chunks * size * value_dim + states))
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=6 + int(inputs.cu_seqlens is not None) + 2 * int(inputs.use_qk_l2norm),
+        config={"chunk_size": size}
+        | {f"{stage}.{key}": value for stage, config in stages.items() for key, value in asdict(config).items()},
+        workspace_bytes=most + 4 * chunks * size + operand.itemsize * normalised,
+        reason=", and ".join(["six stages, one launch each", *(what for what, there in extra.items() if there)]),
+    )
+
+
+def _refuse_unsupported(inputs: GDNInputs) -> None:
+    if inputs.chunk_size > MAX_CHUNK_SIZE:
+        raise UnsupportedError(f"unfused: chunk_size is at most {MAX_CHUNK_SIZE}, not {inputs.chunk_size}")
+    refuse_gradient("unfused", vars(inputs).values())
+    refuse_device("unfused", inputs.q, oldest=(0, 0))
+
+
+register(Implementation(operator="gdn", name="unfused", run=run, plan=plan))

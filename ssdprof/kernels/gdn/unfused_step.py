@@ -1,0 +1,235 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""A decode step of the gated delta rule in three launches: the written value, the state, the output.
+
+It moves two states more than a fused step and computes the same in fp32.  If the call normalises q and k, two small
+launches do so.  The six launches of `unfused` would be a slow baseline for one token, because they process chunks.
+
+Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), equation 10.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
+from ssdprof.kernels.functions import LOG2_E, decay_exp2, ptr_offset
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig
+from ssdprof.kernels.gdn.unfused.system import qk_l2norm
+from ssdprof.kernels.launch import Described, described, launch
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.tensors import strides_of_each
+
+STAGES = {
+    "_gdn_step_write_kernel": "step_write",
+    "_gdn_step_state_kernel": "step_state",
+    "_gdn_step_output_kernel": "step_output",
+}
+_NAME = "unfused_step"
+_EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
+
+
+@described
+def _step_write_metadata(tensors: Any, _S: Any) -> Described:
+    *_, state, u = tensors
+    flops = 2 * (0 if state is None else state.numel()) + 3 * u.numel()
+    return f"{tuple(u.shape)}", flops, (state, u, u)
+
+
+@triton.jit(launch_metadata=_step_write_metadata)
+def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
+    k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, u_ptr = tensors
+    k_strides, v_strides, g_strides, beta_strides, initial_state_strides, u_strides = strides
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
+    o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
+
+    u = tl.load(v_ptr + ptr_offset((i_b, 0, i_h, o_v), v_strides), mask=m_v, other=0.0).to(tl.float32)
+    if initial_state_ptr is not None:
+        index = (i_b, i_h, o_k[:, None], o_v[None, :])
+        state = tl.load(
+            initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_k[:, None] & m_v[None, :], other=0.0
+        ).to(tl.float32)  # fmt: skip
+        k = tl.load(k_ptr + ptr_offset((i_b, 0, i_h // S.VALUES_PER_KEY, o_k), k_strides), mask=m_k, other=0.0)
+        g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
+        u -= decay_exp2(g * LOG2_E) * tl.sum(state * k.to(tl.float32)[:, None], axis=0)
+    u *= tl.load(beta_ptr + ptr_offset((i_b, 0, i_h), beta_strides)).to(tl.float32)
+    tl.store(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), u, mask=m_v)
+
+
+def step_write(inputs: GDNInputs, k: torch.Tensor, config: GDNRecurrentConfig) -> torch.Tensor:
+    """First launch of an unfused GDN step: the value that the token writes into the state, in fp32.
+
+        u = beta (v - (exp(g) S)^T k)
+
+    In:   k (B, 1, H, K) | v (B, 1, HV, V) | g, beta (B, 1, HV) | initial_state (B, HV, K, V)
+    Out:  u (B, 1, HV, V) fp32
+    Grid: (B * HV * slices of V), slices fastest, then heads.
+    """
+    u = torch.empty(inputs.v.shape, dtype=torch.float32, device=k.device)
+    tensors = (k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, u)
+    batch, heads, key_dim, value_dim = inputs.states_shape
+    launch(
+        _gdn_step_write_kernel,
+        batch * heads * triton.cdiv(value_dim, config.block_v),
+        tensors,
+        (strides_of_each(*tensors),),
+        VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config.block_v,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return u
+
+
+@described
+def _step_state_metadata(tensors: Any, _S: Any) -> Described:
+    *_, initial, final = tensors
+    return f"{tuple(final.shape)}", 3 * final.numel(), (initial, final)
+
+
+@triton.jit(launch_metadata=_step_state_metadata)
+def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
+    k_ptr, u_ptr, g_ptr, initial_state_ptr, final_states_ptr = tensors
+    k_strides, u_strides, g_strides, initial_state_strides, final_states_strides = strides
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
+    o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
+    m_state = m_k[:, None] & m_v[None, :]
+    index = (i_b, i_h, o_k[:, None], o_v[None, :])
+
+    k_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
+    k = tl.load(k_ptr + ptr_offset(k_index, k_strides), mask=m_k, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), mask=m_v, other=0.0)
+    state = k[:, None] * u[None, :]
+    if initial_state_ptr is not None:
+        initial = tl.load(initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0)
+        g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
+        state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)
+    tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
+
+
+def step_state(inputs: GDNInputs, k: torch.Tensor, u: torch.Tensor, config: GDNRecurrentConfig) -> torch.Tensor:
+    """Second launch of an unfused GDN step: the state of every head after the token, in fp32.
+
+        S = exp(g) S + k u^T
+
+    In:   k (B, 1, H, K) | u (B, 1, HV, V) fp32 | g (B, 1, HV) | initial_state (B, HV, K, V)
+    Out:  final_states (B, HV, K, V) fp32
+    Grid: (B * HV * slices of V), slices fastest, then heads.
+    """
+    final_states = torch.empty(inputs.states_shape, dtype=torch.float32, device=k.device)
+    tensors = (k, u, inputs.g, inputs.initial_state, final_states)
+    batch, heads, key_dim, value_dim = inputs.states_shape
+    launch(
+        _gdn_step_state_kernel,
+        batch * heads * triton.cdiv(value_dim, config.block_v),
+        tensors,
+        (strides_of_each(*tensors),),
+        VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config.block_v,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return final_states
+
+
+@described
+def _step_output_metadata(tensors: Any, _S: Any) -> Described:
+    states = tensors[0]
+    return f"{tuple(states.shape)}", 2 * states.numel(), (states,)
+
+
+@triton.jit(launch_metadata=_step_output_metadata)
+def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
+    states_ptr, q_ptr, out_ptr = tensors
+    states_strides, q_strides, out_strides = strides
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
+    o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
+
+    index = (i_b, i_h, o_k[:, None], o_v[None, :])
+    state = tl.load(states_ptr + ptr_offset(index, states_strides), mask=m_k[:, None] & m_v[None, :], other=0.0)
+    q_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
+    q = tl.load(q_ptr + ptr_offset(q_index, q_strides), mask=m_k, other=0.0).to(tl.float32)
+    out = tl.sum(state * (q * scale)[:, None], axis=0)
+    tl.store(out_ptr + ptr_offset((i_b, 0, i_h, o_v), out_strides), out.to(out_ptr.dtype.element_ty), mask=m_v)
+
+
+def step_output(inputs: GDNInputs, q: torch.Tensor, states: torch.Tensor, config: GDNRecurrentConfig) -> torch.Tensor:
+    """Third launch of an unfused GDN step: the output, read from the state after the token.
+
+        out = S^T (scale q)
+
+    In:   states (B, HV, K, V) fp32 | q (B, 1, H, K)
+    Out:  out (B, 1, HV, V), v's dtype
+    Grid: (B * HV * slices of V), slices fastest, then heads.
+    """
+    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=q.device)
+    tensors = (states, q, out)
+    batch, heads, key_dim, value_dim = inputs.states_shape
+    launch(
+        _gdn_step_output_kernel,
+        batch * heads * triton.cdiv(value_dim, config.block_v),
+        tensors,
+        (strides_of_each(*tensors), inputs.scale_or_default),
+        VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config.block_v,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return out
+
+
+def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: ARG001, B008
+    """Output in v's dtype, final states in fp32, for one token of each sequence.
+
+    Raises UnsupportedError for more tokens, for packed sequences, and where the kernels cannot run.
+    """
+    _refuse_unsupported(inputs)
+    refuse_gradient(_NAME, vars(inputs).values())
+    return three_stages(inputs)
+
+
+def three_stages(inputs: GDNInputs) -> GDNOutput:
+    """`run` without checks."""
+    config = GDNRecurrentConfig.choose(inputs)
+    q, k = inputs.q, inputs.k
+    with torch.cuda.device(q.get_device()):  # no effect for -1, the CPU
+        if inputs.use_qk_l2norm:
+            q, k = (qk_l2norm(tensor, dtype=torch.float32) for tensor in (q, k))
+        u = step_write(inputs, k, config)
+        final_states = step_state(inputs, k, u, config)
+        return GDNOutput(step_output(inputs, q, final_states, config), final_states)
+
+
+def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    """The launches, configuration and workspace of a call.  Launches nothing."""
+    _refuse_unsupported(inputs)
+    normalised = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
+    reason = "what is written, the state and the output in a launch each; fp32 throughout"
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=3 + 2 * bool(inputs.use_qk_l2norm),
+        config=asdict(GDNRecurrentConfig.choose(inputs)),
+        workspace_bytes=4 * (inputs.v.numel() + normalised),
+        reason=reason + _EQUALS * (precision != Precision()),
+    )
+
+
+def _refuse_unsupported(inputs: GDNInputs) -> None:
+    if inputs.q.shape[1] != 1 or inputs.cu_seqlens is not None:
+        raise UnsupportedError(f"{_NAME}: one token of each sequence, side by side")
+    refuse_device(_NAME, inputs.q)
+
+
+register(Implementation(operator="gdn", name=_NAME, run=run, plan=plan))

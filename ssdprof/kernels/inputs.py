@@ -1,0 +1,93 @@
+"""What the inputs of all operators have in common: checks, sequences, and the signature of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import fields
+from typing import Any, ClassVar, Self
+
+import torch
+
+INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def tensor_signature(tensor: torch.Tensor | None) -> Hashable:
+    """The properties of a tensor that determine which kernels support it and what Triton compiles for it.
+
+    Equal for tensors that differ only in their values, and in their addresses by a multiple of 16 bytes.
+    """
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+
+
+class Inputs:
+    """The base of an operator's inputs, a frozen dataclass.
+
+    FIRST: the tensor that determines batch, length, dtype and device
+    """
+
+    FIRST: ClassVar[str]
+    cu_seqlens: torch.Tensor | None
+
+    @classmethod
+    def unchecked(cls, **values: Any) -> Self:
+        """All fields by name, without a check.  The caller knows the signature, or calls `check` later."""
+        inputs = object.__new__(cls)
+        inputs.__dict__.update(values)
+        return inputs
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError, naming the argument that does not fit the others."""
+        raise NotImplementedError
+
+    @property
+    def _first(self) -> torch.Tensor:
+        first: torch.Tensor = getattr(self, self.FIRST)
+        return first
+
+    def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
+        """same_dtype: as FIRST"""
+        tensor, dtype = getattr(self, name), self._first.dtype
+        if tensor is None:
+            return
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
+        if same_dtype and tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} as {self.FIRST} is, not {tensor.dtype}")
+        if tensor.dtype not in (*INPUT_DTYPES, torch.float64):
+            raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
+
+    def _check_sequences(self) -> None:
+        if self.cu_seqlens is None:
+            return
+        if self._first.shape[0] != 1:
+            raise ValueError(f"cu_seqlens needs a batch of 1, not {self._first.shape[0]}")
+        if self.cu_seqlens.ndim != 1 or len(self.cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens must be (sequences + 1), not {tuple(self.cu_seqlens.shape)}")
+        if self.cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"cu_seqlens must be int32 or int64, not {self.cu_seqlens.dtype}")
+
+    def _check_devices(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor) and value.device != self._first.device:
+                raise ValueError(f"{field.name} is on {value.device}, {self.FIRST} on {self._first.device}")
+
+    @property
+    def length(self) -> int:
+        """Positions of one row of the batch; of all sequences together if packed."""
+        return self._first.shape[1]
+
+    @property
+    def sequences(self) -> int:
+        """Independent sequences: the batch, or the packed ones."""
+        return self._first.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def power_of_two_chunk(self) -> int:
+        """Positions per chunk of tiled algorithms: a power of two."""
+        raise NotImplementedError

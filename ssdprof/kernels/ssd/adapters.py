@@ -1,0 +1,218 @@
+"""SSD kernels of other libraries.  Each `load_...` imports its library, and raises ImportError if it, or one of its
+dependencies, is missing.
+
+mamba_ssm               the five kernels of https://github.com/state-spaces/mamba, as installed
+selective_state_update  its decoding kernel.  It overwrites the state.  So that every call computes the same, each call
+                        begins with a copy of the initial state, which its time includes
+published               the published single-launch kernel, from a checkout of https://github.com/RishiAstra/mamba.  Its
+                        package has the same name as the library that it was forked from, so its files are loaded by
+                        path, under different module names
+
+final_states have the library's own dtype, so that times do not include a conversion.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.adapters import INT32_ELEMENTS, SHORT, Tunings, content, library_kernel, span
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+
+_MAMBA = "mamba_ssm.ops.triton.ssd_combined"
+_MAMBA_KERNELS = {
+    f"mamba_ssm.ops.triton.{name}" for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_state_passing")
+}
+_STEP = "selective_state_update"
+_FOLDER = Path("mamba_ssm", "ops", "triton")
+_KERNEL, _SOFTPLUS = "ssd_fused5", "softplus"
+# the published kernel's switches for intermediates: fp32 in its "high" setting, 16 bit in "medium"; C B^T is tf32
+_INTERMEDIATES = ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")
+
+
+def load_mamba_ssm() -> Implementation:
+    module: Any = import_module(_MAMBA)
+    # the function that `mamba_chunk_scan_combined` calls, without the autograd function around it
+    forward = module._mamba_chunk_scan_combined_fwd
+    tunings = Tunings(import_module(name) for name in sys.modules.keys() & _MAMBA_KERNELS)
+
+    def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+        # tune only twice: each time five kernels try dozens of configurations, at two chunk sizes
+        tunings.use_for(inputs.x.shape[0] * inputs.x.shape[1] <= SHORT)
+        # without the argument it is C's dtype, also in versions that have no other
+        states = {} if precision.state_dtype == inputs.C.dtype else {"state_dtype": precision.state_dtype}
+        with torch.cuda.device(inputs.x.get_device()):
+            out, _, _, _, _, final_states = forward(
+                inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.chunk_size, D=inputs.D, z=inputs.z,
+                dt_bias=inputs.dt_bias, initial_states=inputs.initial_states, dt_softplus=inputs.dt_softplus,
+                dt_limit=inputs.dt_limit, **states,
+            )  # fmt: skip
+        return SSDOutput(out, final_states)
+
+    def plan(inputs: SSDInputs, _precision: Precision) -> Plan:
+        return Plan(variant="mamba_ssm", launches=5, config={"chunk_size": inputs.chunk_size}, reason="it tunes itself")
+
+    def refuse(inputs: SSDInputs, precision: Precision) -> None:
+        if not precision.exact:
+            raise UnsupportedError("mamba_ssm: exact intermediates only")
+        if precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward):
+            raise UnsupportedError(f"mamba_ssm: this version passes states on in {inputs.C.dtype} only")
+        if inputs.cu_seqlens is not None:
+            raise UnsupportedError("mamba_ssm: no initial and final states of each packed sequence")
+        if inputs.chunk_size & (inputs.chunk_size - 1):  # NaN: https://github.com/state-spaces/mamba/issues/449
+            raise UnsupportedError(f"mamba_ssm: chunk_size must be a power of two, not {inputs.chunk_size}")
+        (batch, seqlen, nheads, headdim), dstate = inputs.x.shape, inputs.B.shape[3]
+        states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
+        farthest = max(states, *(span(tensor) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)))
+        if farthest > INT32_ELEMENTS:
+            raise UnsupportedError("mamba_ssm: 32-bit offsets, and a tensor here spans more than 2^31 elements")
+
+    return library_kernel("ssd", "mamba_ssm", refuse, call, plan)
+
+
+def mamba_ssm_version() -> str:
+    """The library's own version; without one, a name with a hash of the file."""
+    stated = getattr(import_module("mamba_ssm"), "__version__", None)
+    return str(stated or content(Path(str(import_module(_MAMBA).__file__))))
+
+
+def mamba_ssm_passes_any_states() -> bool:
+    """Whether the installed version can pass states in a dtype other than that of C; older versions cannot."""
+    return _takes_state_dtype(import_module(_MAMBA)._mamba_chunk_scan_combined_fwd)
+
+
+def _takes_state_dtype(forward: Callable[..., Any]) -> bool:
+    return "state_dtype" in signature(forward).parameters
+
+
+def load_selective_state_update() -> Implementation:
+    function = import_module(f"mamba_ssm.ops.triton.{_STEP}").selective_state_update
+
+    def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+        heads, width, size = inputs.states_shape[1:]
+        x, initial = inputs.x[:, 0], inputs.initial_states
+        states = x.new_zeros(inputs.states_shape, dtype=torch.float32) if initial is None else initial.clone()
+        with torch.cuda.device(x.get_device()):
+            out = function(
+                states, x, inputs.dt[:, 0, :, None].expand(-1, -1, width),
+                inputs.A[:, None, None].expand(heads, width, size), inputs.B[:, 0], inputs.C[:, 0],
+                D=_wide(inputs.D, width), z=None if inputs.z is None else inputs.z[:, 0],
+                dt_bias=_wide(inputs.dt_bias, width), dt_softplus=inputs.dt_softplus,
+            )  # fmt: skip
+        return SSDOutput(out[:, None], states)
+
+    def plan(_inputs: SSDInputs, _precision: Precision) -> Plan:
+        return Plan(variant="triton", launches=2, reason="each call begins with a copy of the state, in its time")
+
+    return library_kernel("ssd", _STEP, _refuse_step, call, plan)
+
+
+def _wide(per_head: torch.Tensor | None, width: int) -> torch.Tensor | None:
+    """(h) or (h, p) -> (h, p)."""
+    if per_head is None or per_head.ndim == 2:
+        return per_head
+    return per_head[:, None].expand(-1, width)
+
+
+def _refuse_step(inputs: SSDInputs, precision: Precision) -> None:
+    if not precision.exact or precision.state_dtype != torch.float32:
+        raise UnsupportedError(f"{_STEP}: exact intermediates and fp32 states only")
+    if inputs.cu_seqlens is not None or inputs.x.shape[1] != 1:
+        raise UnsupportedError(f"{_STEP}: one token of each sequence")
+    if inputs.dt_limit != (0.0, inf):
+        raise UnsupportedError(f"{_STEP}: no dt_limit")
+
+
+def load_published(checkout: Path) -> Implementation:
+    """Raises ImportError also if the checkout lacks the kernel."""
+    softplus = _module(checkout / _FOLDER / f"{_SOFTPLUS}.py")
+    with _found_as(f"{'.'.join(_FOLDER.parts)}.{_SOFTPLUS}", softplus):
+        kernel: Any = _module(checkout / _FOLDER / f"{_KERNEL}.py")
+    tunings = Tunings([kernel])
+    tunings.zero_before_each_try("sync_atomic")  # unless zeroed, all tries but the first skip two stages
+    launch = kernel._fused5_ssd
+
+    def call(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+        tunings.use_for((inputs.x.shape, inputs.B.shape))
+        with torch.cuda.device(inputs.x.get_device()):
+            out, _, _, final_states, _, _ = launch(
+                inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, chunk_size=inputs.chunk_size,
+                initial_states=inputs.initial_states, z=inputs.z, dt_bias=inputs.dt_bias,
+                dt_softplus=inputs.dt_softplus, dt_limit=inputs.dt_limit, **_switches(precision),
+            )  # fmt: skip
+        return SSDOutput(out, final_states)
+
+    def plan(inputs: SSDInputs, precision: Precision) -> Plan:
+        setting = "high" if precision.exact else "medium"
+        own = precision.exact == (precision.state_dtype == torch.float32)
+        return Plan(
+            variant=setting,
+            launches=4,
+            config={"chunk_size": inputs.chunk_size},
+            reason=f"its {setting!r} setting{'' if own else ' with the states of the other one'}; also launched: flags "
+            "and first state zeroed, last state copied",
+        )
+
+    return library_kernel("ssd", "published", _refuse_published, call, plan)
+
+
+def published_version(checkout: Path) -> str:
+    """The kernel's file name with a hash, because a checkout has no version."""
+    return content(checkout / _FOLDER / f"{_KERNEL}.py")
+
+
+def _module(file: Path) -> ModuleType:
+    spec = spec_from_file_location(f"ssdprof_published_{file.stem}", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise ImportError(f"there is no {'/'.join(_FOLDER.parts)}/{file.name}")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _found_as(name: str, module: ModuleType) -> Iterator[None]:
+    """Let `import name` find `module` in the context.  Afterwards restores an installed library of that name."""
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+
+def _refuse_published(inputs: SSDInputs, precision: Precision) -> None:
+    if precision.state_dtype not in (torch.float32, torch.float16):
+        raise UnsupportedError("published: fp32 and fp16 states only")
+    plain = precision.exact and precision.state_dtype == torch.float32
+    if not plain and inputs.x.dtype != torch.float16:  # it sums in 16 bit, which Triton supports only in fp16
+        raise UnsupportedError("published: relaxed intermediates and fp16 states go with fp16 inputs")
+    if inputs.cu_seqlens is not None:
+        raise UnsupportedError("published: no packed sequences")
+    if inputs.chunk_size & (inputs.chunk_size - 1):
+        raise UnsupportedError(f"published: chunk_size must be a power of two, not {inputs.chunk_size}")
+    (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
+    states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
+    rows = (span(tensor, axes=slice(1, None)) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
+    if max(states, *rows) > INT32_ELEMENTS:
+        raise UnsupportedError("published: 32-bit offsets, and a sequence here spans more than 2^31 elements")
+
+
+def _switches(precision: Precision) -> dict[str, bool]:
+    states = {"states_in_fp32": precision.state_dtype == torch.float32}
+    return states | dict.fromkeys(_INTERMEDIATES, precision.exact) | {"cb_comp_fp32": True}

@@ -1,0 +1,441 @@
+"""The configuration of each SSD kernel, by GPU, dtype and sizes, with reasons.  The first row that fits applies.
+
+A call searches nothing: the library's functions use only these rows, with two exceptions.  A model of the time divides
+sequences into segments for the Hopper kernel (`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found
+on a GPU take precedence, if a program loads them (`registry.use_overrides`).  They depend only on the sizes on which
+the committed rule of their kernel depends, so that the kernel keeps its guarantees (`call_key`).
+
+On majors 9, 10 and 11 (H100, H200, B200), matrix instructions read their operands from shared memory.  On majors 8 and
+12 (A100, L4, RTX) and on later ones, operands pass through registers.  Measured on an H200: benchmarks/log/ssd.md.
+Compiled for others: tests/kernels/test_*_compile.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+import triton
+
+from ssdprof.kernels.device import gpu_name
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import CallKey
+from ssdprof.kernels.ssd.inputs import SSDInputs
+
+FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
+HOPPER_CHUNK = 64  # positions per chunk of the Hopper kernel
+_MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions of a segment of the portable kernel
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Generic[Settings]):
+    """A configuration for calls on one of `majors`, with equal `wide` (fp32 inputs) and `gate`, and sizes up to headdim
+    and dstate.  None: any value.  Blocks are upper limits.
+    """
+
+    majors: tuple[int, ...] | None = None
+    wide: bool | None = None
+    gate: bool | None = None
+    headdim: int | None = None
+    dstate: int | None = None
+    take: Settings
+    why: str
+
+
+def first_fit(
+    table: Sequence[Row[Settings]], *, wide: bool, dstate: int, headdim: int = 0, gate: bool = False, major: int = 0
+) -> Row[Settings]:
+    """The first row that fits.  The last row of each table fits every call."""
+    return next(
+        row
+        for row in table
+        if (row.majors is None or major in row.majors)
+        and row.wide in (None, wide)
+        and row.gate in (None, gate)
+        and (row.headdim is None or headdim <= row.headdim)
+        and (row.dstate is None or dstate <= row.dstate)
+    )
+
+
+def whole_block(size: int) -> int:
+    """The smallest block that holds all of N, or of P: a power of two of at least 16."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def call_key(inputs: SSDInputs, precision: Precision, kernel: str, *, batch_invariant: bool = False) -> CallKey:
+    """The calls of a kernel that share a found configuration.
+
+    hopper    those with as many chunks and sequences.  A batch-invariant call uses that of one sequence.  Packed
+              sequences keep the committed configuration, one rule for all.
+    portable  those of one layer of a model, so that a sequence's result is the same in any batch and in any pack.
+    """
+    (nheads, headdim), (ngroups, dstate) = inputs.x.shape[2:], inputs.B.shape[2:]
+    sizes = dict(nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups, gate=inputs.z is not None)
+    if kernel == "hopper":
+        sizes |= dict(sequences=1 if batch_invariant else inputs.sequences, nchunks=-(-inputs.length // HOPPER_CHUNK))
+    return CallKey.of(gpu_name(inputs.x), "ssd", kernel, dtype=inputs.x.dtype, exact=precision.exact, **sizes)
+
+
+# --- the fused kernel for Hopper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """See `SSDHopperConfig`."""
+
+    ring: int
+    score_ring: int
+    unit_registers: int
+    other_registers: int
+
+
+HOPPER = (
+    Row(
+        dstate=128,
+        take=Roles(ring=3, score_ring=2, unit_registers=192, other_registers=24),
+        why="three chunks of B, C and x fill shared memory; what states leave of the registers, the scores need",
+    ),
+    Row(
+        take=Roles(ring=2, score_ring=3, unit_registers=208, other_registers=24),
+        why="two chunks, and scores of three, fill shared memory; with fewer registers ptxas serialises products",
+    ),
+)
+
+
+# --- the portable fused kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSDPortableConfig:
+    """Chosen by the shape of one sequence, dtype and GPU, never by the batch, so that a sequence's result does not
+    depend on its neighbours.
+
+    chunk: positions per chunk, a power of two of at least 16
+    max_segments, min_chunks, max_chunks: a sequence has max_segments segments, unless these would have fewer than
+        min_chunks or more than max_chunks chunks.  More segments let more programs work on one sequence; fewer segments
+        spend less time on first passes.
+    block_p: slice of P per program, a power of two of at least 16
+    block_n: block of N per product, a power of two of at least 16
+    p_rows: the state is held as (p, n); otherwise as (n, p)
+    state_stages, scan_stages: chunks in flight in the first and in the second pass
+    """
+
+    chunk: int = 64
+    max_segments: int = 8
+    min_chunks: int = 4
+    max_chunks: int = 32
+    block_p: int = 64
+    block_n: int = 256
+    p_rows: bool = True
+    num_warps: int = 4
+    state_stages: int = 3
+    scan_stages: int = 2
+    reason: str = ""
+
+    @classmethod
+    def choose(cls, inputs: SSDInputs, capability: tuple[int, int]) -> SSDPortableConfig:
+        """The configuration for a GPU of this compute capability, by `PORTABLE`.
+
+        The state of one program, 64 x 128 fp32 numbers, fills half the registers of 4 warps.  The other half holds the
+        chunk's scores and output.
+        """
+        headdim, dstate, gate = inputs.x.shape[3], inputs.B.shape[3], inputs.z is not None
+        wide = inputs.x.dtype == torch.float32
+        row = first_fit(PORTABLE, major=capability[0], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+        config = replace(
+            row.take,
+            min_chunks=_MIN_SEGMENT // row.take.chunk,
+            max_chunks=_MAX_SEGMENT // row.take.chunk,
+            block_p=min(whole_block(headdim), row.take.block_p),
+            block_n=min(whole_block(dstate), row.take.block_n),
+            reason=row.why,
+        )
+        return config.fitted(inputs)
+
+    def fitted(self, inputs: SSDInputs) -> SSDPortableConfig:
+        """With a shorter chunk if all sequences are shorter than one chunk; segments keep their lengths."""
+        if inputs.cu_seqlens is not None or inputs.x.shape[1] >= self.chunk:
+            return self
+        chunk = max(16, triton.next_power_of_2(inputs.x.shape[1]))
+        times = self.chunk // chunk
+        return replace(self, chunk=chunk, min_chunks=self.min_chunks * times, max_chunks=self.max_chunks * times)
+
+    def units(self, inputs: SSDInputs) -> int:
+        """Programs per segment: slices of P of all heads."""
+        nheads, headdim = inputs.x.shape[2:]
+        return int(nheads * triton.cdiv(headdim, self.block_p))
+
+    def segment_chunks(self, nchunks: int) -> int:
+        """Chunks per segment of a sequence of `nchunks`."""
+        return int(min(max(triton.cdiv(nchunks, self.max_segments), self.min_chunks), self.max_chunks))
+
+    def handover(self, inputs: SSDInputs) -> bool:
+        """Whether a sequence may have more than one segment."""
+        nchunks = triton.cdiv(inputs.x.shape[1], self.chunk)
+        return bool(nchunks > self.segment_chunks(nchunks))
+
+    def segments(self, inputs: SSDInputs) -> int:
+        """Segments of all sequences; an upper bound for packed sequences, whose lengths are on the device."""
+        length = inputs.x.shape[1]
+        if inputs.cu_seqlens is None:
+            nchunks = triton.cdiv(length, self.chunk)
+            return int(inputs.sequences * triton.cdiv(nchunks, self.segment_chunks(nchunks)))
+        # a sequence has at most 1 + len / (chunk * min_chunks) segments, and max_segments + len / (chunk * max_chunks)
+        return min(
+            inputs.sequences + length // (self.chunk * self.min_chunks),
+            inputs.sequences * self.max_segments + length // (self.chunk * self.max_chunks),
+        )
+
+
+_SHORT = (
+    "two tf32 numbers for each operand fill the registers: short chunks, half of P, and N in blocks, "
+    "each of which a tensor core sums by itself: it rounds towards zero whenever it adds products"
+)
+_TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
+_NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
+PORTABLE = (
+    Row(
+        wide=True,
+        dstate=128,
+        take=SSDPortableConfig(chunk=32, block_p=32, block_n=64, p_rows=True, num_warps=4),
+        why=_SHORT,
+    ),
+    Row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
+    Row(
+        majors=FROM_SHARED_MEMORY,
+        headdim=32,
+        take=SSDPortableConfig(chunk=32, block_p=32, p_rows=True, num_warps=2),
+        why="for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too short for them",
+    ),
+    Row(
+        majors=(9,),
+        gate=True,
+        dstate=128,
+        take=SSDPortableConfig(chunk=64, block_p=64, p_rows=False, num_warps=4, state_stages=2),
+        why=_TWO_PROGRAMS + "; two chunks in flight in the first pass, because beside a gate a third makes them spill; "
+        "the state as (n, p), which ptxas compiles in three quarters of the time",
+    ),
+    Row(
+        majors=FROM_SHARED_MEMORY,
+        dstate=128,
+        take=SSDPortableConfig(chunk=64, block_p=64, p_rows=True, num_warps=4),
+        why=_TWO_PROGRAMS,
+    ),
+    Row(
+        majors=(9,),
+        take=SSDPortableConfig(chunk=64, block_p=64, p_rows=False, num_warps=8, block_n=128),
+        why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in halves, each "
+        "of which a stage reads by itself, because whole rows of B and C do not fit beside the state",
+    ),
+    Row(
+        majors=FROM_SHARED_MEMORY,
+        take=SSDPortableConfig(chunk=64, block_p=32, p_rows=False, num_warps=4),
+        why=_TWO_PROGRAMS + ", and half of P, because 256 state dimensions fill the registers",
+    ),
+    Row(dstate=128, take=SSDPortableConfig(chunk=64, block_p=64, p_rows=True, num_warps=8), why=_NO_SPILLS),
+    Row(
+        take=SSDPortableConfig(chunk=32, block_p=32, p_rows=True, num_warps=8),
+        why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
+    ),
+)
+
+
+# --- the unfused kernels.  `chunk_cumsum` and `state_passing` are memory bound and have one configuration each.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkCumsumConfig:
+    """block_h: heads per program.  Heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector."""
+
+    block_h: int = 16
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkStateConfig:
+    block_p: int = 64
+    block_n: int = 128
+    block_q: int = 64  # positions of the chunk read per iteration
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @classmethod
+    def choose(cls, *, headdim: int, dstate: int, chunk_size: int, dtype: torch.dtype) -> ChunkStateConfig:
+        """By `CHUNK_STATE`, limited to the sizes of the call."""
+        take = first_fit(CHUNK_STATE, wide=dtype == torch.float32, headdim=headdim, dstate=dstate).take
+        block_p, block_n = min(whole_block(headdim), take.block_p), min(whole_block(dstate), take.block_n)
+        return replace(take, block_p=block_p, block_n=block_n, block_q=min(chunk_size, take.block_q))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePassingConfig:
+    """block: elements of a state per program, 4 fp32 (one 16-byte access) per thread.
+
+    The loop is memory bound, and each iteration depends on the previous one, so loads run num_stages iterations ahead.
+    """
+
+    block: int = 512
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class BmmChunkConfig:
+    block_q: int = 64
+    block_s: int = 64
+    block_n: int = 64  # state dimensions read per iteration
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @classmethod
+    def choose(cls, *, dstate: int, chunk_size: int, dtype: torch.dtype) -> BmmChunkConfig:
+        """By `BMM_CHUNK`, limited to the sizes of the call."""
+        take = first_fit(BMM_CHUNK, wide=dtype == torch.float32, dstate=dstate).take
+        block_q, block_s = min(chunk_size, take.block_q), min(chunk_size, take.block_s)
+        return replace(take, block_q=block_q, block_s=block_s, block_n=min(whole_block(dstate), take.block_n))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkScanConfig:
+    block_q: int = 128  # a multiple of block_s
+    block_p: int = 64
+    block_s: int = 32  # source positions per iteration
+    block_n: int = 128  # state dimensions per product with the entering state
+    num_warps: int = 4
+    num_stages: int = 3
+
+    @classmethod
+    def choose(cls, inputs: SSDInputs) -> ChunkScanConfig:
+        """By `CHUNK_SCAN`, limited to the sizes of the call."""
+        headdim, dstate, chunk = inputs.x.shape[3], inputs.C.shape[3], inputs.power_of_two_chunk
+        wide, gate = inputs.x.dtype == torch.float32, inputs.z is not None
+        take = first_fit(CHUNK_SCAN, wide=wide, headdim=headdim, dstate=dstate, gate=gate).take
+        block_p, block_n = min(whole_block(headdim), take.block_p), min(whole_block(dstate), take.block_n)
+        block_q, block_s = min(chunk, take.block_q), min(chunk, take.block_s)
+        return replace(take, block_q=block_q, block_p=block_p, block_s=block_s, block_n=block_n)
+
+
+_LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, two stages"
+_WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
+CHUNK_STATE = (
+    Row(wide=True, take=ChunkStateConfig(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
+    Row(
+        headdim=64,
+        take=ChunkStateConfig(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3),
+        why=_WHOLE_STATE,
+    ),
+    Row(
+        dstate=64,
+        take=ChunkStateConfig(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3),
+        why=_WHOLE_STATE,
+    ),
+    Row(
+        take=ChunkStateConfig(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
+        why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
+    ),
+)
+BMM_CHUNK = (
+    Row(wide=True, take=BmmChunkConfig(block_n=32), why=_LARGE),
+    Row(
+        take=BmmChunkConfig(block_n=64),
+        why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
+    ),
+)
+_FEW_ROW_BLOCKS = "a whole head, so that no score is computed twice; each block of rows reads the entering state again"
+_WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
+_SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
+CHUNK_SCAN = (
+    Row(
+        wide=True,
+        take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2),
+        why=_LARGE,
+    ),
+    Row(
+        gate=False,
+        headdim=64,
+        dstate=128,
+        take=ChunkScanConfig(block_q=128, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
+        why=_FEW_ROW_BLOCKS,
+    ),
+    Row(
+        gate=False,
+        headdim=64,
+        take=ChunkScanConfig(block_q=128, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
+        why=_FEW_ROW_BLOCKS + _SLICED,
+    ),
+    Row(
+        headdim=64,
+        dstate=128,
+        take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
+        why=_WOULD_SPILL,
+    ),
+    Row(
+        headdim=64,
+        take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
+        why=_WOULD_SPILL + _SLICED,
+    ),
+    Row(
+        dstate=128,
+        take=ChunkScanConfig(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=3),
+        why=_WOULD_SPILL,
+    ),
+    Row(
+        take=ChunkScanConfig(block_q=64, block_p=128, block_s=32, block_n=32, num_warps=8, num_stages=3),
+        why=_WOULD_SPILL + _SLICED,
+    ),
+)
+
+
+# --- outputs and workspace of a fused kernel
+
+
+class Buffers(NamedTuple):
+    """out and final_states are the outputs.  The others are None if a call does not need them."""
+
+    out: torch.Tensor  # shape and dtype of x
+    final_states: torch.Tensor  # (sequences, h, p, n) fp32
+    states: torch.Tensor | None  # states that segments pass to others
+    sync: torch.Tensor | None  # int32, zeroed: tickets and flags
+    gates: torch.Tensor | None  # fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSizes:
+    """Sizes in elements: states (of state_dtype), sync and gates.  out has the size of x.
+
+    Torch aligns new tensors to far more than 16 bytes, so launches need not check their alignment.
+    """
+
+    final_states: tuple[int, ...]
+    states: int
+    state_dtype: torch.dtype
+    sync: int
+    gates: int = 0
+
+    @classmethod
+    def of(cls, inputs: SSDInputs, precision: Precision, *, states: int, sync: int, gates: int = 0) -> BufferSizes:
+        return cls(
+            final_states=inputs.states_shape, states=states, state_dtype=precision.state_dtype, sync=sync, gates=gates
+        )
+
+    def allocate(self, x: torch.Tensor) -> Buffers:
+        """Allocate on the current stream.  The flags come first, so that the GPU zeroes them during the host's work."""
+        device = x.device
+        sync = torch.zeros(self.sync, dtype=torch.int32, device=device) if self.sync else None
+        states = torch.empty(self.states, dtype=self.state_dtype, device=device) if self.states else None
+        return Buffers(
+            out=torch.empty_like(x, memory_format=torch.contiguous_format),
+            final_states=torch.empty(self.final_states, dtype=torch.float32, device=device),
+            states=states,
+            sync=sync,
+            gates=torch.empty(self.gates, dtype=torch.float32, device=device) if self.gates else None,
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspace, without the outputs."""
+        return 4 * (self.sync + self.gates) + self.state_dtype.itemsize * self.states

@@ -1,0 +1,127 @@
+# mypy: ignore-errors
+"""Roles `loads`, of B, C and x of each chunk, and `stores`, of its output, through TMA.  Shared memory: `rings.py`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ssdprof.kernels._gluon import async_load, async_store, phase, place_in, reinterpret, scalar
+from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.ssd.hopper.rings import COLUMNS, SLICE, places_of, rows_of
+
+STAGES = {
+    "load_x": "loads", "load_rows": "loads", "load_first": "loads", "load_chunk": "loads", "loads": "loads",
+    "store_chunk": "chunk_scan.residual", "stores": "chunk_scan.residual",
+}  # fmt: skip
+# Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
+WAITS = {
+    "full": "waiting.chunk", "continue_barrier": "waiting.gates", "empty": "ahead", "unwritten": "chunk_scan.residual",
+    "written": "ahead",
+}  # fmt: skip
+
+
+@gluon.constexpr_function
+def bytes_of(shared, rows):
+    """Bytes of a chunk's x and B, and C if `rows` is 2."""
+    return 2 * CHUNK * (shared.UNITS * SLICE + rows * shared.N_SPLIT * shared.rows.shape[2])
+
+
+@gluon.jit
+def load_x(env, segment, place, t, full):
+    shared = env.shared
+    for k in gl.static_range(shared.UNITS):
+        unit = segment.unit + k
+        x = shared.x.index(place * shared.UNITS + k).reshape([1, 1, CHUNK, SLICE])
+        where = [segment.tile, unit // env.S.SLICES, segment.row + t, unit % env.S.SLICES * SLICE]
+        async_load(env.descs[0], where, full, x)
+
+
+@gluon.jit
+def load_rows(shared, segment, place, t, desc, first_block, full):
+    """Load B or C in tiles of (q, half of N), each stored as consecutive blocks of 64 columns."""
+    BLOCKS: gl.constexpr = shared.rows.shape[2] // COLUMNS
+    for k in gl.static_range(shared.N_SPLIT):
+        rows = rows_of(shared, place, k)
+        rows = reinterpret(rows, rows.dtype, [1, BLOCKS, CHUNK, COLUMNS], desc.layout)
+        async_load(desc, [segment.tile, first_block + k * BLOCKS, segment.row + t, 0], full, rows)
+
+
+@gluon.jit
+def load_first(env, segment, seen, k: gl.constexpr, first_block):
+    """Load chunk k of the turn after `seen` chunks of the first pass."""
+    shared = env.shared
+    first = shared.first
+    slot = place_in(seen + k, first.DEPTH)
+    full = first.full.index(slot)
+    # a chunk before the segment must be zero, so read past the sequence's end, where TMA returns zeros
+    c = segment.back_most - 1 - seen - k
+    t = gl.where(c >= 0, (segment.back_first + c) * CHUNK, segment.length)
+    mbarrier.wait(first.empty.index(slot), phase(seen + k, first.DEPTH) ^ 1)
+    mbarrier.expect(full, bytes_of(shared, rows=1))
+    load_rows(shared, segment, slot, t, env.descs[1], first_block, full)
+    load_x(env, segment, slot, t, full)
+
+
+@gluon.jit
+def load_chunk(env, segment, seen, i, n, first_block):
+    """Load chunk i of the segment's second pass, the program's n-th."""
+    shared = env.shared
+    first = shared.first
+    slot = place_in(n, shared.DEPTH)
+    full = shared.full.index(slot)
+    t = (segment.first_chunk + i) * CHUNK
+    # the last chunk of the first pass that used these slots
+    before = seen - first.DEPTH + (n + 1) * shared.N_SPLIT - 1
+    here = (n < shared.DEPTH) & (before >= 0)
+    before = gl.maximum(before, 0)
+    mbarrier.wait(first.empty.index(place_in(before, first.DEPTH)), phase(before, first.DEPTH), pred=here)
+    mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
+    mbarrier.expect(full, bytes_of(shared, rows=2))
+    B, C, x = places_of(shared, seen, n)
+    load_rows(shared, segment, B, t, env.descs[1], first_block, full)
+    load_x(env, segment, x, t, full)
+    load_rows(shared, segment, C, t, env.descs[2], first_block, full)
+
+
+@gluon.jit
+def loads(env):
+    first = env.shared.first
+    for k in range(env.work.segments()):
+        segment, n = env.work.segment_at(k)
+        first_block = segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP * (env.S.DSTATE // COLUMNS)
+        seen = 0
+        if segment.has_warmup:
+            go = segment.back_most > 0
+            while go:
+                for turn in gl.static_range(first.TURN):
+                    load_first(env, segment, seen, turn, first_block)
+                word = seen // first.TURN
+                mbarrier.wait(first.continue_barrier.index(place_in(word, first.WORDS)), phase(word, first.WORDS))
+                go = scalar(first.continue_flag.index(place_in(word, first.WORDS))) != 0
+                seen += first.TURN
+        for i in range(segment.nchunks):
+            load_chunk(env, segment, seen, i, n + i, first_block)
+
+
+@gluon.jit
+def store_chunk(env, segment, i, n):
+    """Store the output of chunk i of the segment, the program's n-th, up to the sequence's end."""
+    shared = env.shared
+    OWN: gl.constexpr = shared.out.shape[1]
+    t = (segment.first_chunk + i) * CHUNK
+    for k in gl.static_range(2):
+        unit, row = segment.unit + k // shared.N_SPLIT, segment.row + t + k % shared.N_SPLIT * OWN
+        out = shared.out.index(k).reshape([1, 1, OWN, SLICE])
+        mbarrier.wait(shared.written.index(k), n & 1)
+        async_store(env.descs[3], [segment.tile, unit // env.S.SLICES, row, unit % env.S.SLICES * SLICE], out)
+    tma.store_wait(0)
+    for k in gl.static_range(2):
+        mbarrier.arrive(shared.unwritten.index(k), count=1)
+
+
+@gluon.jit
+def stores(env):
+    for k in range(env.work.segments()):
+        segment, n = env.work.segment_at(k)
+        for i in range(segment.nchunks):
+            store_chunk(env, segment, i, n + i)

@@ -1,0 +1,502 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The five stages of unfused SSD, a kernel and its launcher each, in their order.
+
+Launchers run on the current device, and `SSDInputs` has checked the shapes.  Configurations: `../config.py`.
+Oracle: `../reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset
+from ssdprof.kernels.launch import Described, described, launch
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.config import (
+    BmmChunkConfig,
+    ChunkCumsumConfig,
+    ChunkScanConfig,
+    ChunkStateConfig,
+    StatePassingConfig,
+)
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.tensors import strides_of_each
+
+STAGES = {
+    "_softplus": "chunk_cumsum",
+    "_chunk_cumsum_kernel": "chunk_cumsum",
+    "_chunk_state_kernel": "chunk_state",
+    "_state_passing_kernel": "state_passing",
+    "_bmm_chunk_kernel": "bmm_chunk",
+    "_chunk_scan_kernel": "chunk_scan",
+}
+
+
+@described
+def _chunk_cumsum_metadata(tensors: Any, _S: Any) -> Described:
+    dt_raw = tensors[0]
+    batch, seqlen, nheads = dt_raw.shape
+    elements = batch * seqlen * nheads
+    return f"b{batch} l{seqlen} h{nheads}", 2 * elements, elements * (dt_raw.element_size() + 8)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)).  Returns x above 20, where both agree in fp32."""
+    e = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
+    u = 1.0 + e
+    # log(u) is that of the rounded u; the factor e / (u - 1) corrects the rounding, which matters for small e
+    log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, log1p)
+
+
+@triton.jit(launch_metadata=_chunk_cumsum_metadata)
+def _chunk_cumsum_kernel(tensors, strides, seqlen, nheads, nchunks, dt_low, dt_high, S: tl.constexpr):
+    dt_raw_ptr, A_ptr, dt_bias_ptr, spans_ptr, dt_ptr, dA_cumsum_log2_ptr = tensors
+    dt_raw_strides, A_strides, dt_bias_strides, dt_strides, dA_cumsum_log2_strides = strides
+    # --- this program's heads and chunk
+    h_blocks = tl.cdiv(nheads, S.BLOCK_H)
+    i_bc = tl.program_id(0) // h_blocks
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
+    if length <= 0:
+        return
+    o_h = (tl.program_id(0) % h_blocks) * S.BLOCK_H + tl.arange(0, S.BLOCK_H)
+    o_q = tl.arange(0, S.CHUNK_SIZE)
+    m_h = o_h < nheads
+    m = m_h[:, None] & (o_q < length)[None, :]
+
+    # --- time step
+    dt_raw_offset = ptr_offset((i_b, start + o_q[None, :], o_h[:, None]), dt_raw_strides)
+    b_dt = tl.load(dt_raw_ptr + dt_raw_offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]
+    if dt_bias_ptr is not None:
+        b_bias = tl.load(dt_bias_ptr + ptr_offset((o_h,), dt_bias_strides), mask=m_h, other=0.0).to(tl.float32)
+        b_dt += b_bias[:, None]
+    if S.DT_SOFTPLUS:
+        b_dt = _softplus(b_dt)
+    b_dt = tl.clamp(b_dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
+    b_dt = tl.where(m, b_dt, 0.0)
+
+    # --- cumulative log decay
+    # later stages subtract these sums, so that their rounding becomes a relative error of the decay.  It is not visible
+    # with 16-bit inputs.  With fp32 inputs it is, so their sums are computed in fp64 and rounded once
+    SUM_DTYPE: tl.constexpr = tl.float64 if dt_raw_ptr.dtype.element_ty == tl.float32 else tl.float32
+    b_A = tl.load(A_ptr + ptr_offset((o_h,), A_strides), mask=m_h, other=0.0).to(SUM_DTYPE) * LOG2_E
+    b_dA_cumsum_log2 = tl.cumsum(b_dt.to(SUM_DTYPE) * b_A[:, None], axis=1).to(tl.float32)
+
+    index = (i_b, o_h[:, None], i_c, o_q[None, :])
+    tl.store(dt_ptr + ptr_offset(index, dt_strides), b_dt, mask=m_h[:, None])
+    tl.store(dA_cumsum_log2_ptr + ptr_offset(index, dA_cumsum_log2_strides), b_dA_cumsum_log2, mask=m_h[:, None])
+
+
+def chunk_cumsum(
+    dt_raw: torch.Tensor, A: torch.Tensor, chunks: Chunks, *, dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    config: ChunkCumsumConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """SSD stage 1 of 5: the time step of every position, and its cumulative log decay in the chunk.
+
+        dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
+        dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
+
+    Logarithms have base 2, because later stages take exp2 of their differences many times per element.
+
+    In:   dt_raw (b, l, h) | A (h) | dt_bias (h) or None
+    Out:  dt, dA_cumsum_log2 (b, h, c, q) fp32
+    Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
+    """
+    config = config or ChunkCumsumConfig()
+    batch, seqlen, nheads = dt_raw.shape
+    shape = (batch, nheads, chunks.count, chunks.size)
+    dt = torch.empty(shape, device=dt_raw.device, dtype=torch.float32)
+    dA_cumsum_log2 = torch.empty(shape, device=dt_raw.device, dtype=torch.float32)
+    launch(
+        _chunk_cumsum_kernel,
+        batch * chunks.count * triton.cdiv(nheads, config.block_h),
+        (dt_raw, A, dt_bias, chunks.spans, dt, dA_cumsum_log2),
+        (
+            strides_of_each(dt_raw, A, dt_bias, dt, dA_cumsum_log2),
+            seqlen, nheads, chunks.count, *map(float, dt_limit),
+        ),
+        DT_SOFTPLUS=dt_softplus, CHUNK_SIZE=chunks.size, BLOCK_H=config.block_h,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return dt, dA_cumsum_log2
+
+
+@described
+def _chunk_state_metadata(tensors: Any, _S: Any) -> Described:
+    x, B, *_, states = tensors
+    batch, seqlen, nheads, headdim = x.shape
+    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{B.shape[3]}", 2 * x.numel() * B.shape[3], (x, B, states)
+
+
+@triton.jit(launch_metadata=_chunk_state_metadata)
+def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
+    x_ptr, B_ptr, dt_ptr, dA_cumsum_log2_ptr, spans_ptr, states_ptr = tensors
+    x_strides, B_strides, dt_strides, dA_cumsum_log2_strides, states_strides = strides
+    # --- this program's tile; heads of one chunk are in neighbouring programs, because they share B
+    P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    N_TILES: tl.constexpr = (S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N
+    i_tile = tl.program_id(0) % (P_TILES * N_TILES)
+    i_bch = tl.program_id(0) // (P_TILES * N_TILES)
+    i_h, i_bc = i_bch % nheads, i_bch // nheads
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    i_g = i_h // heads_per_group
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
+    if length <= 0:
+        return
+    o_p = (i_tile // N_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P)
+    o_n = (i_tile % N_TILES) * S.BLOCK_N + tl.arange(0, S.BLOCK_N)
+    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
+
+    # --- sum over the chunk
+    end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides))
+    acc = tl.zeros((S.BLOCK_P, S.BLOCK_N), dtype=tl.float32)
+    for q in range(0, length, S.BLOCK_Q):
+        o_q = q + tl.arange(0, S.BLOCK_Q)
+        o_l = start + o_q
+        m_l = o_q < length
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, o_l[None, :], i_h, o_p[:, None]), x_strides),
+            mask=m_p[:, None] & m_l[None, :], other=0.0,
+        )  # [BLOCK_P, BLOCK_Q]  # fmt: skip
+        b_B = tl.load(
+            B_ptr + ptr_offset((i_b, o_l[:, None], i_g, o_n[None, :]), B_strides),
+            mask=m_l[:, None] & m_n[None, :], other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_q), dt_strides))
+        b_dA = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
+        weight = (decay_exp2(end - b_dA) * b_dt).to(S.INTERMEDIATE)
+        # scale x, not B: the scaled operand then stays in registers
+        b_x = (b_x.to(S.INTERMEDIATE) * weight[None, :]).to(b_B.dtype)
+        acc = tl.dot(b_x, b_B, acc, input_precision=DOT_PRECISION)
+
+    tl.store(
+        states_ptr + ptr_offset((i_b, i_c, i_h, o_p[:, None], o_n[None, :]), states_strides),
+        acc, mask=m_p[:, None] & m_n[None, :],
+    )  # fmt: skip
+
+
+def chunk_state(
+    x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *,
+    precision: Precision, config: ChunkStateConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """SSD stage 2 of 5: the state after each chunk, starting from a zero state.
+
+        states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
+
+    In:   x (b, l, h, p) | B (b, l, g, n) | dt, dA_cumsum_log2 (b, h, c, q) fp32
+    Out:  states (b, c, h, p, n) fp32
+    Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one head.
+    """
+    batch, seqlen, nheads, headdim = x.shape
+    ngroups, dstate = B.shape[2:]
+    config = config or ChunkStateConfig.choose(headdim=headdim, dstate=dstate, chunk_size=chunks.size, dtype=x.dtype)
+    states = torch.empty(batch, chunks.count, nheads, headdim, dstate, device=x.device, dtype=torch.float32)
+    tiles = triton.cdiv(headdim, config.block_p) * triton.cdiv(dstate, config.block_n)
+    launch(
+        _chunk_state_kernel,
+        batch * chunks.count * nheads * tiles,
+        (x, B, dt, dA_cumsum_log2, chunks.spans, states),
+        (
+            strides_of_each(x, B, dt, dA_cumsum_log2, states),
+            seqlen, nheads, chunks.count, nheads // ngroups,
+        ),
+        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
+        INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(x.dtype)],
+        BLOCK_P=config.block_p, BLOCK_N=config.block_n, BLOCK_Q=config.block_q,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return states
+
+
+@described
+def _state_passing_metadata(tensors: Any, _S: Any) -> Described:
+    states, *_, prev_states, final_states = tensors
+    batch, nchunks, nheads, headdim, dstate = states.shape
+    flops = 2 * states.numel()
+    return f"b{batch} c{nchunks} h{nheads} p{headdim} n{dstate}", flops, (states, prev_states, final_states)
+
+
+@triton.jit(launch_metadata=_state_passing_metadata)
+def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
+    states_ptr, dA_cumsum_log2_ptr, initial_states_ptr, bounds_ptr, prev_states_ptr, final_states_ptr = tensors
+    states_strides, dA_cumsum_log2_strides, initial_states_strides, prev_states_strides, final_states_strides = strides
+    # --- this program's part of a state
+    BLOCKS: tl.constexpr = (S.HEADDIM * S.DSTATE + S.BLOCK - 1) // S.BLOCK
+    i_sh = tl.program_id(0) // BLOCKS
+    i_s, i_h = i_sh // nheads, i_sh % nheads
+    o_pn = (tl.program_id(0) % BLOCKS) * S.BLOCK + tl.arange(0, S.BLOCK)
+    o_p, o_n = o_pn // S.DSTATE, o_pn % S.DSTATE
+    m = o_pn < S.HEADDIM * S.DSTATE
+    if bounds_ptr is None:
+        i_b, first, after = i_s, 0, nchunks
+    else:
+        i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+
+    # --- loop over chunks
+    state = tl.zeros((S.BLOCK,), dtype=tl.float32)
+    if initial_states_ptr is not None:
+        initial_offset = ptr_offset((i_s, i_h, o_p, o_n), initial_states_strides)
+        state += tl.load(initial_states_ptr + initial_offset, mask=m, other=0.0).to(tl.float32)
+    for i_c in tl.range(first, after, num_stages=S.NUM_STAGES):
+        b_states = tl.load(states_ptr + ptr_offset((i_b, i_c, i_h, o_p, o_n), states_strides), mask=m, other=0.0)
+        end = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, S.CHUNK_SIZE - 1), dA_cumsum_log2_strides))
+        prev_offset = ptr_offset((i_b, i_c, i_h, o_p, o_n), prev_states_strides)
+        tl.store(prev_states_ptr + prev_offset, state.to(prev_states_ptr.dtype.element_ty), mask=m)
+        state = state * decay_exp2(end) + b_states
+    tl.store(final_states_ptr + ptr_offset((i_s, i_h, o_p, o_n), final_states_strides), state, mask=m)
+
+
+def state_passing(
+    states: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *, initial_states: torch.Tensor | None = None,
+    state_dtype: torch.dtype = torch.float32, config: StatePassingConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """SSD stage 3 of 5: the state that enters each chunk, and the final state.
+
+        prev_states[0]   = initial_states, or 0
+        prev_states[c+1] = exp(dA_cumsum[c, -1]) * prev_states[c] + states[c]
+
+    States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of prev_states.
+
+    In:   states (b, c, h, p, n) fp32 | dA_cumsum_log2 (b, h, c, q) fp32 | initial_states (sequences, h, p, n) or None
+    Out:  prev_states (b, c, h, p, n) state_dtype | final_states (sequences, h, p, n) fp32
+    Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over its chunks.
+    """
+    config = config or StatePassingConfig()
+    _, _, nheads, headdim, dstate = states.shape
+    prev_states = torch.empty_like(states, dtype=state_dtype)
+    final_states = torch.empty(chunks.sequences, nheads, headdim, dstate, device=states.device, dtype=torch.float32)
+    launch(
+        _state_passing_kernel,
+        chunks.sequences * nheads * triton.cdiv(headdim * dstate, config.block),
+        (states, dA_cumsum_log2, initial_states, chunks.bounds, prev_states, final_states),
+        (
+            strides_of_each(states, dA_cumsum_log2, initial_states, prev_states, final_states),
+            nheads, chunks.count,
+        ),
+        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
+        BLOCK=config.block, NUM_STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return prev_states, final_states
+
+
+@described
+def _bmm_chunk_metadata(tensors: Any, _S: Any) -> Described:
+    _, B, _, CB = tensors
+    batch, seqlen, ngroups, dstate = B.shape
+    moved = 2 * B.numel() * B.element_size() + CB.numel() * CB.element_size() // 2
+    return f"b{batch} l{seqlen} g{ngroups} n{dstate}", CB.numel() * dstate, moved  # the causal half: 2 per element
+
+
+@triton.jit(launch_metadata=_bmm_chunk_metadata)
+def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexpr):
+    C_ptr, B_ptr, spans_ptr, CB_ptr = tensors
+    C_strides, B_strides, CB_strides = strides
+    # --- this program's tile
+    Q_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_Q - 1) // S.BLOCK_Q
+    S_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_S - 1) // S.BLOCK_S
+    i_tile = tl.program_id(0) % (Q_TILES * S_TILES)
+    i_bcg = tl.program_id(0) // (Q_TILES * S_TILES)
+    i_g, i_bc = i_bcg % ngroups, i_bcg // ngroups
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
+    first_q, first_s = (i_tile // S_TILES) * S.BLOCK_Q, (i_tile % S_TILES) * S.BLOCK_S
+    if (first_s >= first_q + S.BLOCK_Q) | (first_q >= length):
+        return
+    o_q, o_s = first_q + tl.arange(0, S.BLOCK_Q), first_s + tl.arange(0, S.BLOCK_S)
+    m_q, m_s = o_q < length, o_s < length
+
+    # --- sum over the state dimension
+    acc = tl.zeros((S.BLOCK_Q, S.BLOCK_S), dtype=tl.float32)
+    for n in range(0, S.DSTATE, S.BLOCK_N):
+        o_n = n + tl.arange(0, S.BLOCK_N)
+        m_n = o_n < S.DSTATE
+        b_C = tl.load(
+            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
+            mask=m_q[:, None] & m_n[None, :], other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
+        b_B = tl.load(
+            B_ptr + ptr_offset((i_b, start + o_s[None, :], i_g, o_n[:, None]), B_strides),
+            mask=m_n[:, None] & m_s[None, :], other=0.0,
+        )  # [BLOCK_N, BLOCK_S]  # fmt: skip
+        acc = tl.dot(b_C, b_B, acc, input_precision=DOT_PRECISION)
+
+    tl.store(
+        CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides), acc.to(CB_ptr.dtype.element_ty)
+    )
+
+
+def bmm_chunk(
+    C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Precision, config: BmmChunkConfig | None = None
+) -> torch.Tensor:
+    """SSD stage 4 of 5: C B^T within each chunk, once per group.
+
+        CB[q, s] = sum_n C[q, n] * B[s, n]      for s <= q
+
+    Tiles above the diagonal or past the chunk's last position are not written, and chunk_scan does not use them.
+
+    In:   C, B (b, l, g, n)
+    Out:  CB (b, c, g, q, s), fp32 if exact and 16 bit if relaxed
+    Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
+    """
+    batch, seqlen, ngroups, dstate = B.shape
+    config = config or BmmChunkConfig.choose(dstate=dstate, chunk_size=chunks.size, dtype=B.dtype)
+    CB = torch.empty(
+        batch, chunks.count, ngroups, chunks.size, chunks.size,
+        device=B.device, dtype=precision.intermediate_dtype(B.dtype),
+    )  # fmt: skip
+    tiles = triton.cdiv(chunks.size, config.block_q) * triton.cdiv(chunks.size, config.block_s)
+    launch(
+        _bmm_chunk_kernel,
+        batch * chunks.count * ngroups * tiles,
+        (C, B, chunks.spans, CB),
+        ((C.stride(), B.stride(), CB.stride()), seqlen, ngroups, chunks.count),
+        CHUNK_SIZE=chunks.size, DSTATE=dstate,
+        BLOCK_Q=config.block_q, BLOCK_S=config.block_s, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return CB
+
+
+@described
+def _chunk_scan_metadata(tensors: Any, _S: Any) -> Described:
+    CB, x, _, _, C, prev_states, _, z, *_ = tensors
+    batch, seqlen, nheads, headdim = x.shape
+    chunk_size, dstate = CB.shape[-1], C.shape[-1]
+    read = sum(t.numel() * t.element_size() for t in (x, C, prev_states, z) if t is not None)
+    flops, moved = x.numel() * (2 * dstate + chunk_size), read + CB.numel() * CB.element_size() // 2
+    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}", flops, moved + x.numel() * x.element_size()
+
+
+@triton.jit(launch_metadata=_chunk_scan_metadata)
+def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
+    CB_ptr, x_ptr, dt_ptr, dA_cumsum_log2_ptr, C_ptr, prev_states_ptr, D_ptr, z_ptr, spans_ptr, out_ptr = tensors
+    (
+        CB_strides, x_strides, dt_strides, dA_cumsum_log2_strides, C_strides, prev_states_strides, D_strides,
+        z_strides, out_strides,
+    ) = strides  # fmt: skip
+    # --- this program's block; heads of one chunk are in neighbouring programs, because they share CB and C
+    P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    Q_BLOCKS: tl.constexpr = S.CHUNK_SIZE // S.BLOCK_Q
+    i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
+    i_bch = tl.program_id(0) // (P_TILES * Q_BLOCKS)
+    i_h, i_bc = i_bch % nheads, i_bch // nheads
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    i_g = i_h // heads_per_group
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
+    first_q = (i_tile // P_TILES) * S.BLOCK_Q
+    if first_q >= length:
+        return
+    o_q, o_p = first_q + tl.arange(0, S.BLOCK_Q), (i_tile % P_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P)
+    m_q, m_p = o_q < length, o_p < S.HEADDIM
+    b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
+    dA_first = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides))
+
+    # stage chunk_scan.previous: what entered the chunk, decayed to the block's first row
+    acc = tl.zeros((S.BLOCK_Q, S.BLOCK_P), dtype=tl.float32)
+    for n in range(0, S.DSTATE, S.BLOCK_N):
+        o_n = n + tl.arange(0, S.BLOCK_N)
+        m_n = o_n < S.DSTATE
+        b_C = tl.load(
+            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
+            mask=m_q[:, None] & m_n[None, :], other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
+        b_state = tl.load(
+            prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides),
+            mask=m_n[:, None] & m_p[None, :], other=0.0,
+        )  # [BLOCK_N, BLOCK_P]  # fmt: skip
+        acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
+    acc *= decay_exp2(dA_first)
+
+    # stage chunk_scan.current: the chunk's positions before the block, decayed to its first row, then to each row
+    for s in range(0, first_q, S.BLOCK_S):
+        o_s = s + tl.arange(0, S.BLOCK_S)
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
+        b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
+        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
+            mask=m_p[None, :], other=0.0,
+        )  # [BLOCK_S, BLOCK_P]  # fmt: skip
+        weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
+        acc = tl.dot((b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
+    acc *= decay_exp2(b_dA_q - dA_first)[:, None]
+
+    # stage chunk_scan.current: the block's own positions
+    for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
+        o_s = s + tl.arange(0, S.BLOCK_S)
+        m_s = o_s < length
+        b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
+        b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
+        b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
+            mask=m_s[:, None] & m_p[None, :], other=0.0,
+        )  # [BLOCK_S, BLOCK_P]  # fmt: skip
+        weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
+        # CB above the diagonal was never written and may be NaN
+        b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
+        acc = tl.dot(b_scores.to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
+
+    # stage chunk_scan.residual: skip and gate
+    row_index = (i_b, start + o_q[:, None], i_h, o_p[None, :])
+    m = m_q[:, None] & m_p[None, :]
+    if D_ptr is not None:
+        if len(D_strides) == 2:
+            b_D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(tl.float32)[None, :]
+        else:
+            b_D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+        acc += b_D * tl.load(x_ptr + ptr_offset(row_index, x_strides), mask=m, other=0.0).to(tl.float32)
+    if z_ptr is not None:
+        b_z = tl.load(z_ptr + ptr_offset(row_index, z_strides), mask=m, other=0.0).to(tl.float32)
+        acc *= b_z * tl.sigmoid(b_z)
+    tl.store(out_ptr + ptr_offset(row_index, out_strides), acc.to(out_ptr.dtype.element_ty), mask=m)
+
+
+def chunk_scan(
+    inputs: SSDInputs, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, prev_states: torch.Tensor, CB: torch.Tensor,
+    chunks: Chunks, *, config: ChunkScanConfig | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """SSD stage 5 of 5: the output, from the state that enters the chunk and from the chunk's own positions.
+
+        a         = dA_cumsum
+        y[q, p]   = exp(a[q]) * sum_n C[q, n] * prev_states[p, n]
+                  + sum_{s <= q} CB[q, s] * exp(a[q] - a[s]) * dt[s] * x[s, p]
+        out[q, p] = (y[q, p] + D * x[q, p]) * silu(z[q, p])
+
+    Let r be the first position of a program's block of q.  For every s before the block, exp(a[q] - a[s]) =
+    exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most 1.  Only blocks on the
+    diagonal need an exponential per element.
+
+    In:   CB (b, c, g, q, s) | x, z (b, l, h, p) | C (b, l, g, n) | dt, dA_cumsum_log2 (b, h, c, q) fp32
+          prev_states (b, c, h, p, n) | D (h) or (h, p)
+    Out:  out (b, l, h, p), x's dtype
+    Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk and head.
+    """
+    x, C, D, z = inputs.x, inputs.C, inputs.D, inputs.z
+    _, seqlen, nheads, headdim = x.shape
+    dstate = C.shape[3]
+    config = config or ChunkScanConfig.choose(inputs)
+    out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    tiles = chunks.size // config.block_q * triton.cdiv(headdim, config.block_p)
+    launch(
+        _chunk_scan_kernel,
+        x.shape[0] * chunks.count * nheads * tiles,
+        (CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, chunks.spans, out),
+        (
+            strides_of_each(CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, out),
+            seqlen, nheads, chunks.count, inputs.heads_per_group,
+        ),
+        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
+        BLOCK_Q=config.block_q, BLOCK_P=config.block_p, BLOCK_S=config.block_s, BLOCK_N=config.block_n,
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,208 @@
+"""Tensors as arguments of kernels: strides, TMA descriptors of tiles, and the workspace of a call."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ssdprof.kernels.device import INTERPRETED
+
+# --- strides
+
+
+def strides_of(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else tensor.stride()
+
+
+def strides_of_each(*tensors: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(strides_of, tensors))
+
+
+def is_expanded(tensor: torch.Tensor | None) -> bool:
+    """Whether several indices share an element, as after `expand`.  Such a tensor must not be written to."""
+    return tensor is not None and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def strides_unit(*tensors: torch.Tensor) -> int:
+    """The largest power of two up to 16 that divides all strides except the last ones; for `in_units`.
+
+    For example, rows of 100 numbers can be read four at a time, although 100 is not a multiple of 16.
+    """
+    return gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
+
+
+def tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    """Strides of a (batch, position, head, dimension) tensor that is read in tiles of positions and dimensions.
+
+    If rows are contiguous, the strides inside a tile are compile-time constants.  They then depend on the model and not
+    on the call, and a constant offset costs no register.
+    """
+    if tensor is None or tensor.stride(3) != 1 or INTERPRETED:
+        return strides_of(tensor)
+    batch, position, head, dimension = tensor.stride()
+    return batch, tl.constexpr(position), head, tl.constexpr(dimension)
+
+
+# --- the workspace: one allocation for everything except a call's outputs.  A launch needs only an address and a dtype;
+# on the host, these take a tenth of the time of a tensor or a view.
+
+ALIGNMENT = 512  # bytes, as torch's own allocations on a GPU
+
+
+class Place(NamedTuple):
+    """Offset and size of a part in a workspace, in bytes, and its dtype."""
+
+    begin: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+class Part:
+    """A part of a workspace, as an argument of a launch: an object with a dtype and an address."""
+
+    __slots__ = ("_address", "_memory", "_place", "dtype")
+
+    def __init__(self, memory: torch.Tensor, place: Place) -> None:
+        self._memory, self._place, self.dtype = memory, place, place.dtype
+        self._address = memory.data_ptr() + place.begin
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        """A strided view.  Requires an fp32 part, because the workspace is fp32."""
+        return self._memory.as_strided(shape, strides, self._place.begin // self._memory.element_size())
+
+    def tensor(self) -> torch.Tensor:
+        """A one-dimensional view."""
+        begin, nbytes, dtype = self._place
+        return self._memory.view(torch.uint8)[begin : begin + nbytes].view(dtype)
+
+
+def part(memory: torch.Tensor | None, place: Place | None) -> Part | None:
+    """The part at `place`; None, which a launch accepts, without a place or a workspace."""
+    return None if memory is None or place is None else Part(memory, place)
+
+
+class Layout:
+    """Consecutive places, each aligned to `ALIGNMENT`."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def add(self, dtype: torch.dtype, *shape: int) -> Place:
+        place = Place(self.nbytes, prod(shape) * dtype.itemsize, dtype)
+        self.nbytes += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
+        return place
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised fp32 tensor for the workspace."""
+        return torch.empty(self.nbytes // 4, dtype=torch.float32, device=device)
+
+
+# --- TMA descriptors.  They are built and checked once, and later calls only set the tensor.
+
+Strides = tuple[int, int, int]
+_GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+class _Base:
+    """The base of a descriptor: a tensor, with an address `ahead` bytes before its own."""
+
+    __slots__ = ("ahead", "dtype", "tensor")
+
+    def __init__(self, tensor: torch.Tensor | Part, ahead: int) -> None:
+        self.tensor, self.ahead, self.dtype = tensor, ahead, tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() - self.ahead
+
+
+class _Descriptor:
+    """A descriptor without a tensor.  `of` returns a copy with one."""
+
+    def __init__(
+        self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], ahead: int
+    ) -> None:
+        self._ahead = ahead
+        self._descriptor = TensorDescriptor(
+            _nothing(dtype), list(sizes), list(strides), list(block), _shared_layout(block, dtype)
+        )
+
+    def of(self, tensor: torch.Tensor | Part) -> TensorDescriptor:
+        """The descriptor of `tensor`.  Shape and strides are not checked again."""
+        copy = object.__new__(TensorDescriptor)
+        base = _Base(tensor, self._ahead) if self._ahead else tensor
+        copy.__dict__.update(self._descriptor.__dict__, base=base)
+        return copy
+
+
+def tensor_of(descriptor: TensorDescriptor) -> Any:
+    """The tensor of a descriptor of this module."""
+    base = descriptor.base
+    return base.tensor if isinstance(base, _Base) else base
+
+
+class Tiles(_Descriptor):
+    """Tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
+
+    Beyond a sequence's end, TMA reads zeros and writes nothing.  A tile begins at (sequence, k, position, column).
+
+    For packed sequences, a tile begins at (end, k, l - length + position, column), where `end` is the row after the
+    sequence's last one.  The third coordinate of a sequence's end is then always l.  The two coordinates together count
+    l rows too many, so the descriptor begins l rows before the tensor.  No address before the tensor is read.
+
+    like: a tensor with the dtype, batch and length
+    strides: of b, l and k, in elements
+    sizes: of k and columns
+    block: k, positions and columns of a tile
+    """
+
+    def __init__(
+        self, like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int],
+        packed: bool,
+    ) -> None:  # fmt: skip
+        batch, seqlen = like.shape[:2]
+        sequence, row, step = strides
+        sequences, of_sequence = (seqlen + 1, row) if packed else (batch, sequence)
+        super().__init__(
+            like.dtype, (sequences, sizes[0], seqlen, sizes[1]), (of_sequence, step, row, 1), (1, *block),
+            seqlen * row * like.element_size() if packed else 0,
+        )  # fmt: skip
+
+
+class Rows(_Descriptor):
+    """Tiles (rows, columns) of a contiguous tensor that is viewed as (count, columns)."""
+
+    def __init__(self, dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> None:
+        super().__init__(dtype, (count, block[1]), (block[1], 1), block, 0)
+
+
+def row_stride(tensor: torch.Tensor) -> int:
+    """Stride between positions of (b, l, ...), in elements.  PyTorch's own stride is arbitrary if l is 1."""
+    return tensor.stride(0 if tensor.shape[1] == 1 else 1)
+
+
+def steps(tensor: torch.Tensor, step: int) -> Strides:
+    """Strides between sequences and between positions, valid also for a single sequence, and `step`."""
+    row = row_stride(tensor)
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
+
+
+@cache
+def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="meta")
+
+
+@lru_cache(maxsize=64)
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Layout of a tile in shared memory.  Cached, because computing it takes most of the preparation of a launch."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])

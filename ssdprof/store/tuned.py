@@ -1,0 +1,128 @@
+"""The configurations that `ssdprof tune` found, in the user's cache: one file for each GPU model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ssdprof import __version__, files, operators
+from ssdprof.core.subject import Environment, Gpu
+from ssdprof.core.tuned import SearchOutcome, TunedConfigs
+from ssdprof.environment import machine
+from ssdprof.environment.machine import installed_version, kernels_hash
+
+
+def folder() -> Path:
+    """$XDG_CACHE_HOME/ssdprof/tuned, else under ~/.cache.  The XDG rules ignore a relative path."""
+    wanted = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    base = wanted if wanted.is_absolute() else Path.home() / ".cache"
+    return base / "ssdprof" / "tuned"
+
+
+def file_of(gpu: Gpu) -> Path:
+    return folder() / f"{files.safe_name(gpu.name)}.json"
+
+
+def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
+    """The finds for GPUs of this name.  (None, "") if there are none; (None, why) if they are no longer valid."""
+    file = file_of(gpu)
+    if not file.is_file():
+        return None, ""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        finds = TunedConfigs.model_validate(document)
+        for find in finds.finds:
+            operators.get(find.calls.operator).tunable.check(find.settings)
+    except (OSError, ValueError) as error:
+        return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
+    why = _why_stale(finds, gpu)
+    return (None, why) if why else (finds, "")
+
+
+def keep(found_on: Environment, outcomes: Sequence[SearchOutcome]) -> Path:
+    """Store the finds of these outcomes, and delete earlier ones for the same calls and invalid ones.
+
+    Raises MissingCapabilityError if the file cannot be written.
+    """
+    assert found_on.gpu is not None
+    before, _ = load(found_on.gpu)
+    anew = [outcome.calls for outcome in outcomes]
+    kept = [find for find in before.finds if find.calls not in anew] if before else []
+    found = (*kept, *(outcome.find for outcome in outcomes if outcome.find is not None))
+    finds = TunedConfigs(
+        ssdprof_version=__version__,
+        kernels={name: kernels_hash(name) for name in dict.fromkeys(find.calls.operator for find in found)},
+        environment=found_on,
+        finds=found,
+    )
+    file = file_of(found_on.gpu)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise files.unwritable(file.parent, error) from error
+    files.write_text(file, finds.model_dump_json(indent=1) + "\n")
+    return file
+
+
+def clear() -> tuple[Path, ...]:
+    """Delete the finds of all GPUs.  Returns the deleted files."""
+    gone = tuple(sorted(folder().glob("*.json")))
+    for file in gone:
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            raise files.unwritable(file, error) from error
+    return gone
+
+
+def _why_stale(finds: TunedConfigs, gpu: Gpu) -> str:
+    there, triton = finds.environment, installed_version("triton")
+    if there.gpu is None or there.gpu.name != gpu.name:
+        return f"they are of {there.gpu.name if there.gpu else 'no GPU'}, this is {gpu.name}"
+    if any(digest != kernels_hash(name) for name, digest in finds.kernels.items()):
+        return f"the kernels have changed since (then ssdprof {finds.ssdprof_version}, now {__version__})"
+    if there.packages.get("triton") != triton:
+        return f"they were compiled by Triton {there.packages.get('triton')}, this is {triton}"
+    return ""
+
+
+# --- in use
+
+_AGAIN = "'ssdprof tune' finds new ones, 'ssdprof tune --clear' forgets them."
+
+
+def use_saved(say: Callable[[str], None]) -> Path | None:
+    """From now on, kernels in this process use the finds for the current GPU.  Returns their file.
+
+    Prints their number, or the reason if they are ignored; prints nothing if there are none.
+    """
+    gpu = machine.gpu()
+    if gpu is None:
+        return None
+    finds, why = load(gpu)
+    if why:
+        say(f"The configurations tuned on this GPU are ignored: {why}.  {_AGAIN}")
+    if finds is None or not finds.finds:
+        return None
+    _use(finds)
+    number = len(finds.finds)
+    say(
+        f"{number} {'configuration' if number == 1 else 'configurations'} tuned on this GPU will be used where they "
+        "fit; --no-tuned takes the committed ones."
+    )
+    return file_of(gpu)
+
+
+def use_file(file: Path) -> None:
+    """The same in another process, with the file that `use_saved` returned."""
+    _use(TunedConfigs.model_validate_json(file.read_text(encoding="utf-8")))
+
+
+def _use(finds: TunedConfigs) -> None:
+    assert finds.environment.gpu is not None
+    name = finds.environment.gpu.name
+    for operator in dict.fromkeys(find.calls.operator for find in finds.finds):
+        own = [find.for_kernels(name) for find in finds.finds if find.calls.operator == operator]
+        operators.get(operator).tunable.use(own)

@@ -1,1 +1,0 @@
-"""`ssdprof tune`: searches for faster configurations on the user's GPU, and stores them."""

@@ -1,0 +1,318 @@
+"""The whole stage: a model, a prompt, and one call per wanted layer."""
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from ssdprof.quantities import size_words
+from ssdprof.schema import LayerRef
+
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.layers import CaptureSummary, capture_layers
+from ssdprof.capture.memory import capture_bytes_per_token
+from ssdprof.capture.store import CapturedLayer, PromptBuffer, token_major
+from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.operators.tensors import tensors
+
+LENGTH = 90
+FP32_ROUNDING = 5e-5
+
+
+def capture(
+    name: str,
+    *,
+    model: Any = None,
+    layers: tuple[LayerRef, ...] | None = None,
+    segment_length: int | None = None,
+    ids: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[list[CapturedLayer], CaptureSummary]:
+    captured: list[CapturedLayer] = []
+    summary = capture_layers(
+        tiny_models.shared(name).base_model if model is None else model,
+        tiny_models.prompt(LENGTH) if ids is None else ids,
+        tiny_models.layer_refs(name) if layers is None else layers,
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=segment_length,
+        **{"on_layer": captured.append, **options},
+    )
+    return captured, summary
+
+
+def assert_close(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    ones, others = tensors(one), tensors(other)
+    assert ones.keys() == others.keys()
+    for name, tensor in ones.items():
+        assert tensor.dtype == others[name].dtype
+        assert tensor.shape == others[name].shape
+        assert tensor.stride() == others[name].stride()
+        assert float((tensor - others[name]).abs().max() / tensor.abs().max()) < FP32_ROUNDING
+    for field in fields(one):
+        if field.name not in ones:
+            assert getattr(one, field.name) == getattr(other, field.name)
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_segments_together_are_the_whole_prompt(name: str) -> None:
+    whole, one_piece = capture(name, segment_length=LENGTH)
+    joined, segmented = capture(name, segment_length=40)
+    sites = len(tiny_models.OPERATOR_LAYERS[name])
+    assert one_piece == CaptureSummary(segment_length=LENGTH, segments=1, prefills=1, operator_calls=sites)
+    assert segmented == CaptureSummary(segment_length=40, segments=3, prefills=1, operator_calls=3 * sites)
+    assert [one.layer for one in whole] == [one.layer for one in joined] == list(tiny_models.layer_refs(name))
+    for one, other in zip(whole, joined, strict=True):
+        assert_close(one.inputs, other.inputs)
+        assert not ({"initial_states", "initial_state"} & tensors(other.inputs).keys())
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5_moe_text"])
+def test_a_batch(name: str) -> None:
+    ids = tiny_models.prompt(LENGTH, batch=2)
+    both, _ = capture(name, ids=ids, segment_length=50)
+    second, _ = capture(name, ids=ids[1:])
+    for one, other in zip(both, second, strict=True):
+        for argument, tensor in tensors(one.inputs).items():
+            alone = tensors(other.inputs)[argument]
+            assert torch.allclose(tensor[1:] if tensor.ndim > 1 else tensor, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
+def test_values_are_the_models_and_the_layout_is_a_kernels(name: str) -> None:
+    model = tiny_models.build(name, torch.bfloat16).base_model
+    passed: list[Any] = []
+
+    def copy(call: OperatorCall) -> Result:
+        passed.append(call.inputs)
+        return call.run_original()
+
+    ids = tiny_models.prompt(LENGTH)
+    with torch.no_grad(), intercept(find_mixers(model), copy):
+        model(ids, use_cache=False)
+    first = capture(name, model=model, layers=tiny_models.layer_refs(name)[:1])[0][0]  # before any rounding by ssdprof
+    given = tensors(passed[0])
+    assert tensors(first.inputs).keys() == given.keys()
+    for argument, tensor in tensors(first.inputs).items():
+        assert tensor.dtype == given[argument].dtype
+        assert torch.equal(tensor, given[argument])
+        assert first.model_strides[argument] == given[argument].stride()
+        assert tensor.stride(-1) == 1
+    views = ("q", "k", "v") if isinstance(first.inputs, GDNInputs) else ("x", "B", "C")
+    pieces = [tensors(first.inputs)[argument] for argument in views]
+    conv_dim = sum(piece.shape[2] * piece.shape[3] for piece in pieces)
+    assert {piece.stride(1) for piece in pieces} == {conv_dim}
+    assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1
+    widths = [piece.shape[2] * piece.shape[3] for piece in pieces]
+    assert [piece.storage_offset() for piece in pieces] == [0, widths[0], widths[0] + widths[1]]
+    if isinstance(first.inputs, SSDInputs):
+        assert first.model_strides["x"][1] == 1  # positions are adjacent after transformers' convolution
+        assert first.inputs.D is not None
+        assert (first.inputs.A.dtype, first.inputs.D.dtype) == (torch.float32, torch.bfloat16)
+    assert not any(tensor.requires_grad for tensor in tensors(first.inputs).values())
+
+
+def test_only_wanted_layers_in_the_models_order() -> None:
+    refs = tiny_models.layer_refs("zamba2")
+    for segment_length in (LENGTH, 40):
+        captured, _ = capture("zamba2", layers=(refs[4], refs[1]), segment_length=segment_length)
+        assert [one.layer.index for one in captured] == [1, 4]
+
+
+@pytest.mark.parametrize("segment_length", [LENGTH, 40])
+def test_one_layer_at_a_time(segment_length: int) -> None:
+    """When a layer arrives, the memory of the one before it is free."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def on_layer(captured: CapturedLayer) -> None:
+        gc.collect()
+        assert [reference() for reference in alive] == [None] * len(alive)
+        alive.append(weakref.ref(tensors(captured.inputs)["dt"]))
+
+    capture("mamba2", segment_length=segment_length, on_layer=on_layer)
+    assert len(alive) == 3
+
+
+def test_collecting_keeps_none_of_the_models_tensors() -> None:
+    captured = capture("mamba2")[0][0]
+    inputs = token_major(captured.inputs)
+    reference = weakref.ref(inputs.x)  # type: ignore[union-attr]
+    buffer = PromptBuffer(inputs, LENGTH, torch.device("cpu"))
+    buffer.write(inputs, 0)
+    del inputs
+    gc.collect()
+    assert reference() is None
+    assert_close(buffer.inputs(torch.device("cpu")), captured.inputs)
+
+
+def test_a_state_before_the_prompt_is_kept() -> None:
+    inputs = capture("mamba2")[0][0].inputs
+    assert isinstance(inputs, SSDInputs)
+    state = ssd_chunked(inputs, torch.float32).final_states
+    later = SSDInputs(
+        **{field.name: getattr(inputs, field.name) for field in fields(inputs)} | {"initial_states": state}
+    )
+    kept = token_major(later)
+    assert isinstance(kept, SSDInputs)
+    assert kept.initial_states is not None
+    assert torch.equal(kept.initial_states, state)
+    state.zero_()  # caches are written in place
+    assert kept.initial_states.abs().max() > 0
+
+
+def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:
+    sites = find_mixers(tiny_models.shared("mamba2").base_model)
+    size = LENGTH * capture_bytes_per_token(sites[0])
+    together, _ = capture("mamba2", segment_length=40)
+    grouped, summary = capture("mamba2", segment_length=40, host_budget_bytes=2 * size)
+    assert (summary.prefills, summary.operator_calls) == (2, 2 * 3 * 3)
+    for one, other in zip(together, grouped, strict=True):
+        assert one.layer == other.layer
+        assert_close(one.inputs, other.inputs)
+
+
+def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    size = LENGTH * capture_bytes_per_token(find_mixers(tiny_models.shared("mamba2").base_model)[0])
+    together, _ = capture("mamba2", segment_length=40)
+    on_disk, summary = capture("mamba2", segment_length=40, host_budget_bytes=100)
+    assert summary.prefills == 1
+    for one, other in zip(together, on_disk, strict=True):
+        assert all(torch.equal(tensor, tensors(other.inputs)[name]) for name, tensor in tensors(one.inputs).items())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=99))
+    with pytest.raises(MissingCapabilityError, match=rf"90 tokens take {size_words(size)}, .*has room for 99 B\."):
+        capture("mamba2", segment_length=40, host_budget_bytes=100)
+
+
+def test_a_disk_that_is_full_by_then_is_an_error_and_not_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Writing to a mapped file on a full disk is a bus error."""
+
+    def refuse(_file: int, _start: int, size: int) -> None:
+        if size > 100:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(MissingCapabilityError, match=r"no room for .* of captured inputs: No space left") as raised:
+        capture("mamba2", segment_length=40, host_budget_bytes=100)
+    assert "TMPDIR" in raised.value.hint
+
+
+def test_a_million_tokens_take_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts at both ends of the prompt have the right offsets.  The file is sparse: only their pages are written."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
+    seqlen, heads, dim, length = 1 << 20, 32, 64, 8
+    generator = torch.Generator().manual_seed(0)
+
+    def piece() -> SSDInputs:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(1, length, *shape, generator=generator).bfloat16()
+
+        return SSDInputs(
+            x=normal(heads, dim), dt=normal(heads), A=-torch.ones(heads), B=normal(1, 128), C=normal(1, 128)
+        )
+
+    first, last = piece(), piece()
+    buffer = PromptBuffer(first, seqlen, torch.device("cpu"), on_disk=True)
+    assert buffer.write(first, 0) == length
+    buffer.write(last, seqlen - length)
+    found = buffer.inputs(torch.device("cpu"))
+    assert found.x.shape == (1, seqlen, heads, dim)
+    assert seqlen * (heads * dim + 2 * 128) > 2**31
+    assert found.C.stride(1) * (seqlen - 1) > 2**31
+    for name in ("x", "dt", "B", "C"):
+        assert torch.equal(getattr(found, name)[:, :length], getattr(first, name))
+        assert torch.equal(getattr(found, name)[:, -length:], getattr(last, name))
+        assert not getattr(found, name)[:, length : 2 * length].any()
+
+
+def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
+    model = tiny_models.build("bamba").base_model
+    model.layers[1].mamba.forward = lambda hidden_states, **_: hidden_states  # as a kernel for the whole layer would do
+    for segment_length, calls in ((LENGTH, "2 operator calls where 3 layers and 1"), (40, "6 operator calls")):
+        with pytest.raises(BadInputError, match=f"bamba model made {calls}") as raised:
+            capture("bamba", model=model, segment_length=segment_length)
+        assert raised.value.exit_code == ExitCode.BAD_INPUT
+
+
+@pytest.mark.parametrize("segment_length", [LENGTH, 40])
+def test_ctrl_c_leaves_the_model_as_it_was(segment_length: int) -> None:
+    model = tiny_models.build("nemotron_h").base_model
+    site = find_mixers(model)[0]
+    original, attention = site.namespace[site.function], model.config._attn_implementation
+    ids = tiny_models.prompt(LENGTH)
+    with torch.no_grad():
+        before = model(ids)[0]
+
+    def interrupt(_: CapturedLayer) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture("nemotron_h", model=model, segment_length=segment_length, on_layer=interrupt)
+    assert site.namespace[site.function] is original
+    assert model.config._attn_implementation == attention
+    with torch.no_grad():
+        assert torch.equal(model(ids)[0], before)
+
+
+def test_a_token_beyond_the_vocabulary() -> None:
+    ids = tiny_models.prompt(LENGTH)
+    ids[0, 7] = tiny_models.VOCAB
+    with pytest.raises(BadInputError, match="token id 128; the model's vocabulary has 128"):
+        capture("mamba2", ids=ids)
+    with pytest.raises(BadInputError, match="token id -1"):
+        capture("mamba2", ids=torch.full((1, 4), -1))
+
+
+def test_importing_capture_imports_no_transformers() -> None:
+    """Replays of stored captures need none."""
+    code = "import sys, ssdprof.capture.layers, ssdprof.checkpoint.load; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_no_prompt_and_no_layer() -> None:
+    with pytest.raises(BadInputError, match=r"int64 ids, not \(1, 0\)"):
+        capture("mamba2", ids=torch.empty(1, 0, dtype=torch.int64))
+    with pytest.raises(BadInputError, match="No layer was selected"):
+        capture("mamba2", layers=())
+
+
+def test_out_of_memory_says_what_to_do() -> None:
+    def on_layer(_: CapturedLayer) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+
+    with pytest.raises(MissingCapabilityError, match="cpu ran out of memory with segments of 90 tokens") as raised:
+        capture("mamba2", on_layer=on_layer)
+    assert "--seq" in raised.value.hint
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
+def test_segments_on_a_gpu(name: str) -> None:
+    """Our GPU kernels and lower-right flash attention inside the model, in its usual dtype."""
+    model = tiny_models.build(name, torch.bfloat16).base_model.cuda()
+    whole, _ = capture(name, model=model, segment_length=LENGTH)
+    joined, _ = capture(name, model=model, segment_length=40)
+    for one, other in zip(whole, joined, strict=True):
+        for argument, tensor in tensors(one.inputs).items():
+            other_tensor = tensors(other.inputs)[argument]
+            assert tensor.device == other_tensor.device == model.device
+            error = (tensor.float() - other_tensor.float()).square().mean().sqrt()
+            assert error < 0.05 * tensor.float().square().mean().sqrt()

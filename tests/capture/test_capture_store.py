@@ -1,0 +1,436 @@
+"""Captures on disk: the data that is read equals the data that was stored, and errors name the damage."""
+
+import json
+import math
+import multiprocessing
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt, Serving
+
+from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.manifest import MANIFEST, is_capture
+from ssdprof.capture.store import CapturedLayer, CaptureWriter, check_folder, default_folder, load
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.tensors import tensors
+
+LENGTH = 50
+
+
+def prompt(seqlen: int = LENGTH) -> Prompt:
+    return Prompt(kind="random", source="random ids", tokenizer="none", seqlen=seqlen, token_sha256="0" * 64)
+
+
+def captured(name: str, dtype: torch.dtype = torch.float32) -> list[CapturedLayer]:
+    layers: list[CapturedLayer] = []
+    capture_layers(
+        tiny_models.build(name, dtype).base_model,
+        tiny_models.prompt(LENGTH),
+        tiny_models.layer_refs(name),
+        ref=tiny_models.checkpoint_ref(name),
+        segment_length=LENGTH,
+        on_layer=layers.append,
+    )
+    return layers
+
+
+@pytest.fixture(scope="module")
+def mamba2() -> list[CapturedLayer]:
+    return captured("mamba2")
+
+
+def writer(folder: Path, name: str = "mamba2", **options: Any) -> CaptureWriter:
+    ref = tiny_models.checkpoint_ref(name)
+    return CaptureWriter(folder, checkpoint=ref, prompts=[prompt()], segment_length=LENGTH, **options)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, mamba2: list[CapturedLayer]) -> Path:
+    with writer(tmp_path) as out:
+        for layer in mamba2:
+            out.add(layer)
+    return tmp_path
+
+
+def interrupt(folder: Path, layer: CapturedLayer) -> None:
+    """Ctrl-C after the first layer."""
+    with writer(folder) as out:
+        out.add(layer)
+        raise KeyboardInterrupt
+
+
+def edit(folder: Path, change: Any) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def read_all(folder: Path) -> list[CapturedLayer]:
+    manifest, read = load(folder)
+    return [read(layer) for layer in manifest.layers]
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "bamba", "qwen3_next"])
+def test_what_comes_back_is_what_was_stored(tmp_path: Path, name: str) -> None:
+    layers = captured(name, torch.bfloat16)
+    with writer(tmp_path / "new" / "folder", name) as out:
+        for layer in layers:
+            out.add(layer)
+        assert not load(out.folder)[0].complete
+    manifest, read = load(out.folder)
+    assert manifest.complete
+    assert is_capture(out.folder)
+    assert manifest.checkpoint == tiny_models.checkpoint_ref(name)
+    assert (manifest.prompts, manifest.segment_length) == ((prompt(),), LENGTH)
+    for layer, record in zip(layers, manifest.layers, strict=True):
+        again = read(record)
+        assert again.layer == layer.layer
+        assert again.model_strides == layer.model_strides
+        assert type(again.inputs) is type(layer.inputs)
+        for argument, tensor in tensors(layer.inputs).items():
+            other = tensors(again.inputs)[argument]
+            assert (other.dtype, other.stride()) == (tensor.dtype, tensor.stride())
+            assert torch.equal(other, tensor)
+        if isinstance(layer.inputs, SSDInputs):
+            assert isinstance(again.inputs, SSDInputs)
+            assert again.inputs.dt_limit == layer.inputs.dt_limit == ((0.001 if name == "nemotron_h" else 0), math.inf)
+            assert again.inputs.dt_softplus
+        assert again.inputs.chunk_size == layer.inputs.chunk_size
+    assert {file.name for file in out.folder.iterdir()} == {".lock", MANIFEST, *(r.file for r in manifest.layers)}
+
+
+def test_a_remark_on_a_layer_is_kept(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    with writer(tmp_path) as out:
+        out.add(replace(mamba2[0], remark="Each key head was taken once."))
+        out.add(mamba2[1])
+    assert [layer.remark for layer in read_all(tmp_path)] == ["Each key head was taken once.", ""]
+
+
+def test_an_interrupted_capture_is_marked_and_what_is_there_is_valid(
+    tmp_path: Path, mamba2: list[CapturedLayer]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(tmp_path, mamba2[0])
+    manifest, read = load(tmp_path)
+    assert not manifest.complete
+    assert [read(layer).layer for layer in manifest.layers] == [mamba2[0].layer]
+
+
+def test_an_unfinished_capture_is_replaced_and_a_complete_one_only_if_asked_for(
+    tmp_path: Path, mamba2: list[CapturedLayer]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(tmp_path, mamba2[2])
+    with writer(tmp_path) as out:
+        out.add(mamba2[0])
+    with pytest.raises(BadInputError, match="holds a complete capture of tiny-mamba2 already"), writer(tmp_path):
+        pass
+    assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+    with writer(tmp_path, overwrite=True) as out:
+        out.add(mamba2[1])
+    assert [layer.layer.index for layer in read_all(tmp_path)] == [1]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_the_same_layer_twice(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    with writer(tmp_path) as out:
+        out.add(mamba2[0])
+        with pytest.raises(ValueError, match="in the manifest already"):
+            out.add(mamba2[0])
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "A", "C", "D"])
+def test_a_flipped_byte_of_a_tensor(stored: Path, name: str) -> None:
+    file = stored / load(stored)[0].layers[1].file
+    content = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    begin, end = json.loads(content[8:header])[name]["data_offsets"]
+    content[header + (begin + end) // 2] ^= 0x40
+    file.write_bytes(content)
+    with pytest.raises(BadInputError, match=f"{file.name}: the bytes of {name} are not those that were written"):
+        read_all(stored)
+
+
+def flip(at: int) -> Callable[[Path], object]:
+    def change(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[at] ^= 0x40
+        file.write_bytes(content)
+
+    return change
+
+
+def without_dt(file: Path) -> None:
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != "dt"}, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (flip(3), r"{file}"),
+        (flip(12), r"{file}"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), r"{file} is damaged"),
+        (Path.unlink, r"{file} is missing"),
+        (without_dt, r"{file} lacks the tensor dt"),
+    ],
+    ids=["length of the header", "header", "truncated", "missing", "a tensor is missing"],
+)
+def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words: str) -> None:
+    file = stored / load(stored)[0].layers[1].file
+    damage(file)
+    with pytest.raises(BadInputError, match=words.format(file=file.name)):
+        read_all(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda layer: layer["tensors"].pop("B"), r"manifest\.json is damaged: model\.layers\.0\.mixer: .*'B'"),
+        (lambda layer: layer["tensors"]["x"].update(shape=[1, LENGTH, 16, 8]), "x does not have the shape or dtype"),
+        (lambda layer: layer.update(file="../layer.safetensors"), "does not belong to it"),
+        (lambda layer: layer.update(file="/etc/passwd"), "does not belong to it"),
+        (lambda layer: layer.update(file="a/b.safetensors"), "does not belong to it"),
+        (
+            lambda layer: layer["scalars"].update(chunk_size=64),
+            "the scalars of model.layers.0.mixer are not those that",
+        ),
+        (lambda layer: layer["scalars"].update(chunk_size=32.0), "the scalars of"),
+        (lambda layer: layer["scalars"].update(dt_softplus=1), "the scalars of"),
+        (lambda layer: layer.pop("seqlen"), r"manifest\.json is damaged at layers\.0\.seqlen"),
+    ],
+)
+def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], object], words: str) -> None:
+    edit(stored, lambda manifest: change(manifest["layers"][0]))
+    with pytest.raises(BadInputError, match=words):
+        read_all(stored)
+
+
+def test_a_capture_with_the_dims_of_another_operator(tmp_path: Path) -> None:
+    """A GDN layer with the operator name SSD, and one whose values have another number of heads than its gates."""
+    with writer(tmp_path, "qwen3_next") as out:
+        for layer in captured("qwen3_next"):
+            out.add(layer)
+    text = (tmp_path / MANIFEST).read_text()
+    edit(tmp_path, lambda manifest: manifest["layers"][0]["layer"].update(operator="ssd"))
+    with pytest.raises(BadInputError, match="is damaged"):
+        read_all(tmp_path)
+    (tmp_path / MANIFEST).write_text(text)
+    edit(tmp_path, lambda manifest: manifest["layers"][0]["tensors"]["v"].update(shape=[1, LENGTH, 3, 8]))
+    with pytest.raises(BadInputError, match="v does not have the shape or dtype"):
+        read_all(tmp_path)
+
+
+@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
+def test_another_schema_version(stored: Path, version: Any) -> None:
+    edit(stored, lambda manifest: manifest.update(schema_version=version, new_field=1))
+    with pytest.raises(
+        BadInputError, match=f"schema version {version}; this ssdprof reads versions 1 and {SCHEMA_VERSION}"
+    ):
+        load(stored)
+
+
+def test_a_manifest_of_version_1_is_read(stored: Path) -> None:
+    """Version 1 had no hash of the scalars."""
+    before = load(stored)[0]
+
+    def older(manifest: dict[str, Any]) -> None:
+        manifest["schema_version"] = 1
+        for layer in manifest["layers"]:
+            del layer["scalars_sha256"]
+
+    edit(stored, older)
+    found = load(stored)[0]
+    assert found.schema_version == SCHEMA_VERSION
+    assert [layer.tensors for layer in found.layers] == [layer.tensors for layer in before.layers]
+    read_all(stored)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "schema version None"),
+        (b"{}", "schema version None"),
+        (b"{", "it is not JSON"),
+        (b"\xff\xfe", "it is not JSON"),
+        (b"[" * 10**5, "it is not JSON: maximum recursion depth"),
+    ],
+)
+def test_a_damaged_manifest(stored: Path, content: bytes, words: str) -> None:
+    (stored / MANIFEST).write_bytes(content)
+    with pytest.raises(BadInputError, match=words):
+        load(stored)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_files_have_the_users_permissions(tmp_path: Path, mamba2: list[CapturedLayer], umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with writer(tmp_path) as out:
+            out.add(mamba2[0])
+        modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir() if file.name != ".lock"}
+    finally:
+        os.umask(before)
+    assert modes == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"chunk_size": "32"}, "chunk_size = '32': Input should be a valid integer"),
+        ({"chunk_size": True}, "chunk_size = True"),
+        ({"dt_softplus": "yes"}, "dt_softplus = 'yes'"),
+        ({"dt_limit_low": "0"}, "dt_limit"),
+        ({"unheard": 1}, "unheard is not an argument of SSDInputs"),
+    ],
+)
+def test_a_scalar_of_another_type(stored: Path, change: dict[str, Any], message: str) -> None:
+    """In a capture of schema version 1, which has no hash of the scalars."""
+
+    def damage(manifest: dict[str, Any]) -> None:
+        manifest["layers"][0]["scalars"].update(change)
+        manifest["layers"][0].pop("scalars_sha256")
+        manifest["schema_version"] = 1
+        for layer in manifest["layers"][1:]:
+            layer.pop("scalars_sha256")
+
+    edit(stored, damage)
+    with pytest.raises(BadInputError, match=message):
+        read_all(stored)
+
+
+@pytest.mark.parametrize("opener", ["read_text", "safe_open"])
+def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatch, opener: str) -> None:
+    """Simulated, because root may run the tests and may read every file."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    if opener == "read_text":
+        monkeypatch.setattr(Path, "read_text", refuse)
+    else:
+        monkeypatch.setattr("ssdprof.capture.store.safe_open", refuse)
+    with pytest.raises(MissingCapabilityError, match="cannot be read: Permission denied"):
+        read_all(stored)
+
+
+def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInputError, match="holds a complete capture"):
+        check_folder(stored, overwrite=False)
+    check_folder(stored, overwrite=True)
+    check_folder(stored / "new" / "folder", overwrite=False)
+    (stored / "file").write_text("")
+    with pytest.raises(BadInputError, match="file/inside cannot be made: a file is in its place"):
+        check_folder(stored / "file" / "inside", overwrite=False)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(MissingCapabilityError, match="cannot be written: permission denied"):
+        check_folder(stored / "new", overwrite=False)
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    assert not is_capture(tmp_path)
+    with pytest.raises(BadInputError, match=r"manifest\.json cannot be read: No such file"):
+        load(tmp_path)
+
+
+@contextmanager
+def disk_with_room_for(size: int) -> Iterator[None]:
+    """Writing past `size` bytes of a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    def fill() -> None:
+        with writer(tmp_path) as out:
+            out.add(mamba2[0])
+            with disk_with_room_for(10_000):
+                out.add(mamba2[1])
+
+    with pytest.raises(MissingCapabilityError, match=r"layer_001_seqlen_50\.safetensors cannot be written: .*large"):
+        fill()
+    assert not load(tmp_path)[0].complete
+    assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".lock", "layer_000_seqlen_50.safetensors", MANIFEST]
+
+
+def test_a_disk_too_full_for_the_manifest(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    out = writer(tmp_path)
+    out.__enter__()
+    out.add(mamba2[0])
+    before = (tmp_path / MANIFEST).read_bytes()
+    with disk_with_room_for(100), pytest.raises(MissingCapabilityError, match=r"manifest\.json cannot be written"):
+        out.__exit__(None, None, None)
+    assert (tmp_path / MANIFEST).read_bytes() == before
+    assert not list(tmp_path.glob(".*.tmp"))
+    assert len(read_all(tmp_path)) == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInputError, match="file/inside cannot be made"), writer(tmp_path / "file/inside"):
+        pass
+
+
+def _write_until_told(folder: Path, connection: Any) -> None:
+    with writer(folder):
+        connection.send("writing")
+        connection.recv()
+
+
+def test_two_writers_in_one_folder(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=_write_until_told, args=(tmp_path, theirs))
+    other.start()
+    try:
+        assert ours.recv() == "writing"
+        with pytest.raises(BadInputError, match="Another capture is being written to"), writer(tmp_path):
+            pass
+    finally:
+        ours.send("stop")
+        other.join()
+    with writer(tmp_path, overwrite=True) as out:  # the lock ended with its process
+        out.add(mamba2[0])
+    assert load(tmp_path)[0].complete
+
+
+def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
+    ref, refs = tiny_models.checkpoint_ref("mamba2"), tiny_models.layer_refs("mamba2")
+    ref = ref.model_copy(update={"repo_id": "org/name", "revision": "a" * 40})
+    folder = default_folder(ref, [prompt()], refs)
+    assert folder == default_folder(ref, [prompt()], refs)
+    assert tmp_path in folder.parents
+    assert "org--name" in str(folder)
+    others = {
+        default_folder(ref.model_copy(update={"revision": "b" * 40}), [prompt()], refs),
+        default_folder(ref, [prompt().model_copy(update={"token_sha256": "1" * 64})], refs),
+        default_folder(ref, [prompt().model_copy(update={"serving": Serving(chunk=16)})], refs),
+        default_folder(ref, [prompt().model_copy(update={"serving": Serving(packed=(24, 16))})], refs),
+        default_folder(ref, [prompt()], refs[:1]),
+    }
+    assert len({folder, *others}) == 6
+
+
+def test_a_manifest_survives_json() -> None:
+    manifest = CaptureManifest(
+        checkpoint=tiny_models.checkpoint_ref("mamba2"), prompts=(), segment_length=1, layers=(), complete=False
+    )
+    assert CaptureManifest.model_validate_json(manifest.model_dump_json()) == manifest

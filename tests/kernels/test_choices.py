@@ -1,0 +1,118 @@
+"""The configurations of 10,000 calls are those of November 2026, for every kernel but those for Hopper.
+
+They are frozen as one hash for each implementation.  An intended change of a choice changes the hash of its
+implementation: the failed test shows the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from ssdprof import kernels
+from ssdprof.kernels.gdn.config import GDNPortableConfig
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+
+CALLS = 1000  # for each implementation of each operator
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GPUS = (((9, 0), 132), ((9, 0), 114), ((8, 0), 108), ((8, 9), 58), ((10, 0), 148), ((12, 0), 170))
+PRECISIONS = [Precision(intermediates=i, state_dtype=d) for i in ("exact", "relaxed") for d in DTYPES]  # type: ignore[arg-type]
+LENGTHS = (1, 2, 15, 16, 17, 64, 65, 500, 1024, 2000, 4096, 8192, 30000, 65536, 262144)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def shape_of(draw: random.Random) -> tuple[int, int, int, torch.Tensor | None]:
+    """(batch, length, sequences, cu_seqlens); a third of the calls are decode steps."""
+    sequences, length = draw.choice((1, 2, 3, 8, 64, 300)), draw.choice(LENGTHS)
+    if draw.random() < 0.3:
+        return sequences, 1, sequences, None
+    if draw.random() < 0.3:
+        return 1, length, sequences, meta(sequences + 1, dtype=torch.int32)
+    return sequences, length, sequences, None
+
+
+def ssd_inputs(draw: random.Random) -> kernels.SSDInputs:
+    b, l, sequences, cu_seqlens = shape_of(draw)
+    g, p, n, dtype = (
+        draw.choice((1, 2, 8)),
+        draw.choice((16, 32, 64, 80, 128)),
+        draw.choice((16, 64, 128, 192, 256)),
+        draw.choice(DTYPES),
+    )
+    h = g * draw.choice((1, 4, 10, 16))
+    x, B = meta(b, l, h, p, dtype=dtype), meta(b, l, g, n, dtype=dtype)
+    return kernels.SSDInputs.unchecked(
+        x=x, dt=meta(b, l, h), A=meta(h), B=B, C=B, chunk_size=draw.choice((8, 64, 100, 256)), D=None,
+        z=draw.choice((None, x)), dt_bias=None, dt_softplus=True, dt_limit=(0.0, float("inf")),
+        initial_states=draw.choice((None, meta(sequences, h, p, n))), cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def gdn_inputs(draw: random.Random) -> kernels.GDNInputs:
+    b, t, sequences, cu_seqlens = shape_of(draw)
+    h, dtype = draw.choice((1, 2, 4, 16)), draw.choice(DTYPES)
+    hv, k, v = (
+        h * draw.choice((1, 2, 3, 4)),
+        draw.choice((16, 32, 64, 96, 128, 192, 256)),
+        draw.choice((16, 64, 128, 256)),
+    )
+    q = meta(b, t, h, k, dtype=dtype)
+    return kernels.GDNInputs.unchecked(
+        q=q, k=q, v=meta(b, t, hv, v, dtype=dtype), g=meta(b, t, hv), beta=meta(b, t, hv), scale=None,
+        initial_state=draw.choice((None, meta(sequences, hv, k, v))), use_qk_l2norm=draw.choice((True, False)),
+        chunk_size=draw.choice((16, 32, 64)), cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def planned(operator: str, name: str, inputs: Any, draw: random.Random) -> Any:
+    """The plan, or the refusal."""
+    try:
+        return asdict(kernels.get(operator, name).plan(inputs, draw.choice(PRECISIONS)))
+    except kernels.UnsupportedError as error:
+        return str(error)
+
+
+def portable(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any:
+    """The portable kernel's configuration on some GPU."""
+    gpu, sms = draw.choice(GPUS)
+    if operator == "ssd":
+        return asdict(SSDPortableConfig.choose(inputs, gpu))
+    return asdict(GDNPortableConfig.choose(inputs, gpu, sms, batch_invariant=draw.random() < 0.3))
+
+
+DRAWN: dict[str, Callable[[random.Random], Any]] = {"ssd": ssd_inputs, "gdn": gdn_inputs}
+FROZEN = {
+    ("ssd", "unfused"): "665c45881eca995e",
+    ("ssd", "fused"): "4b97231989d95d35",
+    ("ssd", "portable"): "7cea9281dbb30a6d",
+    ("ssd", "recurrent"): "d534f25ac8ca1043",
+    ("ssd", "unfused_step"): "9a81421c82281b7c",
+    ("gdn", "unfused"): "45efeb3d529ef775",
+    ("gdn", "fused"): "b5f7216548f7167e",
+    ("gdn", "portable"): "e117534437ff36b4",
+    ("gdn", "recurrent"): "521d4799e868e4e7",
+    ("gdn", "unfused_step"): "33f7b9b9b9ad5b47",
+}
+
+
+def choices(operator: str, name: str) -> Iterator[str]:
+    draw = random.Random(f"{operator} {name}")
+    choose = portable if name == "portable" else planned
+    for _ in range(CALLS):
+        yield repr(choose(operator, name, DRAWN[operator](draw), draw))
+
+
+@pytest.mark.parametrize(("operator", "name"), FROZEN)
+def test_the_choices_are_the_frozen_ones(operator: str, name: str) -> None:
+    digest = hashlib.sha256("\n".join(choices(operator, name)).encode()).hexdigest()[:16]
+    assert digest == FROZEN[operator, name]

@@ -1,0 +1,323 @@
+"""How the Hopper kernels divide a call into segments and programs.  The decision needs no GPU."""
+
+import hashlib
+import json
+import math
+import time
+from dataclasses import asdict, fields, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from compile_target import compiled, on_meta
+from ssd_cases import Case
+from test_exactness_gpu import NO_LARGER
+
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.hopper.schedule import Cut, cut
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.hopper.config import (
+    COSTS,
+    UNFUSED_CHUNK,
+    SSDHopperConfig,
+    program_count,
+    rounded_twice,
+    shared_bytes,
+    unsupported,
+)
+from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.tensors import row_stride
+
+H200 = 132  # multiprocessors
+LAYER = dict(heads=80, headdim=1, dstate=16)
+
+
+def chosen(seqlen: int, batch: int = 1, batch_invariant: bool = False) -> SSDHopperConfig:
+    inputs = Case(seqlen=seqlen, batch=batch, **LAYER).inputs()
+    return SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
+
+
+def test_a_short_sequence_is_one_wave_of_programs_of_which_none_waits_for_another() -> None:
+    """40 pairs of heads: three segments are 120 programs."""
+    config = chosen(1024)
+    assert config.recompute
+    assert config.count(16) == 3
+
+
+def test_of_a_batch_that_fills_the_gpu_every_multiprocessor_has_an_equal_share() -> None:
+    for seqlen, batch in ((1024, 32), (4096, 8), (4096, 4)):
+        config = chosen(seqlen, batch)
+        assert config.shares == H200
+        assert config.count(seqlen // 64) == 1
+        assert "equal shares" in config.reason
+
+
+def test_batch_invariant_ignores_the_batch() -> None:
+    assert chosen(1024, batch=32, batch_invariant=True) == chosen(1024)
+
+
+def test_packed_sequences_are_cut_by_one_rule() -> None:
+    inputs = Case(lengths=(100, 900), **LAYER).inputs()
+    assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).segment == 64
+
+
+def test_packed_sequences_of_few_heads_are_cut_into_more_segments() -> None:
+    """One shard of a model on eight GPUs.  The number and the lengths of the sequences have no effect."""
+    for lengths in ((100, 900), (4096,), (64,) * 9):
+        inputs = Case(lengths=lengths, **LAYER | {"heads": 10}).inputs()
+        assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).segment == 8
+
+
+def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
+    assert unsupported(Case().inputs()) == "anything but a Hopper GPU"
+
+
+def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiples of 16 bytes.  Sequences may have gaps between them, but may not overlap."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
+    inputs = Case(batch=2, seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    assert unsupported(inputs) == ""
+    for name in ("x", "B", "C", "dt"):
+        tensor = getattr(inputs, name)
+        sequence, *within = tensor.stride()
+        for apart, refused in ((8, False), (4, name != "dt"), (-sequence, name != "dt")):
+            strides = (sequence + apart, *within)
+            moved = torch.empty(3 * sequence, dtype=tensor.dtype).as_strided(tensor.shape, strides)
+            reason = unsupported(replace(inputs, **{name: moved}))
+            assert reason == (f"batch stride of {name}, which TMA cannot read" if refused else ""), apart
+
+
+def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their offsets have 32 bits."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
+    inputs = on_meta(Case(seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs())
+    for row, head, refused in ((1 << 24, 1, False), (1 << 25, 1, True), (4, 1 << 28, False), (4, 1 << 29, True)):
+        dt = torch.empty_strided((1, 100, 4), (0, row, head), device="meta", dtype=torch.bfloat16)
+        reason = unsupported(replace(inputs, dt=dt))
+        assert reason == ("2^31 elements between the gates of a chunk" if refused else ""), (row, head)
+
+
+@pytest.mark.compiler
+def test_shared_memory_is_what_the_compiler_takes() -> None:
+    """Only the barriers are not counted."""
+    for label, ring, score_ring, dstate in (
+        ("mamba2 bf16 exact", 3, 2, 128),
+        ("p 128 n 64 bf16", 3, 2, 64),
+        ("n 256 fp16 relaxed", 2, 3, 256),
+    ):
+        (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
+        assert 0 <= kernel.shared_bytes - shared_bytes(ring, score_ring, dstate) < 1024
+
+
+def test_with_256_state_dimensions_a_program_owns_one_unit() -> None:
+    """falcon-h1-3b has 64 units: 32 heads of two slices each."""
+    for dstate, ring, programs in ((128, 3, 32), (256, 2, 64)):
+        inputs = Case(seqlen=4096, heads=32, headdim=128, dstate=dstate, dtype=torch.bfloat16).inputs()
+        assert program_count(inputs) == programs
+        assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring
+
+
+def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stride() -> None:
+    wide = torch.empty(9, 1, 100)[:, :, :64].unflatten(2, (4, 16))
+    assert row_stride(wide) == 100
+    assert row_stride(wide.expand(9, 3, 4, 16)) == 0
+    assert row_stride(torch.empty(9, 3, 100)[:, :, :64]) == 100
+
+
+def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> None:
+    inputs = Case(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Cut(segment=16)))
+    for state_dtype in (torch.float32, torch.float16):
+        sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
+        of_a_slot = 4 * (64 * 128 * state_dtype.itemsize + 32)
+        assert sizes.workspace_bytes == 2 * 3 * of_a_slot + 32  # plus the ticket
+    whole = replace(config, segment=64)
+    assert buffer_sizes(inputs, Precision(), whole).workspace_bytes == 0
+
+
+def test_the_workspace_of_shares_is_a_state_in_fp32_for_each_and_flags() -> None:
+    """Four pairs of heads."""
+    inputs = Case(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Cut(segment=64, shares=3)))
+    for state_dtype in (torch.float32, torch.float16):
+        sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
+        assert sizes.workspace_bytes == 3 * 2 * (64 * 128 * 4 + 32) + 32
+    for segments in (Cut(segment=64, shares=4), Cut(segment=64, shares=9)):  # a program for each pair
+        assert buffer_sizes(inputs, Precision(), replace(config, **asdict(segments))).workspace_bytes == 0
+
+
+# --- the cut of a sequence
+
+MAMBA2_2_7B = 40  # pairs of heads
+COST = COSTS[1]
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "hopper-segments-h200.json"
+LENGTHS = (1, 2, 15, 16, 63, 64, 100, 128, 1000, 2048, 4096)  # chunks
+
+
+@pytest.mark.parametrize("pairs", [1, 8, MAMBA2_2_7B, 64, 132, 400])
+def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
+    for nchunks in LENGTHS:
+        segments = cut(nchunks, pairs, H200, COST)
+        lengths = segments.lengths(nchunks)
+        assert sum(lengths) == nchunks
+        assert min(lengths) > 0
+
+
+def test_long_segments_come_first_where_a_gpu_has_several_waves_of_work() -> None:
+    """The first wave is 3 long segments of 40 pairs, on 132 multiprocessors; short segments balance the end."""
+    segments = cut(2048, MAMBA2_2_7B, H200, COST)
+    assert segments.long_count == 3
+    assert segments.long_segment >= 4 * segments.segment
+    assert not segments.recompute
+
+
+def test_a_first_pass_over_all_that_went_before_is_for_short_sequences() -> None:
+    assert cut(16, MAMBA2_2_7B, H200, COST).recompute
+    assert not cut(256, MAMBA2_2_7B, H200, COST).recompute
+
+
+@pytest.mark.parametrize("nchunks", LENGTHS)
+def test_more_pairs_than_multiprocessors_are_shared_equally_and_fewer_are_not(nchunks: int) -> None:
+    assert cut(nchunks, H200, H200, COST).shares == 0
+    for pairs in (H200 + 1, 2 * H200, 1000):
+        segments = cut(nchunks, pairs, H200, COST)
+        assert segments.shares == H200
+        assert segments.count(nchunks) == 1
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 16, MAMBA2_2_7B, 64])
+def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
+    """Otherwise slow heads of short sequences would be less accurate: 4 chunks in segments of 2, 1 and 1 by 7 %."""
+    assert rounded_twice([2, 1, 1]) > rounded_twice([4]) == 0
+    for nchunks in range(1, 200):
+        lengths = cut(nchunks, pairs, H200, COST).lengths(nchunks)
+        assert rounded_twice(lengths) <= rounded_twice(Cut(segment=UNFUSED_CHUNK).lengths(nchunks))
+
+
+def from_before(lengths: list[int], memory: int) -> float:
+    """f of docs/measuring.md: the share of the output's energy from before the segment, for a head whose decay is
+    e^(-1 / memory) per position."""
+    kept = math.exp(-2 / memory)
+    first, before = 0, 0.0
+    for length in lengths:
+        before += kept * (1 - kept**length) / (1 - kept) * (1 - kept**first) / (1 - kept)
+        first += length
+    return before / ((first - kept * (1 - kept**first) / (1 - kept)) / (1 - kept))
+
+
+@pytest.mark.parametrize("n_split", [1, 2])
+@pytest.mark.parametrize("pairs", [1, 16, MAMBA2_2_7B, 64])
+def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int, n_split: int) -> None:
+    """In addition to f, each term is rounded once, and the output once."""
+    worse = {}
+    for nchunks in range(1, 200):
+        ours, unfused = (
+            [64 * length for length in segments.lengths(nchunks)]
+            for segments in (cut(nchunks, pairs, H200, COSTS[n_split]), Cut(segment=UNFUSED_CHUNK))
+        )
+        for memory in (4, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096):
+            ratio = math.sqrt((2 + from_before(ours, memory)) / (2 + from_before(unfused, memory)))
+            if ratio > NO_LARGER:
+                worse[nchunks, memory] = round(ratio, 4)
+    assert not worse, "by (chunks, positions of memory)"
+
+
+def test_lengths_of_one_class_are_cut_by_one_simulation() -> None:
+    """A server gets prompts of all lengths, and must not simulate for each."""
+    for nchunks in range(1025, 2048):
+        cut(nchunks, 37, H200, COST)
+    start = time.perf_counter()
+    for nchunks in range(1025, 2048):
+        cut(nchunks, 37, H200, COST)
+    assert time.perf_counter() - start < 0.1
+    assert len({cut(nchunks, 37, H200, COST) for nchunks in range(1025, 2048)}) <= 17
+
+
+def test_the_simulated_best_is_close_to_the_measured_best() -> None:
+    """Among the cuts that were measured on an H200."""
+    losses, of_models = [], []
+    for cell in json.loads(MEASURED.read_text())["cells"]:
+        measured = {
+            Cut(**{field.name: one[field.name] for field in fields(Cut) if field.name in one}): one["device_us"]
+            for one in cell["cuts"]
+        }
+        cost = COSTS[cell["halves"]]
+        best = min(measured, key=lambda one: cost.time(one, cell["nchunks"], cell["pairs"], H200))
+        losses.append(measured[best] / min(measured.values()))
+        if cell["pairs"] >= 32:
+            of_models.append(losses[-1])
+    assert len(losses) == 36
+    assert len(of_models) == 24
+    assert max(of_models) < 1.03
+    assert sum(losses) / len(losses) < 1.01
+    assert max(losses) < 1.12
+
+
+# --- 10,000 calls: a change of the code must not change a choice
+
+SEQLENS = (1, 64, 100, 640, 1024, 2048, 4096, 5000, 9000, 16384, 50000, 131072, 1 << 20)
+BATCHES = (1, 2, 3, 7, 16, 64, 200)
+SM_COUNTS = (78, 132)
+SSD_SIZES = tuple(product((2, 8, 24, 80, 264), ((64, 128), (80, 64), (128, 256))))  # heads, (headdim, dstate)
+GDN_SIZES = tuple(product((1, 4, 16, 48, 131, 140), (1, 2, 3), (False, True)))  # key heads, values per key, normalise
+SSD_FIELDS = (
+    "segment", "long_count", "long_segment", "recompute", "shares", "ring", "score_ring", "unit_registers",
+    "other_registers", "reason",
+)  # fmt: skip
+GDN_FIELDS = (
+    "segment", "persistent_programs", "truncation_log2", "first_segment_extra", "transition_parts",
+    "longest_first_pass", "transition_programs", "fused_inverse", "key_ring", "ring", "state_registers",
+    "other_registers", "reason",
+)  # fmt: skip
+
+
+def expanded(*shape: int) -> torch.Tensor:
+    return torch.empty((1,), device="meta").expand(shape)
+
+
+def ssd_inputs(size: tuple[int, tuple[int, int]], seqlen: int, batch: int, packed: bool) -> SSDInputs:
+    heads, (headdim, dstate) = size
+    rows = 1 if packed else batch
+    return SSDInputs.unchecked(
+        x=expanded(rows, seqlen, heads, headdim), B=expanded(rows, seqlen, 1, dstate),
+        cu_seqlens=expanded(batch + 1) if packed else None,
+    )  # fmt: skip
+
+
+def gdn_inputs(size: tuple[int, int, bool], seqlen: int, batch: int, packed: bool) -> GDNInputs:
+    heads, group, normalise = size
+    rows = 1 if packed else batch
+    q, v = expanded(rows, seqlen, heads, 128), expanded(rows, seqlen, heads * group, 128)
+    cu_seqlens = expanded(batch + 1) if packed else None
+    return GDNInputs.unchecked(q=q, k=q, v=v, cu_seqlens=cu_seqlens, use_qk_l2norm=normalise)
+
+
+CHOICES = {
+    "ssd": (
+        ssd_inputs, SSDHopperConfig, SSD_SIZES, SSD_FIELDS,
+        "57e5d324889150b3877ec14308d74e518cec9e35a4d67025eca32e7c6e871c5c",
+    ),
+    "gdn": (
+        gdn_inputs, GDNHopperConfig, GDN_SIZES, GDN_FIELDS,
+        "99d5adffa0fc6d4eb701ed7d9ae48334ef4278aed75744a10ff2eee439e2fe8b",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", [pytest.param("ssd", marks=pytest.mark.slow), "gdn"])
+def test_choices(operator: str) -> None:
+    make, config_class, sizes, names, expected = CHOICES[operator]
+    found, count = hashlib.sha256(), 0
+    for size, seqlen, batch, packed in product(sizes, SEQLENS, BATCHES, (False, True)):
+        inputs = make(size, seqlen, batch, packed)
+        for sm_count, batch_invariant in product(SM_COUNTS, (False, True)):
+            config = config_class.choose(inputs, sm_count, batch_invariant=batch_invariant)
+            found.update(repr([getattr(config, name) for name in names]).encode())
+            count += 1
+    assert count > 10_000
+    assert found.hexdigest() == expected

@@ -1,0 +1,241 @@
+"""The studies' kernels: against fp64 in Triton's interpreter or on a GPU, and compiled for Hopper without one."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import inter_chunk as ic
+import pytest
+import selective_scan as ss
+import torch
+from kernels.compile_target import SHARED_BYTES, compiled
+from scan_002 import BASELINE, ROUNDED, diagonal
+from studies.study_launches import INTER_CHUNK, LAUNCHES
+
+ROOT = Path(__file__).parent.parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# several programs per head, and blocks that do not divide a state
+DIAGONAL: dict[str, ic.Kernel] = {
+    "loop, read back": partial(ic.loop, resident=False, num_stages=1),
+    "loop, rounded": partial(ic.loop, resident=True, rounded=True),
+    "loop, fp32": partial(ic.loop, resident=True),
+    "loop, whole": partial(ic.loop, resident=True, rows=32),
+    "one launch a chunk": partial(ic.one_launch_a_chunk, rows=16),
+    "chained": ic.chained,
+    "associative": partial(ic.associative, block_c=4),
+    "look-back": partial(ic.look_back, rows=16, segment=3),
+}
+LOW_RANK: dict[str, ic.Kernel] = {
+    f"{where}, {how}": partial(
+        ic.low_rank, resident=where != "read back", rounded=where == "rounded", tensor_cores=how == "tensor cores",
+        num_stages=1 if where == "read back" else 2,
+    )
+    for where in ("read back", "rounded", "fp32")
+    for how in ("columns", "tensor cores")
+}  # fmt: skip
+SAME_BITS = ("loop, read back", "loop, rounded", "one launch a chunk", "chained")
+slow = pytest.mark.slow
+
+
+def chunks_of(chunks: int, *, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> ic.InterChunkInputs:
+    """k = 24 and v = 20 are no multiples of a block, and no tensor is contiguous."""
+    whole = ic.draw(batch=2, chunks=chunks, heads=2, dim=24, rank=rank, dtype=dtype, device=DEVICE, seed=chunks)
+    return replace(whole, states=whole.states[..., :20])
+
+
+def excess(inputs: ic.InterChunkInputs, out: torch.Tensor) -> float:
+    return ic.judge(inputs).excess({"out": out})["out"]
+
+
+@pytest.mark.parametrize("chunks", [1, 5, pytest.param(12, marks=slow)])
+@pytest.mark.parametrize("name", DIAGONAL)
+def test_a_diagonal_transition_against_fp64(name: str, chunks: int) -> None:
+    inputs = chunks_of(chunks)
+    assert excess(inputs, DIAGONAL[name](inputs)) <= 1
+
+
+@pytest.mark.parametrize("rank", [3, *(pytest.param(rank, marks=slow) for rank in (1, 16))])
+@pytest.mark.parametrize("name", LOW_RANK)
+def test_a_transition_of_low_rank_against_fp64(name: str, rank: int) -> None:
+    inputs = chunks_of(5, rank=rank)
+    assert excess(inputs, LOW_RANK[name](inputs)) <= 1
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("look-back", "fp32, columns") else slow) for n in DIAGONAL | LOW_RANK]
+)
+def test_fp32(name: str) -> None:
+    inputs = chunks_of(4, rank=2 if name in LOW_RANK else 0, dtype=torch.float32)
+    assert excess(inputs, (DIAGONAL | LOW_RANK)[name](inputs)) <= 1
+
+
+@pytest.mark.parametrize("name", SAME_BITS[1:])
+def test_whoever_rounds_in_every_turn_has_the_bits_of_the_loop_that_reads_back(name: str) -> None:
+    inputs = chunks_of(4)
+    assert torch.equal(DIAGONAL[name](inputs), DIAGONAL[SAME_BITS[0]](inputs))
+
+
+def test_a_state_kept_in_fp32_has_other_bits_and_is_nearer_to_exact() -> None:
+    """Therefore "bit-exact" holds for 16-bit states only if the registers are rounded too."""
+    inputs = ic.draw(batch=1, chunks=40, heads=2, dim=16, device=DEVICE)
+    back, kept = DIAGONAL["loop, read back"](inputs), DIAGONAL["loop, fp32"](inputs)
+    assert not torch.equal(back, kept)
+    errors = [ic.judge(inputs).rms_errors({"out": out})["out"] for out in (kept, back)]
+    assert errors[0] < errors[1]
+
+
+def test_the_low_rank_of_nothing_is_diagonal() -> None:
+    inputs = chunks_of(4, rank=2)
+    assert inputs.w is not None
+    nothing = replace(inputs, w=torch.zeros_like(inputs.w))
+    diagonal = replace(inputs, w=None, y=None)
+    assert torch.equal(LOW_RANK["fp32, columns"](nothing), DIAGONAL["loop, fp32"](diagonal))
+
+
+def positions(seqlen: int, dtype: torch.dtype = torch.bfloat16) -> tuple[ss.ScanInputs, torch.Tensor]:
+    """A state of 20, which is no multiple of a block, in tensors that are not contiguous; and a gradient of y."""
+    layer = ss.draw_layer(batch=2, seqlen=seqlen, heads=3, dstate=24, dtype=dtype, device=DEVICE, seed=seqlen)
+    whole = layer.scan_inputs()
+    inputs = replace(whole, B=whole.B[..., :20], C=whole.C[..., 4:])
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    return inputs, torch.randn(inputs.x.shape, generator=generator, device=DEVICE).to(inputs.x.dtype)
+
+
+TILE = ss.ScanConfig(block_t=16, num_warps=4)
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "dtype"),
+    [
+        (1, torch.bfloat16), (16, torch.float32), (21, torch.bfloat16), pytest.param(1, torch.float32, marks=slow),
+        pytest.param(16, torch.bfloat16, marks=slow), pytest.param(21, torch.float32, marks=slow),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["sequential", "parallel"])
+def test_forward_and_backward_against_autograd_in_fp64(form: ss.Form, seqlen: int, dtype: torch.dtype) -> None:
+    inputs, dy = positions(seqlen, dtype)
+    found = ss.judge(inputs, dy, ss.reference(inputs, dy)).excess(ss.run_both(inputs, dy, form=form, config=TILE))
+    assert found.keys() == {"y", *ss.GRADIENTS}
+    assert max(found.values()) <= 1, found
+
+
+@pytest.mark.parametrize("seqlen", [1, 16, 21])
+def test_the_oracle_by_doubling_is_the_recurrence_and_its_autograd(seqlen: int) -> None:
+    inputs, dy = positions(seqlen)
+    torch.testing.assert_close(ss.by_doubling(inputs, dy), ss.reference(inputs, dy), rtol=1e-12, atol=1e-12)
+
+
+def test_a_layer_and_its_scan_are_the_same() -> None:
+    layer = ss.draw_layer(batch=1, seqlen=9, heads=2, dstate=4, device=DEVICE)
+    y = ss.reference(layer.scan_inputs(torch.float64))["y"]
+    state = torch.zeros(1, 2, 4, dtype=torch.float64, device=DEVICE)
+    for t in range(9):
+        dt = layer.dt[:, t].double()
+        state = state * torch.exp(dt * layer.A.double())[..., None]
+        state = state + (dt * layer.x[:, t].double())[..., None] * layer.B[:, t].double()
+        torch.testing.assert_close(y[:, t], (layer.C[:, t].double() * state).sum(-1))
+
+
+def test_states_that_are_not_kept_change_nothing_and_those_of_another_tile_size_are_refused() -> None:
+    inputs, dy = positions(37)
+    y, states = ss.parallel(inputs, config=TILE)
+    alone, none = ss.parallel(inputs, keeps_states=False, config=TILE)
+    assert none is None
+    assert states is not None
+    assert torch.equal(y, alone)
+    _, entering = ss.sequential(inputs, config=TILE)
+    assert torch.equal(entering[:, 0], torch.zeros_like(entering[:, 0]))
+    with pytest.raises(ValueError, match="entering is of 3 tiles"):
+        ss.sequential_backward(inputs, dy, entering, config=ss.ScanConfig(block_t=32))
+
+
+def test_the_comparison_sees_a_shift_another_head_and_a_number_that_is_missing() -> None:
+    states = chunks_of(5)
+    inputs, dy = positions(20)
+    for right, judge in (
+        ({"out": ic.reference(states)}, ic.judge(states)),
+        (exact := ss.reference(inputs, dy), ss.judge(inputs, dy, exact)),
+    ):
+        assert max(judge.excess(right).values()) <= 1
+        for name, tensor in right.items():
+            assert judge.excess({name: tensor.roll(1, dims=1)})[name] > 1
+            assert judge.excess({name: tensor.roll(1, dims=2)})[name] > 1
+            missing = tensor.clone()
+            missing[1, 2, 0] = torch.nan
+            assert judge.excess({name: missing})[name] == float("inf")
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    states, (inputs, _) = chunks_of(3, rank=2), positions(3)
+    with pytest.raises(ValueError, match="decay must be"):
+        replace(states, decay=states.decay[:, 1:])
+    with pytest.raises(ValueError, match="belong together"):
+        replace(states, y=None)
+    with pytest.raises(ValueError, match="decay must be"):
+        replace(inputs, decay=inputs.decay[:, 1:])
+    with pytest.raises(ValueError, match="C must be"):
+        replace(inputs, C=inputs.C[..., :3])
+    for kernel in DIAGONAL.values():
+        with pytest.raises(ValueError, match="diagonal transitions only"):
+            kernel(states)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("label", LAUNCHES)
+def test_compiled_for_hopper(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 256 and 512 positions spill with four warps; the study measures the cost."""
+    folders = ("tests", "tests/studies", "benchmarks/studies")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / folder) for folder in folders))
+    for kernel in compiled("study_launches", 90)[label]:
+        spills = label not in INTER_CHUNK and label.endswith(("256", "512"))
+        assert (kernel.spilled_bytes > 0) == spills, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+        assert kernel.fuses, "a loop and a chain would round differently"
+        assert min(kernel.metadata["bytes"], kernel.metadata["flops"]) > 0
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits() -> None:
+    def far(tensor: torch.Tensor) -> torch.Tensor:
+        strides = (2**31, *tensor.stride()[1:])
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=DEVICE).copy_(tensor)
+
+    states = ic.draw(batch=2, chunks=5, heads=2, dim=16, device=DEVICE)
+    for name, kernel in DIAGONAL.items():
+        assert torch.equal(kernel(replace(states, states=far(states.states))), kernel(states)), name
+    inputs = ss.draw_layer(batch=2, seqlen=40, heads=2, dstate=16, device=DEVICE).scan_inputs()
+    dy = torch.randn(inputs.x.shape, device=DEVICE).to(inputs.x.dtype)
+    for form in ss.FORWARD:
+        near = ss.run_both(inputs, dy, form=form)
+        found = ss.run_both(replace(inputs, B=far(inputs.B)), dy, form=form)
+        assert all(torch.equal(near[name], tensor) for name, tensor in found.items()), form
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_at_the_sizes_of_the_study(dim: int) -> None:
+    inputs = ic.draw(batch=4, chunks=64, heads=16, dim=dim, device=DEVICE)
+    kernels = diagonal(dim)
+    back = kernels[BASELINE](inputs)
+    for name, kernel in kernels.items():
+        assert excess(inputs, kernel(inputs)) <= 1, name
+    for name in ROUNDED:
+        assert torch.equal(kernels[name](inputs), back), name
+
+
+@pytest.mark.gpu
+def test_every_call_has_the_same_bits() -> None:
+    """Thousands of programs run and wait for each other in another order in every call."""
+    for name, kernel in (DIAGONAL | LOW_RANK).items():
+        states = ic.draw(batch=4, chunks=64, heads=16, dim=64, rank=4 if name in LOW_RANK else 0, device=DEVICE)
+        first = kernel(states)
+        assert all(torch.equal(kernel(states), first) for _ in range(20)), name
+        assert excess(states, first) <= 1
+    inputs = ss.draw_layer(batch=16, seqlen=4096, heads=8, dstate=64, device=DEVICE).scan_inputs()
+    dy = torch.randn(inputs.x.shape, device=DEVICE).to(inputs.x.dtype)
+    for form in ss.FORWARD:
+        found = ss.run_both(inputs, dy, form=form)
+        for _ in range(5):
+            assert all(torch.equal(found[key], t) for key, t in ss.run_both(inputs, dy, form=form).items()), form
+        assert max(ss.judge(inputs, dy).excess(found).values()) <= 1

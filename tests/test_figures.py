@@ -1,0 +1,284 @@
+"""The figures of README.md and docs/ are those of the recorded results.
+
+Tables are read cell by cell and looked up in the results.  A figure with a unit in a sentence is a number of the
+results (`held`), or stands in the laboratory log or in results/README.md, or is listed in `OTHER`.  The README's tables
+of speeds are held by tests/bench/test_readme_table.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import recorded
+from recorded import RESULTS, Cell
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SHAPES = {
+    "16/16": "qwen3.5-0.8b", "16/32": "qwen3.5-9b", "16/48": "qwen3.5-27b", "16/64": "qwen3.5-397b",
+    "2/8": "qwen3.5-397b-tp8",
+}  # fmt: skip
+LIBRARIES = {"FlashInfer": "flashinfer", "FlashQLA 0.1.3": "flash_qla", "fla 0.6.0": "fla"}
+Row = dict[str, str]
+
+
+def tables(document: str) -> Iterator[list[Row]]:
+    """The Markdown tables of a document, a dictionary per row."""
+    text = (DOCS / document).read_text(encoding="utf-8")
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines())
+        yield [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def table_with(document: str, *heads: str) -> list[Row]:
+    (found,) = [rows for rows in tables(document) if set(heads) <= rows[0].keys()]
+    return found
+
+
+def shown(value: float, like: str) -> str:
+    """A number with as many decimals as `like`: "1,646", "0.98"."""
+    return f"{value:,.{len(like.partition('.')[2])}f}"
+
+
+def number(cell: str) -> str:
+    found = re.match(r"[\d.,]+", cell)
+    assert found, cell
+    return found[0]
+
+
+@cache
+def cells(gpu: str = "h200") -> list[Cell]:
+    return recorded.committed(gpu)
+
+
+def cell_of(bench: str, shape: str, tokens: str, drawn: tuple[str, ...] = ()) -> list[Cell]:
+    """Measurements of a cell in benches whose names begin with `bench`."""
+    return [
+        cell
+        for cell in cells()
+        if cell.bench.name.startswith(bench)
+        and (cell.one.shape, cell.one.tokens, cell.one.drawn) == (shape, tokens, drawn)
+    ]
+
+
+def device_us(cell: Cell, name: str) -> float:
+    case = cell.fastest(f"{name} exact" if name in ("fused", "unfused") else name)
+    return case.device_us[0] if case and case.device_us else 0.0
+
+
+def microseconds(cell: Cell, row: Row, columns: dict[str, str]) -> bool:
+    """Whether the times of a row are those of a cell.  columns: heading -> implementation."""
+    return all(
+        row[head] == "-" or number(row[head]) == shown(device_us(cell, name), number(row[head]))
+        for head, name in columns.items()
+    )
+
+
+def over(cell: Cell, row: Row, head: str, names: tuple[str, ...]) -> bool:
+    """Whether the ratio in a column is the time of the fastest of `names` by that of fused."""
+    fastest = min(us for name in names if (us := device_us(cell, name)))
+    return number(row[head]) == shown(fastest / device_us(cell, "fused"), number(row[head]))
+
+
+def test_the_times_of_gdn() -> None:
+    for row in table_with("gdn-performance.md", "unfused", "over fla"):
+        found = cell_of("gdn", SHAPES[row["heads"]], row["tokens"])
+        columns = {"fused": "fused", "unfused": "unfused", "fla 0.6.0": "fla"}
+        assert any(microseconds(cell, row, columns) and over(cell, row, "over fla", ("fla",)) for cell in found), row
+
+
+def test_the_times_of_other_libraries_for_gdn() -> None:
+    columns = {"fused": "fused", **LIBRARIES}
+    for row in table_with("gdn-performance.md", "FlashQLA 0.1.3"):
+        tokens, _, quarter = row["tokens"].partition(", a quarter")
+        drawn = ("quarter-ungated",) if quarter else ()
+        found = cell_of("gdn-rivals", SHAPES[row["heads"]], tokens, drawn)
+        names = tuple(LIBRARIES.values())
+        assert any(microseconds(cell, row, columns) and over(cell, row, "over the fastest", names) for cell in found), (
+            row
+        )
+    for row in table_with("gdn-performance.md", "over FlashInfer"):
+        found = cell_of("gdn-rivals-normalised", SHAPES[row["heads"]], row["tokens"], ("normalised",))
+        columns = {"fused": "fused", "FlashInfer": "flashinfer"}
+        right = [c for c in found if microseconds(c, row, columns) and over(c, row, "over FlashInfer", ("flashinfer",))]
+        assert right, row
+        assert {len(case.launches) for case in right[0].cases if case.fits("fused exact")} == {int(row["launches"])}
+
+
+def test_the_times_of_ssd() -> None:
+    columns = {"fused": "fused", "`mamba_ssm`": "mamba_ssm"}
+    for row in table_with("ssd-performance.md", "share of the floor"):
+        rounded = {head: number(row[head]).replace(",", "") for head in columns}
+        (cell,) = [
+            cell for cell in cell_of("ssd", "mamba2-2.7b", row["tokens, mamba2-2.7b"]) if cell.bench.name == "ssd"
+        ]
+        for head, name in columns.items():
+            assert float(rounded[head]) == float(f"{device_us(cell, name):.3g}"), (row, head)
+        case = cell.fastest("fused exact fp32")
+        assert case is not None
+        assert case.floor_us is not None
+        assert row["share of the floor"] == f"{100 * case.floor_us / device_us(cell, 'fused'):.0f} %", row
+
+
+def test_the_times_of_prefills() -> None:
+    report: Any = None
+    library = ""
+    for row in table_with("prefill.md", "Amdahl over unfused"):
+        if link := re.search(r"\(\.\./(benchmarks/results/.*\.json)\)", row["model"]):
+            report = json.loads((ROOT / link[1]).read_text(encoding="utf-8"))
+            library = row["over the library"].split("`")[1]
+        (length,) = [one for one in report["prefill"]["lengths"] if f"{one['seqlen']:,}" == row["tokens"]]
+        bundled = [case for case in length["cases"] if case["surroundings"] == "bundled" and case["call"]]
+        us = {case["implementation"]: case["call"]["median_us"] for case in bundled}
+        value, unit = row["fused"].split()
+        assert float(value) == float(f"{us['fused'] / {'ms': 1e3, 's': 1e6}[unit]:.3g}"), row
+        for head, name in (("over unfused", "unfused"), ("over the library", library)):
+            assert number(row[head]) == shown(us[name] / us["fused"], "0.00"), (row, head)
+
+
+# --- figures in sentences
+
+FIGURE = re.compile(
+    r"(?<![\w.,/-])(\d[\d,]*(?:\.\d+)?)(?: (?:to|and|or) (\d[\d,]*(?:\.\d+)?))?\s?(?:x\b(?! \d)|times as|µs|ms\b|s\b|%)"
+)
+# definitions, limits, options, examples of a report, and what others state
+OTHER = {
+    "docs/benchmarking.md": "180 1 1.5",
+    "docs/ci.md": "95",
+    "docs/demo-model.md": "98",
+    "docs/gdn-performance.md": "0.85",
+    "docs/kernels.md": "1.6 2 1.3 3",
+    "docs/large-models.md": "1 15",
+    "docs/measuring.md": "99.7 12.4 3.52 3.51 0 0.8 1 2 1.5 3 0.5 4 1.2 95",
+    "docs/prefill.md": "10",
+    "docs/reading-stalls.md": "1.1 15.7 20 2 25 0 2.2 84 22 4 5 3 1.04 13 0.90 26 6 7",
+    "docs/reading-the-report.md": "1.03 95 100 20 64 100.000 99.999 0.001 92 99.7 99.9",
+    "docs/tuning.md": "1 95 11 1.5 0.4",
+    "docs/your-own-kernel.md": "1",
+}
+
+
+def sentences(document: str) -> str:
+    """Without code, tables and the tables of speeds between marks."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    text = re.sub(r"<!-- bench-.*?:end -->|```.*?```|`[^`]*`", "", text, flags=re.S)
+    return re.sub(r"^\|.*$", "", text, flags=re.M)
+
+
+def figures(document: str) -> set[str]:
+    return {one for pair in FIGURE.findall(sentences(document)) for one in pair if one}
+
+
+def ratios(bench: str, baseline: str, tokens: str = ".*", variant: str = "") -> list[float]:
+    """Of the exact fused kernel over another implementation, in the cells of benches whose names begin so."""
+    found = []
+    for cell in cells():
+        case, us = cell.fastest("fused exact"), device_us(cell, baseline)
+        usual = cell.bench.name.startswith(bench) and not cell.one.drawn and re.fullmatch(tokens, cell.one.tokens)
+        if usual and us and case and variant in ("", case.variant):
+            found.append(us / device_us(cell, "fused"))
+    return found
+
+
+def call_us(cell: Cell, name: str) -> float:
+    case = cell.fastest(f"{name} exact")
+    return case.call_us[0] if case and case.call_us else 0.0
+
+
+def floor_us(cell: Cell) -> float:
+    case = cell.fastest("fused exact")
+    return (case and case.floor_us) or 0.0
+
+
+def result(file: str) -> Any:
+    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
+
+
+def prefill(model: str, seqlen: int, surroundings: str = "bundled") -> dict[str, float]:
+    (length,) = [one for one in result(f"h200-prefill/{model}.json")["prefill"]["lengths"] if one["seqlen"] == seqlen]
+    own = [case for case in length["cases"] if case["surroundings"] == surroundings and case["call"]]
+    return {case["implementation"]: case["call"]["median_us"] for case in own}
+
+
+def capture_s(gpu: str) -> dict[str, float]:
+    return {kind: run["capture_s"] for kind, run in result(f"placement-2-{gpu}.json")["runs"].items()}
+
+
+def match_pct(run: str) -> float:
+    """Mean match of relaxed outputs within 1e-3."""
+    found = [
+        match["match_pct"]
+        for case in result(f"{run}/report.json")["cases"]
+        if case["implementation"] == "fused" and case["precision"]["intermediates"] == "relaxed"
+        for accuracy in case["accuracy"]
+        if accuracy["tensor"] == "out"
+        for match in accuracy["vs_baseline"]["matches"]
+        if match["tolerance"] == 1e-3
+    ]
+    return fmean(found)
+
+
+def held() -> dict[tuple[str, str], float]:
+    """(document, figure as written) -> the number of the results that it rounds."""
+    gdn, ssd, large, measuring = (
+        f"docs/{name}.md" for name in ("gdn-performance", "ssd-performance", "large-models", "measuring")
+    )
+    alone = ratios("gdn-rivals", "flashinfer", "1 x (2,048|8,192|16,384|32,768|65,536|131,072|262,144)")
+    sizes = ratios("gdn-sizes", "unfused", variant="portable")
+    (portable,) = [cell for cell in cells() if cell.bench.name == "gdn-portable" and cell.one.tokens == "1 x 8,192"]
+    model = prefill("mamba2-2.7b", 131_072, "model")
+    long, qwen = prefill("mamba2-2.7b", 131_072), prefill("qwen3.5-9b", 131_072)
+    stalls = result("h200-qwen3.5-9b-128k-stalls/stalls.json")["kernels"]
+    us = {kernel["kernel"]: kernel["throughput"]["duration_us"] for kernel in stalls}
+    (whole,) = [one for one in cell_of("ssd", "mamba2-2.7b", "1 x 131,072") if one.bench.name == "ssd"]
+    (short,) = [one for one in cell_of("ssd", "mamba2-2.7b", "1 x 1,024") if one.bench.name == "ssd-1k"]
+    (layer,) = [one for one in cell_of("gdn", "qwen3.5-9b", "1 x 131,072") if one.bench.name == "gdn"]
+    h100, h200 = capture_s("h100"), capture_s("h200")
+    return {
+        ("README.md", "1.3"): min(alone), ("README.md", "2.1"): max(alone),
+        ("README.md", "1.20"): long["mamba_ssm"] / long["fused"], ("README.md", "1.04"): qwen["fla"] / qwen["fused"],
+        ("docs/prefill.md", "4"): 100 * (model["unfused"] / model["fused"] - 1),
+        (gdn, "0.76"): floor_us(layer) / 1e3, (gdn, "453"): us["_prep_kernel"],
+        (gdn, "9"): us["_parts_kernel"] + us["_combine_kernel"], (gdn, "1.05"): min(sizes), (gdn, "2.5"): max(sizes),
+        (gdn, "1.19"): device_us(portable, "unfused") / device_us(portable, "fused_portable"),
+        (ssd, "0.65"): floor_us(whole) / 1e3, (ssd, "1.36"): device_us(whole, "fused") / 1e3,
+        (ssd, "6.13"): device_us(whole, "mamba_ssm") / 1e3, (ssd, "22"): device_us(short, "fused"),
+        (ssd, "76"): call_us(short, "fused"),
+        (measuring, "92.6"): match_pct("h200-granite-4.0-h-1b-128k"),
+        (measuring, "91.5"): match_pct("h200-mamba2-2.7b-128k"),
+        (large, "4.9"): h200["one-gpu"], (large, "5.5"): h200["all-gpus"], (large, "5.2"): h200["cpu-offload"],
+        (large, "6.4"): h200["disk-offload"], (large, "7.3"): min(h100.values()), (large, "10.2"): max(h100.values()),
+    }  # fmt: skip
+
+
+def test_figures_in_sentences_are_numbers_of_the_results() -> None:
+    wrong = {place: value for place, value in held().items() if place[1] != shown(value, place[1])}
+    assert wrong == {}
+    unsaid = [place for place in held() if place[1] not in figures(place[0])]
+    assert unsaid == [], "a figure that was removed from a document is removed from `held`, too"
+
+
+@pytest.mark.parametrize("document", ["README.md", *sorted(f"docs/{file.name}" for file in DOCS.glob("*.md"))])
+def test_no_figure_is_of_unknown_origin(document: str) -> None:
+    log = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks" / "log").glob("*.md"))
+    log += (RESULTS / "README.md").read_text(encoding="utf-8")
+    known = {figure for place, figure in held() if place == document} | set(OTHER.get(document, "").split())
+    unknown = [
+        one for one in figures(document) - known if not re.search(rf"(?<![\d.,]){re.escape(one)}(?![\d]|[.,]\d)", log)
+    ]
+    assert unknown == []
+
+
+def test_a_wrong_figure_is_found() -> None:
+    row = table_with("gdn-performance.md", "unfused", "over fla")[0]
+    (cell, *_) = cell_of("gdn", SHAPES[row["heads"]], row["tokens"])
+    assert not microseconds(cell, row | {"fused": "40.5 µs"}, {"fused": "fused"})
+    assert not over(cell, row | {"over fla": "2.4x"}, "over fla", ("fla",))
+    assert FIGURE.findall("It is 1.3 to 2.1 times as fast, takes 5 µs, or 1 x 64K") == [("1.3", "2.1"), ("5", "")]
