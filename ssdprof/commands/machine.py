@@ -11,7 +11,7 @@ from ssdprof import operators
 from ssdprof.checkpoint.names import FAMILIES, Family
 from ssdprof.commands import options, terminal
 from ssdprof.core.words import MISSING
-from ssdprof.environment.doctor import doctor as check_machine
+from ssdprof.environment import doctor as machine
 from ssdprof.report.table import Table
 from ssdprof.report.terminal import SplitTable
 
@@ -19,7 +19,7 @@ STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
 def doctor(options: options.Doctor) -> None:
-    checks = check_machine()
+    checks = machine.doctor()
     if options.json:
         terminal.print_json([check.model_dump() for check in checks])
         return

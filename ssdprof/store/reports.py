@@ -26,7 +26,7 @@ from ssdprof.core.case import Case
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
-from ssdprof.files import safe_name, uninterrupted, unwritable, write_text
+from ssdprof.files import check_writable, safe_name, uninterrupted, unwritable, write_text
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
 
@@ -126,6 +126,17 @@ def draft(kind: str, subject: str, command: tuple[str, ...], **fields: Any) -> R
         subject=subject,
         **fields,
     )
+
+
+def check_folder(out: Path | None) -> None:
+    """Raise in advance what `opened` raises for a folder, before a model is loaded."""
+    path = out or RUNS
+    check_writable(path)
+    if out and (file := out / f"cases.{FIRST}.jsonl").exists():
+        with _locked(out, file):
+            pass
+    if out and (out / HEADER).exists():
+        raise BadInputError(f"{out} holds a run already.", "Name another folder with --out.")
 
 
 @contextmanager
