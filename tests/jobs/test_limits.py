@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ssdprof.errors import MissingCapabilityError
-# TODO ssdprof.pipeline: limits
-from ssdprof.schema import LayerRef
+from ssdprof.jobs import limits
+from ssdprof.core.subject import LayerRef
 
 GB = 10**9
 

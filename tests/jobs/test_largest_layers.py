@@ -14,12 +14,12 @@ import torch
 import transformers as tf
 
 from ssdprof.errors import MissingCapabilityError
-# TODO ssdprof.pipeline: limits, placement
+from ssdprof.jobs import limits, placement
 from ssdprof.jobs.placement import choose
 from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.jobs.prefill import find
+from ssdprof.jobs.subject import find
 from ssdprof.core.words import size_words
-from ssdprof.schema.placement import PlacementKind
+from ssdprof.core.base import PlacementKind
 
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 LAYERS = 4

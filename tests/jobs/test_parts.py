@@ -8,11 +8,11 @@ from prefill_fakes import cpu_trace
 
 from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.case import Work
-from ssdprof.measure.trace import work
+
+from ssdprof.measure.trace import Work, work
 from ssdprof.jobs.parts import _modules, marking, part_times, parts_marked
 from ssdprof.jobs.substitute import implemented, substituted
-from ssdprof.schema import EXACT_FP32
+from ssdprof.core.base import EXACT_FP32
 
 
 def names(model_name: str) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.substitute import implemented, substituted
-from ssdprof.schema import EXACT_FP32
+from ssdprof.core.base import EXACT_FP32
 
 LENGTH = 40  # more than a chunk
 
