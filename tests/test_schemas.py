@@ -49,7 +49,7 @@ def test_every_command_that_prints_json_has_a_schema() -> None:
         ("capture", "capture demo --seq 8 --layers first:1 --out captures --json"),
         ("runs", "runs . --json"),
         ("comparison", "compare run.json other.json --fail-if slower:3% --json"),
-        ("report-v3", "accuracy run.json --states fp32 --json"),
+        ("report-v3", "accuracy run.json --json"),
     ],
 )
 def test_what_a_command_prints_follows_its_schema(name: str, words: str) -> None:

@@ -352,6 +352,8 @@ def _document(file: Path) -> Report:
 def _folder(path: Path) -> Report:
     """The report with the cases of all ranks, in the order in which they were requested."""
     header = _document(path / HEADER)
+    if header.cases:  # a whole document, which the user gave this name
+        return header
     cases: dict[str, Case] = {}
     processes: list[ProcessLine] = []
     for rank in range(header.ranks):
