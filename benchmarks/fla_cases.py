@@ -27,8 +27,8 @@ os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"  # read when fla is imported; s
 import pytest
 import torch
 
-from ssdprof import environment
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment import machine
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.kernels.gdn import compat
 from ssdprof.kernels.registry import UnsupportedError
 
@@ -100,7 +100,7 @@ def main() -> int:
         "command": f"python benchmarks/fla_cases.py {options.tests.name} {options.result.name}",
         "fla": version("fla-core"),
         "tests_sha256": hashlib.sha256(options.tests.read_bytes()).hexdigest(),
-        "environment": environment.collect().model_dump(mode="json"),
+        "environment": machine.collect().model_dump(mode="json"),
         "cases": [{"name": name, "outcome": outcome, "why": why} for name, (outcome, why) in outcomes.of_case.items()],
     }
     options.result.write_text(json.dumps(result, indent=1) + "\n")

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from make_random_checkpoint import write_checkpoint
 
-from ssdprof import environment
 from ssdprof.capture.captured import CapturedLayer
+from ssdprof.environment import machine
 from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.model import load, run_model
@@ -193,7 +193,7 @@ def record(file: Path, *, layers: int, seqlen: int, parent: Path | None, command
         document: dict[str, Any] = {
             "command": list(command),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": environment.collect().model_dump(mode="json"),
+            "environment": machine.collect().model_dump(mode="json"),
             "gpus": len(gpus()),
             "model": MODEL,
             "layers": layers,

@@ -3,8 +3,8 @@
     python benchmarks/record_stalls.py FOLDER
 
 Writes FOLDER/{fused_hopper,fused_portable,unfused}.ncu-rep; no_source.ncu-rep, which is fused_hopper without source
-counters and stall reasons; two of their pages in ncu's CSV; and launched.json, the launches of each.  The layer is
-drawn at random, in the sizes of granite-4.0-h-1b: 48 heads of 64, a state of 128, one group, 16384 tokens of bf16.
+counters and stall reasons; and launched.json, the launches of each.  The layer is drawn at random, in the sizes of
+granite-4.0-h-1b: 48 heads of 64, a state of 128, one group, 16384 tokens of bf16.
 With a gate z, the fused implementation takes its portable kernel.  Reports hold the paths of the sources.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from ssdprof.capture.store import CaptureWriter
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.schema import EXACT_FP32, CheckpointRef, LayerRef
 from ssdprof.schema.stalls import Launched
-from ssdprof.stalls import collect, ncu
+from ssdprof.stalls import ncu
 
 NO_SOURCE = ("LaunchStats", "Occupancy", "SpeedOfLight")
 SEQLEN, HEADS, HEADDIM, DSTATE = 16384, 48, 64, 128
@@ -51,17 +51,12 @@ def draw() -> SSDInputs:
 
 
 def profile(
-    job: collect.Job, launched: Launched, program: ncu.Program, report: Path, sections: tuple[str, ...] = ncu.SECTIONS
+    job: ncu.Job, launched: Launched, program: ncu.Program, report: Path, sections: tuple[str, ...] = ncu.SECTIONS
 ) -> None:
-    seconds = collect.profile(job, launched, program, report, sections=sections)
+    start = time.monotonic()
+    ncu.profile(job, launched, program, report, sections=sections)
+    seconds = time.monotonic() - start
     print(f"{report.name}: {report.stat().st_size:,} bytes, {seconds:.1f} s, {launched.variant}")
-
-
-def page(program: ncu.Program, report: Path, *words: str) -> None:
-    """FOLDER/<report>_<page>.csv."""
-    command = [str(program.path), "--import", str(report), "--csv", *words]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    report.with_name(f"{report.stem}_{words[1]}.csv").write_text(text, encoding="utf-8")
 
 
 def main(out: Path) -> None:
@@ -86,7 +81,7 @@ def main(out: Path) -> None:
             ("fused_portable", 1, "fused"),
             ("unfused", 0, "unfused"),
         ):
-            job = collect.Job(
+            job = ncu.Job(
                 folder=captures,
                 cache=Path(folder) / "cache",
                 layer=index,
@@ -94,12 +89,10 @@ def main(out: Path) -> None:
                 implementation=implementation,
                 precision=EXACT_FP32,
             )
-            launched[name] = collect.launch(job)
+            launched[name] = ncu.launch(job)
             profile(job, launched[name], program, out / f"{name}.ncu-rep")
             if name == "fused_hopper":
                 profile(job, launched[name], program, out / "no_source.ncu-rep", NO_SOURCE)
-    page(program, out / "unfused.ncu-rep", "--page", "raw", "--print-units", "base")
-    page(program, out / "fused_portable.ncu-rep", "--page", "source", "--print-source", "cuda,sass")
     text = json.dumps({name: found.model_dump(mode="json") for name, found in launched.items()}, indent=1)
     (out / "launched.json").write_text(text + "\n", encoding="utf-8")
 

@@ -23,7 +23,7 @@ from ssdprof.bench.render import as_markdown
 from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
 from ssdprof.commands.progress_bars import TerminalWatcher
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import SsdprofError
 from ssdprof.files import write_text
 from ssdprof.kernels.gdn.inputs import GDNInputs

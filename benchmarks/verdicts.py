@@ -30,8 +30,8 @@ import torch
 from tabulate import tabulate
 from verdict_comparisons import DIFFERENCE, OPERATOR, Place, Row, different, same
 
-from ssdprof import __version__, environment
-from ssdprof.environment.machine import kernels_hash
+from ssdprof import __version__
+from ssdprof.environment.machine import collect, kernels_hash
 from ssdprof.measure.bench import CudaBench
 from ssdprof.pipeline.request import COMPARED
 
@@ -53,7 +53,7 @@ def main() -> None:
         "command": f"python benchmarks/verdicts.py {' '.join(sys.argv[1:])}",
         "ssdprof_version": __version__,
         "kernels": kernels_hash(OPERATOR),
-        "environment": environment.collect().model_dump(mode="json"),
+        "environment": collect().model_dump(mode="json"),
         "seconds": time.monotonic() - began,
         "difference": DIFFERENCE,
         **found,

@@ -13,7 +13,7 @@ from command_line import Answer
 
 import ssdprof
 from ssdprof import cli, runs
-from ssdprof.environment.checks import Check
+from ssdprof.environment.doctor import Check
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
 from ssdprof.pipeline.request import parse_percent
 
@@ -227,7 +227,7 @@ def test_models_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Square brackets are not markup."""
     check = Check(name="cache", status="ok", detail="/home/[bold]me")
-    monkeypatch.setattr("ssdprof.environment.doctor", lambda: (check,))
+    monkeypatch.setattr("ssdprof.environment.doctor.doctor", lambda: (check,))
     assert Answer("doctor").out.split() == ["ok", "cache", "/home/[bold]me"]
 
 

@@ -11,23 +11,23 @@ from typing import Any
 import pynvml
 import pytest
 import torch
+from fake_nvml import FakeNvml
 
-from ssdprof import environment
-from ssdprof.environment import checks, clocks, machine
-from ssdprof.environment.clocks import ClockWatch, Reading, throttle_reasons
+from ssdprof.environment import doctor, machine, toolchain
+from ssdprof.environment.machine import ClockWatch, Reading
 
 
 def reading(sm_mhz: int, reason_bits: int = 0) -> Reading:
-    return Reading(sm_mhz=sm_mhz, memory_mhz=3201, temperature_c=40, reason_bits=reason_bits)
+    return Reading(sm_mhz, 3201, 40, reason_bits)
 
 
 def play(monkeypatch: pytest.MonkeyPatch, readings: list[Reading]) -> None:
     left = iter(readings)
-    monkeypatch.setattr(clocks, "read", lambda: next(left))
+    monkeypatch.setattr(machine, "read_clocks", lambda: next(left))
 
 
-def check(name: str) -> environment.Check:
-    return next(found for found in environment.doctor() if found.name == name)
+def check(name: str) -> doctor.Check:
+    return next(found for found in doctor.doctor() if found.name == name)
 
 
 # --- collect
@@ -36,7 +36,7 @@ def check(name: str) -> environment.Check:
 def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "secret-host")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    found = environment.collect()
+    found = machine.collect()
     assert found.packages["torch"] == torch.__version__
     assert "mamba-ssm" not in found.packages or machine.installed_version("mamba-ssm")
     text = json.dumps(found.model_dump())
@@ -46,7 +46,7 @@ def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
-    assert environment.collect().gpu is None
+    assert machine.collect().gpu is None
     with ClockWatch() as watch:
         watch.poll()
     assert watch.clocks is None
@@ -100,76 +100,49 @@ def test_a_watch_that_nobody_polled_reads_on_the_way_out(monkeypatch: pytest.Mon
     assert watch.clocks.sm_mhz == (1980, 1700)
 
 
-def test_reasons_are_nvmls_bits() -> None:
-    assert throttle_reasons(pynvml.nvmlClocksEventReasonSwPowerCap) == ("power cap",)
-    assert throttle_reasons(pynvml.nvmlClocksEventReasonHwSlowdown) == ("hardware slowdown",)
-    assert throttle_reasons(pynvml.nvmlClocksEventReasonSyncBoost) == ("sync boost",)
-    assert throttle_reasons(pynvml.nvmlClocksEventReasonSwThermalSlowdown) == ("temperature, by the driver",)
-    assert throttle_reasons(pynvml.nvmlClocksEventReasonHwThermalSlowdown) == ("temperature, by the hardware",)
-    assert throttle_reasons(pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown) == ("power brake",)
-
-
 @pytest.mark.parametrize(
-    "harmless", [pynvml.nvmlClocksEventReasonGpuIdle, pynvml.nvmlClocksEventReasonApplicationsClocksSetting]
+    ("bits", "words"),
+    [
+        (pynvml.nvmlClocksEventReasonSwPowerCap, ("power cap",)),
+        (pynvml.nvmlClocksEventReasonHwSlowdown, ("hardware slowdown",)),
+        (pynvml.nvmlClocksEventReasonSyncBoost, ("sync boost",)),
+        (pynvml.nvmlClocksEventReasonSwThermalSlowdown, ("temperature, by the driver",)),
+        (pynvml.nvmlClocksEventReasonHwThermalSlowdown, ("temperature, by the hardware",)),
+        (pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown, ("power brake",)),
+        # idling and a set clock are no throttling
+        (pynvml.nvmlClocksEventReasonGpuIdle, ()),
+        (pynvml.nvmlClocksEventReasonApplicationsClocksSetting, ()),
+    ],
 )
-def test_idling_and_a_set_clock_are_no_throttling(harmless: int) -> None:
-    assert throttle_reasons(harmless) == ()
-
-
-class FakeNvml:
-    """Replaces pynvml, with one device."""
-
-    NVMLError = pynvml.NVMLError
-    NVML_ERROR_FUNCTION_NOT_FOUND = pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
-    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
-
-    def __init__(self, broken: bool = False, old: bool = False) -> None:
-        self.open, self.broken, self.old = 0, broken, old
-
-    def nvmlInit(self) -> None:
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        self.open -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if self.broken:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return uuid
-
-    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
-        assert handle == "GPU-1234"
-        return {1: 1980, 2: 3201}[kind]
-
-    def nvmlDeviceGetTemperature(self, _handle: str, _sensor: int) -> int:
-        return 41
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, _handle: str) -> int:
-        if self.old:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return 0x40
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle: str) -> int:
-        return 0x40
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch, bits: int, words: tuple[str, ...]) -> None:
+    play(monkeypatch, [reading(1980), reading(1980, bits)])
+    with ClockWatch() as watch:
+        pass
+    assert watch.clocks is not None
+    assert watch.clocks.throttle_reasons == words
 
 
 def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "pynvml", FakeNvml())
-    assert clocks.driver_version() is None
+    monkeypatch.setattr(machine, "pynvml", FakeNvml())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    sizes = {"multi_processor_count": 132, "total_memory": 1 << 30, "L2_cache_size": 1 << 20}
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, **sizes)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
+    found = machine.gpu()
+    assert found is not None
+    assert (found.driver, found.compute_capability) == ("unknown", "9.0")
 
 
 @pytest.mark.parametrize(("broken", "old"), [(False, False), (True, False), (False, True)])
 def test_nvml_is_asked_for_the_device_that_torch_means(
     monkeypatch: pytest.MonkeyPatch, broken: bool, old: bool
 ) -> None:
-    nvml = FakeNvml(broken, old)
-    monkeypatch.setattr(clocks, "pynvml", nvml)
-    monkeypatch.setattr(clocks, "current_uuid", lambda: "GPU-1234")
-    expected = Reading(sm_mhz=1980, memory_mhz=3201, temperature_c=41, reason_bits=0x40)
-    assert clocks.read() == (None if broken else expected)
+    nvml = FakeNvml(broken=broken, old=old)
+    monkeypatch.setattr(machine, "pynvml", nvml)
+    monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
+    expected = Reading(1980, 3201, 41, 0x40)
+    assert machine.read_clocks() == (None if broken else expected)
     assert nvml.open == 0
 
 
@@ -177,56 +150,56 @@ def test_nvml_is_asked_for_the_device_that_torch_means(
 
 
 def test_every_check_that_is_not_ok_has_a_hint() -> None:
-    for found in environment.doctor():
+    for found in doctor.doctor():
         assert (found.hint == "") == (found.status == "ok"), found
 
 
 def test_each_requirement_is_checked_against_its_own_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"torch": "2.13.0", "triton": None, "numpy": "2.4.0"}
-    monkeypatch.setattr(checks, "requires", lambda _: ["torch>=2.11", "triton>=3.6", "numpy<2.4", 'x; extra == "dev"'])
-    monkeypatch.setattr(checks, "installed_version", versions.get)
-    statuses = {found.name: found.status for found in checks._packages()}
+    monkeypatch.setattr(doctor, "requires", lambda _: ["torch>=2.11", "triton>=3.6", "numpy<2.4", 'x; extra == "dev"'])
+    monkeypatch.setattr(doctor, "installed_version", versions.get)
+    statuses = {found.name: found.status for found in doctor._packages()}
     assert statuses == {"torch": "ok", "triton": "missing", "numpy": "warn"}
 
 
 def test_the_drivers_word_on_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = tmp_path / "params"
-    assert checks._counters(parameters).detail == "no NVIDIA driver"
+    assert doctor._counters(parameters).detail == "no NVIDIA driver"
     parameters.write_text("RmMsg: \nRmProfilingAdminOnly: 0\n")
-    assert checks._counters(parameters).status == "ok"
+    assert doctor._counters(parameters).status == "ok"
     parameters.write_text("RmMsg: \nRmProfilingAdminOnly: 1\n")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert checks._counters(parameters).status == "missing"
+    assert doctor._counters(parameters).status == "missing"
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert checks._counters(parameters).status == "ok"
+    assert doctor._counters(parameters).status == "ok"
 
 
 def test_ncu_is_found_where_the_toolkit_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setattr(checks, "_NCU_FOLDERS", (f"{tmp_path}/cuda*/bin",))
-    assert checks._ncu().status == "missing"
+    monkeypatch.setattr(toolchain, "_NCU_FOLDERS", (f"{tmp_path}/cuda*/bin",))
+    assert doctor._ncu().status == "missing"
     for toolkit, number in (("cuda-12.8", "2025.1.0"), ("cuda-13.0", "2025.3.1.0")):
         folder = tmp_path / toolkit / "bin"
         folder.mkdir(parents=True)
         (folder / "ncu").write_text(f"#!/bin/sh\necho 'NVIDIA (R) Nsight Compute'\necho 'Version {number} (build 1)'\n")
         (folder / "ncu").chmod(0o755)
-    found = checks._ncu()
+    found = doctor._ncu()
     assert (found.status, found.detail) == ("ok", "2025.3.1.0")
     (folder / "ncu").write_text("#!/bin/sh\nexit 3\n")
-    assert checks._ncu().detail.startswith("does not run")
+    assert doctor._ncu().detail.startswith("does not run")
 
 
 def test_offline_mode_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert checks._hub().status == "warn"
+    assert doctor._hub().status == "warn"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    assert checks._hub().status == "ok"
+    assert doctor._hub().status == "ok"
 
 
 def test_a_full_or_locked_cache_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_free(size: int) -> Any:
         monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=size))
-        return checks._cache()
+        return doctor._cache()
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
     assert with_free(100 << 30).status == "ok"
@@ -251,7 +224,7 @@ def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.gpu
 def test_on_a_gpu_everything_about_it_is_known() -> None:
-    gpu = environment.collect().gpu
+    gpu = machine.collect().gpu
     assert gpu is not None
     assert gpu.l2_bytes > 1 << 20
     assert gpu.driver != "unknown"
@@ -268,12 +241,12 @@ def test_without_package_metadata_the_doctor_says_so(monkeypatch: pytest.MonkeyP
     def absent(_: str) -> None:
         raise PackageNotFoundError("ssdprof")
 
-    monkeypatch.setattr(checks, "requires", absent)
-    (check,) = checks._packages()
+    monkeypatch.setattr(doctor, "requires", absent)
+    (check,) = doctor._packages()
     assert (check.name, check.status) == ("ssdprof", "warn")
     assert "without package metadata" in check.detail
 
 
 def test_a_password_in_the_hubs_address_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://user:secret@hub")
-    assert checks._hub().detail == "https://...@hub, not contacted by this check"
+    assert doctor._hub().detail == "https://...@hub, not contacted by this check"

@@ -137,7 +137,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("ssdprof.tuning.run.tune", returns(tuned))
     patch.setattr("ssdprof.tuning.run.gpu_to_tune", lambda: torch.device("cpu"))
     # the last: modules that the lines above import take the function with them
-    patch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
+    patch.setattr("ssdprof.environment.toolchain.require_gpu", lambda *_: torch.device("cpu"))
     store.keep(tuned.environment, tuned.outcomes)
 
 

@@ -18,9 +18,9 @@ ROWS = (
     "checkpoint capture measure store runs settings", "environment", "operators", "kernels",
 )  # fmt: skip
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
-BASE = {"core", "schema", "quantities", "progress", "files", "errors"}  # they import nothing else
+BASE = {"core", "schema", "progress", "files", "errors"}  # they import nothing else
 ONLY = {"report": BASE, "kernels": set(), **dict.fromkeys(BASE, BASE)}  # instead of what the rows allow
-ALSO = {"stalls": {"tuning"}}  # gone when `jobs` has it
+ALSO = {"stalls": {"tuning"}, "jobs": {"pipeline"}}  # gone when `jobs` has them
 TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "ssdprof").rglob("*.py"))}
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in TREES}
 

@@ -74,7 +74,7 @@ def test_what_a_command_prints_keeps_to_its_schema(
 
 
 def test_recorded_results_keep_to_the_schemas() -> None:
-    keeps_to("stalls-v2", (RESULTS / "h200-granite-4.0-h-1b-128k-stalls" / "stalls.json").read_text(encoding="utf-8"))
+    keeps_to("stalls-v3", (RESULTS / "h200-granite-4.0-h-1b-128k-stalls" / "stalls.json").read_text(encoding="utf-8"))
     keeps_to("report-v2", (RESULTS / "h200-granite-4.0-h-1b-128k" / "report.json").read_text(encoding="utf-8"))
     keeps_to("prefill-v1", (RESULTS / "h200-prefill" / "qwen3.5-9b.json").read_text(encoding="utf-8"))
     bench = (Path(__file__).parent / "bench" / "data" / "gdn-16k.json").read_text(encoding="utf-8")

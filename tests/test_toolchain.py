@@ -11,13 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import pytest
 import torch
+from fake_nvml import FakeNvml
 from triton import knobs
 
-from ssdprof import environment
-from ssdprof.environment import checks, clocks, toolchain
+from ssdprof.environment import doctor, machine, toolchain
 from ssdprof.environment.toolchain import Need, needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import limits
@@ -26,47 +25,8 @@ from ssdprof.pipeline.request import CaptureRequest, ModelRequest
 from ssdprof.progress import Unwatched
 
 
-class FakeNvml:
-    """Replaces pynvml, on a machine with some GPUs."""
-
-    NVMLError = pynvml.NVMLError
-    NVML_ERROR_NOT_FOUND = pynvml.NVML_ERROR_NOT_FOUND
-
-    def __init__(self, gpus: int = 1, cuda: int = 12040, processes: int = 1) -> None:
-        self.gpus, self.cuda, self.processes = gpus, cuda, processes
-
-    def nvmlInit(self) -> None:
-        if self.gpus < 0:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-
-    def nvmlShutdown(self) -> None:
-        pass
-
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
-        if not self.cuda:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return self.cuda
-
-    def nvmlDeviceGetCount(self) -> int:
-        return self.gpus
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
-        return f"GPU-{index}234"
-
-    def nvmlDeviceGetUUID(self, handle: str) -> str:
-        return handle
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if uuid.endswith("gone"):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return uuid
-
-    def nvmlDeviceGetComputeRunningProcesses(self, _handle: str) -> list[int]:
-        return [0] * self.processes
-
-
 def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
-    monkeypatch.setattr(clocks, "pynvml", FakeNvml(**options))
+    monkeypatch.setattr(machine, "pynvml", FakeNvml(**options))
 
 
 @pytest.fixture
@@ -310,7 +270,7 @@ def test_why_torch_uses_no_gpu(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
     assert words in unusable_gpu()
-    found = next(one for one in environment.doctor() if one.name == "gpu")
+    found = next(one for one in doctor.doctor() if one.name == "gpu")
     assert (found.status, found.hint) == ("missing", unusable_gpu())
 
 
@@ -354,13 +314,13 @@ def test_a_gpu_that_cuda_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def doctor_of_a_slice(
     monkeypatch: pytest.MonkeyPatch, memory: Callable[[object], tuple[int, int]] = lambda _: (1 << 30, 2 << 30)
-) -> dict[str, checks.Check]:
+) -> dict[str, doctor.Check]:
     """The doctor's output for a slice of a shared H200.  memory: free and total."""
     driver(monkeypatch, processes=3)
     gpu: Any = SimpleNamespace(name="NVIDIA H200 MIG 1g.18gb", compute_capability="9.0", driver="570", cuda="12.8")
-    monkeypatch.setattr(checks, "gpu", lambda: gpu)
-    monkeypatch.setattr(checks, "read", lambda: None)
-    monkeypatch.setattr(checks, "current_uuid", lambda: "GPU-1")
+    monkeypatch.setattr(doctor, "gpu", lambda: gpu)
+    monkeypatch.setattr(doctor, "read_clocks", lambda: None)
+    monkeypatch.setattr(doctor, "current_uuid", lambda: "GPU-1")
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    return {one.name: one for one in checks._gpu()}
+    return {one.name: one for one in doctor._gpu()}

@@ -11,17 +11,16 @@ from typing import Any, Literal
 
 import torch
 
-from ssdprof import __version__, environment, operators, schema
+from ssdprof import __version__, operators, schema
 from ssdprof.bench.cell import Stopwatch, time_cell
 from ssdprof.bench.contenders import Contender, Entry, line_up
 from ssdprof.bench.first_call import Patience, slower
 from ssdprof.bench.judge import BudgetSpent, Judged, Verdict, judge, run_unjudged
 from ssdprof.bench.schema import BenchCell, BenchReport, LeftOut
 from ssdprof.bench.shared import Outcomes
-from ssdprof.environment import ClockWatch
-from ssdprof.environment.machine import kernels_hash
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
 from ssdprof.environment.ranks import Ranks
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.files import uninterrupted
 from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.faults import first_line
@@ -98,7 +97,7 @@ def bench(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         ranks=ranks.count if ranks else 1,
-        environment=environment.collect(),
+        environment=collect(),
         peers={one.name: one.source for one in request.present if one.kind == "library"},
         absent=tuple(one.absent for one in request.named if one.absent),
         baseline=request.baseline,

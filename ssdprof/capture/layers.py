@@ -18,10 +18,10 @@ from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.prefill import Head
 from ssdprof.capture.prompt_run import PromptRun, check_ids
 from ssdprof.capture.sites import find_sites, match_layers
-from ssdprof.environment.memory import host_memory
+from ssdprof.core.words import size_words
+from ssdprof.environment.machine import host_memory
 from ssdprof.environment.ranks import started
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.quantities import size_words
 from ssdprof.schema import CallRef, CheckpointRef, LayerRef, Serving
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from ssdprof import operators
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import device, tensors
-from ssdprof.quantities import size_words
 
 
 def strides(inputs: Any) -> dict[str, tuple[int, ...]]:

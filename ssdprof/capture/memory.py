@@ -7,9 +7,9 @@ from typing import Any
 
 from ssdprof.capture.footprint import Footprint, decoder_layer_bytes, footprint
 from ssdprof.capture.sites import find_sites
-from ssdprof.environment.memory import free_memory
+from ssdprof.core.words import size_words
+from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.quantities import size_words
 from ssdprof.schema import LayerRef
 
 SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)

@@ -18,8 +18,8 @@ from ssdprof.checkpoint.sizes import shown
 from ssdprof.checkpoint.source import CONFIG, StoredTensor, tokenizer_files
 from ssdprof.checkpoint.view import cut_config, link_all, link_weights, write_json
 from ssdprof.checkpoint.weights import CODES
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.quantities import size_words
 from ssdprof.schema import CheckpointRef
 
 if TYPE_CHECKING:

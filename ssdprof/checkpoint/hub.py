@@ -11,8 +11,8 @@ from ssdprof.checkpoint.hub_client import api, resumed, transport_error
 from ssdprof.checkpoint.hub_errors import hub_errors
 from ssdprof.checkpoint.integrity import read_header, stored_tensor
 from ssdprof.checkpoint.source import CONFIG, StoredTensor
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, library_message
-from ssdprof.quantities import size_words
 
 
 class HubRepo:

@@ -49,12 +49,14 @@ def accuracy(
     from ssdprof.runs import document
     from ssdprof.schema import precisions_for
     from ssdprof.schema.outcome import at_precisions
-    from ssdprof.settings import gates
+    from ssdprof.settings import chosen_gates
 
-    limits = gates.chosen(config, min_match=min_match, max_rms_ratio=max_rms_ratio)
+    limits = chosen_gates(config, min_match=min_match, max_rms_ratio=max_rms_ratio)
     folder, report = runs.read(run)
     report = _chosen(report, impl, baseline)
-    report = report.model_copy(update={"gates": gates.of_accuracy(limits, report.gates)})
+    given = {"min_match": limits.min_match or None, "max_rms_ratio": limits.max_rms_ratio}
+    of_accuracy = {name: value for name, value in given.items() if value is not None}
+    report = report.model_copy(update={"gates": report.gates.model_copy(update=of_accuracy)})
     wanted = parse_states(states)
     table = accuracy_table(report, dtypes, wanted, every_state=states != "all")
     shown = at_precisions(report, precisions_for("fp32", dtypes, wanted))

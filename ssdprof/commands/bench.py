@@ -194,7 +194,7 @@ def bench(
     from ssdprof.bench.contenders import ways
     from ssdprof.bench.run import NEEDS_GPU, BenchRequest
     from ssdprof.bench.schema import dump
-    from ssdprof.environment.present import require_gpu
+    from ssdprof.environment.toolchain import require_gpu
     from ssdprof.operators.named import Roster
     from ssdprof.progress import Unwatched
 

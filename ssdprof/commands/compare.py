@@ -44,7 +44,7 @@ def compare(
     compared in any case.  Exit code 1 says that a case violates --fail-if, that --fail-if applies to no case, or that
     nothing was compared.
     """
-    from ssdprof import files
+    from ssdprof import files, settings
     from ssdprof.compare import compare as comparing
     from ssdprof.compare import conditions
     from ssdprof.compare.read import read
@@ -52,11 +52,10 @@ def compare(
     from ssdprof.pipeline.request import parse_percent
     from ssdprof.report import comparison, markdown
     from ssdprof.report import terminal as tables
-    from ssdprof.settings import find
 
     if as_json and format == "markdown":
         raise BadInputError("--json and --format markdown cannot be combined.", "Give one of them.")
-    stored = find.load(config).compare
+    stored = settings.load(config).compare
     asked = [conditions.parse(text) for text in (stored.fail_if if fail_if is None else fail_if)]
     smallest = parse_percent("--smallest-difference", smallest_difference or stored.smallest_difference or "1%")
     target = options.file_to_write(output, force=force)

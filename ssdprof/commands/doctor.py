@@ -15,9 +15,9 @@ def doctor(as_json: options.Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ssdprof import environment
+    from ssdprof.environment import doctor
 
-    checks = environment.doctor()
+    checks = doctor.doctor()
     if as_json:
         terminal.print_json([check.model_dump() for check in checks])
         return

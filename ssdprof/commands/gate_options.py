@@ -29,9 +29,9 @@ class GateOptions:
 
     def chosen(self) -> Gates:
         """The gates of the command line, completed by those of the settings file.  Raises BadInputError."""
-        from ssdprof.settings import gates
+        from ssdprof.settings import chosen_gates
 
-        return gates.chosen(
+        return chosen_gates(
             self.config, min_speedup=self.min_speedup, min_match=self.min_match, max_rms_ratio=self.max_rms_ratio
         )
 
@@ -45,7 +45,7 @@ class GateOptions:
         if chosen.min_speedup is None or torch.cuda.is_available():
             return chosen
         if self.min_speedup is not None:
-            from ssdprof.environment.present import require_gpu
+            from ssdprof.environment.toolchain import require_gpu
 
             require_gpu("--min-speedup needs", "Run on a machine with an NVIDIA GPU, or leave --min-speedup out.")
         terminal.err().print("min-speedup of the settings file is not judged: this machine has no GPU.")

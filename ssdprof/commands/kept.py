@@ -29,7 +29,7 @@ class KeptRun:
 
     def markdown(self, output: Path | None) -> str:
         """output: the output file, next to which pictures are written; None for stdout."""
-        from ssdprof.pipeline import stall_files
+        from ssdprof.jobs import stall_files
         from ssdprof.report import markdown
 
         text = markdown.render(self.report)
@@ -40,7 +40,7 @@ class KeptRun:
         return f"{text}\n{stall_files.as_markdown(stalls, figures)}"
 
     def html(self) -> str:
-        from ssdprof.pipeline import stall_files
+        from ssdprof.jobs import stall_files
         from ssdprof.report import html
 
         return html.render(self.report, stall_files.of_run(self.source))

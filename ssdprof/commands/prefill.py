@@ -74,19 +74,19 @@ def prefill(
     """
     from ssdprof import files
     from ssdprof.pipeline.request import parse_percent
-    from ssdprof.settings import gates
+    from ssdprof.settings import prefill_gates
 
     options.refuse_ranks("ssdprof prefill")
     request = model.request()
     names = timed.names()
     smallest = parse_percent("--smallest-difference", smallest_difference)
-    limits = gates.of_prefill(config, min_speedup)
+    limits = prefill_gates(config, min_speedup)
     for file in (out, markdown):
         if file is not None:
             files.check_target(file, replace=force)
 
     # these import torch, so after all checks that do not need it
-    from ssdprof.environment.present import require_gpu
+    from ssdprof.environment.toolchain import require_gpu
     from ssdprof.operators import named
     from ssdprof.pipeline.lineup import line_up
     from ssdprof.pipeline.prefill import NEEDS_GPU, SURROUNDINGS, PrefillRequest, find, time_prefills

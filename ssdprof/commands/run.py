@@ -204,8 +204,8 @@ def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, 
 def _stalls(request: CaptureRequest, folder: Path, report: RunReport, tuned: Path | None, as_json: bool) -> None:
     """Profile, show and store stalls.  If this machine cannot profile, prints why and leaves the run."""
     from ssdprof.errors import SsdprofError
-    from ssdprof.pipeline import stall_files
-    from ssdprof.pipeline.stalls import profile_run
+    from ssdprof.jobs import stall_files
+    from ssdprof.jobs.stalls import profile_run
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
 

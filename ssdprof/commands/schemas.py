@@ -38,7 +38,7 @@ def documents() -> dict[str, Published]:
     """Name -> schema.  A version in a name is also a field of the document."""
     from ssdprof.bench.schema import BenchReport
     from ssdprof.checkpoint.families import FamilyRow
-    from ssdprof.environment.checks import Check
+    from ssdprof.environment.doctor import Check
     from ssdprof.schema import RunReport
     from ssdprof.schema.capture import StoredCapture
     from ssdprof.schema.comparison import Comparison
@@ -46,6 +46,7 @@ def documents() -> dict[str, Published]:
     from ssdprof.schema.plan import DryRun
     from ssdprof.schema.prefill import PrefillReport
     from ssdprof.schema.stalls import StallReport
+    from ssdprof.settings import ProjectSettings
     from ssdprof.tuning.records import PlannedSearch, TuneReport
 
     dry = ("run --dry-run", "capture --dry-run", "answers --dry-run")
@@ -56,11 +57,12 @@ def documents() -> dict[str, Published]:
         "comparison-v1": Published("ssdprof comparison", ("compare",), Comparison),
         "runs": Published("ssdprof runs", ("runs",), tuple[ListedRun, ...]),
         "prefill-v1": Published("ssdprof prefill", ("prefill", "export"), PrefillReport),
-        "stalls-v2": Published("ssdprof stalls", ("stalls",), StallReport),
+        "stalls-v3": Published("ssdprof stalls", ("stalls",), StallReport),
         "bench-v2": Published("ssdprof bench", ("bench", "export"), BenchReport),
         "tune-v2": Published("ssdprof tune", ("tune",), TuneReport),
         "tune-dry-run": Published("ssdprof tune dry run", ("tune --dry-run",), tuple[PlannedSearch, ...]),
         "models": Published("ssdprof models", ("models",), tuple[FamilyRow, ...]),
+        "settings-v1": Published("ssdprof settings", (), ProjectSettings),
         "doctor": Published("ssdprof doctor", ("doctor",), tuple[Check, ...]),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from ssdprof.commands import terminal
-from ssdprof.quantities import size_words
+from ssdprof.core.words import size_words
 from ssdprof.report.placement import placement_words
 from ssdprof.report.serving import serving_words
 from ssdprof.schema.plan import DryRun

@@ -44,10 +44,7 @@ def stalls(
     files: Annotated[
         list[Path] | None,
         typer.Option(
-            "--from",
-            metavar="FILE",
-            parser=options.path,
-            help="Read a report of ncu (.ncu-rep, or a CSV) instead.  Repeatable.",
+            "--from", metavar="FILE", parser=options.path, help="Read a report of ncu (.ncu-rep) instead.  Repeatable."
         ),
     ] = None,
     markdown: Annotated[
@@ -93,10 +90,9 @@ def stalls(
         )
 
     # these import torch, so after all checks that do not need it
+    from ssdprof.jobs import stall_files
+    from ssdprof.jobs.stalls import StallRequest, from_files, profile
     from ssdprof.operators import named
-    from ssdprof.pipeline import stall_files
-    from ssdprof.pipeline.stall_request import StallRequest
-    from ssdprof.pipeline.stalls import from_files, profile
     from ssdprof.report import stall_document
     from ssdprof.report import terminal as tables
 

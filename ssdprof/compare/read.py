@@ -41,7 +41,7 @@ def read(where: str) -> Subject:
     if file.is_file() and prefill_file.is_prefill(file):
         return _prefill(file)
     folder, report = runs.read(where)
-    from ssdprof.pipeline import stall_files
+    from ssdprof.jobs import stall_files
 
     return _run(where, report, stall_files.of_run(folder) if not file.is_file() else None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ssdprof.report.stall_groups import Design, designs
+from ssdprof.report.stall_groups import KernelGroup, groups
 from ssdprof.schema.comparison import StageChange
 from ssdprof.schema.stalls import StallReport
 
@@ -13,13 +13,13 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Stage
     """Stages of the implementations that were profiled in both."""
     if base is None or new is None:
         return
-    before = {design.name: design for design in designs(base) if design.is_sampled}
-    for design in designs(new):
-        if design.is_sampled and design.name in before:
-            yield from _of_design(before[design.name], design)
+    before = {group.name: group for group in groups(base) if group.is_sampled}
+    for group in groups(new):
+        if group.is_sampled and group.name in before:
+            yield from _of_group(before[group.name], group)
 
 
-def _of_design(base: Design, new: Design) -> Iterator[StageChange]:
+def _of_group(base: KernelGroup, new: KernelGroup) -> Iterator[StageChange]:
     before, now = base.whole(), new.whole()
     for stage in dict.fromkeys((*now, *before)):
         one, other = before.get(stage), now.get(stage)

@@ -1,28 +1,47 @@
-"""Records the machine: GPU, processor, versions, and the hash of the kernels' sources."""
+"""The machine: GPU, processor, versions, the hash of the kernels' sources, clocks, free memory, and transfer speeds."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
+import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-from ssdprof.environment.clocks import driver_version
-from ssdprof.schema import Environment, Gpu
+import pynvml
+import torch
 
+from ssdprof.environment.ranks import started
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.schema import Clocks, Environment, Gpu
+
+T = TypeVar("T")
 _PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "numpy",
-    "safetensors",
-    "huggingface-hub",
-    "nvidia-ml-py",
-    "mamba-ssm",
-    "flash-linear-attention",
-    "flashinfer-python",
-)
+    "torch", "triton", "transformers", "numpy", "safetensors", "huggingface-hub", "nvidia-ml-py", "mamba-ssm",
+    "flash-linear-attention", "flashinfer-python",
+)  # fmt: skip
+# The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner are not among
+# them: an idle GPU is not in the timed region, and the clocks themselves show the limit.
+_THROTTLE_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "temperature, by the driver",
+    0x40: "temperature, by the hardware",
+    0x80: "power brake",
+}
+_MEMINFO = Path("/proc/meminfo")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+# The files with a limit, the usage, and the part of the usage that is page cache: the kernel frees it when memory is
+# needed.  A checkpoint that was just downloaded or read is in the page cache.
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+_V2 = "memory.max", "memory.current", ("inactive_file", "active_file")
+TRANSFER_BYTES = 256 << 20  # read from a file or copied to a GPU; 0.1 s from a fast disk
 
 
 def collect() -> Environment:
@@ -38,8 +57,6 @@ def collect() -> Environment:
 
 def gpu() -> Gpu | None:
     """torch's current CUDA device."""
-    import torch
-
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -49,7 +66,7 @@ def gpu() -> Gpu | None:
         sm_count=properties.multi_processor_count,
         memory_bytes=properties.total_memory,
         l2_bytes=properties.L2_cache_size,
-        driver=driver_version() or "unknown",
+        driver=ask_nvml(lambda nvml: str(nvml.nvmlSystemGetDriverVersion())) or "unknown",
         cuda=torch.version.cuda or "unknown",
     )
 
@@ -88,3 +105,198 @@ def _cpu_model() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+# --- clocks
+
+
+class Reading(NamedTuple):
+    """The GPU's state: clocks in MHz, temperature in °C, NVML's mask of the reasons for its clocks."""
+
+    sm: int
+    memory: int
+    temperature: int
+    reasons: int
+
+
+class ClockWatch:
+    """Reads the clocks when entered, at every `poll`, and on the way out if nothing polled.
+
+        with ClockWatch() as watch:
+            ...  # time something
+            watch.poll()
+        watch.clocks
+
+    Poll while the GPU is still warm.  Without NVML or a GPU, `clocks` is None.
+    """
+
+    def __init__(self) -> None:
+        self._readings: list[Reading] = []
+
+    def __enter__(self) -> ClockWatch:
+        self.poll()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if len(self._readings) == 1:
+            self.poll()
+
+    def poll(self) -> None:
+        """Take a reading."""
+        if (reading := read_clocks()) is not None:
+            self._readings.append(reading)
+
+    @property
+    def clocks(self) -> Clocks | None:
+        """The first and the last reading, and all throttle reasons of any reading."""
+        if not self._readings:
+            return None
+        first, last = self._readings[0], self._readings[-1]
+        return Clocks(
+            sm_mhz=(first.sm, last.sm),
+            memory_mhz=(first.memory, last.memory),
+            temperature_c=(first.temperature, last.temperature),
+            throttle_reasons=tuple(
+                words for bit, words in _THROTTLE_REASONS.items() if any(one.reasons & bit for one in self._readings)
+            ),
+        )
+
+
+def read_clocks() -> Reading | None:
+    """torch's current GPU, now; None without a GPU, without NVML, or if the driver does not report it."""
+    uuid = current_uuid()
+    return None if uuid is None else ask_nvml(lambda nvml: _reading(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+
+
+def _reading(nvml: Any, handle: Any) -> Reading:
+    try:
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except nvml.NVMLError as error:
+        if error.value != nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+            raise
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # its name in drivers before 535
+    return Reading(
+        nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+        nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        reasons,
+    )
+
+
+def current_uuid() -> str | None:
+    """The UUID of torch's current GPU, by which NVML finds it whatever CUDA_VISIBLE_DEVICES hides or reorders."""
+    if not torch.cuda.is_available():
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def ask_nvml(question: Callable[[Any], T]) -> T | None:
+    """NVML's answer; None if its library cannot be loaded, the driver does not run, or does not know."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return question(pynvml)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+# --- free memory
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still allocate on `device`.
+
+    On a GPU, others may hold memory, and `torch.cuda.set_per_process_memory_fraction` may have set a limit.
+    """
+    if device.type != "cuda":
+        return host_memory()
+    free, total = gpu_memory(device)
+    allocated = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - allocated
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + cached, allowed - allocated)
+
+
+def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
+    """Free and total bytes of a GPU, the current one by default.  MissingCapabilityError if CUDA cannot start it."""
+    try:
+        return torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        raise MissingCapabilityError(
+            f"CUDA cannot start the GPU: {str(error).splitlines()[0].rstrip('.')}.",
+            "Another process may have exclusive use of it, or fill its memory.  To see the processes, run: nvidia-smi",
+        ) from error
+
+
+def host_memory() -> int:
+    """Bytes of main memory available to this process: its share, if torchrun started several."""
+    return _available() // started()
+
+
+def _available() -> int:
+    """Linux's estimate, or less if a control group limits it."""
+    return min((_numbers(_MEMINFO)["MemAvailable:"] * 1024, *_left_in_groups()))
+
+
+def _left_in_groups() -> Iterator[int]:
+    """The memory that each limit of this process's control groups leaves, for versions 2 and 1."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers not in ("", "memory"):
+            continue
+        top = _GROUPS / controllers
+        limit, used, cached = _V1 if controllers else _V2
+        own = top / path.lstrip("/")  # missing in a container that sees its own group as the root
+        for group in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+            try:
+                allowed, taken = (int((group / name).read_text()) for name in (limit, used))
+                found = _numbers(group / "memory.stat")
+                yield allowed - taken + sum(found.get(name, 0) for name in cached)
+            except (OSError, ValueError):  # no such group, or its limit is "max"
+                continue
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The numbers of a file with a name and a number in each line."""
+    return {name: int(number) for name, number, *_ in map(str.split, file.read_text().splitlines())}
+
+
+# --- transfer speeds
+
+
+def read_bytes_per_s(file: Path) -> float | None:
+    """Speed of the disk: reads the beginning of `file`, after dropping it from the system's cache if possible.
+
+    None for an empty file.
+    """
+    with file.open("rb", buffering=0) as opened:
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(opened.fileno(), 0, TRANSFER_BYTES, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        size = 0
+        while size < TRANSFER_BYTES and (piece := opened.read(min(16 << 20, TRANSFER_BYTES - size))):
+            size += len(piece)
+        return size / (time.perf_counter() - began) if size else None
+
+
+def copy_bytes_per_s(device: torch.device, most: int) -> float:
+    """Speed of a copy from main memory, not pinned, to a GPU.  The first copy is a warm-up.
+
+    most: bytes for which the GPU has room.
+    """
+    source = torch.zeros(min(TRANSFER_BYTES, most), dtype=torch.uint8)
+    seconds = 0.0
+    for _ in range(2):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        source.to(device)
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
+    return len(source) / seconds

@@ -1,4 +1,4 @@
-"""Checks, before the first kernel is compiled, what Triton and torch need on a machine with a GPU.
+"""What Triton, torch and profiles need on a machine with a GPU, checked before the first kernel is compiled.
 
 Triton compiles a small C module for each kernel's launch: it calls a C compiler with Python's headers and links the
 driver's library.  A slim container has none of them.
@@ -14,13 +14,18 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ssdprof.environment.clocks import nvml_open
+import torch
+
+from ssdprof.environment.machine import ask_nvml, gpu_memory
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.kernels._triton import INTERPRETED
 
 DRIVER_LIBRARY = "libcuda.so.1"
 _LDCONFIG = "/sbin/ldconfig"
 _MAPS = "/proc/self/maps"
+_NCU_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*")
 # A slim image has no list of packages until it is fetched.
 _INSTALLERS = {"apt-get": "apt-get update && apt-get install -y", "dnf": "dnf install -y", "apk": "apk add"}
 _C_LIBRARY = {"apt-get": "libc6-dev", "dnf": "glibc-devel", "apk": "musl-dev"}
@@ -53,12 +58,20 @@ def needs() -> Iterator[Need]:
     yield _cache()
 
 
+def require_gpu(what: str, hint: str) -> torch.device:
+    """The current GPU.  Raises MissingCapabilityError without one, in interpreter mode, or if Triton cannot compile.
+
+    what: the start of the sentence, such as "A bench needs".
+    """
+    if not torch.cuda.is_available() or INTERPRETED:
+        why = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
+        raise MissingCapabilityError(f"{what} an NVIDIA GPU, and {why}.", unusable_gpu() or hint)
+    require_toolchain()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def require_toolchain() -> None:
     """Raises MissingCapabilityError for the first unmet requirement, or for a GPU that CUDA cannot start."""
-    import torch
-
-    from ssdprof.environment.memory import gpu_memory
-
     for need in needs():
         if not need.found:
             raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.lacking}.", need.hint)
@@ -68,48 +81,44 @@ def require_toolchain() -> None:
 
 def unusable_gpu() -> str:
     """Why torch uses no GPU although the driver has one, with a hint; empty if it uses one or there is none."""
-    import torch
-
-    if torch.cuda.is_available() or (driver := _driver()) is None or not driver.gpus:
+    version, uuids = (None if torch.cuda.is_available() else ask_nvml(_driver)) or (0, [])
+    if not uuids:
         return ""
-    version, gpus = driver.cuda, len(driver.gpus)
-    there = f"{gpus} NVIDIA GPU{'s' * (gpus > 1)}"
+    there = f"{len(uuids)} NVIDIA GPU{'s' * (len(uuids) > 1)}"
+    other = (
+        f"pip install uv && uv pip install --python {sys.executable} --torch-backend auto "
+        "--reinstall-package torch torch"
+    )
     if torch.version.cuda is None:
-        return f"The driver has {there}, and this torch is built without CUDA.  Run: {_other_torch()}"
-    built = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    if built[0] > version[0]:
+        return f"The driver has {there}, and this torch is built without CUDA.  Run: {other}"
+    if int(torch.version.cuda.split(".")[0]) > version // 1000:
+        cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
         return (
-            f"The driver has {there} and runs CUDA {version[0]}.{version[1]}, and this torch is built for CUDA "
-            f"{torch.version.cuda}.  Update NVIDIA's driver, or run: {_other_torch()}"
+            f"The driver has {there} and runs {cuda}, and this torch is built for CUDA {torch.version.cuda}.  Update "
+            f"NVIDIA's driver, or run: {other}"
         )
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None and not driver.has(shown.split(",")[0].strip()):
+    if shown is not None and not _is_gpu(shown.split(",")[0].strip(), uuids):
         return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
     return f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; torch.cuda.init()'"
 
 
 def others_on_gpu(uuid: str) -> int | None:
     """Number of other processes that compute on the GPU; None if the driver does not report it."""
-    import torch
-
-    with nvml_open() as nvml:
-        if nvml is None:
-            return None
-        try:
-            running = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
-        except nvml.NVMLError:
-            return None
+    running = ask_nvml(
+        lambda nvml: len(nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid)))
+    )
     # In a container, process ids are those of the host: one of them is this process.
     mine = 1 if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
-    return max(0, len(running) - mine)
+    return None if running is None else max(0, running - mine)
 
 
-def _other_torch() -> str:
-    """The command that installs a build of torch for this machine's driver."""
-    return (
-        f"pip install uv && uv pip install --python {sys.executable} --torch-backend auto "
-        "--reinstall-package torch torch"
-    )
+def find_ncu() -> str | None:
+    """The ncu on PATH, else the latest where NVIDIA's installers put it."""
+    if on_path := shutil.which("ncu"):
+        return on_path
+    folders = (f for one in _NCU_FOLDERS for f in sorted(Path("/").glob(one.lstrip("/")), reverse=True))
+    return next((str(folder / "ncu") for folder in folders if os.access(folder / "ncu", os.X_OK)), None)
 
 
 def _compiler() -> Need:
@@ -205,45 +214,31 @@ def _installer() -> str:
     return _INSTALLERS[_manager()]
 
 
-@dataclass(frozen=True)
-class _Driver:
-    """cuda: the latest version that it supports.  gpus: their UUIDs."""
-
-    cuda: tuple[int, int]
-    gpus: tuple[str, ...]
-
-    def has(self, entry: str) -> bool:
-        """Whether the first entry of CUDA_VISIBLE_DEVICES names a GPU: by its number, its UUID or the beginning of it,
-        or the UUID of a slice.  CUDA reads the entries up to the first that names none.
-        """
-        if entry.isdecimal():
-            return int(entry) < len(self.gpus)
-        if not entry.startswith(("GPU-", "MIG-")):
-            return False
-        return any(gpu.startswith(entry) for gpu in self.gpus) or _has_device(entry)
+def _driver(nvml: Any) -> tuple[int, list[str]]:
+    """The latest version of CUDA that the driver supports, 12040 for 12.4, and the UUIDs of its GPUs."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    return nvml.nvmlSystemGetCudaDriverVersion_v2(), [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
 
 
-def _driver() -> _Driver | None:
-    """None without a driver, or if it does not answer."""
-    with nvml_open() as nvml:
-        if nvml is None:
-            return None
-        try:
-            version: int = nvml.nvmlSystemGetCudaDriverVersion_v2()
-            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            uuids = tuple(str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles)
-        except nvml.NVMLError:
-            return None
-        return _Driver((version // 1000, version % 1000 // 10), uuids)
+def _is_gpu(entry: str, uuids: Sequence[str]) -> bool:
+    """Whether the first entry of CUDA_VISIBLE_DEVICES names a GPU: by its number, its UUID or the beginning of it, or
+    the UUID of a slice.  CUDA reads the entries up to the first that names none.
+    """
+    if entry.isdecimal():
+        return int(entry) < len(uuids)
+    if not entry.startswith(("GPU-", "MIG-")):
+        return False
+    return any(uuid.startswith(entry) for uuid in uuids) or _has_device(entry)
 
 
 def _has_device(uuid: str) -> bool:
     """Whether the driver has a GPU or a slice of this UUID; true if it does not say."""
-    with nvml_open() as nvml:
-        if nvml is None:
-            return True
+
+    def lacks(nvml: Any) -> bool:
         try:
             nvml.nvmlDeviceGetHandleByUUID(uuid)
         except nvml.NVMLError as error:
-            return bool(error.value != nvml.NVML_ERROR_NOT_FOUND)
-        return True
+            return bool(error.value == nvml.NVML_ERROR_NOT_FOUND)
+        return False
+
+    return not ask_nvml(lacks)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ssdprof import operators
-from ssdprof.environment.memory import free_memory
+from ssdprof.environment.machine import free_memory
 from ssdprof.operators import tensors
 from ssdprof.operators.operator import Output
 from ssdprof.schema import Memory

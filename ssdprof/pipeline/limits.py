@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from ssdprof.checkpoint.families import siblings_that_fit
-from ssdprof.environment.memory import free_memory
+from ssdprof.core.words import size_words
+from ssdprof.environment.machine import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.measure.faults import first_line
-from ssdprof.quantities import size_words
 
 if TYPE_CHECKING:
     from ssdprof.pipeline.subject import Subject

@@ -19,12 +19,11 @@ from ssdprof.capture.rehearsal import rehearse
 from ssdprof.checkpoint.definition import quiet_transformers
 from ssdprof.checkpoint.fetched import LocalCheckpoint, meta_model
 from ssdprof.checkpoint.placing import DeviceMap, Place, infer, largest_streamed, weights_by_place
-from ssdprof.environment.memory import free_memory, host_memory
+from ssdprof.core.words import size_words
+from ssdprof.environment.machine import copy_bytes_per_s, free_memory, host_memory, read_bytes_per_s
 from ssdprof.environment.ranks import started
-from ssdprof.environment.transfer import copy_bytes_per_s, read_bytes_per_s
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.pipeline import limits
-from ssdprof.quantities import size_words
 from ssdprof.schema.checkpoint import DECODED_ON_LOAD
 from ssdprof.schema.placement import Held, Placement, PlacementKind
 from ssdprof.schema.serving import split_prompt

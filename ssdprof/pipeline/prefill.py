@@ -13,13 +13,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ssdprof import __version__, environment, operators
+from ssdprof import __version__, operators
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.sites import Site, find_sites
 from ssdprof.capture.surroundings import BundledSurroundings
-from ssdprof.environment import ClockWatch
-from ssdprof.environment.machine import installed_version
-from ssdprof.environment.present import require_gpu
+from ssdprof.environment.machine import ClockWatch, collect, installed_version
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.gpu_trace import traced
 from ssdprof.measure.rehearsal import FIRST_CALL_S, Rehearsals
@@ -206,7 +205,7 @@ def _draft(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
         checkpoint=subject.ref,
-        environment=environment.collect(),
+        environment=collect(),
         prefill=Prefill(
             layers=config.num_hidden_layers,
             layer_count=subject.ref.layer_count,

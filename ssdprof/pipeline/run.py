@@ -15,7 +15,7 @@ import numpy as np
 from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.captured import CapturedLayer
-from ssdprof.environment import ClockWatch
+from ssdprof.environment.machine import ClockWatch
 from ssdprof.environment.ranks import Ranks
 from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from decimal import ROUND_DOWN, Decimal
 
-from ssdprof.quantities import size_words, three_digits
+from ssdprof.core.words import size_words, three_digits
 from ssdprof.schema import Interval
 
 MISSING = "-"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ssdprof.quantities import size_words
+from ssdprof.core.words import size_words
 from ssdprof.schema.placement import Held, Placement
 
 _PLACES = {"cpu": "in main memory", "disk": "on the disk"}

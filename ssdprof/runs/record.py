@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
-from ssdprof import __version__, environment
+from ssdprof import __version__
+from ssdprof.environment import machine
 from ssdprof.errors import SsdprofError
 from ssdprof.files import uninterrupted
 from ssdprof.progress import Watcher
@@ -47,7 +48,7 @@ def draft(
         gates=gates,
         capture_complete=capture_complete,
         checkpoint=ref,
-        environment=environment.collect(),
+        environment=machine.collect(),
         prompts=tuple(prompts),
         captured_layers=(),
         segment_length=segment_length,

@@ -15,43 +15,20 @@ from ssdprof.schema.dims import Dims
 from ssdprof.schema.machine import Environment
 from ssdprof.schema.speed import Launch
 
-STALLS_VERSION: Final = 2
+STALLS_VERSION: Final = 3
 
-Samples = dict[str, int]  # stall reason -> warp samples
+Samples = dict[str, int]  # stall reason -> warp samples, the most frequent first
 
 
 class Launched(Record):
-    """The launches of one call of an implementation.
-
-    precision: at which it ran; None in recorded reports that do not hold it.
-    """
+    """The launches of one call of an implementation."""
 
     implementation: str
     variant: str
-    precision: PrecisionRecord | None = None
+    precision: PrecisionRecord  # at which it ran
     launch_count: int  # of Triton kernels
     launches: tuple[Launch, ...]  # each kernel once, with the resources that Triton reports
     occupancy_pct: tuple[float | None, ...] = ()  # of each launch: warps that its resources let an SM hold
-
-
-class Refusal(Record):
-    """The reason why a call cannot be made."""
-
-    message: str
-    hint: str
-    exit_code: int
-
-
-class Stage(Record):
-    """A stage of the algorithm in one kernel.  A name with a dot is a part of a stage."""
-
-    name: str
-    samples: Samples
-    idle: bool = False  # its warps are idle, which costs no time
-
-    @property
-    def total(self) -> int:
-        return sum(self.samples.values())
 
 
 class Line(Record):
@@ -69,9 +46,19 @@ class Line(Record):
         return sum(self.samples.values())
 
 
-class Resources(Record):
-    """The resources of a launch."""
+class SelfCheck(Record):
+    """A condition for valid tables."""
 
+    name: str
+    status: Literal["ok", "failed", "not checked"]
+    detail: str
+
+
+class KernelStalls(Record):
+    """One launch of one kernel, alone on the GPU with cold caches: not comparable with the times of a run."""
+
+    kernel: str
+    implementation: str  # "" for other kernels
     grid: tuple[int, int, int] | None = None
     block: int | None = None  # threads
     registers: int | None = None  # per thread, at launch
@@ -81,11 +68,6 @@ class Resources(Record):
     occupancy_pct: float | None = None  # achieved: active warps of those that an SM can hold
     occupancy_limit_pct: float | None = None  # theoretical
     limited_by: tuple[str, ...] = ()  # the resources with the fewest blocks per SM
-
-
-class Throughput(Record):
-    """The speed of a launch, alone on the GPU with cold caches.  Not comparable with the times of a run."""
-
     duration_us: float | None = None
     compute_pct: float | None = None  # of the speed of light
     memory_pct: float | None = None
@@ -102,84 +84,46 @@ class Throughput(Record):
     fp32_flops: int | None = None
     dram_peak_gb_per_s: float | None = None
     tensor_peak_tflops: float | None = None
-
-
-class SelfCheck(Record):
-    """A condition for valid tables."""
-
-    name: str
-    status: Literal["ok", "failed", "not checked"]
-    detail: str
-
-
-class Hint(Record):
-    """Evidence of a bottleneck, and advice."""
-
-    stage: str  # "" if it is about the whole kernel
-    share_pct: float | None = None  # share of the kernel's busy samples concerned
-    evidence: str
-    advice: str
-
-
-class KernelStalls(Record):
-    """One launch of one kernel."""
-
-    kernel: str
-    implementation: str  # "" for other kernels
-    resources: Resources
-    throughput: Throughput
-    sample_count: int | None  # None: no warp was sampled
-    samples: Samples
-    # without samples: waiting warps per issuing one, by stall reason
-    average: dict[str, float] = Field(default_factory=dict)
-    stages: tuple[Stage, ...]
-    lines: tuple[Line, ...]  # hottest first; idle warps included
-    from_neighbours: int = 0  # samples on lines of no stage (libraries, helpers, the compiler's own): see stages.py
+    sample_count: int | None = None  # None: no warp was sampled
+    samples: Samples = Field(default_factory=dict)
+    average: dict[str, float] = Field(default_factory=dict)  # without samples: reason -> waiting warps per issuing one
+    stages: dict[str, Samples] = Field(default_factory=dict)  # by the algorithm's order; "stage" or "stage.part"
+    idle: tuple[str, ...] = ()  # stages whose warps are idle, which costs no time
+    lines: tuple[Line, ...] = ()  # hottest first; idle warps included
+    from_neighbours: int = 0  # samples on lines without a stage (libraries, helpers, the compiler's own)
     unlabelled: tuple[str, ...] = ()  # files without known stages: their functions are the stages
     not_collected: tuple[str, ...] = ()
     checks: tuple[SelfCheck, ...] = ()
-    hints: tuple[Hint, ...] = ()
+    # evidence and advice -> percent of the busy samples that it is about; None: about the whole kernel
+    hints: dict[str, float | None] = Field(default_factory=dict)
 
     @property
     def busy_samples(self) -> int:
         """All samples except those of idle warps."""
-        return sum(stage.total for stage in self.stages if not stage.idle)
-
-
-class Profiled(Record):
-    """What was profiled.  Unknown for a report made elsewhere."""
-
-    model: str = ""  # repository or folder, and whether its weights are random
-    layer: LayerRef
-    dims: Dims
-    precision: PrecisionRecord
-    launched: tuple[Launched, ...]
-    left_out: tuple[str, ...] = ()  # a sentence for each library that could not be profiled
-
-
-class Recorded(Record):
-    """When, where and how ssdprof profiled."""
-
-    created: str  # ISO 8601, UTC
-    command: tuple[str, ...]  # as typed, without tokens
-    environment: Environment
-    ncu: str  # version; "" if it could not run
+        return sum(sum(samples.values()) for stage, samples in self.stages.items() if stage not in self.idle)
 
 
 class StallReport(Record):
-    """The contents of one or more ncu reports.
+    """The contents of one or more ncu reports, on which alone its kernels depend.
 
-    For reports made elsewhere it depends only on their contents.  `subject` and `recorded` are set if ssdprof
-    profiled.
+    The fields below `checks` are set if ssdprof profiled.
     """
 
-    stalls_version: Literal[2] = STALLS_VERSION
+    stalls_version: Literal[3] = STALLS_VERSION
     ssdprof_version: str
     sources: dict[str, str]  # ncu report's file name -> sha256
     gpu: str  # "" if unknown
     kernels: tuple[KernelStalls, ...]
     words: dict[str, str] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
     checks: tuple[SelfCheck, ...] = ()
-    subject: Profiled | None = None
-    recorded: Recorded | None = None
-    missing: str = ""  # why there are no stalls; then `subject` has the resources that Triton reports
+    model: str = ""  # repository or folder, and whether its weights are random
+    layer: LayerRef | None = None
+    dims: Dims | None = None
+    precision: PrecisionRecord | None = None  # as requested
+    launched: tuple[Launched, ...] = ()
+    left_out: tuple[str, ...] = ()  # a sentence for each library that could not be profiled
+    created: str = ""  # ISO 8601, UTC
+    command: tuple[str, ...] = ()  # as typed, without tokens
+    environment: Environment | None = None
+    ncu: str = ""  # version; "" if it could not run
+    missing: str = ""  # why there are no stalls; then `launched` has the resources that Triton reports

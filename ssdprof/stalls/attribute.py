@@ -1,67 +1,100 @@
-"""Attributes samples to source lines, and lines to stages.
+"""Attributes samples to source lines, and lines to stages, which the source itself declares.
+
+    STAGES = {"take_ticket": "ticket", "scalar": "caller"}   every @jit function of the file
+    WAITS = {"full": "waiting.chunk"}                          what `mbarrier.wait(shared.full...)` waits for
+    # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
+
+So reports of older versions keep their meaning.  For files of other libraries a table has the same information, by the
+hash of the file (`operators/known_sources.py`).  In any other file every function is a stage of its own name.
 
 An instruction has one source line.  In reports that ssdprof records it is the innermost of those that led there that
-has a stage (`call_sites.py`); in others it is that of the innermost function that was inlined.  If that line has no
-stage (a library, a helper, a header), the instruction gets the stage of the one before it in the program that has one,
-else of the one after it: compilers keep instructions of a line together.  The number of such samples is reported.
+has a stage (`target.py`); in others it is that of the innermost function that was inlined.  Lines of "caller", of
+libraries and of a function's header (the compiler's own) have no stage: such an instruction gets the stage of the one
+before it in the program that has one, else of the one after it, because compilers keep instructions of a line together.
+The number of such samples is reported.
 """
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from ssdprof import operators
+from ssdprof.operators.known_sources import KnownSource
 from ssdprof.operators.outline import Stages
-from ssdprof.schema.stalls import Line, Stage
-from ssdprof.stalls.raw import Point, RawKernel, base_name
-from ssdprof.stalls.sources import Sources
-from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN, Place
+from ssdprof.schema.stalls import Line, Samples
+from ssdprof.stalls.read import Point, RawKernel, base_name
 
+CALLER = "caller"
+IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
+UNKNOWN = "unknown"
 _BLOCK_BARRIER = "barrier"
-_Key = tuple[str, int, str, str, str]  # file, line, instruction if there is no line, function, stage
+_MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
+_ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect", "arrive")
+_LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
+_PACKAGE = Path(__file__).parent.parent
 
 
-@dataclass(frozen=True)
-class Attribution:
-    """lines: hottest first.  from_neighbours: number of samples with the stage of a neighbour."""
+def attribute(
+    kernel: RawKernel,
+    sources: Sources,
+    known: Stages = Stages(),  # noqa: B008
+) -> tuple[dict[str, Samples], tuple[Line, ...], int]:
+    """Every sample of the kernel's points: by stage in the algorithm's order, and by line and stage, hottest first.
 
-    stages: tuple[Stage, ...]
-    lines: tuple[Line, ...]
-    from_neighbours: int
-
-
-def attribute(kernel: RawKernel, sources: Sources, known: Stages = Stages()) -> Attribution:  # noqa: B008
-    """Every sample of the kernel's points, once by stage and once by line and stage.
-
-    known: the stages of its operator, which give the order.
+    The number is that of the samples with the stage of a neighbour.  known: the stages of the kernel's operator.
     """
     places = [sources.place(point.file, point.line) for point in kernel.points]
     launched = sources.kernel(kernel.function)
     specialized = launched is not None and launched.specialized
     by_stage: dict[str, Counter[str]] = defaultdict(Counter)
-    by_line: dict[_Key, Counter[str]] = defaultdict(Counter)
+    by_line: dict[tuple[str, int, str, str, str], Counter[str]] = defaultdict(Counter)
     from_neighbours = 0
     for point, place, stage in zip(kernel.points, places, _stages(places), strict=True):
         idle, busy = _split(point, specialized and place.header)
         for name, samples in ((IDLE_WARPS, idle), (stage, busy)):
             if samples:
                 by_stage[name].update(samples)
-                key = (point.file, point.line, "" if point.line else point.sass, place.function, name)
-                by_line[key].update(samples)
+                by_line[point.file, point.line, "" if point.line else point.sass, place.function, name].update(samples)
         if place.stage is None:
             from_neighbours += sum(busy.values())
-    return Attribution(
-        stages=tuple(
-            Stage(name=name, samples=_ordered(by_stage[name]), idle=_is_idle(name, known))
+    lines = [
+        Line(
+            file=base_name(file),
+            line=line,
+            function=function,
+            stage=stage,
+            text=sources.text(file, line) or sass,
+            samples=ordered(samples),
+        )
+        for (file, line, sass, function, stage), samples in by_line.items()
+    ]
+    return (
+        {
+            name: ordered(by_stage[name])
             for name in sorted(by_stage, key=lambda name: _stage_order(name, by_stage[name].total(), known))
-        ),
-        lines=_lines(by_line, sources),
-        from_neighbours=from_neighbours,
+        },
+        tuple(sorted(lines, key=lambda line: (-line.total, line.file, line.line, line.stage, line.text))),
+        from_neighbours,
     )
 
 
-def _stages(places: Sequence[Place]) -> list[str]:
+def ordered(samples: Mapping[str, int]) -> Samples:
+    """The most frequent reason first, without those that have no samples."""
+    return {reason: count for reason, count in sorted(samples.items(), key=lambda item: (-item[1], item[0])) if count}
+
+
+def is_idle(stage: str, known: Stages) -> bool:
+    return stage == IDLE_WARPS or stage in known.ahead
+
+
+def _stages(places: Sequence[LineStage]) -> list[str]:
     """The stage of each place: its own, or its neighbour's if it has none."""
     found: list[str] = []
     before: str | None = None
@@ -72,41 +105,249 @@ def _stages(places: Sequence[Place]) -> list[str]:
     return [stage or after for stage in found]
 
 
-def _split(point: Point, is_compilers: bool) -> tuple[dict[str, int], dict[str, int]]:
+def _split(point: Point, is_compilers: bool) -> tuple[Mapping[str, int], Mapping[str, int]]:
     """(idle, busy) samples.  In the header of a kernel with warp roles, the only block-wide barriers are those at which
     warps wait for a role, and for the end of the other roles."""
     if not is_compilers:
-        return {}, dict(point.samples)
+        return {}, point.samples
     idle = {reason: count for reason, count in point.samples.items() if reason == _BLOCK_BARRIER}
     return idle, {reason: count for reason, count in point.samples.items() if reason not in idle}
-
-
-def _lines(found: Mapping[_Key, Counter[str]], sources: Sources) -> tuple[Line, ...]:
-    lines = [
-        Line(
-            file=base_name(file),
-            line=line,
-            function=function,
-            stage=stage,
-            text=sources.text(file, line) or sass,
-            samples=_ordered(samples),
-        )
-        for (file, line, sass, function, stage), samples in found.items()
-    ]
-    return tuple(sorted(lines, key=lambda line: (-line.total, line.file, line.line, line.stage, line.text)))
-
-
-def _is_idle(name: str, known: Stages) -> bool:
-    return name == IDLE_WARPS or name in known.ahead
 
 
 def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
     """Stages in the order of the algorithm, then others by size, then idle ones."""
     order = (*known.order, IDLE_WARPS)
     if name in order:
-        return (order.index(name) + (len(order) if _is_idle(name, known) else 0), 0, name)
+        return (order.index(name) + (len(order) if is_idle(name, known) else 0), 0, name)
     return (len(order), -total, name)
 
 
-def _ordered(samples: Counter[str]) -> dict[str, int]:
-    return {reason: count for reason, count in sorted(samples.items(), key=lambda item: (-item[1], item[0])) if count}
+# --- the files of a report
+
+
+class Sources:
+    """The source files of a report, by name: the stage and the text of any line in them.
+
+    A file of ssdprof that was not recorded is read from the installed package.
+    unlabelled: requested files with kernels of unknown stages, by name.
+    """
+
+    def __init__(self, recorded: Mapping[str, str]) -> None:
+        self._recorded = recorded
+        self._known = Stages.together([outline.stages for outline in operators.outlines()]).sources
+        self._files: dict[str, SourceFile | None] = {}
+        self.not_recorded: set[str] = set()
+        self.unlabelled: set[str] = set()
+
+    def place(self, file: str, line: int) -> LineStage:
+        if not file or not line or _LIBRARY.search(file):
+            return LineStage()
+        parsed = self._file(file)
+        if parsed and not parsed.labelled:
+            self.unlabelled.add(base_name(file))
+        return parsed.place(line) if parsed else LineStage("", base_name(file))
+
+    def text(self, file: str, line: int) -> str:
+        if file not in self._recorded and (not file or _LIBRARY.search(file)):
+            return ""
+        parsed = self._file(file)
+        return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
+
+    def kernel(self, name: str) -> Function | None:
+        """The launched function, in any of the files."""
+        return next((one for parsed in self._all() for one in parsed.functions if one.name == name), None)
+
+    def implementation(self, kernel: str) -> str:
+        """The implementation of the kernel, if its file is a known one of another library; else ""."""
+        texts = (text for file, text in self._recorded.items() if not _LIBRARY.search(file))
+        found = (self._known.get(_sha256(text)) for text in texts)
+        return next((one.implementation for one in found if one and kernel in one.stages), "")
+
+    def fillers(self) -> dict[str, tuple[str, ...]]:
+        """Stage of waiting -> functions that end the wait, from all files."""
+        found: dict[str, tuple[str, ...]] = {}
+        for parsed in self._all():
+            for stage, names in parsed.fillers.items():
+                found[stage] = tuple(dict.fromkeys((*found.get(stage, ()), *names)))
+        return found
+
+    def _all(self) -> Iterator[SourceFile]:
+        files = (self._file(file) for file in self._recorded if not _LIBRARY.search(file))
+        return (parsed for parsed in files if parsed)
+
+    def _file(self, file: str) -> SourceFile | None:
+        if file not in self._files:
+            text = self._recorded.get(file)
+            if text is None:
+                self.not_recorded.add(base_name(file))
+                text = _installed(file)
+            self._files[file] = parse(text, self._known.get(_sha256(text))) if text else None
+        return self._files[file]
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _installed(file: str) -> str | None:
+    """The text of a file of this package, by its path inside it."""
+    inside = re.search(r"(?:^|[/\\])ssdprof[/\\](kernels[/\\].+\.py)$", file)
+    path = _PACKAGE / inside[1].replace("\\", "/") if inside else None
+    return path.read_text(encoding="utf-8") if path and path.is_file() else None
+
+
+# --- the stages of a file
+
+
+@dataclass(frozen=True)
+class LineStage:
+    """stage: None for a line that belongs to the calling function.  header: between a function's name and its body."""
+
+    function: str = ""
+    stage: str | None = None
+    header: bool = False
+
+
+@dataclass(frozen=True)
+class Function:
+    """A @jit function: lines first .. last, its body from `body` on; `starts` of its stages, by line."""
+
+    name: str
+    first: int
+    body: int
+    last: int
+    stage: str | None
+    specialized: bool  # calls warp_specialize: some warps have no role
+    starts: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """functions: of the file, innermost last.  waits: lines that wait, with the stage.
+    fillers: that stage -> functions that end the wait.  labelled: its stages are known, from itself or a table.
+    """
+
+    text: tuple[str, ...]
+    functions: tuple[Function, ...] = ()
+    waits: Mapping[int, str] = field(default_factory=dict)
+    fillers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    labelled: bool = True
+
+    def place(self, line: int) -> LineStage:
+        found = [function for function in self.functions if function.first <= line <= function.last]
+        if not found:  # no code on this line: the compiler named the wrong line or file
+            return LineStage("", UNKNOWN)
+        function = found[-1]
+        if line < function.body:
+            return LineStage(function.name, None, header=True)
+        if function.stage is None:
+            return LineStage(function.name)
+        begun = bisect_right(function.starts, (line, "\uffff"))
+        return LineStage(
+            function.name, self.waits.get(line) or (function.starts[begun - 1][1] if begun else function.stage)
+        )
+
+
+def parse(text: str, known: KnownSource | None = None) -> SourceFile:
+    """The functions and stages of a file.  A text that is not Python has none.
+
+    known: its entry in a table; None: the file itself names its stages, if it does.
+    """
+    lines = tuple(text.splitlines())
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return SourceFile(lines)
+    stages, waits = known.stages if known else _table(tree, "STAGES"), _table(tree, "WAITS") or {}
+    marks: Mapping[int, str] = {n: mark[1] for n, line in enumerate(lines, start=1) if (mark := _MARK.match(line))}
+    functions = [
+        _function(node, stages, known.starts if known else marks, lines)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any(_is_jit(decorator) for decorator in node.decorator_list)
+    ]
+    return SourceFile(
+        text=lines,
+        functions=tuple(sorted(functions, key=lambda f: (f.first, -f.last))),
+        waits=_waits(tree, waits),
+        fillers=_fillers(tree, waits),
+        labelled=stages is not None or not functions,
+    )
+
+
+def _function(
+    node: ast.FunctionDef, stages: Mapping[str, str] | None, marks: Mapping[int, str], lines: Sequence[str]
+) -> Function:
+    last, body = node.end_lineno or node.lineno, node.body[0].lineno
+    # a mark may stand between the header and the first statement
+    while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
+        body -= 1
+    stage = node.name if stages is None else stages.get(node.name, UNKNOWN)
+    return Function(
+        name=node.name,
+        first=min(decorator.lineno for decorator in node.decorator_list),
+        body=body,
+        last=last,
+        stage=None if stage == CALLER else stage,
+        specialized=any(_called(call) == "warp_specialize" for call in ast.walk(node)),
+        starts=tuple((number, begun) for number, begun in sorted(marks.items()) if body <= number <= last),
+    )
+
+
+def _is_jit(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return "jit" in ast.unparse(called).rsplit(".", 1)[-1]
+
+
+def _table(tree: ast.Module, name: str) -> dict[str, str] | None:
+    """The dict of that name; None if there is none.  In a user's file it may be any object."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
+            try:
+                value = ast.literal_eval(node.value)
+            except ValueError:  # not a literal
+                return None
+            return {str(key): str(stage) for key, stage in value.items()} if isinstance(value, dict) else None
+    return None
+
+
+def _waits(tree: ast.Module, waits: Mapping[str, str]) -> dict[int, str]:
+    """Lines of `mbarrier.wait(shared.NAME...)`, and of `rings.NAME.wait_full(...)` and `rings.NAME.wait_empty(...)`."""
+    found: dict[int, str] = {}
+    for node in ast.walk(tree) if waits else ():
+        if isinstance(node, ast.Call):
+            by_method = _called(node) in ("wait_full", "wait_empty")
+            awaited = node.args[:1] if ast.unparse(node.func) == "mbarrier.wait" else [node.func] if by_method else []
+            for name in filter(None, (_barrier(one, waits) for one in awaited)):
+                found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), waits[name])
+    return found
+
+
+def _fillers(tree: ast.Module, waits: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Functions with `arrive(shared.NAME...)`, `mbarrier.arrive(...)`, `mbarrier.expect(...)`, or of a variable that is
+    one."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for function in (node for node in ast.walk(tree) if waits and isinstance(node, ast.FunctionDef)):
+        barriers = {
+            target.id: name
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name) and (name := _barrier(node.value, waits))
+        }
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in _ENDS_A_WAIT and node.args:
+                given = node.args[0]
+                name = barriers.get(given.id, "") if isinstance(given, ast.Name) else _barrier(given, waits)
+                if name:
+                    found[waits[name]][function.name] = None
+    return {stage: tuple(names) for stage, names in found.items()}
+
+
+def _barrier(node: ast.AST, waits: Mapping[str, str]) -> str:
+    """The NAME in `shared.NAME.index(...)`."""
+    names = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+    return next((name for name in names if name in waits), "")
+
+
+def _called(node: ast.AST) -> str:
+    return ast.unparse(node.func).rsplit(".", 1)[-1] if isinstance(node, ast.Call) else ""

@@ -1,15 +1,24 @@
-"""The resources and the speed of a launch, from ncu's metrics, whose names differ by chip and version."""
+"""The stall report from ncu's raw kernels: facts from its metrics, whose names differ by chip and version, and checks.
+
+Self-checks are run on every report and shown with it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from ssdprof.schema.stalls import Resources, Throughput
-from ssdprof.stalls.raw import RawKernel
-from ssdprof.stalls.reasons import canonical
+from ssdprof import __version__, operators
+from ssdprof.operators.outline import Stages
+from ssdprof.schema.stalls import KernelStalls, Launched, SelfCheck, StallReport
+from ssdprof.stalls.attribute import UNKNOWN, Sources, attribute, is_idle, ordered
+from ssdprof.stalls.hints import hints
+from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
-# field -> metrics with its value, best first
-_RESOURCES: dict[str, tuple[str, ...]] = {
+# field of KernelStalls -> metrics with its value, best first
+_RESOURCES = {
     "block": ("launch__block_size",),
     "registers": ("launch__registers_per_thread",),
     "spill_requests": ("sass__inst_executed_register_spilling", "derived__local_spilling_requests"),
@@ -18,7 +27,9 @@ _RESOURCES: dict[str, tuple[str, ...]] = {
     "occupancy_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "occupancy_limit_pct": ("sm__maximum_warps_per_active_cycle_pct",),
 }
-_THROUGHPUT: dict[str, tuple[str, ...]] = {
+_DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg")
+_SPEED = {
+    "duration_us": _DURATION,
     "compute_pct": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
     "memory_pct": (
         "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
@@ -37,6 +48,7 @@ _THROUGHPUT: dict[str, tuple[str, ...]] = {
     ),
     "dram_read_bytes": ("dram__bytes_read.sum",),
     "dram_write_bytes": ("dram__bytes_write.sum",),
+    "l2_bytes": ("lts__t_bytes.sum",),
     "l1_hit_pct": ("l1tex__t_sector_hit_rate.pct",),
     "l2_hit_pct": ("lts__t_sector_hit_rate.pct",),
 }
@@ -47,61 +59,116 @@ _LIMITS = {
     "blocks": "launch__occupancy_limit_blocks",
     "barriers": "launch__occupancy_limit_barriers",
 }
-_DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg")
+_SAMPLE_COUNT = "smsp__pcsamp_sample_count"
 _AVERAGE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
+_WHOLE = {
+    "block", "registers", "spill_requests", "shared_bytes", "dram_read_bytes", "dram_write_bytes", "l2_bytes",
+    "tensor_flops", "fp32_flops",
+}  # fmt: skip
 _SECTOR_BYTES = 32
 _TENSOR_OPS = "sm__ops_path_tensor_src_"
 
 
-def resources(kernel: RawKernel) -> Resources:
-    found = {name: kernel.number(*metrics) for name, metrics in _RESOURCES.items()}
+def analyse(
+    reports: Sequence[RawReport], launched: Sequence[Launched] = (), *, missing: str = "", **origin: Any
+) -> StallReport:
+    """The stall report.  Depends only on the arguments, not on the machine.
+
+    launched: by each implementation, in the order of its report; empty for reports made without ssdprof.
+    missing: the reason if there are no reports.  origin: other fields of the stall report.
+    """
+    asked = () if missing else launched
+    names = [one.implementation for one in asked] or [""] * len(reports)
+    kernels = [kernel for report in reports for kernel in report.kernels]
+    gpus = (kernel.metrics.get("device__attribute_display_name", "") for kernel in kernels)
+    return StallReport(
+        ssdprof_version=__version__,
+        sources={report.name: report.sha256 for report in reports},
+        gpu=next((gpu for gpu in gpus if gpu and isinstance(gpu, str)), ""),
+        kernels=tuple(
+            stalls_of(kernel, implementation)
+            for report, implementation in zip(reports, names, strict=True)
+            for kernel in report.kernels
+        ),
+        words={part: words for kernel in kernels for part, words in _stages(kernel).words.items()},
+        checks=tuple(_checks_of_reports(reports, asked)),
+        launched=tuple(launched),
+        missing=missing,
+        **origin,
+    )
+
+
+def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
+    """One launch.  implementation: "": inferred from the kernel's name."""
+    sources, known = Sources(kernel.sources), _stages(kernel)
+    stages, lines, from_neighbours = attribute(kernel, sources, known)
+    facts, averages = numbers(kernel), {} if kernel.totals else average(kernel)
+    absent = [name for name, value in facts.items() if value in (None, ())]
+    if facts["tensor_flops"] == 0:  # then the type of its operands is unknown
+        absent.remove("tensor_peak_tflops")
+    if not kernel.totals and not averages:
+        absent.append("stall reasons")
+    if not kernel.points:
+        absent.append("source lines")
+    count = kernel.number(_SAMPLE_COUNT)
+    name = kernel.function
+    found = KernelStalls(
+        kernel=name,
+        implementation=implementation or known.kernels.get(name, "") or sources.implementation(name),
+        **facts,
+        sample_count=round(count) if count is not None else sum(kernel.totals.values()) or None,
+        samples=ordered(kernel.totals),
+        average=averages,
+        stages=stages,
+        idle=tuple(stage for stage in stages if is_idle(stage, known)),
+        lines=lines,
+        from_neighbours=from_neighbours,
+        unlabelled=tuple(sorted(sources.unlabelled)),
+        not_collected=tuple(absent),
+    )
+    checks = tuple(_checks_of_kernel(kernel, found, sources.not_recorded))
+    return found.model_copy(update={"checks": checks, "hints": hints(found, sources.fillers())})
+
+
+def _stages(kernel: RawKernel) -> Stages:
+    """The stages of the operator with a kernel of this name; for an unknown kernel those of all operators."""
+    known = [outline.stages for outline in operators.outlines()]
+    for stages in known:
+        theirs = (name for source in stages.sources.values() for name in source.stages)
+        if kernel.function in (*stages.kernels, *theirs):
+            return stages
+    return Stages.together(known)
+
+
+# --- facts
+
+
+def numbers(kernel: RawKernel) -> dict[str, Any]:
+    """The resources and the speed of a launch, by the fields of KernelStalls; None or () if not collected."""
     grid = [kernel.number(f"launch__grid_dim_{axis}") for axis in "xyz"]
     limits = {name: limit for name, metric in _LIMITS.items() if (limit := kernel.number(metric)) is not None}
-    shared = found["shared_bytes"]
-    if shared is None:
-        shared = _sum(kernel, *(f"launch__shared_mem_per_block_{kind}" for kind in ("static", "dynamic", "driver")))
-    return Resources(
-        grid=(int(grid[0]), int(grid[1] or 1), int(grid[2] or 1)) if grid[0] is not None else None,
-        block=_int(found["block"]),
-        registers=_int(found["registers"]),
-        spill_requests=_int(found["spill_requests"]),
-        shared_bytes=_int(shared),
-        waves=found["waves"],
-        occupancy_pct=found["occupancy_pct"],
-        occupancy_limit_pct=found["occupancy_limit_pct"],
-        limited_by=tuple(name for name, limit in limits.items() if limit == min(limits.values())),
-    )
-
-
-def throughput(kernel: RawKernel) -> Throughput:
-    found = {name: kernel.number(*metrics) for name, metrics in _THROUGHPUT.items()}
-    duration = kernel.number(*_DURATION)
-    if found["issue_pct"] is None:
-        found["issue_pct"] = _scaled(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
-    l2_bytes = kernel.number("lts__t_bytes.sum")
-    if l2_bytes is None:
-        l2_bytes = _scaled(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
-    flops, tensor_peak = _tensor(kernel, found["tensor_pct"])
-    return Throughput(
-        duration_us=_scaled(duration, 1e-3),
-        compute_pct=found["compute_pct"],
-        memory_pct=found["memory_pct"],
-        dram_pct=found["dram_pct"],
-        l2_pct=found["l2_pct"],
-        issue_pct=found["issue_pct"],
-        tensor_pct=found["tensor_pct"],
-        dram_read_bytes=_int(found["dram_read_bytes"]),
-        dram_write_bytes=_int(found["dram_write_bytes"]),
-        l2_bytes=_int(l2_bytes),
-        l1_hit_pct=found["l1_hit_pct"],
-        l2_hit_pct=found["l2_hit_pct"],
-        tensor_flops=_int(flops),
-        fp32_flops=_int(_fp32(kernel)),
-        dram_peak_gb_per_s=_scaled(
-            _product(kernel, "dram__bytes.sum.peak_sustained", "dram__cycles_elapsed.avg.per_second"), 1e-9
-        ),
-        tensor_peak_tflops=tensor_peak,
-    )
+    used, speed = ({name: kernel.number(*metrics) for name, metrics in table.items()} for table in (_RESOURCES, _SPEED))
+    shared = [kernel.number(f"launch__shared_mem_per_block_{kind}") for kind in ("static", "dynamic", "driver")]
+    if used["shared_bytes"] is None and any(part is not None for part in shared):
+        used["shared_bytes"] = sum(filter(None, shared))
+    speed["duration_us"] = _product(speed["duration_us"], 1e-3)
+    if speed["issue_pct"] is None:
+        speed["issue_pct"] = _product(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
+    if speed["l2_bytes"] is None:
+        speed["l2_bytes"] = _product(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
+    tensor_flops, tensor_peak = _tensor(kernel, speed["tensor_pct"])
+    bandwidth = _rate(kernel, "dram__bytes.sum.peak_sustained", "dram__cycles_elapsed.avg.per_second")
+    found: dict[str, Any] = {
+        "grid": None if grid[0] is None else (int(grid[0]), int(grid[1] or 1), int(grid[2] or 1)),
+        **used,
+        "limited_by": tuple(name for name, limit in limits.items() if limit == min(limits.values())),
+        **speed,
+        "tensor_flops": tensor_flops,
+        "fp32_flops": _fp32(kernel),
+        "dram_peak_gb_per_s": _product(bandwidth, 1e-9),
+        "tensor_peak_tflops": tensor_peak,
+    }
+    return {name: round(value) if name in _WHOLE and value is not None else value for name, value in found.items()}
 
 
 def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, float | None]:
@@ -120,7 +187,7 @@ def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, fl
     flops, most = sum(kinds.values()), max(kinds, key=lambda name: kinds[name])
     peak = kernel.number(f"{most}.sum.peak_sustained_elapsed.per_second")
     if peak is None:
-        peak = _product(kernel, f"{most}.sum.peak_sustained", "sm__cycles_elapsed.avg.per_second")
+        peak = _rate(kernel, f"{most}.sum.peak_sustained", "sm__cycles_elapsed.avg.per_second")
     share_pct = kernel.number(f"{most}.sum.pct_of_peak_sustained_elapsed")
     if not (peak and share_pct and pipe_pct):
         return flops, None
@@ -131,9 +198,8 @@ def _fp32(kernel: RawKernel) -> float | None:
     """Additions, multiplications and twice the fused ones, by ordinary threads."""
     cycles, total = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg"), 0.0
     if cycles is None:
-        per_ns = _scaled(kernel.number("smsp__cycles_elapsed.avg.per_second"), 1e-9)
-        duration = kernel.number(*_DURATION)
-        cycles = None if per_ns is None or duration is None else per_ns * duration
+        per_ns = _product(kernel.number("smsp__cycles_elapsed.avg.per_second"), 1e-9)
+        cycles = _product(per_ns, kernel.number(*_DURATION))
     for name, operations in (("fadd", 1), ("fmul", 1), ("ffma", 2)):
         rate = kernel.number(f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum.per_cycle_elapsed")
         if rate is None or cycles is None:
@@ -148,32 +214,87 @@ def average(kernel: RawKernel) -> dict[str, float]:
     for name in kernel.metrics:
         match, value = _AVERAGE.fullmatch(name), kernel.number(name)
         if match and value:
-            reason = canonical(match[1])
+            reason = CANONICAL.get(match[1], match[1])
             found[reason] = found.get(reason, 0.0) + value
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
-def not_collected(used: Resources, speed: Throughput) -> tuple[str, ...]:
-    """Names of the fields that the report lacks."""
-    none = {name for record in (used, speed) for name, value in record if value is None or value == ()}
-    if speed.tensor_flops == 0:
-        none.discard("tensor_peak_tflops")  # the operand type is unknown
-    return tuple(name for record in (used, speed) for name, _ in record if name in none)
+def _product(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one * other
 
 
-def _int(value: float | None) -> int | None:
-    return None if value is None else round(value)
+def _rate(kernel: RawKernel, per_cycle: str, cycles_per_second: str) -> float | None:
+    return _product(kernel.number(per_cycle), kernel.number(cycles_per_second))
 
 
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+# --- self-checks
 
 
-def _product(kernel: RawKernel, one: str, other: str) -> float | None:
-    a, b = kernel.number(one), kernel.number(other)
-    return None if a is None or b is None else a * b
+def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[str]) -> Iterator[SelfCheck]:
+    """Sums, and lost samples."""
+    count, total = kernel.number(_SAMPLE_COUNT), sum(kernel.totals.values())
+    by_reason: Counter[str] = Counter()
+    for point in kernel.points:
+        by_reason.update(point.samples)
+    unknown = sum(found.stages.get(UNKNOWN, {}).values())
+    off = [f"{why} {by_reason[why]:,} of {n:,}" for why, n in kernel.totals.items() if by_reason[why] != n]
+    dropped = kernel.number("smsp__pcsamp_dropped_bytes")
+    by_line, by_stage = (line.samples for line in found.lines), found.stages.values()
+    counted = None if count is None or not kernel.totals else round(count)
+    yield _sums("reasons add up to the samples", [kernel.totals], counted)
+    yield _sums("lines add up to the kernel", by_line, total if kernel.points else None)
+    yield _sums("stages add up to the kernel", by_stage, total if kernel.points else None)
+    yield _check(
+        "every reason adds up over the lines",
+        not off if kernel.points and kernel.totals else None,
+        "; ".join(off) or f"{len(kernel.totals)} reasons",
+    )
+    sampled = True if kernel.points else None
+    yield _check(
+        "every line has a stage",
+        sampled and unknown == 0,
+        f"{unknown:,} samples on lines of unknown stage" if unknown else "yes",
+    )
+    absent = f"not in the report: {', '.join(sorted(not_recorded))}"
+    yield _check("the source was recorded", sampled and not not_recorded, absent if not_recorded else "yes")
+    yield _check(
+        "no sample was dropped", None if dropped is None else not dropped, f"{dropped or 0:,.0f} bytes dropped"
+    )
 
 
-def _sum(kernel: RawKernel, *names: str) -> float | None:
-    found = [value for name in names if (value := kernel.number(name)) is not None]
-    return sum(found) if found else None
+def _checks_of_reports(reports: Sequence[RawReport], asked: Sequence[Launched]) -> Iterator[SelfCheck]:
+    """Checks of the files, and that only the requested launches, if they are known, were profiled."""
+    for report in reports:
+        detail = "ends at the end of its last block" if report.whole else "does not end at the end of a block"
+        yield _check(f"{report.name} is complete", report.whole, detail, "no way to tell")
+    if not asked:
+        lacking = "the report does not say which kernels were requested"
+        yield _check("only the wanted launches were profiled", None, "", lacking)
+    for report, launched in zip(reports, asked, strict=bool(asked)):
+        names = Counter(kernel.function for kernel in report.kernels)
+        wanted = {launch.kernel for launch in launched.launches}
+        wrong = [
+            f"{what}: {', '.join(sorted(found))}"
+            for what, found in (("not profiled", wanted - set(names)), ("not requested", set(names) - wanted))
+            if found
+        ]
+        if names.total() != launched.launch_count:
+            wrong.append(f"{names.total()} launches instead of {launched.launch_count}")
+        yield _check(
+            f"only the wanted launches of {launched.implementation} were profiled",
+            not wrong,
+            "; ".join(wrong) or f"{names.total()} of {launched.launch_count}; compiled before",
+        )
+
+
+def _sums(name: str, samples: Iterable[Mapping[str, int]], wanted: int | None) -> SelfCheck:
+    found = sum(sum(one.values()) for one in samples)
+    missing = "" if wanted in (None, found) else f"; {(wanted or 0) - found:,} missing"
+    return _check(name, wanted if wanted is None else found == wanted, f"{found:,} of {wanted or 0:,}{missing}")
+
+
+def _check(name: str, holds: bool | None, detail: str, lacking: str = "not collected") -> SelfCheck:
+    """holds: None if it cannot be checked, for the reason `lacking`."""
+    if holds is None:
+        return SelfCheck(name=name, status="not checked", detail=lacking)
+    return SelfCheck(name=name, status="ok" if holds else "failed", detail=detail)

@@ -1,32 +1,34 @@
-"""The ncu program: finds it, makes the command that profiles one process, and explains its errors."""
+"""Profiles one call with the ncu program, in a process of its own, and explains ncu's errors."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssdprof.environment.checks import find_ncu
-from ssdprof.errors import MissingCapabilityError, how_ended
+from ssdprof.environment import child
+from ssdprof.environment.toolchain import find_ncu
+from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError, how_ended
+from ssdprof.schema import PrecisionRecord, Record
+from ssdprof.schema.stalls import Launched
 
+TIMEOUT_S = 300.0
 OLDEST = (2023, 1)  # the first with complete counters for Hopper
 RANGE = "ssdprof"  # NVTX range around the one call that is profiled
 SECTIONS = (
-    "LaunchStats",
-    "Occupancy",
-    "SpeedOfLight",
+    "LaunchStats", "Occupancy", "SpeedOfLight",
     "SpeedOfLight_RooflineChart",  # fp32 arithmetic
-    "SpeedOfLight_HierarchicalTensorRooflineChart",
-    "MemoryWorkloadAnalysis",
+    "SpeedOfLight_HierarchicalTensorRooflineChart", "MemoryWorkloadAnalysis",
     "MemoryWorkloadAnalysis_Tables",  # bytes of DRAM and L2
-    "SchedulerStats",
-    "WarpStateStats",
-    "SourceCounters",
-)
+    "SchedulerStats", "WarpStateStats", "SourceCounters",
+)  # fmt: skip
 _REMEDIES = (
     "Run as root (in a container: with --cap-add=SYS_ADMIN), or let every user read them: put 'options nvidia "
     "NVreg_RestrictProfilingToAdminUsers=0' into /etc/modprobe.d/nvidia.conf and load the driver again."
@@ -48,42 +50,119 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Complaint:
+class NcuError:
     """A pattern in ncu's output, with the message and the hint for the user."""
 
-    words: str
+    pattern: str
     message: str
     hint: str
 
 
-COMPLAINTS = (
-    Complaint("ERR_NVGPUCTRPERM", "The driver does not let this user read the GPU's hardware counters.", _REMEDIES),
-    Complaint(
+ERRORS = (
+    NcuError("ERR_NVGPUCTRPERM", "The driver does not let this user read the GPU's hardware counters.", _REMEDIES),
+    NcuError(
         "LibraryNotLoaded|Failed to initialize the profiler",
         "ncu cannot reach the NVIDIA driver's profiler: the kernel driver is sandboxed here, as in gVisor.",
         "Use a machine or container that talks to the kernel driver directly.",
     ),
-    Complaint(
+    NcuError(
         "not compatible with Nsight Compute|driver is not supported",
         "This ncu and the NVIDIA driver do not fit together.",
         "Install the ncu that comes with the driver's CUDA version, or a newer driver.",
     ),
-    Complaint(
+    NcuError(
         "driver resource was unavailable|[Pp]rofiler.*already in use|another.*profil",
         "Another profiler holds the GPU's counters.",
         "Stop it: DCGM ('nv-hostengine'), another ncu, or a torch profiler.",
     ),
-    Complaint(
+    NcuError(
         "Failed to connect to",
         "ncu could not attach to the process that it started.",
         "Unset what injects other tools into processes: CUDA_INJECTION64_PATH, LD_PRELOAD.",
     ),
-    Complaint(
+    NcuError(
         "No kernels were profiled",
         "ncu profiled no kernel: none of the requested kernels was launched inside the range.",
         "Does this implementation launch Triton kernels?",
     ),
 )
+
+
+class Job(Record):
+    """folder: of captures, which hold `layer` (its index) with `seqlen` tokens.  cache: a folder for compiled kernels,
+    for `launch` and `profile` of such jobs only: kernels compiled elsewhere may lack their lines.
+    tuned: a file with configurations for the kernels.
+    """
+
+    folder: Path
+    cache: Path
+    layer: int
+    seqlen: int
+    implementation: str
+    precision: PrecisionRecord
+    tuned: Path | None = None
+
+
+def target(job: Job, launched: Path) -> tuple[str, ...]:
+    """The command of the process that runs the job once inside the range, and writes its launches."""
+    return (*child.python("ssdprof.stalls.target"), job.model_dump_json(), str(launched))
+
+
+def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
+    """Run the job without ncu: its launches, and the resources that Triton reports.
+
+    It also compiles every kernel, so that this does not happen under ncu.  Raises SsdprofError with the
+    exit code of the failure: BAD_INPUT if the implementation refuses the layer.
+    """
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        launched = Path(folder) / "launched.json"
+        try:
+            run(target(job, launched), timeout_s=timeout_s, environ=_environment(job))
+        except MissingCapabilityError as error:
+            if refusal := _refusal(launched):
+                raise refusal from error
+            raise
+        if not launched.is_file():
+            raise MissingCapabilityError(
+                f"{job.implementation} ended its process with exit code 0 before it was profiled.",
+                "Leave it out of --impl.",
+            )
+        return Launched.model_validate_json(launched.read_text(encoding="utf-8"))
+
+
+def _refusal(launched: Path) -> SsdprofError | None:
+    """The error that the target wrote instead of its launches; None if it wrote none."""
+    try:
+        written = json.loads(launched.read_text(encoding="utf-8"))
+        return SsdprofError(written["message"], written["hint"], ExitCode(written["exit_code"]))
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def profile(
+    job: Job,
+    launched: Launched,
+    program: Program,
+    report: Path,
+    *,
+    sections: Sequence[str] = SECTIONS,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """Let ncu profile the job's launches into `report`.
+
+    Raises MissingCapabilityError with the reason if ncu fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        names = [launch.kernel for launch in launched.launches]
+        inner = target(job, Path(folder) / "launched.json")
+        words = command(program, report, names, launched.launch_count, inner, sections)
+        output = run(words, timeout_s=timeout_s, environ=_environment(job))
+    if not report.is_file():
+        raise explain(output, 0)
+
+
+def _environment(job: Job) -> dict[str, str]:
+    return clean_environment(os.environ) | child.search_path() | {"TRITON_CACHE_DIR": str(job.cache)}
 
 
 def find() -> Program:
@@ -100,20 +179,15 @@ def find() -> Program:
         raise MissingCapabilityError(
             f"ncu does not run: {str(error).rstrip('.')}.", "Reinstall Nsight Compute."
         ) from error
-    return Program(Path(found), check_version(answer))
-
-
-def check_version(answer: str) -> str:
-    """The version in the output of `ncu --version`.  Raises MissingCapabilityError if it is too old or missing."""
-    version = re.search(r"Version (\d+)\.(\d+)(\.\d+)*", answer)
+    version = re.search(r"Version ((\d+)\.(\d+)(\.\d+)*)", answer)
     if version is None:
         raise MissingCapabilityError("ncu does not report its version.", "Reinstall Nsight Compute.")
-    if (int(version[1]), int(version[2])) < OLDEST:
+    if (int(version[2]), int(version[3])) < OLDEST:
         raise MissingCapabilityError(
-            f"ncu {version[0].split()[1]} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
+            f"ncu {version[1]} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
             "Install a newer Nsight Compute; it need not be that of the CUDA toolkit.",
         )
-    return version[0].split()[1]
+    return Program(Path(found), version[1])
 
 
 def command(
@@ -131,23 +205,13 @@ def command(
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     return (
-        str(ncu.path),
-        *("--config-file", "off"),
-        "-f",
-        *("-o", str(report)),
-        *("--target-processes", "application-only"),
-        "--nvtx",
-        *("--nvtx-include", f"{RANGE}/"),  # the slash marks a push-pop range
-        *("-k", f"regex:^({names})$"),
-        *("-c", str(launches)),
+        str(ncu.path), "--config-file", "off", "-f", "-o", str(report), "--target-processes", "application-only",
+        "--nvtx", "--nvtx-include", f"{RANGE}/",  # the slash marks a push-pop range
+        "-k", f"regex:^({names})$", "-c", str(launches),
         *(word for section in sections for word in ("--section", section)),
-        *("--import-source", "yes"),
-        *("--clock-control", "none"),
-        *("--cache-control", "all"),
-        *("--replay-mode", "kernel"),
-        *("--check-exit-code", "yes"),
-        *target,
-    )
+        "--import-source", "yes", "--clock-control", "none", "--cache-control", "all", "--replay-mode", "kernel",
+        "--check-exit-code", "yes", *target,
+    )  # fmt: skip
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -188,9 +252,9 @@ def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str])
 
 def explain(output: str, returncode: int) -> MissingCapabilityError:
     """The error for a failed command, from its output."""
-    for complaint in COMPLAINTS:
-        if re.search(complaint.words, output):
-            return MissingCapabilityError(complaint.message, complaint.hint)
+    for known in ERRORS:
+        if re.search(known.pattern, output):
+            return MissingCapabilityError(known.message, known.hint)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or "Error" in line]
     last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
@@ -202,8 +266,6 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Kill the process group: ncu starts the target, and either of them may hang."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
+        process.wait()

@@ -1,23 +1,90 @@
-"""An .ncu-rep file as plain values, by NVIDIA's ncu-report package: no GPU and no ncu needed."""
+"""An .ncu-rep file as plain values, by NVIDIA's ncu-report package: no GPU and no ncu needed.
+
+    python -m ssdprof.stalls.read FILE OUT         OUT gets the launches, as JSON
+
+The package is compiled code: a damaged file can crash it, and an intact file crashes it if torch is loaded too (with
+2025.3.1).  So it runs in a process of its own, and this module imports neither torch nor anything that does.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import struct
 import subprocess
+import sys
 import tempfile
-from pathlib import Path
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ssdprof.environment import child
 from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
-from ssdprof.stalls import unpack
-from ssdprof.stalls.raw import RawKernel, RawReport
 
+Value = int | float | str
+_SAMPLED = "smsp__pcsamp_warps_issue_stalled_"  # + a reason; with "_not_issued" after it, a part of the same samples
+CANONICAL = {"gmma": "warpgroup_arrive", "no_instruction": "no_instructions"}  # other names of stall reasons
+_TO_NS = {"s": 1e9, "ms": 1e6, "us": 1e3, "ns": 1.0, "second": 1e9, "msecond": 1e6, "usecond": 1e3, "nsecond": 1.0}
+_NOT_INSTALLED = 9  # exit code
 _MAGIC = b"NVR\0"
 _LAYOUT = b"\x08\x07"  # version 7 of the container: the one whose sizes are known here
 _TIMEOUT_S = 600  # far above the time for the largest intact report
 _AGAIN = "Copy or record it again."
+
+
+@dataclass(frozen=True)
+class Point:
+    """An instruction with the warps that were sampled there.
+
+    file: as the report names it; "" and line 0 if it has no line information.  samples: by stall reason.
+    """
+
+    address: int
+    file: str
+    line: int
+    sass: str
+    samples: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawKernel:
+    """One profiled launch.
+
+    metrics: by ncu's name, in base units (nanoseconds, bytes, cycles, percent)
+    totals: samples by stall reason over the whole kernel, as the report itself adds them up; empty if not collected
+    points: in order of address; empty if source counters were not collected
+    sources: file name -> text, as recorded
+    """
+
+    function: str
+    metrics: Mapping[str, Value]
+    totals: Mapping[str, int] = field(default_factory=dict)
+    points: tuple[Point, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def number(self, *names: str) -> float | None:
+        """The value of the first of these metrics that was collected."""
+        found = (self.metrics.get(name) for name in names)
+        return next((value for value in found if isinstance(value, int | float)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawReport:
+    """A file.  name: without folders.  whole: whether its length agrees with its headers; None if unknown."""
+
+    name: str
+    sha256: str
+    kernels: tuple[RawKernel, ...]
+    whole: bool | None = None
+
+
+def base_name(path: str) -> str:
+    """The last part of a path of any operating system."""
+    return PurePosixPath(path.replace("\\", "/")).name
 
 
 def read(path: Path) -> RawReport:
@@ -31,30 +98,24 @@ def read(path: Path) -> RawReport:
     except OSError as error:
         raise BadInputError(f"{path} cannot be read: {error.strerror}.", "Name an .ncu-rep file.") from error
     whole = _is_whole(content)
-    if whole is False:
-        raise _unusable(path, content, whole)
-    kernels = _kernels(path)
-    if not kernels or not all(kernel.metrics for kernel in kernels):
-        raise _unusable(path, content, whole)
-    return RawReport(name=path.name, sha256=hashlib.sha256(content).hexdigest(), kernels=kernels, whole=whole)
-
-
-def _unusable(path: Path, content: bytes, whole: bool | None) -> BadInputError:
+    kernels = () if whole is False else _kernels(path)
+    if kernels and all(kernel.metrics for kernel in kernels):
+        return RawReport(name=path.name, sha256=hashlib.sha256(content).hexdigest(), kernels=kernels, whole=whole)
     if not content.startswith(_MAGIC) and path.suffix != ".ncu-repz":
-        return BadInputError(f"{path} is not an ncu report.", "Name a file that 'ncu -o' wrote.")
+        raise BadInputError(f"{path} is not an ncu report.", "Name a file that 'ncu -o' wrote.")
     if whole is False:
-        return BadInputError(f"{path} is truncated: it ends in the middle of a block.", _AGAIN)
-    return BadInputError(
+        raise BadInputError(f"{path} is truncated: it ends in the middle of a block.", _AGAIN)
+    raise BadInputError(
         f"{path} holds no profiled kernel (zero ranges): nothing was profiled, or the file is damaged.",
         "Copy it again; or ncu's filters (-k, --nvtx-include, --launch-skip) matched nothing when it was recorded.",
     )
 
 
 def _kernels(path: Path) -> tuple[RawKernel, ...]:
-    """By ncu-report in a child process, which a damaged file may crash."""
+    """By ncu-report in a child process."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
-        command = [*child.python("ssdprof.stalls.unpack"), str(path), str(out)]
+        command = [*child.python("ssdprof.stalls.read"), str(path), str(out)]
         try:
             ended = subprocess.run(
                 command,
@@ -66,7 +127,7 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
             )
         except subprocess.TimeoutExpired as error:
             raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN) from error
-        if ended.returncode == unpack.NOT_INSTALLED:
+        if ended.returncode == _NOT_INSTALLED:
             raise MissingCapabilityError(
                 "The ncu-report package, which reads ncu's files, is not installed.", "pip install ncu-report"
             )
@@ -74,7 +135,7 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
             words = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
             how = how_ended(ended.returncode) if ended.returncode < 0 else "".join(words)
             raise BadInputError(f"{path} is damaged: ncu-report could not read it ({how}).", _AGAIN)
-        return unpack.parse(out.read_text(encoding="utf-8"))
+        return parse(out.read_text(encoding="utf-8"))
 
 
 # --- whether a file is complete: a report is a sequence of blocks, each with a header that has the size of its payload
@@ -120,3 +181,78 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
         at, shift = at + 1, shift + 7
         if byte < 0x80:
             return value, at
+
+
+# --- the child process
+
+
+def main() -> None:
+    try:
+        import ncu_report
+    except ImportError:
+        sys.exit(_NOT_INSTALLED)
+    file, out = map(Path, sys.argv[1:])
+    out.write_text(json.dumps([asdict(kernel) for kernel in launches(ncu_report, file)]), encoding="utf-8")
+
+
+def parse(text: str) -> tuple[RawKernel, ...]:
+    """Reads the output of `main`."""
+    return tuple(
+        RawKernel(**(fields | {"points": tuple(Point(**point) for point in fields["points"])}))
+        for fields in json.loads(text)
+    )
+
+
+def launches(ncu_report: Any, path: Path) -> Iterator[RawKernel]:
+    """Every launch in the file, by the module `ncu_report`."""
+    context = ncu_report.load_report(str(path))
+    for i in range(context.num_ranges()):
+        profiled = context.range_by_idx(i)
+        for j in range(profiled.num_actions()):
+            yield _launch(profiled.action_by_idx(j))
+
+
+def _launch(action: Any) -> RawKernel:
+    metrics: dict[str, Value] = {}
+    totals: Counter[str] = Counter()
+    samples: dict[int, Counter[str]] = defaultdict(Counter)
+    for name in (name for name in action.metric_names() if "TriageCompute" not in name):
+        metric = action.metric_by_name(name)
+        if name.startswith(_SAMPLED) and not name.endswith("_not_issued"):
+            reason = name.removeprefix(_SAMPLED)
+            reason = CANONICAL.get(reason, reason)
+            totals[reason] += int(metric.value() or 0)
+            addresses = metric.correlation_ids()
+            for k in range(metric.num_instances()):
+                at = samples[addresses.as_uint64(k)]
+                if count := metric.as_uint64(k):
+                    at[reason] += count
+        if (value := _value(metric)) is not None:
+            metrics[name] = value
+    return RawKernel(
+        function=action.name(),
+        metrics=metrics,
+        totals=dict(totals),
+        points=tuple(_point(action, address, samples[address]) for address in sorted(samples)),
+        sources={name: text for name, text in dict(action.source_files().asdict()).items() if text},
+    )
+
+
+def _value(metric: Any) -> Value | None:
+    """A metric's value in base units; None if it has no number."""
+    value = metric.value()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, int | float) and metric.name().startswith("gpu__time"):
+        return value * _TO_NS.get(metric.unit(), 1.0)
+    return value if isinstance(value, int | float | str) else None
+
+
+def _point(action: Any, address: int, samples: Mapping[str, int]) -> Point:
+    source = action.source_info(address)
+    sass = " ".join((action.sass_by_pc(address) or "").split())
+    return Point(address, source.file_name() if source else "", source.line() if source else 0, sass, dict(samples))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,32 @@
 """The process that ncu profiles: one layer's captured tensors, and one call inside an NVTX range.
 
-    python -m ssdprof.stalls.target FOLDER --layer N --seqlen N --implementation NAME --launched FILE
+    python -m ssdprof.stalls.target JOB FILE         JOB: an `ncu.Job`, as JSON
 
 Small, because ncu saves and restores the device memory that the process can reach between its passes.  FILE gets, as
-JSON, a `Launched` with the launches of the call, or a `Refusal`.
+JSON, a `Launched` with the launches of the call, or the message, hint and exit code of an error.
+
+It also makes the compiler record, for an inlined instruction, the line that has its stage.  An instruction has one line
+in a report: that of the innermost function that was inlined there, a helper's or a library's.  Triton writes the chain
+of calls into its PTX as a comment, which ptxas drops:
+
+    .loc 3 382 10    // role_scores.py:82:10 @[ role_scores.py:64:17 @[ hopper_kernel.py:161:45 ] ]
+
+So each .loc is replaced, before ptxas reads it, by the innermost line of the chain that has a stage.  Nothing but the
+line table changes.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
+import re
 import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from ssdprof import operators
 from ssdprof.capture import store
@@ -25,39 +38,30 @@ from ssdprof.measure.occupancy import Limits, occupancy
 from ssdprof.operators.dtypes import precision_record
 from ssdprof.operators.named import Named, resolve
 from ssdprof.schema import PrecisionRecord
-from ssdprof.schema.stalls import Launched, Refusal
-from ssdprof.stalls import call_sites
-from ssdprof.stalls.ncu import RANGE
+from ssdprof.schema.stalls import Launched
+from ssdprof.stalls import ncu
+from ssdprof.stalls.attribute import UNKNOWN, Sources
+from ssdprof.stalls.read import base_name
 from ssdprof.tuning.use import use_file
 
 DEVICE = "cuda"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--layer", type=int, required=True)
-    parser.add_argument("--seqlen", type=int, required=True)
-    parser.add_argument("--implementation", required=True)
-    parser.add_argument("--intermediates", choices=("exact", "relaxed"), default="exact")
-    parser.add_argument("--state-dtype", choices=("fp32", "fp16", "bf16"), default="fp32")
-    parser.add_argument("--launched", type=Path, required=True)
-    parser.add_argument("--tuned", type=Path)
-    given = parser.parse_args()
-    precision = PrecisionRecord(intermediates=given.intermediates, state_dtype=given.state_dtype)
-    call_sites.install()
-    if given.tuned:
-        use_file(given.tuned)
+    job, out = ncu.Job.model_validate_json(sys.argv[1]), Path(sys.argv[2])
+    install()
+    if job.tuned:
+        use_file(job.tuned)
     try:
-        inputs = load(given.folder, given.layer, given.seqlen, DEVICE)
-        named = resolve(operators.of(inputs), given.implementation)
-        call = call_at(named, inputs, precision)
+        inputs = load(job.folder, job.layer, job.seqlen, DEVICE)
+        named = resolve(operators.of(inputs), job.implementation)
+        call = call_at(named, inputs, job.precision)
         launched = warm_up(named, call)
     except (SsdprofError, UnsupportedError, torch.OutOfMemoryError) as error:
         refusal = refusal_of(error)
-        given.launched.write_text(refusal.model_dump_json() + "\n", encoding="utf-8")
-        sys.exit(f"Error: {refusal.message}")
-    given.launched.write_text(launched.model_dump_json() + "\n", encoding="utf-8")
+        out.write_text(json.dumps(refusal) + "\n", encoding="utf-8")
+        sys.exit(f"Error: {refusal['message']}")
+    out.write_text(launched.model_dump_json() + "\n", encoding="utf-8")
     profiled(call)
 
 
@@ -70,15 +74,16 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
     raise BadInputError(f"{folder} holds no layer {layer} of {seqlen} tokens.", "Capture it first.")
 
 
-def refusal_of(error: Exception) -> Refusal:
-    """The message of an error for the user.  Its type determines the exit code of the command."""
+def refusal_of(error: Exception) -> dict[str, Any]:
+    """The message and hint for the user, and the exit code of the command, which the error's type determines."""
     if isinstance(error, SsdprofError):
-        return Refusal(message=error.message, hint=error.hint, exit_code=error.exit_code)
-    if isinstance(error, torch.OutOfMemoryError):
+        message, hint, code = error.message, error.hint, error.exit_code
+    elif isinstance(error, torch.OutOfMemoryError):
         message, hint = "The layer's tensors do not fit into the GPU's memory.", "Use a shorter --seq."
-        return Refusal(message=message, hint=hint, exit_code=ExitCode.MISSING_CAPABILITY)
-    hint = "Name another --layer, --impl or precision."
-    return Refusal(message=f"{error}.", hint=hint, exit_code=ExitCode.BAD_INPUT)
+        code = ExitCode.MISSING_CAPABILITY
+    else:
+        message, hint, code = f"{error}.", "Name another --layer, --impl or precision.", ExitCode.BAD_INPUT
+    return {"message": message, "hint": hint, "exit_code": int(code)}
 
 
 def call_at(named: Named, inputs: Any, wanted: PrecisionRecord) -> Call:
@@ -119,10 +124,68 @@ def warm_up(named: Named, call: Call) -> Launched:
 def profiled(call: Call) -> None:
     """The call that ncu profiles."""
     torch.cuda.synchronize()
-    torch.cuda.nvtx.range_push(RANGE)  # type: ignore[no-untyped-call]
+    torch.cuda.nvtx.range_push(ncu.RANGE)  # type: ignore[no-untyped-call]
     call.run()
     torch.cuda.synchronize()
     torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+# --- lines of callers
+
+
+_KEY = "ssdprof: lines of callers"  # part of the key of such kernels in Triton's cache, if it asks
+_FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)
+_LOC = re.compile(r"^(\s*\.loc\s+)(\d+) (\d+) (\d+)(\s*//\s*)(.+)$", re.MULTILINE)
+_FRAME = re.compile(r"([^\s@\[\]:]+):(\d+):(\d+)")
+
+
+def install() -> None:
+    """Install the hook for every kernel that Triton compiles in this process from now on.
+
+    Triton 3.6 does not ask the hook for a part of its cache's key, so TRITON_CACHE_DIR must be a folder without
+    compiled kernels.
+    """
+    triton.knobs.runtime.add_stages_inspection_hook = _hook
+
+
+def _hook(*given: Any) -> tuple[str, str] | None:
+    """Triton calls it without arguments for its part of the cache's key, else with a compiler's stages."""
+    if not given:
+        return _KEY, _KEY
+    stages: dict[str, Callable[[Any, Any], Any]] = given[1]
+    make = stages.get("ptx")
+    if make is not None:
+        stages["ptx"] = lambda module, metadata: name_call_sites(make(module, metadata))
+    return None
+
+
+def name_call_sites(ptx: str, sources: Sources | None = None) -> str:
+    """The PTX with every .loc at the innermost line that has a stage; unchanged if no line of the chain has one.
+
+    sources: of the files that the PTX names; None reads them.
+    """
+    files = dict(_FILE.findall(ptx))
+    known = sources or Sources({path: text for path in files.values() if (text := _text(path))})
+    numbers: dict[str, list[str]] = defaultdict(list)  # frames name a file without its folder
+    for number, path in files.items():
+        numbers[base_name(path)].append(number)
+
+    def innermost(found: re.Match[str]) -> str:
+        before, _, _, _, remark, chain = found.groups()
+        for name, line, column in _FRAME.findall(chain):
+            for number in numbers.get(name, ()):
+                if known.place(files[number], int(line)).stage not in (None, UNKNOWN):
+                    return f"{before}{number} {line} {column}{remark}{chain}"
+        return found[0]
+
+    return _LOC.sub(innermost, ptx)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""  # then its lines are not changed
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ssdprof import __version__, environment, schema
-from ssdprof.environment.present import require_gpu
+from ssdprof import __version__, schema
+from ssdprof.environment import machine
+from ssdprof.environment.toolchain import require_gpu
 from ssdprof.measure.bench import CudaBench
 from ssdprof.measure.faults import first_line
 from ssdprof.operators.operator import Operator
@@ -53,7 +54,7 @@ def tune(
         ssdprof_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=request.command,
-        environment=environment.collect(),
+        environment=machine.collect(),
         operator=request.operator.name,
     )
     for sources, intermediates in _groups(request):

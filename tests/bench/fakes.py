@@ -106,7 +106,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ssdprof bench ssd` runs without a GPU: kernels in the interpreter, and a stopwatch with invented numbers."""
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
-    monkeypatch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr("ssdprof.environment.toolchain.require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_run, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_run, "measure_ceilings", lambda _: CEILINGS)
     monkeypatch.setattr(bench_run, "CudaBench", CudaFakeBench)

@@ -19,12 +19,12 @@ from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CaptureSummary, capture_layers
 from ssdprof.capture.layout import PromptBuffer, token_major
 from ssdprof.capture.sites import find_sites
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.tensors import tensors
-from ssdprof.quantities import size_words
 from ssdprof.schema import LayerRef
 
 LENGTH = 90

@@ -14,11 +14,11 @@ from ssdprof.capture.footprint import Footprint, capture_bytes_per_token, decode
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.sites import find_sites
-from ssdprof.environment import memory
-from ssdprof.environment.memory import free_memory, host_memory
+from ssdprof.core.words import size_words
+from ssdprof.environment import machine as memory
+from ssdprof.environment.machine import free_memory, host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
-from ssdprof.quantities import size_words
 
 GIB = 2**30
 

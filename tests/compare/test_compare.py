@@ -27,7 +27,7 @@ from ssdprof.report.comparison import compose
 from ssdprof.runs import document
 from ssdprof.schema import EXACT_FP32, CaseResult
 from ssdprof.schema.comparison import Comparison, Pair
-from ssdprof.schema.stalls import KernelStalls, Resources, Stage, StallReport, Throughput
+from ssdprof.schema.stalls import KernelStalls, StallReport
 
 
 @pytest.fixture
@@ -290,12 +290,10 @@ def stalled(shares: dict[str, int], us: float) -> StallReport:
     kernel = KernelStalls(
         kernel="k",
         implementation="fused",
-        resources=Resources(),
-        throughput=Throughput(duration_us=us),
+        duration_us=us,
         sample_count=sum(shares.values()),
         samples={"wait": sum(shares.values())},
-        stages=tuple(Stage(name=name, samples={"wait": count}) for name, count in shares.items()),
-        lines=(),
+        stages={name: {"wait": count} for name, count in shares.items()},
     )
     return StallReport(ssdprof_version="0", sources={}, gpu="", kernels=(kernel,))
 

@@ -111,7 +111,7 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
 
         plain = registry.get("toy", name)
         monkeypatch.setitem(registry._implementations, ("toy", name), replace(plain, run=noted))
-    for module in (bench_run, "ssdprof.environment.present"):
+    for module in (bench_run, "ssdprof.environment.toolchain"):
         target = f"{module}.require_gpu" if isinstance(module, str) else None
         if target:
             monkeypatch.setattr(target, lambda *_: torch.device("cpu"))

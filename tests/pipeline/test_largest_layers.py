@@ -13,12 +13,12 @@ import pytest
 import torch
 import transformers as tf
 
+from ssdprof.core.words import size_words
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.pipeline import limits, placement
 from ssdprof.pipeline.placement import choose
 from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.pipeline.subject import find
-from ssdprof.quantities import size_words
 from ssdprof.schema.placement import PlacementKind
 
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"

@@ -22,7 +22,7 @@ from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.rehearsal import LiveBytes, rehearse
 from ssdprof.capture.sites import find_sites
 from ssdprof.checkpoint.load import REWRITTEN
-from ssdprof.environment import memory as memory_of
+from ssdprof.environment import machine as memory_of
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
 from ssdprof.pipeline import limits, model, placement

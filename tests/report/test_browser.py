@@ -13,7 +13,7 @@ from report.make import ALL_PRECISIONS, make_report, with_scale
 from report.test_html import RESULTS, broken
 
 from ssdprof import runs
-from ssdprof.pipeline import stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.report import html
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

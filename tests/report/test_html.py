@@ -16,7 +16,7 @@ from report.make import (
 from report.pages import Page
 
 from ssdprof import runs
-from ssdprof.pipeline import stall_files
+from ssdprof.jobs import stall_files
 from ssdprof.report import html
 from ssdprof.report.groups import groups
 from ssdprof.report.html.cells import sort_key, view

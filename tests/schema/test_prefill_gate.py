@@ -9,6 +9,7 @@ import pytest
 from report.make_prefill import FUSED, UNFUSED, found, length, report, speedup
 from typer.testing import CliRunner
 
+from ssdprof import settings
 from ssdprof.cli import app
 from ssdprof.errors import BadInputError
 from ssdprof.pipeline import prefill as job
@@ -16,7 +17,6 @@ from ssdprof.report import prefill_document
 from ssdprof.schema import Gates
 from ssdprof.schema.prefill import LeftOutLength, PrefillCase, PrefillReport
 from ssdprof.schema.prefill_rows import broken_gates
-from ssdprof.settings import gates
 
 PLACE = "prefill, bundled surroundings, 1,024 tokens"
 ROW = f"{PLACE}, fused, exact, fp32 states"
@@ -85,7 +85,7 @@ def command(*words: str) -> tuple[int, str]:
 def timed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fused is twice as fast as unfused, on any machine."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ssdprof.environment.present.require_gpu", lambda *_: None)
+    monkeypatch.setattr("ssdprof.environment.toolchain.require_gpu", lambda *_: None)
     monkeypatch.setattr(job, "time_prefills", lambda asked, *_: report(gates=asked.gates))
 
 
@@ -107,4 +107,4 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     for text, complaint in (("min-sped = 1", "unknown key prefill.min-sped"), ("min-speedup = -1", "prefill.min-spee")):
         file.write_text(f"[prefill]\n{text}\n")
         with pytest.raises(BadInputError, match=complaint):
-            gates.of_prefill(file, None)
+            settings.prefill_gates(file, None)

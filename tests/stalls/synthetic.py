@@ -1,6 +1,6 @@
 """A kernel with warp roles that never ran, small enough to add up its samples by hand."""
 
-from ssdprof.stalls.raw import Point, RawKernel, RawReport, Value
+from ssdprof.stalls.read import Point, RawKernel, RawReport, Value
 
 FILE = "/somewhere/kernel.py"
 LIBRARY = "/x/triton/language/standard.py"

@@ -1,48 +1,109 @@
-"""Samples to lines and stages, on a kernel whose samples are added up by hand."""
+"""Lines to stages, from the source; samples to lines and stages; and the line table that names callers."""
 
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import re
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
+import triton
 from stalls import synthetic
 
-from ssdprof.operators.ssd.stages import STAGES
-from ssdprof.stalls.attribute import attribute
-from ssdprof.stalls.raw import Point, RawKernel
-from ssdprof.stalls.sources import Sources
-from ssdprof.stalls.stages import IDLE_WARPS, UNKNOWN
+import ssdprof
+from ssdprof.operators import outlines
+from ssdprof.operators.known_sources import KnownSource, known_sources
+from ssdprof.operators.outline import Stages
+from ssdprof.operators.ssd.stages import STAGES as SSD_STAGES
+from ssdprof.report.stall_document import compose
+from ssdprof.stalls import target
+from ssdprof.stalls.attribute import CALLER, IDLE_WARPS, UNKNOWN, LineStage, Sources, attribute, parse
+from ssdprof.stalls.facts import analyse, stalls_of
+from ssdprof.stalls.read import Point, RawKernel
+
+KERNELS = Path(ssdprof.__file__).parent / "kernels"
+STAGES = Stages.together([one.stages for one in outlines()])
+PROFILED = [file for file in KERNELS.rglob("*.py") if file.parent.name != "mixer"]  # those have no stages
+FILES = sorted(file for file in PROFILED if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
+SSD = [file for file in FILES if "ssd" in file.relative_to(KERNELS).parts]
+WITH_BARRIERS = {file.stem: text for file in SSD if "mbarrier.wait(" in (text := file.read_text())}
+
+SOURCE = '''"""A kernel."""
+STAGES = {"helper": "caller", "load": "loads", "_kernel": "setup"}
+WAITS = {"full": "waiting.chunk"}
 
 
-def stages(kernel: RawKernel) -> dict[str, int]:
-    return {stage.name: stage.total for stage in attribute(kernel, Sources(kernel.sources)).stages}
+@triton.jit
+def helper(x):
+    return x + 1
+
+
+@triton.jit
+def load(ptr):
+    """Words."""
+    mbarrier.wait(shared.full.index(0), 1)
+    mbarrier.wait(
+        shared.empty.index(0),
+        1,
+    )
+    return helper(ptr)
+
+
+@triton.jit(launch_metadata=words)
+def _kernel(
+    x_ptr,
+    N: tl.constexpr,
+):  # fmt: skip
+    # stage ticket: first
+    ticket = 0
+    for i in range(3):
+        # stage chunk_scan.previous
+        a = load(x_ptr)
+    # stage chunk_state: after the loop
+    b = 1
+'''
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(SOURCE.splitlines(), 1) if text in line)
+
+
+# --- samples to lines and stages, on a kernel whose samples are added up by hand
+
+
+def attributed(kernel: RawKernel) -> dict[str, int]:
+    stages, _, _ = attribute(kernel, Sources(kernel.sources))
+    return {stage: sum(samples.values()) for stage, samples in stages.items()}
 
 
 def test_every_sample_goes_to_one_stage() -> None:
-    assert stages(synthetic.kernel()) == {
+    assert attributed(synthetic.kernel()) == {
         "loads": 38 + 10,  # with the helper after it
         "chunk_scan.current": 68 + 12,  # with the library after it
         "ahead": 2 + 20,  # the header's S2R has no instruction before it
         IDLE_WARPS: 50,
     }
+    assert attribute(synthetic.kernel(), Sources(synthetic.kernel().sources))[2] == 2 + 10 + 12
 
 
 def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last() -> None:
-    found = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), STAGES).stages
-    assert [(stage.name, stage.idle) for stage in found] == [
-        ("loads", False), ("chunk_scan.current", False), ("ahead", True), (IDLE_WARPS, True),
-    ]  # fmt: skip
-
-
-def test_what_neighbours_decided_is_counted() -> None:
-    assert attribute(synthetic.kernel(), Sources(synthetic.kernel().sources)).from_neighbours == 2 + 10 + 12
+    stages, _, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), SSD_STAGES)
+    assert list(stages) == ["loads", "chunk_scan.current", "ahead", IDLE_WARPS]
+    known = Stages(order=("ahead", "chunk_scan.current", "loads"), ahead=frozenset({"ahead"}))
+    stages, _, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), known)
+    assert list(stages) == ["chunk_scan.current", "loads", "ahead", IDLE_WARPS]
+    assert stalls_of(synthetic.kernel()).idle == ("ahead", IDLE_WARPS)
 
 
 def test_warps_without_a_role_exist_only_where_there_are_roles() -> None:
-    kernel = synthetic.kernel()
     plain = {synthetic.FILE: synthetic.SOURCE.replace("gl.warp_specialize", "gl.static_print")}
-    assert stages(replace(kernel, sources=plain))["ahead"] == 2 + 50 + 20
+    assert attributed(replace(synthetic.kernel(), sources=plain))["ahead"] == 2 + 50 + 20
 
 
 def test_a_line_is_shown_with_its_text_and_the_hottest_first() -> None:
-    lines = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources)).lines
+    _, lines, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources))
     assert sum(line.total for line in lines) == 200
     hottest = lines[0]
     assert (hottest.file, hottest.line, hottest.text) == ("kernel.py", 9, "return exp2(x)")
@@ -53,6 +114,334 @@ def test_a_line_is_shown_with_its_text_and_the_hottest_first() -> None:
 
 def test_without_line_information_instructions_stand_for_lines() -> None:
     kernel = synthetic.kernel(points=(Point(1, "", 0, "LDG R1", {"wait": 3}), Point(2, "", 0, "STG R2", {"wait": 4})))
-    found = attribute(kernel, Sources({}))
-    assert [(line.text, line.total) for line in found.lines] == [("STG R2", 4), ("LDG R1", 3)]
-    assert [stage.name for stage in found.stages] == [UNKNOWN]
+    stages, lines, _ = attribute(kernel, Sources({}))
+    assert [(line.text, line.total) for line in lines] == [("STG R2", 4), ("LDG R1", 3)]
+    assert list(stages) == [UNKNOWN]
+
+
+# --- lines to stages
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("return x + 1", LineStage("helper", None)),
+        ("shared.full", LineStage("load", "waiting.chunk")),
+        ("shared.empty", LineStage("load", "loads")),
+        ("return helper", LineStage("load", "loads")),
+        ("N: tl.constexpr", LineStage("_kernel", None, header=True)),
+        ("ticket = 0", LineStage("_kernel", "ticket")),
+        ("for i in", LineStage("_kernel", "ticket")),
+        ("a = load", LineStage("_kernel", "chunk_scan.previous")),
+        ("b = 1", LineStage("_kernel", "chunk_state")),
+        ("STAGES =", LineStage("", UNKNOWN)),
+    ],
+)
+def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) -> None:
+    assert parse(SOURCE).place(line_of(text)) == place
+    moved = parse("# a line more\n" * 7 + SOURCE)
+    assert moved.place(line_of(text) + 7) == place
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "place"),
+    [
+        # without a table, functions are the stages
+        (SOURCE.replace("STAGES", "X").replace("WAITS", "Y"), line_of("shared.full"), LineStage("load", "load")),
+        (SOURCE.replace("STAGES", "X"), line_of("return x + 1"), LineStage("helper", "helper")),
+        # a function that the table lacks
+        (SOURCE.replace('"load": "loads", ', ""), line_of("return helper"), LineStage("load", UNKNOWN)),
+        ("__global__ void k() {}", 1, LineStage("", UNKNOWN)),  # not Python
+    ],
+)
+def test_lines_that_no_table_knows(source: str, line: int, place: LineStage) -> None:
+    assert parse(source).place(line) == place
+
+
+@pytest.mark.parametrize("value", ["3", "tl.constexpr(3)", "(1, 2)"])
+def test_a_name_of_the_user_that_stands_for_something_else_is_no_table(value: str) -> None:
+    parsed = parse(f"STAGES = {value}\nWAITS = {value}\n\n@triton.jit\ndef scan(x):\n    return x\n")
+    assert parsed.place(6) == LineStage("scan", "scan")
+    assert not parsed.labelled
+
+
+def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
+    sources = Sources({"/x/site-packages/triton/language/standard.py": "import this\n", "/a/k.py": SOURCE})
+    assert sources.place("/x/site-packages/triton/language/standard.py", 1) == LineStage()
+    assert sources.place("/a/k.py", 0) == LineStage()
+    assert not sources.not_recorded
+
+
+def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
+    sources, stage = Sources({}), KERNELS / "ssd" / "portable" / "states.py"
+    number = next(i for i, line in enumerate(stage.read_text().splitlines(), 1) if "while tl.atomic_add" in line)
+    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/states.py", number)
+    assert place == LineStage("wait_for_state", "state_passing.wait")
+    assert sources.not_recorded == {"states.py"}
+    assert sources.place("/home/someone/kernel.py", 3) == LineStage("", "kernel.py")
+
+
+def test_who_ends_a_wait_is_found_in_the_source() -> None:
+    source = """
+WAITS = {"full": "waiting.chunk", "scored": "waiting.scores", "empty": "ahead"}
+def load(shared):
+    mbarrier.wait(shared.empty.index(0), 1)
+    full = shared.full.index(0)
+    mbarrier.expect(full, 128)
+    mbarrier.expect(full, 128)
+def gates(shared):
+    other = shared.decay.index(0)
+    mbarrier.arrive(shared.full.index(0), count=1)
+    mbarrier.arrive(other)
+def scores(shared):
+    mbarrier.wait(shared.full.index(0), 1)
+    arrive(shared.scored.index(0))
+"""
+    assert parse(source).fillers == {"waiting.chunk": ("load", "gates"), "waiting.scores": ("scores",)}
+    assert Sources({"/a/k.py": source, "/a/other.py": "x = 1\n"}).fillers() == parse(source).fillers
+
+
+# --- our own kernels
+
+
+def test_there_are_kernels_to_look_at() -> None:
+    assert len(FILES) > 8
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_jit_function_has_a_stage_that_exists_and_tables_name_nothing_else(file: Path) -> None:
+    text = file.read_text()
+    parsed = parse(text)
+    functions = {function.name for function in parsed.functions}
+    assert functions == set(re.findall(r"^ *@\w+\.jit.*\n *def (\w+)", text, re.M))
+    table = re.search(r"^STAGES = (\{.*?\})$", text, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    assert set(re.findall(r'"(\w+)":', table[1])) == functions
+    for function in parsed.functions:
+        assert function.stage != UNKNOWN, f"{file.name}: STAGES lacks {function.name}"
+        for stage in (function.stage, *(stage for _, stage in function.starts)):
+            assert stage is None or stage in STAGES.order, f"{file.name}: {function.name}: {stage} is no stage"
+    assert set(parsed.waits.values()) <= set(STAGES.order)
+
+
+def test_every_mark_is_inside_a_kernel() -> None:
+    for file in PROFILED:
+        text = file.read_text()
+        marks = {number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*# stage ", line)}
+        starts = {number for function in parse(text).functions for number, _ in function.starts}
+        assert marks == starts, file.name
+
+
+def test_every_wait_of_the_hopper_kernel_has_a_stage_and_is_ended_by_somebody() -> None:
+    assert "role_states" in WITH_BARRIERS
+    for text in WITH_BARRIERS.values():
+        waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
+        assert set(waits) <= set(parse(text).waits)
+    fillers = Sources(WITH_BARRIERS).fillers()
+    assert set(fillers) == {stage for text in WITH_BARRIERS.values() for stage in parse(text).waits.values()}
+    assert set(fillers["waiting.scores"]) == {"decayed_scores"}
+    assert set(fillers["waiting.chunk"]) == {"put_gates", "hand_over", "load_first", "load_chunk"}
+    assert set(fillers["ahead"]) == {"decayed_scores", "add_turn", "scan_chunk", "hand_out"}
+    assert set(fillers["chunk_scan.residual"]) == {"store_chunk"}
+
+
+def test_waits_of_the_gdn_hopper_kernel_have_stages() -> None:
+    """At the call that names the ring, because `load_tile` is called for several rings."""
+    found: set[str] = set()
+    for file in (KERNELS / "gdn" / "hopper").glob("role_*.py"):
+        lines, parsed = file.read_text().splitlines(), parse(file.read_text())
+        call = re.compile(r"(rings|inversion)\.\w+\.wait_(full|empty)\(")
+        assert set(parsed.waits) == {n for n, line in enumerate(lines, 1) if call.search(line)}, file.name
+        found |= set(parsed.waits.values())
+    assert found == {
+        "ahead", "chunk_output", "waiting.chunk", "waiting.inverse", "waiting.weights", "waiting.update",
+    }  # fmt: skip
+
+
+def test_the_fused_kernels_have_every_stage() -> None:
+    for folder, *names in (
+        ("portable", "portable_kernel", "segments", "stages", "states"),
+        ("hopper", "hopper_kernel", "look_back", *WITH_BARRIERS),
+    ):
+        found: set[str] = set()
+        for name in names:
+            for function in parse((KERNELS / "ssd" / folder / f"{name}.py").read_text()).functions:
+                found |= {function.stage or ""} | {stage for _, stage in function.starts}
+        assert {
+            "ticket", "chunk_cumsum", "bmm_chunk", "chunk_state", "state_passing.wait", "state_passing.load",
+            "state_passing.store", "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
+        } <= found  # fmt: skip
+
+
+def test_launched_kernels_are_known_by_name() -> None:
+    functions = (function.name for file in FILES for function in parse(file.read_text()).functions)
+    assert {name for name in functions if name.endswith("_kernel")} == set(STAGES.kernels)
+
+
+# --- other libraries' kernels: stages by the hash of their file
+
+
+FILE = "/site/them/kernel.py"
+TEXT = """@triton.jit
+def twice(x):
+    return x + x
+@triton.jit
+def _their_kernel(
+    x_ptr,
+):
+    a = tl.load(x_ptr)
+    b = twice(a)
+    tl.store(x_ptr, b)
+"""
+KNOWN = KnownSource(
+    sha256=hashlib.sha256(TEXT.encode()).hexdigest(),
+    version="them 1.0",
+    file="them/kernel.py",
+    implementation="them",
+    stages={"twice": CALLER, "_their_kernel": "chunk_scan"},
+    starts={8: "chunk_scan.previous", 10: "chunk_scan.residual"},
+)
+TABLES = {outline.name: outline.stages for outline in outlines() if outline.stages.sources}
+
+
+def theirs(text: str = TEXT) -> RawKernel:
+    points = tuple(
+        Point(0x100 + line, FILE, line, "FADD", {"wait": samples}) for line, samples in ((8, 5), (3, 2), (10, 1))
+    )
+    return synthetic.kernel(function="_their_kernel", points=points, sources={FILE: text})
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stages, "together", lambda _: Stages(sources={KNOWN.sha256: KNOWN}))
+
+
+@pytest.mark.usefixtures("known")
+def test_lines_of_a_known_file_have_the_stages_of_the_table() -> None:
+    found = stalls_of(theirs())
+    assert found.stages == {"chunk_scan.previous": {"wait": 7}, "chunk_scan.residual": {"wait": 1}}
+    assert (found.implementation, found.unlabelled) == ("them", ())
+    assert Sources({FILE: TEXT}).place(FILE, 7) == LineStage("_their_kernel", None, header=True)
+
+
+@pytest.mark.usefixtures("known")
+def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so() -> None:
+    changed = theirs(TEXT.replace("x + x", "2 * x"))
+    found = stalls_of(changed)
+    assert found.stages == {"_their_kernel": {"wait": 6}, "twice": {"wait": 2}}
+    assert [(line.line, line.total) for line in found.lines] == [(8, 5), (3, 2), (10, 1)]
+    assert (found.implementation, found.unlabelled) == ("", ("kernel.py",))
+    caveats = compose(analyse([synthetic.report(changed)])).caveats
+    assert any(text.startswith("The stages of kernel.py are not known (_their_kernel)") for text in caveats)
+    assert not any("not known" in text for text in compose(analyse([synthetic.report(theirs())])).caveats)
+
+
+def test_our_own_kernels_are_labelled() -> None:
+    assert stalls_of(synthetic.kernel()).unlabelled == ()
+
+
+def test_a_table_is_read(tmp_path: Path) -> None:
+    table = tmp_path / "known_sources.toml"
+    table.write_text(
+        '[[source]]\nversion = "v"\nfile = "f"\nsha256 = "ab"\nstages = { k = "setup" }\nstarts = { 7 = "loads" }\n'
+    )
+    (source,) = known_sources(table).values()
+    assert (source.sha256, source.implementation, source.stages) == ("ab", "", {"k": "setup"})
+    assert source.starts == {7: "loads"}
+
+
+@pytest.mark.parametrize("operator", TABLES)
+def test_tables_name_stages_that_exist(operator: str) -> None:
+    known = TABLES[operator]
+    for sha256, source in known.sources.items():
+        assert len(sha256) == 64
+        assert {*source.stages.values(), *source.starts.values()} <= {*known.order, CALLER}, source.file
+
+
+@pytest.mark.parametrize(
+    "source",
+    [source for known in TABLES.values() for source in known.sources.values()],
+    ids=lambda source: f"{source.version}: {source.file}",
+)
+def test_stages_of_an_installed_file_begin_inside_its_kernels(source: KnownSource) -> None:
+    """Runs if the exact file of the table is installed."""
+    package, *inside = source.file.split("/")
+    spec = importlib.util.find_spec(package)
+    place = Path(spec.origin).parent.joinpath(*inside) if spec and spec.origin else Path("nowhere")
+    if not place.is_file() or hashlib.sha256(place.read_bytes()).hexdigest() != source.sha256:
+        pytest.skip(f"{source.version} is not installed")
+    parsed = parse(place.read_text(encoding="utf-8"), source)
+    assert set(source.stages) <= {function.name for function in parsed.functions}
+    for line, stage in source.starts.items():
+        assert parsed.place(line).stage == stage
+
+
+# --- the line table of a kernel's PTX, with callers instead of helpers
+
+
+CALLS = """STAGES = {"helper": "caller", "scan": "chunk_scan", "_kernel": "setup"}
+@jit
+def helper(x):
+    return x + 1
+@jit
+def scan(x):
+    return helper(x)
+@jit
+def _kernel(p):
+    return scan(p)
+"""
+PTX = """.file 1 "/a/kernel.py"
+.file 2 "/x/triton/language/standard.py"
+"""
+SOURCES = Sources({"/a/kernel.py": CALLS, "/x/triton/language/standard.py": ""})
+
+
+@pytest.mark.parametrize(
+    ("loc", "named"),
+    [
+        (".loc 1 4 9 // kernel.py:4:9 @[ kernel.py:7:12 @[ kernel.py:10:5 ] ]", "1 7 12"),
+        (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:4:9 @[ kernel.py:7:12 ] ]", "1 7 12"),
+        (".loc\t2 50 3        // standard.py:50:3 @[ kernel.py:10:5 ]", "1 10 5"),
+        (".loc 1 7 12 // kernel.py:7:12 @[ kernel.py:10:5 ]", "1 7 12"),  # the helper has its own stage
+        (".loc 1 4 9 // kernel.py:4:9", "1 4 9"),  # no caller
+        (".loc 1 4 9", "1 4 9"),
+        (".loc 1 4 9 // kernel.py:4:9 @[ kernel.py:0 ]", "1 4 9"),  # instructions of two lines were merged
+        (".loc 2 50 3 // standard.py:50:3 @[ other.py:10:5 ]", "2 50 3"),  # a file that is not in the table
+        (".loc 2 50 3 // standard.py:50:3 @[ kernel.py:1:1 ]", "2 50 3"),  # no function at that line
+    ],
+)
+def test_the_innermost_line_that_has_a_stage_is_named(loc: str, named: str) -> None:
+    before, after = PTX + "  " + loc, target.name_call_sites(PTX + f"  {loc}", SOURCES)
+    assert after.splitlines()[2].split("//")[0].split() == [".loc", *named.split()]
+    assert after.partition("//")[2] == before.partition("//")[2]  # the remark stays
+
+
+def test_nothing_but_a_loc_is_touched() -> None:
+    text = PTX + "\tadd.s32 %r1, %r2, 1; // kernel.py:4:9 @[ kernel.py:7:12 ]\n.loc_of: bra .loc_of;\n"
+    assert target.name_call_sites(text, SOURCES) == text
+
+
+def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant() -> None:
+    files = '.file 1 "/b/kernel.py"\n.file 2 "/a/kernel.py"\n.file 3 "/x/triton/language/standard.py"\n'
+    sources = Sources({"/a/kernel.py": CALLS, "/b/kernel.py": "x = 1\n"})
+    loc = ".loc 3 50 3 // standard.py:50:3 @[ kernel.py:7:12 ]"
+    assert ".loc 2 7 12 //" in target.name_call_sites(files + loc, sources)
+
+
+def test_files_are_read_where_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "kernel.py"
+    file.write_text(CALLS)
+    ptx = f'.file 1 "{file}"\n.file 2 "/gone/helpers.py"\n.loc 1 4 9 // kernel.py:4:9 @[ kernel.py:7:12 ]\n'
+    assert ".loc 1 7 12 //" in target.name_call_sites(ptx)
+
+
+def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
+    target.install()
+    hook = triton.knobs.runtime.add_stages_inspection_hook
+    assert all(hook())  # a key and a digest
+    loc = PTX + ".loc 1 4 9"
+    stages = {"ptx": lambda module, metadata: f"{module}{metadata}", "cubin": None}
+    assert hook("compiler", stages, "options", "language", 90) is None
+    assert stages["ptx"](loc, " // no chain") == loc + " // no chain"  # type: ignore[misc]
+    assert hook("compiler", {"amdgcn": None}, "options", "language", None) is None

@@ -1,4 +1,4 @@
-"""The compiler's lines of our kernels exist, and with `call_sites` each line belongs to the instruction's stage.
+"""The compiler's lines of our kernels exist, and with callers' lines each line belongs to the instruction's stage.
 
 The expected stages do not come from the tested line table.  The compiler gives the PTX line of each instruction, and
 remarks in the PTX list the calls that led to it.
@@ -16,10 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof.stalls.attribute import attribute
-from ssdprof.stalls.raw import Point, RawKernel
-from ssdprof.stalls.sources import Sources
-from ssdprof.stalls.stages import UNKNOWN, Place
+from ssdprof.stalls.attribute import UNKNOWN, LineStage, Sources, attribute
+from ssdprof.stalls.read import Point, RawKernel
 
 pytestmark = pytest.mark.compiler
 
@@ -41,8 +39,8 @@ class Compiled:
 
     instructions: tuple[list[str], list[str]]
     points: tuple[Point, ...]  # instructions of the plain machine code, each sampled once
-    plain: list[Place]
-    called: list[Place]
+    plain: list[LineStage]
+    called: list[LineStage]
     stages: list[str | None]
     sources: Sources
 
@@ -138,8 +136,8 @@ def _stage_of_each(kernel: RawKernel, sources: Sources) -> list[str]:
     points = tuple(
         Point(point.address, point.file, point.line, point.sass, {f"i{i}": 1}) for i, point in enumerate(kernel.points)
     )
-    found = attribute(RawKernel(function=kernel.function, metrics={}, points=points), sources).stages
-    stages = {reason: stage.name for stage in found for reason in stage.samples}
+    found, _, _ = attribute(RawKernel(function=kernel.function, metrics={}, points=points), sources)
+    stages = {reason: stage for stage, samples in found.items() for reason in samples}
     return [stages[f"i{i}"] for i in range(len(points))]
 
 

@@ -7,20 +7,22 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 from stalls import synthetic
+from stalls.test_facts import launched
 
+from ssdprof.jobs import stall_files
 from ssdprof.operators.ssd.stages import STAGES
-from ssdprof.pipeline import stall_files
 from ssdprof.report import markdown, stall_document, terminal
 from ssdprof.report import stall_words as words
 from ssdprof.report.plots import stalls as plots
-from ssdprof.report.stall_groups import designs
+from ssdprof.report.stall_groups import groups
 from ssdprof.report.tables import stall_origin
 from ssdprof.report.tables import stalls as tables
+from ssdprof.schema import EXACT_FP32
 from ssdprof.schema.stalls import StallReport
-from ssdprof.stalls.analyse import analyse, stalls_of
-from ssdprof.stalls.hints import _ADVICE
-from ssdprof.stalls.raw import Point, RawKernel
-from ssdprof.stalls.stages import IDLE_WARPS
+from ssdprof.stalls.attribute import IDLE_WARPS
+from ssdprof.stalls.facts import analyse, stalls_of
+from ssdprof.stalls.hints import ADVICE
+from ssdprof.stalls.read import Point, RawKernel
 
 FLOPS = {
     "dram__bytes_read.sum": 1e6,
@@ -67,20 +69,20 @@ def shown(report: StallReport, width: int = 140) -> str:
 
 
 def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> None:
-    unfused, fused = designs(both)
+    unfused, fused = groups(both)
     assert (unfused.name, unfused.duration_us) == ("unfused", 40.0)
     assert {name: share.pct for name, share in unfused.stages.items()} == {"chunk_scan.current": 75.0, "loads": 25.0}
     assert unfused.us(unfused.stages["chunk_scan.current"]) == 30.0
     assert {name: share.pct for name, share in fused.stages.items()} == {"loads": 75.0, "chunk_scan.current": 25.0}
-    assert all(design.all().pct == pytest.approx(100.0) for design in designs(both))
+    assert all(group.all().pct == pytest.approx(100.0) for group in groups(both))
 
 
 def test_idle_warps_are_kept_apart() -> None:
-    (design,) = designs(analyse([synthetic.report(synthetic.kernel())]))
-    assert design.idle == {"ahead": 11.0, "idle warps": 25.0}
-    assert not set(design.stages) & {IDLE_WARPS, *STAGES.ahead}
-    assert design.all().pct == pytest.approx(100.0)
-    table = tables.by_stage(design)
+    (group,) = groups(analyse([synthetic.report(synthetic.kernel())]))
+    assert group.idle == {"ahead": 11.0, "idle warps": 25.0}
+    assert not set(group.stages) & {IDLE_WARPS, *STAGES.ahead}
+    assert group.all().pct == pytest.approx(100.0)
+    table = tables.by_stage(group)
     assert table is not None
     assert "idle warps 25.0%" in table.note
     assert not any("idle" in row[0] for row in table.rows)
@@ -88,16 +90,16 @@ def test_idle_warps_are_kept_apart() -> None:
 
 def test_without_durations_samples_weigh() -> None:
     report = analyse([synthetic.report(synthetic.kernel(metrics={}))])
-    (design,) = designs(report)
-    assert design.duration_us is None
-    assert design.all().pct == pytest.approx(100.0)
-    table = tables.by_stage(design)
+    (group,) = groups(report)
+    assert group.duration_us is None
+    assert group.all().pct == pytest.approx(100.0)
+    table = tables.by_stage(group)
     assert table is not None
     assert {row[2] for row in table.rows} == {"-"}
 
 
 def test_stages_stand_side_by_side(both: StallReport) -> None:
-    table = tables.side_by_side(designs(both))
+    table = tables.side_by_side(groups(both))
     assert table is not None
     assert dict((row[0], row[1:]) for row in table.rows) == {
         "loads": ("10.0 µs", "25.0%", "3.75 µs", "75.0%"),
@@ -128,17 +130,13 @@ def test_what_was_not_collected_is_said(both: StallReport) -> None:
     assert table.rows[0][table.headers.index("L2\nhits")] == "-"
 
 
-def test_failed_checks_are_caveats_and_the_document_fails() -> None:
+def test_failed_checks_are_caveats_the_document_fails_and_the_table_shows_them() -> None:
     metrics = synthetic.METRICS | {"smsp__pcsamp_sample_count": 201}
-    document = stall_document.compose(analyse([synthetic.report(synthetic.kernel(metrics=metrics))]))
+    report = analyse([synthetic.report(synthetic.kernel(metrics=metrics))])
+    document, table = stall_document.compose(report), stall_origin.checks(report)
     assert document.failed
     assert any("200 of 201" in caveat for caveat in document.caveats)
     assert not stall_document.compose(analyse([synthetic.report(synthetic.kernel())])).failed
-
-
-def test_a_failed_check_stands_out_in_the_table() -> None:
-    metrics = synthetic.METRICS | {"smsp__pcsamp_sample_count": 201}
-    table = stall_origin.checks(analyse([synthetic.report(synthetic.kernel(metrics=metrics))]))
     assert table is not None
     assert [row[1] for row in table.rows if row[2] == "NO"] == ["reasons add up to the samples"]
 
@@ -162,9 +160,7 @@ def test_a_report_from_elsewhere_names_its_files_and_no_machine(both: StallRepor
 
 
 def test_a_missing_profile_shows_what_triton_knows() -> None:
-    from stalls.test_analyse import subject
-
-    report = analyse([], subject("_fused_kernel"), missing="ncu is not on this machine.")
+    report = analyse([], launched("_fused_kernel"), missing="ncu is not on this machine.", precision=EXACT_FP32)
     text = shown(report)
     assert "No stalls: ncu is not on this machine." in text
     assert "_fused_kernel" in text
@@ -173,7 +169,7 @@ def test_a_missing_profile_shows_what_triton_knows() -> None:
 
 def test_every_stage_part_and_reason_has_words() -> None:
     assert {stage for stage in STAGES.order if "." in stage} <= set(STAGES.words)
-    assert set(_ADVICE) <= set(words.REASONS)
+    assert set(ADVICE) <= set(words.REASONS)
 
 
 def test_averages_of_kernels_stand_side_by_side() -> None:
@@ -239,6 +235,6 @@ def test_no_roofline_without_arithmetic() -> None:
 def test_a_kernel_that_only_idled_breaks_nothing() -> None:
     idle = (Point(0x110, synthetic.FILE, 14, "BAR.SYNC", {"barrier": 50}),)
     report = analyse([synthetic.report(synthetic.kernel(points=idle))])
-    (design,) = designs(report)
-    assert not design.is_sampled
+    (group,) = groups(report)
+    assert not group.is_sampled
     assert "stages and stall reasons" not in shown(report)

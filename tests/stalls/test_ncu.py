@@ -1,28 +1,43 @@
-"""The command line of ncu, the environment of its child process, and the meaning of its errors."""
+"""How ncu is called, the process that it profiles, and the meaning of its errors; without ncu and without a GPU."""
 
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import triton
+from kernels.ssd_cases import Case
+from stalls.captures import store_layers
+from stalls.test_facts import launched
 
-from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.schema import EXACT_FP32, PrecisionRecord
-from ssdprof.schema.stalls import Refusal
-from ssdprof.stalls import collect, ncu
+from ssdprof import kernels
+from ssdprof.capture.captured import CapturedLayer
+from ssdprof.capture.layout import strides
+from ssdprof.capture.store import CaptureWriter
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
+from ssdprof.kernels import UnsupportedError
+from ssdprof.operators.named import Named
+from ssdprof.schema import EXACT_FP32, CheckpointRef, LayerRef, PrecisionRecord, Serving
+from ssdprof.schema.stalls import Launched
+from ssdprof.stalls import ncu, target
+
+
+def job(folder: Path) -> ncu.Job:
+    return ncu.Job(
+        folder=folder, cache=folder / "cache", layer=0, seqlen=1, implementation="fused", precision=EXACT_FP32
+    )
 
 
 def test_the_command_line_is_exactly_this() -> None:
-    command = ncu.command(
-        ncu.Program(Path("/n/ncu"), "2025.3.1"),
-        Path("out/r.ncu-rep"),
-        ["_a_kernel", "_b.kernel", "_a_kernel"],
-        3,
-        ["py", "t"],
-    )
-    assert command == (
+    program, report = ncu.Program(Path("/n/ncu"), "2025.3.1"), Path("out/r.ncu-rep")
+    assert ncu.command(program, report, ["_a_kernel", "_b.kernel", "_a_kernel"], 3, ["py", "t"]) == (
         "/n/ncu", "--config-file", "off", "-f", "-o", "out/r.ncu-rep",
         "--target-processes", "application-only",
         "--nvtx", "--nvtx-include", "ssdprof/",
@@ -39,19 +54,11 @@ def test_the_command_line_is_exactly_this() -> None:
 
 
 def test_the_target_gets_the_layer_and_nothing_else() -> None:
-    job = collect.Job(
-        folder=Path("/c"),
-        cache=Path("/k"),
-        layer=3,
-        seqlen=1024,
-        implementation="fused",
-        precision=PrecisionRecord(intermediates="relaxed", state_dtype="fp16"),
-    )
-    assert collect.target(job, Path("/t/launched.json")) == (
-        sys.executable, "-P", "-m", "ssdprof.stalls.target", "/c", "--layer", "3", "--seqlen", "1024",
-        "--implementation", "fused", "--intermediates", "relaxed", "--state-dtype", "fp16",
-        "--launched", "/t/launched.json",
-    )  # fmt: skip
+    precision = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
+    wanted = job(Path("/c")).model_copy(update={"layer": 3, "precision": precision})
+    *python, given, launched = ncu.target(wanted, Path("/t/launched.json"))
+    assert python == [sys.executable, "-P", "-m", "ssdprof.stalls.target"]
+    assert (ncu.Job.model_validate_json(given), launched) == (wanted, "/t/launched.json")
 
 
 def test_no_secret_reaches_the_child() -> None:
@@ -63,8 +70,7 @@ def test_no_secret_reaches_the_child() -> None:
     passed = ncu.clean_environment(secrets | harmless | {"TRITON_DISABLE_LINE_INFO": "1"})
     assert not secrets.keys() & passed.keys()
     assert harmless.items() <= passed.items()
-    assert passed["TRITON_DISABLE_LINE_INFO"] == "0"
-    assert passed["CUDA_INJECTION64_PATH"] == "none"
+    assert (passed["TRITON_DISABLE_LINE_INFO"], passed["CUDA_INJECTION64_PATH"]) == ("0", "none")
 
 
 @pytest.mark.parametrize(
@@ -81,16 +87,12 @@ def test_no_secret_reaches_the_child() -> None:
         ("Error: there is no layer 3\n==ERROR== The application returned an error code (1).", "returned an error", ""),
     ],
 )
-def test_every_complaint_has_its_sentence(output: str, message: str, hint: str) -> None:
+def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: str) -> None:
     error = ncu.explain(output, 1)
     assert message in error.message
     assert hint in error.hint
     assert error.exit_code == ExitCode.MISSING_CAPABILITY
     assert "\n" not in error.message
-
-
-def test_complaints_do_not_share_a_sentence() -> None:
-    assert len({complaint.message for complaint in ncu.COMPLAINTS}) == len(ncu.COMPLAINTS)
 
 
 def test_a_machine_without_ncu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,26 +102,25 @@ def test_a_machine_without_ncu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--from" in raised.value.hint
 
 
-def test_the_version_is_read_and_an_old_one_refused() -> None:
-    assert ncu.check_version("Copyright (c)\nVersion 2025.3.1.0 (build 36398880) (public-release)") == "2025.3.1.0"
-    with pytest.raises(MissingCapabilityError, match=r"2022\.4\.1 is too old: it must be 2023\.1 or newer"):
-        ncu.check_version("Version 2022.4.1 (build 1)")
-    with pytest.raises(MissingCapabilityError, match="does not report its version"):
-        ncu.check_version("hello")
-
-
-def test_find_asks_the_program_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'Version 2022.4.1 (build 1)'", r"2022\.4\.1 is too old: it must be 2023\.1 or newer"),
+        ("echo hello", "does not report its version"),
+        ("exit 1", r"does not run: .*[^.]\.$"),
+    ],
+)
+def test_find_asks_the_program_for_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
+) -> None:
     program = tmp_path / "ncu"
-    program.write_text("#!/bin/sh\necho 'Version 2020.1.0 (build 1)'\n")
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setattr(ncu, "find_ncu", lambda: str(program))
-    with pytest.raises(MissingCapabilityError, match="too old"):
+    with pytest.raises(MissingCapabilityError, match=words):
         ncu.find()
-    program.write_text("#!/bin/sh\necho 'Version 2025.3.1.0 (build 1)'\n")
+    program.write_text("#!/bin/sh\necho 'Copyright (c)\nVersion 2025.3.1.0 (build 36398880) (public-release)'\n")
     assert ncu.find() == ncu.Program(program, "2025.3.1.0")
-    program.write_text("#!/bin/sh\nexit 1\n")
-    with pytest.raises(MissingCapabilityError, match=r"does not run: .*[^.]\.$"):
-        ncu.find()
 
 
 def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path: Path) -> None:
@@ -143,70 +144,178 @@ def test_a_run_that_fails_is_explained_and_one_that_works_returns_its_output() -
 
 
 def test_a_profile_without_a_report_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ssdprof.schema import Launch
-    from ssdprof.schema.stalls import Launched
-
-    launched = Launched(
-        implementation="fused", variant="hopper", launch_count=1, launches=(Launch(kernel="_k", config={}),)
-    )
     monkeypatch.setattr(ncu, "run", lambda *_args, **_kwargs: "==WARNING== No kernels were profiled.")
     with pytest.raises(MissingCapabilityError, match="profiled no kernel"):
-        collect.profile(job(tmp_path), launched, ncu.Program(Path("ncu"), "1"), tmp_path / "r.ncu-rep")
-
-
-def job(folder: Path) -> collect.Job:
-    return collect.Job(
-        folder=folder, cache=folder / "cache", layer=0, seqlen=1, implementation="fused", precision=EXACT_FP32
-    )
+        ncu.profile(job(tmp_path), *launched("_k"), ncu.Program(Path("ncu"), "1"), tmp_path / "r.ncu-rep")
 
 
 def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that was compiled elsewhere may lack line information."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/home/someone/.triton")
-    monkeypatch.setattr(collect, "target", lambda *_: ["sh", "-c", f"echo $TRITON_CACHE_DIR > {tmp_path}/said; exit 1"])
+    monkeypatch.setattr(ncu, "target", lambda *_: ["sh", "-c", f"echo $TRITON_CACHE_DIR > {tmp_path}/said; exit 1"])
     with pytest.raises(MissingCapabilityError):
-        collect.launch(job(tmp_path))
+        ncu.launch(job(tmp_path))
     assert (tmp_path / "said").read_text().strip() == str(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.MISSING_CAPABILITY])
-def test_a_refusal_of_the_target_keeps_its_words_and_its_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode
+@pytest.mark.parametrize(
+    ("written", "code", "error", "told"),
+    [
+        ({"message": "fused: no.", "hint": "Try another.", "exit_code": 2}, 1, ExitCode.BAD_INPUT, "fused: no."),
+        ({"message": "No room.", "hint": "Try less.", "exit_code": 3}, 1, ExitCode.MISSING_CAPABILITY, "No room."),
+        # a kernel may end its process before or after its launches are known
+        (None, 0, ExitCode.MISSING_CAPABILITY, "fused ended its process with exit code 0"),
+        ({}, 3, ExitCode.MISSING_CAPABILITY, "exit code 3"),
+        (None, 1, ExitCode.MISSING_CAPABILITY, "ImportError: no torch"),
+    ],
+)
+def test_a_target_that_writes_no_launches_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: object, code: int, error: ExitCode, told: str
 ) -> None:
-    refusal = Refusal(message="fused: no.", hint="Try another.", exit_code=code).model_dump_json()
-    monkeypatch.setattr(collect, "target", lambda _, file: ["sh", "-c", f"echo '{refusal}' > {file}; exit 1"])
-    with pytest.raises(SsdprofError) as raised:
-        collect.launch(job(tmp_path))
-    assert (raised.value.message, raised.value.hint) == ("fused: no.", "Try another.")
-    assert raised.value.exit_code == code
+    """By what it wrote, else by its last words."""
 
+    def fake(_job: ncu.Job, file: Path) -> list[str]:
+        if written is not None:
+            file.write_text(json.dumps(written))
+        return ["sh", "-c", f"{'echo ImportError: no torch; ' * (code == 1)}exit {code}"]
 
-@pytest.mark.parametrize(("written", "code", "told"), [("", 0, "fused ended its process"), ("{}", 3, "exit code 3")])
-def test_a_target_that_ends_early_or_late_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, code: int, told: str
-) -> None:
-    """A kernel may end its process before or after its launches are known."""
-
-    def target(_job: collect.Job, file: Path) -> list[str]:
-        if written:
-            file.write_text(written)
-        return ["sh", "-c", f"exit {code}"]
-
-    monkeypatch.setattr(collect, "target", target)
-    with pytest.raises(MissingCapabilityError, match=told):
-        collect.launch(job(tmp_path))
+    monkeypatch.setattr(ncu, "target", fake)
+    with pytest.raises(SsdprofError, match=told) as raised:
+        ncu.launch(job(tmp_path))
+    assert raised.value.exit_code == error
+    if written:
+        assert raised.value.hint.startswith("Try ")
 
 
 @pytest.mark.usefixtures("users_folder")
 def test_a_file_of_the_user_hides_no_module_of_the_target(tmp_path: Path) -> None:
     (tmp_path / "statistics.py").write_text("raise SystemExit('a script of the user')")
-    words = (*collect.target(job(tmp_path), tmp_path / "launched.json")[:4], "--help")
-    assert "usage:" in ncu.run(words, timeout_s=120, environ=collect._environment(job(tmp_path)))
+    with pytest.raises(SsdprofError, match="manifest"):
+        ncu.launch(job(tmp_path))
 
 
-def test_a_target_that_says_nothing_is_explained_by_its_last_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# --- the process that ncu profiles
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls, in order."""
+    seen: list[str] = []
+    monkeypatch.setattr(target, "resolve", lambda *_: counting(seen))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(f"push {name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("pop"))
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
+    monkeypatch.setattr(target, "DEVICE", "cpu")
+    return seen
+
+
+def counting(seen: list[str]) -> Named:
+    """The fused implementation, which says when it runs."""
+    real = kernels.get("ssd", "fused")
+
+    def run(inputs: object, precision: object) -> object:
+        seen.append("run")
+        return real.run(inputs, precision)
+
+    return Named(name="fused", kind="bundled", implementation=replace(real, run=run))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return store_layers(tmp_path / "captures", Case(seqlen=32, dtype=torch.bfloat16))
+
+
+def words_for(folder: Path, layer: int, out: Path) -> list[str]:
+    wanted = job(folder).model_copy(update={"layer": layer, "seqlen": 32})
+    return ["target", wanted.model_dump_json(), str(out)]
+
+
+def test_one_call_is_profiled_and_those_before_it_are_not(
+    folder: Path, calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collect, "target", lambda *_: ["sh", "-c", "echo 'ImportError: no torch'; exit 1"])
-    with pytest.raises(MissingCapabilityError, match="ImportError: no torch"):
-        collect.launch(job(tmp_path))
+    monkeypatch.setattr("sys.argv", words_for(folder, 5, tmp_path / "launched.json"))
+    target.main()
+    assert calls == ["run", "run", "wait", "push ssdprof", "run", "wait", "pop"]
+    assert triton.knobs.runtime.add_stages_inspection_hook is not None  # before the first call, nothing was compiled
+    found = Launched.model_validate_json((tmp_path / "launched.json").read_text())
+    assert (found.implementation, found.variant) == ("fused", "interpreter")
+    assert found.launch_count == 0  # Triton's interpreter launches nothing
+
+
+@pytest.mark.usefixtures("calls")
+def test_a_layer_that_is_not_there_ends_the_process(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", words_for(folder, 4, tmp_path / "launched.json"))
+    with pytest.raises(SystemExit, match=r"Error: .* holds no layer 4 of 32 tokens"):
+        target.main()
+    refusal = json.loads((tmp_path / "launched.json").read_text())
+    assert (refusal["exit_code"], refusal["hint"]) == (ExitCode.BAD_INPUT, "Capture it first.")
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "code"),
+    [
+        (UnsupportedError("fused: dstate must be a power of two"), "fused: dstate must be", ExitCode.BAD_INPUT),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "do not fit into the GPU's memory", 3),
+        (MissingCapabilityError("There is no such thing here.", "Get one."), "no such thing", 3),
+    ],
+)
+def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str, code: int) -> None:
+    refusal = target.refusal_of(error)
+    assert message in refusal["message"]
+    assert refusal["message"].endswith(".")
+    assert refusal["hint"]
+    assert refusal["exit_code"] == code
+
+
+def test_the_tensors_are_those_of_the_layer(folder: Path) -> None:
+    inputs = target.load(folder, 7, 32, "cpu")
+    assert torch.equal(inputs.x, Case(seqlen=32, dtype=torch.bfloat16).inputs().x)
+    with pytest.raises(BadInputError, match="no layer 7 of 64 tokens"):
+        target.load(folder, 7, 64, "cpu")
+
+
+def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) -> None:
+    prompt, step = (Case(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs() for states in (False, True))
+    (call,) = Serving(decode=1).calls(64)[1:]
+    layer = LayerRef(index=5, name="layers.5", operator="ssd")
+    checkpoint = CheckpointRef(
+        requested="x", source="local", repo_id="x", revision=None, model_type="m", layers=(layer,), layer_count=8
+    )
+    with CaptureWriter(tmp_path, checkpoint=checkpoint, prompts=(), segment_length=64) as writer:
+        for inputs, which in ((step, call), (prompt, None)):
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides(inputs), call=which))
+    assert target.load(tmp_path, 5, 1, "cpu").initial_states is None
+
+
+def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most_alike(folder: Path) -> None:
+    """A library has a fixed set of precisions.  A missing library gives an error."""
+    inputs = target.load(folder, 2, 32, "cpu")
+    both = tuple(PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp32"))
+    library = Named(name="them", kind="library", implementation=kernels.get("ssd", "fused"), fixed=lambda _: both)
+    assert target.call_at(library, inputs, EXACT_FP32).precision.state_dtype == torch.float32
+    fixed = replace(library, fixed=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),))
+    call = target.call_at(fixed, inputs, EXACT_FP32)
+    assert call.precision.state_dtype == torch.bfloat16
+    found = target.warm_up(fixed, call)
+    assert (found.implementation, str(found.precision)) == ("them", "exact, bf16 states")
+    with pytest.raises(MissingCapabilityError, match="is not there"):
+        target.call_at(replace(library, implementation=None, absent="It is not there."), inputs, EXACT_FP32)
+
+
+def test_a_library_has_tuned_itself_before_its_launches_are_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def count() -> Iterator[list[str]]:
+        seen.append("count")
+        yield seen
+
+    monkeypatch.setattr(target, "counted_launches", count)
+    inputs, named = target.load(folder, 2, 32, "cpu"), counting(seen)
+    target.warm_up(named, target.call_at(named, inputs, EXACT_FP32))
+    assert seen == ["run", "count", "run"]

@@ -10,9 +10,8 @@ from kernels.ssd_cases import Case
 from stalls.captures import store_layers
 
 import ssdprof
-from ssdprof.environment.checks import find_ncu
-from ssdprof.pipeline.stall_request import StallRequest
-from ssdprof.pipeline.stalls import profile
+from ssdprof.environment.toolchain import find_ncu
+from ssdprof.jobs.stalls import StallRequest, profile
 from ssdprof.progress import Unwatched
 from ssdprof.schema import EXACT_FP32
 from ssdprof.schema.stalls import StallReport
@@ -32,11 +31,10 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
     checks = [*report.checks, *(check for kernel in report.kernels for check in kernel.checks)]
     assert [check for check in checks if check.status == "failed"] == []
     assert [kernel.implementation for kernel in report.kernels] == ["unfused"] * 5 + ["fused"]
-    stages = {stage.name for stage in report.kernels[-1].stages}
     assert {
         "chunk_cumsum", "bmm_chunk", "chunk_state", "state_passing.wait", "chunk_scan.previous", "chunk_scan.current",
         "chunk_scan.residual",
-    } <= stages  # fmt: skip
+    } <= set(report.kernels[-1].stages)  # fmt: skip
     # lines are those of callers; the remaining ones come from the compiler, at the kernel's start
     for kernel in report.kernels:
         assert kernel.from_neighbours < 0.1 * kernel.busy_samples, kernel.kernel
@@ -61,10 +59,10 @@ def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
     assert report.missing == ""
     assert {kernel.implementation for kernel in report.kernels} == {"mamba_ssm"}
     assert len(report.kernels) == 5
-    stages = {stage.name.partition(".")[0] for kernel in report.kernels for stage in kernel.stages}
+    stages = {stage.partition(".")[0] for kernel in report.kernels for stage in kernel.stages}
     algorithm = {"chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk", "chunk_scan"}
     for kernel in report.kernels:
-        known = {stage.name.partition(".")[0] for stage in kernel.stages} <= algorithm | {"setup"}
+        known = {stage.partition(".")[0] for stage in kernel.stages} <= algorithm | {"setup"}
         assert known is not bool(kernel.unlabelled), kernel.kernel
     if not any(kernel.unlabelled for kernel in report.kernels):
         assert algorithm <= stages

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.stalls import unpack
-from ssdprof.stalls.analyse import stalls_of
-from ssdprof.stalls.raw import RawKernel
-from ssdprof.stalls.read import read
+from ssdprof.stalls.facts import stalls_of
+from ssdprof.stalls.read import RawKernel, launches, parse, read
 
 SOURCE = "@jit\ndef _mine(x):\n    return x\n"
 PCSAMP = "smsp__pcsamp_warps_issue_stalled"
@@ -55,8 +53,8 @@ class Metric:
 
 def launch_of(*metrics: Metric) -> RawKernel:
     """One launch after it was written to the child process's file and read again."""
-    (kernel,) = unpack.kernels(module(*metrics), Path("r.ncu-rep"))
-    (read_again,) = unpack.parse(json.dumps([asdict(kernel)]))
+    (kernel,) = launches(module(*metrics), Path("r.ncu-rep"))
+    (read_again,) = parse(json.dumps([asdict(kernel)]))
     assert read_again == kernel
     return kernel
 
@@ -135,8 +133,8 @@ def test_a_launch_becomes_plain_values() -> None:
 
 def test_a_launch_without_source_counters_has_no_stages() -> None:
     found = stalls_of(launch_of(Metric("gpu__time_duration.sum", 7.0, "ns")))
-    assert found.throughput.duration_us == 0.007
-    assert (found.sample_count, found.stages, found.lines) == (None, (), ())
+    assert found.duration_us == 0.007
+    assert (found.sample_count, found.stages, found.lines) == (None, {}, ())
     assert {"stall reasons", "source lines"} <= set(found.not_collected)
     assert {check.status for check in found.checks} == {"not checked"}
 
@@ -145,7 +143,8 @@ def test_a_launch_without_source_counters_has_no_stages() -> None:
 
 
 def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[[str], None]) -> None:
-    package(ONE_LAUNCH + "print('words of its own')\n")
+    """Without torch, beside which the package crashes."""
+    package("import sys\nassert 'torch' not in sys.modules\n" + ONE_LAUNCH + "print('words of its own')\n")
     report = read(file)
     assert (report.name, report.whole, report.sha256) == ("r.ncu-rep", True, hashlib.sha256(WHOLE).hexdigest())
     assert [(kernel.function, kernel.metrics) for kernel in report.kernels] == [
@@ -153,40 +152,29 @@ def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[
     ]
 
 
-def test_torch_is_not_loaded_beside_the_package(file: Path, package: Callable[[str], None]) -> None:
-    package("import sys\nassert 'torch' not in sys.modules\n" + ONE_LAUNCH)
-    assert read(file).kernels
-
-
-def test_a_launch_without_metrics_is_refused(file: Path, package: Callable[[str], None]) -> None:
-    package(ONE_LAUNCH + "NAMES = ()\n")
-    with pytest.raises(BadInputError, match="no profiled kernel"):
-        read(file)
-
-
 @pytest.mark.parametrize(
-    ("source", "how"),
+    ("source", "words"),
     [
-        ("import os, signal\ndef load_report(path):\n    os.kill(os.getpid(), signal.SIGSEGV)\n", r"\(SIGSEGV\)"),
-        ("def load_report(path):\n    raise RuntimeError('bad block')\n", r"\(RuntimeError: bad block\)"),
+        (ONE_LAUNCH + "NAMES = ()\n", "no profiled kernel"),
+        (
+            "import os, signal\ndef load_report(path):\n    os.kill(os.getpid(), signal.SIGSEGV)\n",
+            r"r\.ncu-rep is damaged: ncu-report could not read it \(SIGSEGV\)",
+        ),
+        (
+            "def load_report(path):\n    raise RuntimeError('bad block')\n",
+            r"r\.ncu-rep is damaged: ncu-report could not read it \(RuntimeError: bad block\)",
+        ),
+        ("import time\ndef load_report(path):\n    time.sleep(60)\n", "did not finish"),
     ],
 )
-def test_a_file_that_breaks_the_package_is_damaged(
-    file: Path, package: Callable[[str], None], source: str, how: str
+def test_a_file_that_breaks_the_package_is_refused(
+    file: Path, package: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, source: str, words: str
 ) -> None:
     package(source)
-    with pytest.raises(BadInputError, match=rf"r\.ncu-rep is damaged: ncu-report could not read it {how}") as raised:
+    monkeypatch.setattr("ssdprof.stalls.read._TIMEOUT_S", 5)
+    with pytest.raises(BadInputError, match=words) as raised:
         read(file)
     assert "again" in raised.value.hint
-
-
-def test_a_file_that_keeps_the_package_busy_is_damaged(
-    file: Path, package: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package("import time\ndef load_report(path):\n    time.sleep(60)\n")
-    monkeypatch.setattr("ssdprof.stalls.read._TIMEOUT_S", 1)
-    with pytest.raises(BadInputError, match="did not finish"):
-        read(file)
 
 
 @pytest.mark.parametrize("content", [WHOLE[:-1], WHOLE[:40], WHOLE + b"\0"])
@@ -197,16 +185,16 @@ def test_a_file_of_the_wrong_length_is_truncated(file: Path, package: Callable[[
         read(file)
 
 
-def test_a_compressed_report_does_not_say_whether_it_is_whole(tmp_path: Path, package: Callable[[str], None]) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("r.ncu-repz", b"\x28\xb5\x2f\xfd"), ("r.ncu-rep", WHOLE.replace(b"\x08\x07", b"\x08\x09", 1) + b"more")],
+)
+def test_a_compressed_report_or_one_of_another_layout_does_not_say_whether_it_is_whole(
+    tmp_path: Path, package: Callable[[str], None], name: str, content: bytes
+) -> None:
     package(ONE_LAUNCH)
-    (tmp_path / "r.ncu-repz").write_bytes(b"\x28\xb5\x2f\xfd")
-    assert read(tmp_path / "r.ncu-repz").whole is None
-
-
-def test_the_length_of_an_unknown_layout_is_not_judged(file: Path, package: Callable[[str], None]) -> None:
-    package(ONE_LAUNCH)
-    file.write_bytes(WHOLE.replace(b"\x08\x07", b"\x08\x09", 1) + b"more")
-    assert read(file).whole is None
+    (tmp_path / name).write_bytes(content)
+    assert read(tmp_path / name).whole is None
 
 
 def test_the_real_package_finds_nothing_in_a_report_without_launches(file: Path) -> None:

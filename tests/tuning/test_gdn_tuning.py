@@ -155,7 +155,7 @@ def test_from_words_to_kernels_that_take_the_find(monkeypatch: pytest.MonkeyPatc
     gpu = GPU.model_copy(update={"name": "cpu"})  # the kernels' name for the device of their tensors
     monkeypatch.setattr(run, "gpu_to_tune", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "CudaBench", lambda _: fake)
-    monkeypatch.setattr("ssdprof.environment.collect", lambda: environment(gpu))
+    monkeypatch.setattr("ssdprof.environment.machine.collect", lambda: environment(gpu))
     monkeypatch.setattr(search.Problem, "run", noted)
     monkeypatch.setattr(use, "current_gpu", lambda: gpu)
     words = ["tune", "gdn", "--shape", "1/2x16x16", "--seq", "70", "--json"]

@@ -76,7 +76,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "gpu_to_tune", lambda: torch.device("cpu"))
     monkeypatch.setattr(run, "CudaBench", lambda _: fake)
     gpu = GPU.model_copy(update={"name": "cpu"})  # the kernels' name for the device of their tensors
-    monkeypatch.setattr(run.environment, "collect", lambda: environment(gpu))
+    monkeypatch.setattr(run.machine, "collect", lambda: environment(gpu))
     monkeypatch.setattr(search.Problem, "run", lambda _, inputs, config: fake.run(inputs, config))
     monkeypatch.setattr(use, "current_gpu", lambda: gpu)
 

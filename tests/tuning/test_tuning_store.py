@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tuning_fakes import GPU, environment, outcome
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.ssd import tuned
 from ssdprof.schema import EXACT_FP32
-from ssdprof.stalls import collect
+from ssdprof.stalls import ncu
 from ssdprof.tuning import store, use
 from ssdprof.tuning.records import Finds
 
@@ -61,11 +60,11 @@ def test_another_process_takes_the_same_file() -> None:
 
 
 def test_the_process_that_ncu_watches_is_told_the_file() -> None:
-    job = collect.Job(
+    job = ncu.Job(
         folder=Path("captures"), cache=Path("cache"), layer=1, seqlen=512, implementation="fused", precision=EXACT_FP32
     )
-    told = collect.target(replace(job, tuned=Path("found.json")), Path("launched.json"))
-    assert told == (*collect.target(job, Path("launched.json")), "--tuned", "found.json")
+    told = ncu.target(job.model_copy(update={"tuned": Path("found.json")}), Path("launched.json"))
+    assert ncu.Job.model_validate_json(told[-2]).tuned == Path("found.json")
 
 
 def test_later_finds_are_added_and_replace_those_for_the_same_calls() -> None:

@@ -142,7 +142,7 @@ def _along(group: Group) -> str:
 
 def _stall_parts(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:
     document = stall_document.compose(stalls)
-    recorded = (f"Profiled {when(stalls.recorded.created)}: {document.title}.",) if stalls.recorded else ()
+    recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
     said = (*document.verdict, *document.caveats, *recorded)
     shown = tuple(
         picture for title, svg in stall_plots.pictures(stalls).values() for picture in pictures(title, svg, titled=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ssdprof.report.plots.canvas import COLORS, GREY, draw, plain
-from ssdprof.report.stall_groups import Design, Share, designs
+from ssdprof.report.stall_groups import KernelGroup, StageShare, groups
 from ssdprof.schema.stalls import KernelStalls, StallReport
 
 if TYPE_CHECKING:
@@ -16,22 +16,22 @@ _MOST_REASONS = len(COLORS) - 1
 
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
-    """Name -> (title, SVG): a picture of each design that was sampled, and the roofline."""
+    """Name -> (title, SVG): a picture of each group that was sampled, and the roofline."""
     found: dict[str, tuple[str, str]] = {}
-    sampled = [design for design in designs(report) if design.is_sampled]
-    every = Share()
-    for design in sampled:
-        every.add(design.all())
-    for design in sampled:
-        title = f"{design.name}: stages and stall reasons"
-        bars = {_stage(design, name): share.reasons for name, share in design.stages.items()}
-        found[design.name.lstrip("_")] = (title, stages(bars, title, [reason for reason, _ in every.most]))
+    sampled = [group for group in groups(report) if group.is_sampled]
+    every = StageShare()
+    for group in sampled:
+        every.add(group.all())
+    for group in sampled:
+        title = f"{group.name}: stages and stall reasons"
+        bars = {_stage(group, name): share.reasons for name, share in group.stages.items()}
+        found[group.name.lstrip("_")] = (title, stages(bars, title, [reason for reason, _ in every.most]))
     roof = roofline(report)
     return found if roof is None else found | {"roofline": ("Roofline", roof)}
 
 
-def _stage(design: Design, name: str) -> str:
-    return f"{name.split('.')[0]}: {design.part(name)}" if "." in name else name
+def _stage(group: KernelGroup, name: str) -> str:
+    return f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name
 
 
 def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str]) -> str:
@@ -70,9 +70,9 @@ def roofline(report: StallReport) -> str | None:
     points = [(kernel, point) for kernel in report.kernels if (point := _point(kernel))]
     if not points:
         return None
-    busiest = max((kernel for kernel, _ in points), key=lambda kernel: kernel.throughput.tensor_flops or 0)
-    bandwidth = busiest.throughput.dram_peak_gb_per_s
-    peak = busiest.throughput.tensor_peak_tflops
+    busiest = max((kernel for kernel, _ in points), key=lambda kernel: kernel.tensor_flops or 0)
+    bandwidth = busiest.dram_peak_gb_per_s
+    peak = busiest.tensor_peak_tflops
 
     def paint(figure: Figure) -> None:
         axes = plain(figure)
@@ -107,9 +107,8 @@ def _label(kernel: KernelStalls, tflops: float) -> str:
     return f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
 
 
-def _point(kernel: KernelStalls) -> tuple[float, float] | None:
+def _point(speed: KernelStalls) -> tuple[float, float] | None:
     """(operations per byte, TFLOP/s) of a kernel that has both."""
-    speed = kernel.throughput
     if speed.dram_read_bytes is None or speed.dram_write_bytes is None or not speed.duration_us:
         return None
     moved = speed.dram_read_bytes + speed.dram_write_bytes

@@ -24,25 +24,22 @@ def facts(report: StallReport) -> Table:
 
 
 def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
-    subject, recorded = report.subject, report.recorded
-    if subject is not None:
-        yield "model", subject.model
-        yield "layer", f"{subject.layer.name} (layer {subject.layer.index})"
-        yield (
-            "dimensions",
-            f"{fmt.plural(subject.dims.batch, 'sequence')} of {fmt.tokens(subject.dims.seqlen)}, " + str(subject.dims),
-        )
-        yield "precision", str(subject.precision)
-        yield "variants", ", ".join(f"{one.implementation}: {one.variant}" for one in subject.launched)
-    if recorded is None:
+    layer, dims, environment = report.layer, report.dims, report.environment
+    if layer is not None and dims is not None:
+        yield "model", report.model
+        yield "layer", f"{layer.name} (layer {layer.index})"
+        yield "dimensions", f"{fmt.plural(dims.batch, 'sequence')} of {fmt.tokens(dims.seqlen)}, {dims}"
+        yield "precision", str(report.precision)
+        yield "variants", ", ".join(f"{one.implementation}: {one.variant}" for one in report.launched)
+    if environment is None:
         yield "GPU", report.gpu
         yield "versions", f"ssdprof {report.ssdprof_version}, which read it"
     else:
-        yield from run.gpu(recorded.environment)
-        yield "CPU", f"{recorded.environment.cpu}, {recorded.environment.platform}"
-        yield run.versions(recorded.environment, ssdprof=report.ssdprof_version, ncu=recorded.ncu)
-        yield "started", recorded.created
-        yield "command", " ".join(recorded.command)
+        yield from run.gpu(environment)
+        yield "CPU", f"{environment.cpu}, {environment.platform}"
+        yield run.versions(environment, ssdprof=report.ssdprof_version, ncu=report.ncu)
+        yield "started", report.created
+        yield "command", " ".join(report.command)
     yield "reports", ", ".join(f"{name} (sha256 {digest[:12]}...)" for name, digest in report.sources.items())
 
 

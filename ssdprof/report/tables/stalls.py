@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from ssdprof.report import format as fmt
 from ssdprof.report import stall_words as words
-from ssdprof.report.stall_groups import Design, Share
+from ssdprof.report.stall_groups import KernelGroup, StageShare
 from ssdprof.report.tables.table import Note, Table, columns
 from ssdprof.schema import Launch
 from ssdprof.schema.stalls import KernelStalls, Line, StallReport
@@ -45,11 +45,10 @@ def resources(report: StallReport) -> Table | None:
     if not report.kernels:
         return None
     rows = []
-    for kernel in report.kernels:
-        used = kernel.resources
+    for used in report.kernels:
         rows.append(
             (
-                kernel.kernel,
+                used.kernel,
                 "x".join(str(size) for size in _grid(used.grid)) if used.grid else fmt.MISSING,
                 fmt.count(used.block),
                 fmt.count(used.registers),
@@ -69,57 +68,57 @@ def resources(report: StallReport) -> Table | None:
     )
 
 
-def by_stage(design: Design) -> Table | None:
-    """Stage x reason for one design, with the parts of a stage under their sum."""
-    if not design.is_sampled:
+def by_stage(group: KernelGroup) -> Table | None:
+    """Stage x reason for one group, with the parts of a stage under their sum."""
+    if not group.is_sampled:
         return None
-    shown = [reason for reason, _ in design.all().most[:_MOST_REASONS]]
+    shown = [reason for reason, _ in group.all().most[:_MOST_REASONS]]
     rows = []
-    for name, share in design.whole().items():
-        parts = {part: found for part, found in design.stages.items() if part.split(".")[0] == name}
-        rows.append((name, *_cells(design, share, shown)))
+    for name, share in group.whole().items():
+        parts = {part: found for part, found in group.stages.items() if part.split(".")[0] == name}
+        rows.append((name, *_cells(group, share, shown)))
         if len(parts) > 1 or name not in parts:
             for part, found in parts.items():
-                title = design.part(part) if part != name else "other"
-                rows.append((f"– {title}", *_cells(design, found, shown)))
-    rows.append(("all", *_cells(design, design.all(), shown)))
+                title = group.part(part) if part != name else "other"
+                rows.append((f"– {title}", *_cells(group, found, shown)))
+    rows.append(("all", *_cells(group, group.all(), shown)))
     return Table(
-        title=f"{design.name}: stages and stall reasons",
+        title=f"{group.name}: stages and stall reasons",
         headers=("stage", "share", "time", *(reason.replace("_", "\n", 1) for reason in shown), "other"),
         rows=tuple(rows),
         align=columns(1, len(shown) + 3),
-        note=_idle(design),
+        note=_idle(group),
         keys=1,
     )
 
 
-def side_by_side(found: Sequence[Design]) -> Table | None:
-    """The time of each stage in each design."""
-    sampled = [design for design in found if design.is_sampled and design.duration_us is not None]
+def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
+    """The time of each stage in each group."""
+    sampled = [group for group in found if group.is_sampled and group.duration_us is not None]
     if len(sampled) < 2:
         return None
-    wholes = [design.whole() for design in sampled]
+    wholes = [group.whole() for group in sampled]
     names = dict.fromkeys(name for whole in wholes for name in whole)
     order = sorted(names, key=lambda name: max(list(whole).index(name) for whole in wholes if name in whole))
     rows = [(name, *_pair(sampled, [whole.get(name) for whole in wholes])) for name in order]
-    rows.append(("all", *_pair(sampled, [Share(100.0) for _ in sampled])))
+    rows.append(("all", *_pair(sampled, [StageShare(100.0) for _ in sampled])))
     return Table(
-        title=f"Stage by stage: {fmt.words(design.name for design in sampled)}",
-        headers=("stage", *(f"{design.name},\n{unit}" for design in sampled for unit in ("time", "share"))),
+        title=f"Stage by stage: {fmt.words(group.name for group in sampled)}",
+        headers=("stage", *(f"{group.name},\n{unit}" for group in sampled for unit in ("time", "share"))),
         rows=tuple(rows),
         align=columns(1, 2 * len(sampled)),
     )
 
 
-def reasons(design: Design) -> Table | None:
+def reasons(group: KernelGroup) -> Table | None:
     """Every reason with its meaning."""
-    if not design.is_sampled:
+    if not group.is_sampled:
         return None
     return Table(
-        title=f"{design.name}: stall reasons",
+        title=f"{group.name}: stall reasons",
         headers=("reason", "share", "what the warp does"),
         rows=tuple(
-            (reason, fmt.share(pct, 1), words.REASONS.get(reason, _UNKNOWN)) for reason, pct in design.all().most
+            (reason, fmt.share(pct, 1), words.REASONS.get(reason, _UNKNOWN)) for reason, pct in group.all().most
         ),
         align=("left", "right", "left"),
         wraps=2,
@@ -145,23 +144,23 @@ def averages(report: StallReport) -> Table | None:
     )
 
 
-def hottest(design: Design) -> Table | None:
+def hottest(group: KernelGroup) -> Table | None:
     """The ten lines with the largest share of the busy time."""
-    if not design.lines:
+    if not group.lines:
         return None
     return Table(
-        title=f"{design.name}: the hottest lines",
+        title=f"{group.name}: the hottest lines",
         headers=("share", "line", "stage", "waits for", "source"),
-        rows=tuple((fmt.share(pct, 1), *_line(line)) for pct, line in design.lines[:_HOTTEST]),
+        rows=tuple((fmt.share(pct, 1), *_line(line)) for pct, line in group.lines[:_HOTTEST]),
         align=("right", "left", "left", "left", "left"),
         keys=2,
         wraps=4,
     )
 
 
-def hints(found: Sequence[Design]) -> Table | None:
+def hints(found: Sequence[KernelGroup]) -> Table | None:
     """Evidence and advice."""
-    rows = [(kernel.kernel, f"{hint.evidence}  {hint.advice}") for design in found for kernel, hint in design.hints]
+    rows = [(kernel.kernel, hint) for group in found for kernel, hint in group.hints]
     if not rows:
         return None
     return Table(
@@ -177,7 +176,7 @@ def launched(report: StallReport) -> Table | None:
     """The resources that Triton reports, if there are no stalls."""
     rows = [
         (one.implementation, one.variant, launch.kernel, *_known(launch), fmt.share(occupancy))
-        for one in (report.subject.launched if report.subject else ())
+        for one in report.launched
         for launch, occupancy in zip_longest(one.launches, one.occupancy_pct)
     ]
     if not rows:
@@ -202,10 +201,9 @@ def _line(line: Line) -> tuple[str, str, str, str]:
     return f"{line.file}:{line.line}" if line.line else "no line", line.stage, ", ".join(waits), text
 
 
-def _speed(kernel: KernelStalls) -> tuple[str, ...]:
-    speed = kernel.throughput
+def _speed(speed: KernelStalls) -> tuple[str, ...]:
     return (
-        kernel.kernel,
+        speed.kernel,
         fmt.duration(speed.duration_us),
         fmt.share(speed.compute_pct),
         fmt.share(speed.memory_pct),
@@ -214,15 +212,15 @@ def _speed(kernel: KernelStalls) -> tuple[str, ...]:
         fmt.size(speed.l2_bytes),
         fmt.share(speed.l2_hit_pct),
         fmt.share(speed.issue_pct),
-        fmt.MISSING if kernel.resources.waves is None else f"{kernel.resources.waves:.2f}",
+        fmt.MISSING if speed.waves is None else f"{speed.waves:.2f}",
     )
 
 
-def _cells(design: Design, share: Share, shown: Sequence[str]) -> tuple[str, ...]:
+def _cells(group: KernelGroup, share: StageShare, shown: Sequence[str]) -> tuple[str, ...]:
     rest = share.pct - sum(share.reasons.get(reason, 0.0) for reason in shown)
     return (
         fmt.share(share.pct, 1),
-        fmt.duration(design.us(share)),
+        fmt.duration(group.us(share)),
         *(_some(share.reasons.get(reason, 0.0)) for reason in shown),
         _some(rest),
     )
@@ -232,19 +230,19 @@ def _some(pct: float) -> str:
     return f"{pct:.1f}" if pct >= 0.05 else ""
 
 
-def _pair(found: Sequence[Design], shares: Iterable[Share | None]) -> tuple[str, ...]:
+def _pair(found: Sequence[KernelGroup], shares: Iterable[StageShare | None]) -> tuple[str, ...]:
     cells: list[str] = []
-    for design, share in zip(found, shares, strict=True):
+    for group, share in zip(found, shares, strict=True):
         cells += (
-            (fmt.MISSING, fmt.MISSING) if share is None else (fmt.duration(design.us(share)), fmt.share(share.pct, 1))
+            (fmt.MISSING, fmt.MISSING) if share is None else (fmt.duration(group.us(share)), fmt.share(share.pct, 1))
         )
     return tuple(cells)
 
 
-def _idle(design: Design) -> str:
-    if not design.idle:
+def _idle(group: KernelGroup) -> str:
+    if not group.idle:
         return ""
-    parts = (f"{design.part(name)} {pct:.1f}%" for name, pct in design.idle.items())
+    parts = (f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items())
     return f"Not a cost and not in the table, of all samples: {fmt.words(parts)}."
 
 

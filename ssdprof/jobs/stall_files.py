@@ -1,4 +1,4 @@
-"""Reads and writes stall reports: JSON, Markdown and pictures."""
+"""Reads and writes stall reports: JSON, Markdown and pictures.  Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def load(file: Path) -> StallReport:
     """Reads the output of `dump`.  Raises BadInputError if it cannot be read or has another version."""
     try:
         text = file.read_text(encoding="utf-8")
-        document = json.loads(text)
-        version = document.get("stalls_version")
+        version = json.loads(text).get("stalls_version")
         if version != STALLS_VERSION:
             raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
         return StallReport.model_validate_json(text)

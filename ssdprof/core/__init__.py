@@ -1,0 +1,1 @@
+"""What all stages share: records, statistics, conditions and words.  Imports no torch; of ssdprof only `errors`."""

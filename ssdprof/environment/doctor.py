@@ -1,0 +1,168 @@
+"""`ssdprof doctor`: checks what this machine has and lacks, with a hint for each problem."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from typing import Literal
+
+import torch
+from huggingface_hub import constants, is_offline_mode
+from packaging.requirements import Requirement
+
+from ssdprof.core.words import size_words
+from ssdprof.environment.machine import current_uuid, gpu, gpu_memory, installed_version, read_clocks
+from ssdprof.environment.toolchain import find_ncu, needs, others_on_gpu, unusable_gpu
+from ssdprof.errors import MissingCapabilityError, masked
+from ssdprof.kernels import _triton
+from ssdprof.schema import Record
+
+Status = Literal["ok", "warn", "missing"]
+_ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
+_NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
+
+
+class Check(Record):
+    """ok: works.  warn: works with a restriction.  missing: features that need it do not work here."""
+
+    name: str
+    status: Status
+    detail: str
+    hint: str = ""  # empty if ok
+
+
+def _check(name: str, status: Status, detail: str, hint: str = "") -> Check:
+    return Check(name=name, status=status, detail=detail, hint=hint)
+
+
+def doctor() -> tuple[Check, ...]:
+    """Every check, the most important first."""
+    python = _check("python", "ok", platform.python_version())
+    rest = (_kernels(), _ncu(), _counters(_NVIDIA_PARAMETERS), _hub(), _cache())
+    return (python, *_packages(), *_gpu(), *rest)
+
+
+def _packages() -> Iterator[Check]:
+    """The packages that ssdprof's metadata requires."""
+    try:
+        wanted = requires("ssdprof") or ()
+    except PackageNotFoundError:
+        detail = "runs from its sources: without package metadata, the versions of other packages are not checked"
+        yield _check("ssdprof", "warn", detail, "pip install -e . in its folder")
+        return
+    for text in wanted:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found, name, hint = installed_version(requirement.name), requirement.name, f"pip install '{requirement}'"
+        if found is None:
+            yield _check(name, "missing", "not installed", hint)
+        elif not requirement.specifier.contains(found, prereleases=True):
+            yield _check(name, "warn", f"{found} is not {requirement.specifier}", hint)
+        else:
+            yield _check(name, "ok", found)
+
+
+def _gpu() -> Iterator[Check]:
+    found = gpu()
+    if found is None:
+        why = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
+        hint = "Short prompts work without a GPU.  Timings need one, with its driver and a CUDA build of torch."
+        yield _check("gpu", "missing", why, unusable_gpu() or hint)
+        return
+    details = f"{found.name}, compute capability {found.compute_capability}, driver {found.driver}, CUDA {found.cuda}"
+    if float(found.compute_capability) < 8:
+        yield _check("gpu", "warn", details, "The kernels are written for compute capability 8.0 and later.")
+    else:
+        yield _check("gpu", "ok", details)
+    try:
+        free, total = gpu_memory()
+        yield _check("gpu memory", "ok", f"{size_words(free)} free of {size_words(total)}")
+    except MissingCapabilityError as error:
+        yield _check("gpu memory", "missing", error.message.rstrip("."), error.hint)
+    yield from _company(found.name)
+    for need in needs():
+        yield (
+            _check(need.name, "ok", need.found) if need.found else _check(need.name, "missing", need.lacking, need.hint)
+        )
+    if read_clocks() is None:
+        hint = "Reports will not say whether the GPU was throttled."
+        yield _check("clocks", "warn", "NVML does not report the clocks of this GPU", hint)
+    else:
+        yield _check("clocks", "ok", "readable through NVML")
+
+
+def _company(gpu_name: str) -> Iterator[Check]:
+    """Whether the GPU is a slice of a larger one, or is shared with other processes."""
+    if "MIG" in gpu_name:
+        hint = "Times hold for slices of this size.  For all of the GPU, run as root: nvidia-smi -mig 0"
+        yield _check("gpu slice", "warn", f"{gpu_name} is a part of a GPU (MIG)", hint)
+    uuid = current_uuid()
+    others = others_on_gpu(uuid) if uuid else None
+    if others:
+        hint = "Their work disturbs times.  To see them, run: nvidia-smi --query-compute-apps=pid,name --format=csv"
+        yield _check("gpu sharing", "warn", f"{others} other process{'es' * (others > 1)} on it", hint)
+    elif others == 0:
+        yield _check("gpu sharing", "ok", "no other process computes on it")
+
+
+def _kernels() -> Check:
+    usable = torch.cuda.is_available()
+    if _triton.INTERPRETED:
+        slow = "Results are correct but slow to compute; nothing is timed."
+        hint = "Unset TRITON_INTERPRET to use the GPU." if usable else slow
+        return _check("kernels", "warn", "run in Triton's interpreter", hint)
+    if usable:
+        return _check("kernels", "ok", "compiled by Triton for the GPU")
+    hint = unusable_gpu() or "Set TRITON_INTERPRET=1 to run them on the CPU."
+    return _check("kernels", "missing", "compiled by Triton for a GPU that torch cannot use", hint)
+
+
+def _ncu() -> Check:
+    path = find_ncu()
+    if path is None:
+        return _check("ncu", "missing", "not found", "Install Nsight Compute to see warp stalls.")
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return _check("ncu", "missing", f"does not run: {error}", "Reinstall Nsight Compute.")
+    version = re.search(r"Version (\S+)", answer)
+    return _check("ncu", "ok", version.group(1) if version else answer.strip())
+
+
+def _counters(parameters: Path) -> Check:
+    """Whether the driver lets this user read hardware counters."""
+    name = "hardware counters"
+    if not parameters.exists():
+        return _check(name, "missing", "no NVIDIA driver", "Warp stalls need one.")
+    if "RmProfilingAdminOnly: 1" not in parameters.read_text():
+        return _check(name, "ok", "open to every user")
+    if os.geteuid() == 0:
+        return _check(name, "ok", "for administrators only, which this process is")
+    hint = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0."
+    return _check(name, "missing", "for administrators only", hint)
+
+
+def _hub() -> Check:
+    if is_offline_mode():
+        return _check("hub", "warn", "HF_HUB_OFFLINE is set: cached models only", "Unset HF_HUB_OFFLINE to download.")
+    return _check("hub", "ok", f"{masked(constants.ENDPOINT)}, not contacted by this check")
+
+
+def _cache() -> Check:
+    folder = Path(constants.HF_HUB_CACHE)
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+        hint = "Set HF_HOME to a folder that you can write to."
+        return _check("cache", "missing", "the hub's cache is not writable", hint)
+    free = shutil.disk_usage(existing).free
+    if free < _ROOMY_BYTES:
+        hint = "Large checkpoints will not fit: set HF_HOME to a larger disk."
+        return _check("cache", "warn", f"{size_words(free)} free", hint)
+    return _check("cache", "ok", f"{size_words(free)} free")

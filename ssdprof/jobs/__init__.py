@@ -1,0 +1,1 @@
+"""The jobs behind the commands: each turns a request into a report, through all stages."""

@@ -1,0 +1,316 @@
+"""`ssdprof stalls`: captured tensors -> ncu -> records -> files in the run's folder.
+
+locate or capture one layer -> launch it once, without ncu -> profile each implementation -> read -> analyse
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from ssdprof import files, operators, runs
+from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.environment import machine
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
+from ssdprof.jobs import stall_files
+from ssdprof.operators.named import kind_of, knows
+from ssdprof.pipeline import limits
+from ssdprof.pipeline.capture import capture
+from ssdprof.pipeline.request import COMPARED, CaptureRequest, ModelRequest, PromptRequest, ServingRequest
+from ssdprof.pipeline.stored_dims import stored_dims
+from ssdprof.progress import Advance, Watcher
+from ssdprof.schema import EXACT_FP32, LayerCapture, PrecisionRecord, RunReport
+from ssdprof.schema.stalls import Launched, StallReport
+from ssdprof.stalls import ncu
+from ssdprof.stalls.facts import analyse
+from ssdprof.stalls.read import read
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallRequest:
+    """where: a run, a model or a folder of captures; None: the latest run.
+
+    layer, seqlen: None: the middle layer, the longest prompt.
+    implementations: names, as `operators.named` resolves them.
+    out: the folder for the results; None: the run's, or a new one under runs/.
+    overwrite: replace existing stalls.  tuned: a file with configurations for the kernels.
+    command: as typed.
+    """
+
+    where: str | None = None
+    layer: int | None = None
+    seqlen: int | None = None
+    implementations: tuple[str, ...] = COMPARED
+    precision: PrecisionRecord
+    timeout_s: float = ncu.TIMEOUT_S
+    out: Path | None = None
+    overwrite: bool = False
+    tuned: Path | None = None
+    command: tuple[str, ...] = ()
+
+
+def from_files(paths: Sequence[Path]) -> StallReport:
+    """The stall report from existing ncu reports."""
+    return analyse([read(path) for path in paths])
+
+
+def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]:
+    """Collect stalls for one layer.  Returns the folder with ncu's reports, and the stall report.
+
+    If ncu cannot run, the report has the reason (`missing`) and the resources that Triton reports.
+    Raises MissingCapabilityError without a GPU.
+    """
+    _require_gpu()
+    run = _run(request)
+    with _opened(request, run) as folder:
+        if run is None:
+            place = Path(request.where or "").expanduser()
+            return folder, _profile([place], lambda: _of_model(request), request, folder, watcher)
+        _refuse_changed(run[1])
+        return folder, _profile([run[0] / runs.CAPTURES], lambda: _of_run(run[1], request), request, folder, watcher)
+
+
+def profile_run(
+    asked: CaptureRequest, folder: Path, report: RunReport, watcher: Watcher, *, tuned: Path | None = None
+) -> StallReport:
+    """Stalls of the middle layer of a run that has just ended, on its longest prompt, into the run's folder.
+
+    The tensors are those that the run read or stored, else newly captured ones.
+    asked: the request of the run.  tuned: see `StallRequest`.  Raises what `profile` raises.
+    """
+    _require_gpu()
+    layer = report.captured_layers[len(report.captured_layers) // 2].index
+    longest = max(prompt.seqlen for prompt in report.prompts)
+    # the prompt as one call of every operator, without decode steps; a pack is drawn with the same lengths
+    serving = replace(asked.prompt.serving, chunk=None, decode=0)
+    prompt = replace(asked.prompt, seqlens=None if serving.packed else (longest,), serving=serving)
+    request = StallRequest(layer=layer, precision=EXACT_FP32, tuned=tuned, command=report.command)
+    places = [Path(asked.model.model).expanduser(), folder / runs.CAPTURES]
+    with _made(folder / stall_files.FOLDER, overwrite=False) as out:
+        return _profile(places, lambda: replace(asked, layers=str(layer), prompt=prompt), request, out, watcher)
+
+
+def _profile(
+    places: Sequence[Path], wanted: Callable[[], CaptureRequest], request: StallRequest, folder: Path, watcher: Watcher
+) -> StallReport:
+    """Launch, profile, read and write: `folder` gets an ncu report per implementation, and the stall report.
+
+    places: that may hold captures; else what is `wanted` is captured.
+    """
+    with _captured(places, wanted, request, watcher) as (captures, layer):
+        torch.cuda.empty_cache()
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        missing, version = "", ""
+        with (
+            tempfile.TemporaryDirectory(prefix="ssdprof-") as cache,
+            watcher.step("Profiling", 2 * len(request.implementations), unit="steps") as advance,
+        ):
+            launched, left_out = _launch(captures, layer, request, Path(cache), watcher, advance)
+            reports = [folder / f"{files.safe_name(one.implementation)}.ncu-rep" for one in launched.values()]
+            try:
+                program = ncu.find()
+                for (job, one), report in zip(launched.items(), reports, strict=True):
+                    ncu.profile(job, one, program, report, timeout_s=request.timeout_s)
+                    advance(1)
+                version = program.version
+            except MissingCapabilityError as error:
+                missing = " ".join(part for part in (error.message, error.hint) if part)
+        checkpoint = read_manifest(captures).checkpoint
+        found = analyse(
+            [] if missing else [read(report) for report in reports],
+            tuple(launched.values()),
+            missing=missing,
+            model=f"{checkpoint.repo_id}, random weights" if checkpoint.random_weights else checkpoint.repo_id,
+            layer=layer.layer,
+            dims=stored_dims(layer),
+            precision=request.precision,
+            left_out=left_out,
+            created=created,
+            command=request.command,
+            environment=machine.collect(),
+            ncu=version,
+        )
+    stall_files.write(folder, found)
+    return found
+
+
+def _launch(
+    captures: Path, layer: LayerCapture, request: StallRequest, cache: Path, watcher: Watcher, advance: Advance
+) -> tuple[dict[ncu.Job, Launched], tuple[str, ...]]:
+    """Each implementation's launches, and a sentence for each library that cannot be profiled.
+
+    Raises BadInputError for an implementation that launches no Triton kernel, and what `ncu.launch` raises.
+    """
+    launched: dict[ncu.Job, Launched] = {}
+    left_out: list[str] = []
+    for name in request.implementations:
+        job = ncu.Job(
+            folder=captures,
+            cache=cache,
+            layer=layer.layer.index,
+            seqlen=layer.seqlen,
+            implementation=name,
+            precision=request.precision,
+            tuned=request.tuned,
+        )
+        try:
+            one = ncu.launch(job, timeout_s=request.timeout_s)
+            if not one.launches:
+                raise BadInputError(f"{one.implementation} launches no Triton kernel.", "Leave it out of --impl.")
+            launched[job] = one
+        except SsdprofError as error:
+            kind = kind_of(operators.get(layer.layer.operator), name)
+            if kind == "own":  # a crash or a timeout of the user's kernel counts as a failed gate
+                code = ExitCode.GATE_FAILED if isinstance(error, MissingCapabilityError) else error.exit_code
+                raise SsdprofError(
+                    f"{name} cannot be profiled.  {error.message}", "'ssdprof run' shows what is wrong with it.", code
+                ) from error
+            if kind == "bundled" or (name == request.implementations[-1] and not launched):
+                raise
+            left_out.append(f"{name} is left out: {error.message}")
+            watcher.say(left_out[-1])
+        advance(1)
+    return launched, tuple(left_out)
+
+
+def _require_gpu() -> None:
+    if limits.device().type != "cuda":
+        raise MissingCapabilityError(
+            "Warp stalls need an NVIDIA GPU, and this machine has none.",
+            "Record them on a machine with a GPU, and read them here with: ssdprof stalls --from FILE.",
+        )
+
+
+# --- the layer's tensors
+
+
+@contextmanager
+def _captured(
+    places: Sequence[Path], wanted: Callable[[], CaptureRequest], request: StallRequest, watcher: Watcher
+) -> Iterator[tuple[Path, LayerCapture]]:
+    """A folder of captures and one layer in it: stored, else captured anew, which exists while the context is open."""
+    stored = next((place for place in places if is_capture(place)), None)
+    if stored is not None:
+        yield stored, _choose(stored, request)
+        return
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
+        try:
+            folder, _ = capture(wanted(), Path(temporary) / "captures", overwrite=False, watcher=watcher)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # what it kept goes with the folder
+        yield folder, _choose(folder, request)
+
+
+def _choose(folder: Path, request: StallRequest) -> LayerCapture:
+    """The requested layer, or the middle one; the requested length, or the longest."""
+    every = read_manifest(folder).layers
+    found = [
+        stored
+        for stored in every
+        if stored.whole
+        and all(knows(operators.get(stored.layer.operator), word) for word in request.implementations)
+        and request.layer in (None, stored.layer.index)
+        and request.seqlen in (None, stored.seqlen)
+    ]
+    if not found:
+        there = sorted({(stored.layer.index, stored.seqlen) for stored in every})
+        raise BadInputError(
+            f"{folder} holds no such layer with a whole prompt that {' and '.join(request.implementations)} could run.",
+            f"It holds (layer, tokens): {', '.join(map(str, there)) or 'none'}.",
+        )
+    longest = [stored for stored in found if stored.seqlen == max(one.seqlen for one in found)]
+    return longest[len(longest) // 2]
+
+
+def _refuse_changed(report: RunReport) -> None:
+    """Raises BadInputError for a run whose inputs are not those of the model."""
+    hint = "Name the model or its captures instead of the run."
+    if report.cast:
+        raise BadInputError(
+            f"The inputs of this run were {report.cast}, and stalls are profiled in the model's own dtype.", hint
+        )
+    if report.asked is not None and report.asked.tensor_parallel > 1:
+        raise BadInputError(
+            f"This run replayed the share of the first of {report.asked.tensor_parallel} tensor-parallel ranks, and "
+            "stalls are profiled with all heads.",
+            hint,
+        )
+
+
+def _of_run(report: RunReport, request: StallRequest) -> CaptureRequest:
+    """One layer and prompt of a run, to be captured again."""
+    prompts = [prompt for prompt in report.prompts if request.seqlen in (None, prompt.seqlen)]
+    layers = [layer for layer in report.captured_layers if request.layer in (None, layer.index)]
+    if not prompts or not layers:
+        raise BadInputError(
+            "The run has no such layer or prompt.",
+            f"Its prompts have {', '.join(str(prompt.seqlen) for prompt in report.prompts)} tokens, its layers are "
+            f"{', '.join(str(layer.index) for layer in report.captured_layers)}.",
+        )
+    prompt = max(prompts, key=lambda one: one.seqlen)
+    if prompt.kind == "file":
+        raise BadInputError(
+            "The run's prompt came from a file, which the run does not store.",
+            "Run it with --save-captures, or name the model: its operators are then run on the built-in text.",
+        )
+    if prompt.serving.packed:
+        raise BadInputError(
+            "The run's sequences were packed, and the run did not store them.", "Run it with --save-captures."
+        )
+    return CaptureRequest(
+        model=ModelRequest(model=report.checkpoint.requested, revision=report.checkpoint.revision),
+        prompt=PromptRequest(text=prompt.kind, seqlens=(prompt.seqlen,), serving=ServingRequest(batch=prompt.batch)),
+        layers=str(layers[len(layers) // 2].index),
+    )
+
+
+def _of_model(request: StallRequest) -> CaptureRequest:
+    return CaptureRequest(
+        model=ModelRequest(model=request.where or ""),
+        prompt=PromptRequest(seqlens=None if request.seqlen is None else (request.seqlen,)),
+        layers="first:1" if request.layer is None else str(request.layer),
+    )
+
+
+# --- folders
+
+
+def _run(request: StallRequest) -> tuple[Path, RunReport] | None:
+    """The run of the request; None if it names a model or captures."""
+    where = request.where
+    if where is not None and not any((path / runs.REPORT).is_file() for path in (Path(where), runs.RUNS / where)):
+        return None
+    return runs.read(where)
+
+
+@contextmanager
+def _opened(request: StallRequest, run: tuple[Path, RunReport] | None) -> Iterator[Path]:
+    """The folder for the results."""
+    if request.out is None and run is not None:
+        with _made(run[0] / stall_files.FOLDER, overwrite=request.overwrite) as folder:
+            yield folder
+        return
+    with (
+        runs.opened(request.out, request.where or "model") as opened,
+        _made(opened.path / stall_files.FOLDER, overwrite=request.overwrite) as folder,
+    ):
+        yield folder
+
+
+@contextmanager
+def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A new folder, removed if nothing was written into it."""
+    if (folder / stall_files.RECORD).exists() and not overwrite:
+        raise BadInputError(f"{folder} holds stalls already.", "Give --force to replace them, or --out.")
+    folder.mkdir(exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()

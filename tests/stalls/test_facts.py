@@ -1,0 +1,246 @@
+"""Facts, self-checks and hints of a kernel; a value that was not collected is never 0."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from stalls import synthetic
+
+from ssdprof.schema import EXACT_FP32, Launch
+from ssdprof.schema.stalls import KernelStalls, Launched, StallReport
+from ssdprof.stalls.facts import analyse, stalls_of
+from ssdprof.stalls.read import Point
+
+
+def launched(*kernels: str, launch_count: int = 1) -> tuple[Launched]:
+    launches = tuple(Launch(kernel=name, config={}) for name in kernels)
+    fields: dict[str, Any] = {"implementation": "fused", "variant": "v", "precision": EXACT_FP32}
+    return (Launched(**fields, launch_count=launch_count, launches=launches),)
+
+
+def statuses(report_or_kernel: StallReport | KernelStalls) -> dict[str, str]:
+    return {check.name: check.status for check in report_or_kernel.checks}
+
+
+def with_metrics(**metrics: float) -> KernelStalls:
+    return stalls_of(synthetic.kernel(metrics=synthetic.METRICS | metrics))
+
+
+def hint(found: KernelStalls, stage: str) -> str:
+    return next(text for text in found.hints if f" in {stage} is " in text)
+
+
+def test_metrics_become_facts_in_our_units() -> None:
+    found = stalls_of(synthetic.kernel())
+    assert (found.duration_us, found.grid, found.sample_count) == (2.0, (40, 1, 1), 200)
+    assert found.limited_by == ("registers", "shared memory")
+    assert found.busy_samples == 200 - 22 - 50
+
+
+def test_what_was_not_collected_is_none_and_named() -> None:
+    found = stalls_of(synthetic.kernel(metrics={}, totals={}, points=()))
+    assert {"duration_us", "registers", "limited_by", "stall reasons", "source lines"} <= set(found.not_collected)
+    absent = set(found.not_collected) - {"limited_by", "stall reasons", "source lines"}
+    assert len(absent) == 24
+    assert all(getattr(found, name) is None for name in absent)
+    assert (found.limited_by, found.sample_count, found.hints) == ((), None, {})
+    assert set(statuses(found).values()) == {"not checked"}
+
+
+def test_a_zero_that_was_collected_stays_a_zero() -> None:
+    found = with_metrics(**{"dram__bytes_read.sum": 0, "lts__t_bytes.sum": 0})
+    assert (found.dram_read_bytes, found.l2_bytes) == (0, 0)
+    assert "dram_read_bytes" not in found.not_collected
+
+
+def test_another_name_of_a_metric_will_do() -> None:
+    metrics = {
+        "lts__t_sectors.sum": 10,
+        "derived__local_spilling_requests": 7,
+        "launch__shared_mem_per_block_static": 100,
+        "launch__shared_mem_per_block_driver": 24,
+        "smsp__issue_active.avg.per_cycle_active": 0.25,
+    }
+    found = stalls_of(synthetic.kernel(metrics=metrics))
+    assert (found.l2_bytes, found.spill_requests, found.shared_bytes, found.issue_pct) == (320, 7, 124, 25.0)
+
+
+@pytest.mark.parametrize(("pipe_pct", "peak"), [(40.0, 1000.0), (20.0, 2000.0)])
+def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct: float, peak: float) -> None:
+    name = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
+    metrics = {
+        name: 4e9,
+        f"{name}.pct_of_peak_sustained_elapsed": 20.0,
+        f"{name}.peak_sustained_elapsed.per_second": 2e15,
+        "sm__ops_path_tensor_src_int8.sum": 0.0,
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": pipe_pct,
+    }
+    found = stalls_of(synthetic.kernel(metrics=metrics))
+    assert (found.tensor_flops, found.tensor_peak_tflops) == (4e9, peak)
+
+
+@pytest.mark.parametrize(
+    "cycles", [{"smsp__cycles_elapsed.avg": 3000.0}, {"smsp__cycles_elapsed.avg.per_second": 1.5e9}], ids=str
+)
+def test_fp32_operations_are_counted_by_cycles(cycles: dict[str, float]) -> None:
+    """1.5 GHz for 2 us; a fused multiplication and addition counts as two."""
+    rate = "smsp__sass_thread_inst_executed_op_{}_pred_on.sum.per_cycle_elapsed"
+    rates = {rate.format(name): 10.0 for name in ("fadd", "fmul", "ffma")}
+    assert with_metrics(**rates, **cycles).fp32_flops == 40 * 3000
+    assert with_metrics(**rates).fp32_flops is None
+
+
+def test_a_kernel_without_products_lacks_no_peak_for_them() -> None:
+    found = with_metrics(**{"sm__ops_path_tensor_src_int8.sum": 0.0})
+    assert found.tensor_flops == 0
+    assert "tensor_peak_tflops" not in found.not_collected
+    assert "tensor_peak_tflops" in stalls_of(synthetic.kernel()).not_collected
+
+
+def test_where_no_warp_was_sampled_averages_are_taken_by_one_name() -> None:
+    name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+    metrics = {name.format("gmma"): 0.5, name.format("no_instruction"): 1.5, name.format("wait"): 0.0}
+    found = stalls_of(synthetic.kernel(metrics=metrics, totals={}, points=()))
+    assert found.average == {"no_instructions": 1.5, "warpgroup_arrive": 0.5}
+    assert "stall reasons" not in found.not_collected
+    assert with_metrics(**metrics).average == {}
+
+
+def test_the_implementation_is_told_by_the_kernel() -> None:
+    assert stalls_of(synthetic.kernel(function="_fused_kernel")).implementation == "fused"
+    assert stalls_of(synthetic.kernel()).implementation == ""
+    report = analyse([synthetic.report(replace(synthetic.kernel(), function="_mine"))], launched("_mine"))
+    assert report.kernels[0].implementation == "fused"
+
+
+# --- self-checks
+
+
+def test_checks_pass_on_a_report_that_adds_up() -> None:
+    report = analyse([synthetic.report(synthetic.kernel())], launched("_kernel"))
+    assert set(statuses(report).values()) == {"ok"}
+    assert set(statuses(report.kernels[0]).values()) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "detail"),
+    [
+        (
+            {"metrics": synthetic.METRICS | {"smsp__pcsamp_sample_count": 201}},
+            "reasons add up to the samples",
+            "200 of 201; 1 missing",
+        ),
+        ({"totals": {"wait": 199}}, "lines add up to the kernel", "200 of 199; -1 missing"),
+        ({"totals": {"wait": 199}}, "stages add up to the kernel", "200 of 199; -1 missing"),
+        (
+            {"totals": {"wait": 120, "barrier": 80}},
+            "every reason adds up over the lines",
+            "wait 12 of 120; barrier 50 of 80",
+        ),
+        (
+            {"metrics": synthetic.METRICS | {"smsp__pcsamp_dropped_bytes": 64}},
+            "no sample was dropped",
+            "64 bytes dropped",
+        ),
+        ({"sources": {}}, "the source was recorded", "not in the report: kernel.py"),
+        (
+            {"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}},
+            "every line has a stage",
+            "200 samples on lines of unknown stage",
+        ),
+    ],
+)
+def test_a_check_fails_where_something_is_missing(changes: dict[str, object], check: str, detail: str) -> None:
+    (found,) = (one for one in stalls_of(synthetic.kernel(**changes)).checks if one.name == check)
+    assert (found.status, found.detail) == ("failed", detail)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count", "detail"),
+    [
+        (("_kernel", "_other"), 2, "not profiled: _other; 1 launches instead of 2"),
+        (("_other",), 1, "not profiled: _other; not requested: _kernel"),
+        (("_kernel",), 3, "1 launches instead of 3"),
+    ],
+)
+def test_launches_that_nobody_asked_for_are_found(wanted: tuple[str, ...], count: int, detail: str) -> None:
+    report = analyse([synthetic.report(synthetic.kernel())], launched(*wanted, launch_count=count))
+    assert [check.detail for check in report.checks if check.status == "failed"] == [detail]
+
+
+def test_a_report_from_elsewhere_cannot_be_asked_what_was_wanted() -> None:
+    report = analyse([synthetic.report(synthetic.kernel(), whole=None)])
+    assert set(statuses(report).values()) == {"not checked"}
+    assert analyse([synthetic.report(synthetic.kernel(), whole=False)]).checks[0].status == "failed"
+
+
+# --- hints
+
+
+@pytest.mark.parametrize(
+    ("metric", "evidence", "advice"),
+    [
+        ({}, "L2 hit rate 92 %", "Bound by the latency of L2"),
+        (
+            {"gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": 88.0},
+            "L2 hit rate 92 %, DRAM 88 %",
+            "DRAM is full",
+        ),
+        ({"lts__throughput.avg.pct_of_peak_sustained_elapsed": 88.0}, "L2 hit rate 92 %, L2 88 %", "L2 is full"),
+        ({"lts__t_sector_hit_rate.pct": 20.0}, "L2 hit rate 20 %", "Bound by the latency of loads"),
+    ],
+)
+def test_a_hint_names_its_evidence_and_a_load_that_of_the_memories(
+    metric: dict[str, float], evidence: str, advice: str
+) -> None:
+    found = with_metrics(**metric)
+    text = hint(found, "loads")
+    assert text.startswith(
+        "long_scoreboard in loads is 30 % of the kernel's busy samples, 100 % of them on kernel.py:6 `return p`; "
+        f"{evidence}.  {advice}"
+    )
+    assert found.hints[text] == pytest.approx(100 * 38 / 128)
+
+
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        ("", "look at the roles that fill the barrier, or"),
+        ("def f():\n    mbarrier.arrive(shared.full)\n", "look at `f`, which fills the barrier, or"),
+        (
+            "def f():\n    mbarrier.arrive(shared.full)\ndef g():\n    mbarrier.expect(shared.full, 1)\n",
+            "look at `f` and `g`, which fill the barrier, or",
+        ),
+    ],
+)
+def test_a_wait_for_a_role_names_the_role(roles: str, words: str) -> None:
+    source = synthetic.SOURCE.replace("shared.empty", "shared.full").replace(
+        '"empty": "ahead"', '"full": "waiting.chunk"'
+    )
+    assert words in hint(stalls_of(synthetic.kernel(sources={synthetic.FILE: source + roles})), "waiting.chunk")
+
+
+def test_idle_warps_and_issuing_give_no_hint() -> None:
+    points = (*synthetic.POINTS, Point(0x180, synthetic.FILE, 9, "FADD", {"selected": 500}))
+    found = stalls_of(synthetic.kernel(points=points))
+    assert not [text for text in found.hints if re.search("selected in| in (ahead|idle warps) is", text)]
+
+
+def test_a_wait_for_tensor_cores_is_told_from_one_for_warps() -> None:
+    source = synthetic.SOURCE.replace("return exp2(x)", "return warpgroup_mma_wait(0, deps=[x])")
+    points = (Point(0x150, synthetic.FILE, 9, "WARPGROUP.DEPBAR", {"barrier": 60}),)
+    found = stalls_of(synthetic.kernel(points=points, sources={synthetic.FILE: source}))
+    assert "tensor cores are at work" in next(iter(found.hints))
+    assert "slowest of their block" in next(iter(stalls_of(synthetic.kernel(points=points)).hints))
+
+
+def test_spills_occupancy_and_waves_are_spoken_of() -> None:
+    found = with_metrics(**{"sass__inst_executed_register_spilling": 12345, "launch__waves_per_multiprocessor": 1.2})
+    whole = " ".join(text for text, share in found.hints.items() if share is None)
+    assert "12,345 loads and stores of spilled registers, at 128 registers" in whole
+    assert "Occupancy 25 %, limited by registers and shared memory; a scheduler issues in 40 %" in whole
+    assert "1.20 waves: the last one keeps 20 %" in whole
+    assert any(
+        "fills 50 % of the GPU once" in text for text in with_metrics(**{"launch__waves_per_multiprocessor": 0.5}).hints
+    )
