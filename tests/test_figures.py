@@ -259,11 +259,11 @@ def held() -> dict[tuple[str, str], float]:
     model = prefill("mamba2-2.7b", 131_072, "model")
     long, qwen = prefill("mamba2-2.7b", 131_072), prefill("qwen3.5-9b", 131_072)
     stalls = result("h200-qwen3.5-9b-128k-stalls/stalls.json")["kernels"]
-    us = {kernel["kernel"]: kernel["throughput"]["duration_us"] for kernel in stalls}
+    us = {kernel["kernel"]: kernel["duration_us"] for kernel in stalls}
     (whole,) = [one for one in cell_of("ssd", "mamba2-2.7b", "1 x 131,072") if one.bench.name == "ssd"]
     (short,) = [one for one in cell_of("ssd", "mamba2-2.7b", "1 x 1,024") if one.bench.name == "ssd-1k"]
     (layer,) = [one for one in cell_of("gdn", "qwen3.5-9b", "1 x 131,072") if one.bench.name == "gdn"]
-    h100, h200 = capture_s("h100"), capture_s("h200")
+    h200 = capture_s("h200")
     return {
         ("README.md", "1.04"): qwen["fla"] / qwen["fused"], ("README.md", "1.07"): max(normalised),
         ("README.md", "1.20"): long["mamba_ssm"] / long["fused"],
