@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels import adapters as packages
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.kernels.gdn.inputs import GDNInputs
-    from ssdprof.kernels.oracle import OracleBlock
+    from ssdprof.kernels.oracle import OutputBlock
     from ssdprof.kernels.precision import Precision
     from ssdprof.operators import gdn_tuning
 else:
@@ -319,7 +319,7 @@ def forms(inputs: GDNInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: GDNInputs, length: int) -> Iterator[OracleBlock]:
+def blocks(inputs: GDNInputs, length: int) -> Iterator[OutputBlock]:
     """The oracle, `length` positions at a time."""
     return reference.gdn_blocks(inputs, torch.float64, block=length)
 

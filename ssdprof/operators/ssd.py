@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ssdprof.kernels.oracle import OracleBlock
+    from ssdprof.kernels.oracle import OutputBlock
     from ssdprof.kernels.precision import Precision
     from ssdprof.kernels.ssd import adapters, reference
     from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -350,7 +350,7 @@ def forms(inputs: SSDInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: SSDInputs, length: int) -> Iterator[OracleBlock]:
+def blocks(inputs: SSDInputs, length: int) -> Iterator[OutputBlock]:
     """The oracle, `length` positions at a time."""
     return reference.ssd_blocks(inputs, torch.float64, block=length)
 

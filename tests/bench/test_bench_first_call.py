@@ -9,13 +9,15 @@ import pytest
 import torch
 import triton
 from fakes import CELL, contender, measured
-from ssdprof.bench.first_call import Patience, TimeIsUp, first_call, slower
-from ssdprof.bench.judge import BudgetSpent, judge
-from ssdprof.bench.schema import FirstCall
-from ssdprof.operators.ssd.drawing import draw
-from ssdprof.operators.ssd.operator import OPERATOR as SSD
 
+from ssdprof.measure.first_run import Deadline, TimeIsUp
+# TODO ssdprof.bench.first_call: first_call, slower
+from ssdprof.jobs.compare import BudgetSpent
+# TODO ssdprof.bench.judge: judge
+from ssdprof.core.case import FirstCall
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.operators.ssd import draw
+from ssdprof.operators.ssd import OPERATOR as SSD
 
 CPU = torch.device("cpu")
 
@@ -45,7 +47,7 @@ def test_what_was_compiled_in_a_first_call_and_for_how_long() -> None:
         time.sleep(0.02)
         return done
 
-    output, first = first_call(run, CPU, Patience())
+    output, first = first_call(run, CPU, Deadline())
     assert output is done
     assert [(one.kernel, one.seconds) for one in first.compiled] == [("scan", 1.5)]
     assert 0.02 <= first.seconds < 1
@@ -55,7 +57,7 @@ def test_what_was_compiled_in_a_first_call_and_for_how_long() -> None:
 def test_a_first_call_that_takes_too_long_is_broken_off() -> None:
     began = time.monotonic()
     with pytest.raises(TimeIsUp):
-        first_call(lambda: sleepy(SSDOutput(torch.zeros(1), torch.zeros(1))), CPU, Patience(most=0.05))
+        first_call(lambda: sleepy(SSDOutput(torch.zeros(1), torch.zeros(1))), CPU, Deadline(most=0.05))
     assert time.monotonic() - began < 2
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
@@ -65,7 +67,7 @@ def test_a_first_call_that_takes_too_long_is_broken_off() -> None:
 def test_its_cell_goes_on_without_it() -> None:
     slow, fast = contender("slow", lambda _: 1.0, ours=False, spoil=sleepy), contender("fast", lambda _: 1.0)
     entries = [entry for one in (slow, fast) for entry in one.entries(SSD, draw(CELL, CPU))]
-    broken, done = judge(entries, patience=Patience(most=0.5))
+    broken, done = judge(entries, patience=Deadline(most=0.5))
     assert (broken.verdict.status, broken.verdict.reason) == ("failed", "its first call was stopped after 0.5 s")
     assert broken.first_call is None
     assert done.verdict.status == "passed"
@@ -75,7 +77,7 @@ def test_its_cell_goes_on_without_it() -> None:
 def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
     slow = contender("slow", lambda _: 1.0, ours=False, spoil=sleepy)
     with pytest.raises(BudgetSpent, match="in the first call of slow exact, fp32 states"):
-        judge(slow.entries(SSD, draw(CELL, CPU)), patience=Patience(until=time.monotonic() + 0.05))
+        judge(slow.entries(SSD, draw(CELL, CPU)), patience=Deadline(until=time.monotonic() + 0.05))
 
 
 def test_a_case_says_what_its_first_call_took() -> None:

@@ -11,17 +11,18 @@ import pytest
 import torch
 from command_line import call
 from fakes import noting, pretend_gpu
-from ssdprof.bench import run
-from ssdprof.bench.schema import BenchReport, load
-from ssdprof.operators.drawing import Cell
 from typer.testing import CliRunner
 
 from ssdprof import kernels
+from ssdprof.jobs.run import run
+from ssdprof.jobs.model import load
+# TODO ssdprof.bench.schema: BenchReport
 from ssdprof.cli import app
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.kernels import registry
-from ssdprof.kernels.device import INTERPRETED
-from ssdprof.measure import rehearsal
+from ssdprof.kernels._triton import INTERPRETED
+# TODO ssdprof.measure: rehearsal
+from ssdprof.operators.generate import Cell
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 

@@ -7,9 +7,10 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from ssdprof.measure.statistics import MAX_RECORDINGS, Samples
 
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
+from ssdprof.core.statistics import MAX_RECORDINGS
+from ssdprof.core.case import Samples
 
 A, B = ("device", "a"), ("device", "b")
 

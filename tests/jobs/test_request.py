@@ -1,7 +1,8 @@
 """What a run compares by default."""
 
 import pytest
-from ssdprof.pipeline.request import ReplayRequest, parse_states
+
+from ssdprof.jobs.request import ReplayRequest, parse_states
 
 
 @pytest.mark.parametrize(

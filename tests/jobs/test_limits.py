@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from ssdprof.pipeline import limits
-from ssdprof.schema import LayerRef
 
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.jobs import limits
+from ssdprof.core.subject import LayerRef
 
 GB = 10**9
 

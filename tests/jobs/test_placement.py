@@ -16,15 +16,6 @@ import torch
 import torch.nn.attention.bias
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from ssdprof.pipeline import limits, model, placement
-from ssdprof.pipeline.dry_run import check_start, plan
-from ssdprof.pipeline.model import load, run_model
-from ssdprof.pipeline.placement import Placed, choose, priced
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.pipeline.subject import Subject, find
-from ssdprof.report.placement import placement_words
-from ssdprof.schema import Serving
-from ssdprof.schema.placement import Held, Placement, PlacementKind
 
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.capture.layers import capture_layers
@@ -34,7 +25,18 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.environment import memory as memory_of
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
+from ssdprof.jobs import limits, model, placement
+from ssdprof.jobs.dry_run import check_start, plan
+from ssdprof.jobs.model import load, run_model
+from ssdprof.jobs.placement import Placed, choose, priced
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs.subject import Subject
+from ssdprof.jobs.subject import find
 from ssdprof.progress import Unwatched
+from ssdprof.core.words import placement_words
+from ssdprof.core.subject import Serving
+from ssdprof.core.base import PlacementKind
+from ssdprof.core.subject import Held, Placement
 
 GB = 10**9
 INPUTS = 2**20  # more than twice the captured inputs of a layer

@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from ssdprof.measure.statistics import median_error, median_interval, median_us, ratio, ratio_interval, settled, steady
-from ssdprof.schema import Interval
 
-from ssdprof.measure import statistics
+from ssdprof.core import statistics
+from ssdprof.core.statistics import Estimate, mean, median, median_error, quotient, ratio, settled, steady
 
 
 def noisy(median: float, spread: float, seed: int = 0, *, recordings: int = 5, placement: float = 0.0) -> np.ndarray:
@@ -28,7 +27,7 @@ def test_the_quantiles_are_student_s(degrees: int) -> None:
 
 
 def test_95_of_100_intervals_hold_the_true_median_wherever_recordings_lie() -> None:
-    intervals = [median_interval(noisy(100, 0.005, seed, placement=0.01)) for seed in range(400)]
+    intervals = [median(noisy(100, 0.005, seed, placement=0.01)) for seed in range(400)]
     covered = sum(interval.low <= 100 <= interval.high for interval in intervals)
     assert 368 <= covered <= 392
 
@@ -36,13 +35,13 @@ def test_95_of_100_intervals_hold_the_true_median_wherever_recordings_lie() -> N
 def test_more_rounds_of_the_same_recordings_do_not_narrow_the_interval() -> None:
     """All rounds of a recording share the effect of its place in memory."""
     few = noisy(100, 0.0, placement=0.01)
-    assert median_interval(np.tile(few, 100)) == median_interval(few)
+    assert median(np.tile(few, 100)) == median(few)
 
 
 def test_the_median_of_rounds_ignores_an_interrupted_one() -> None:
     samples = np.full((5, 4), 100.0)
     samples[:, 0] = 500
-    assert median_us(samples) == pytest.approx(100)
+    assert median(samples).value == pytest.approx(100)
 
 
 def test_the_spread_counts_every_sample_once_whatever_recording_it_is_from() -> None:
@@ -56,17 +55,17 @@ def test_the_spread_counts_every_sample_once_whatever_recording_it_is_from() -> 
 
 def test_the_ratio_is_the_baseline_over_the_other() -> None:
     baseline, other = noisy(200, 0.002, 1), noisy(100, 0.002, 2)
-    interval = ratio_interval(baseline, other)
+    interval = ratio(baseline, other)
     assert interval.low < 2 < interval.high
     assert interval.high - interval.low < 0.02
-    assert ratio(baseline, other) == pytest.approx(median_us(baseline) / median_us(other))
+    assert interval.value == pytest.approx(median(baseline).value / median(other).value)
 
 
 def test_a_drift_that_both_saw_does_not_widen_the_ratio() -> None:
     drift = np.linspace(1, 2, 5)[:, None] * np.ones((1, 8))  # the clock falls to half while sampling
-    both = ratio_interval(200 * drift, 100 * drift)
-    apart = ratio_interval(200 * drift, 100 * drift[::-1])
-    assert (both.low, both.high) == pytest.approx((2, 2))
+    both = ratio(200 * drift, 100 * drift)
+    apart = ratio(200 * drift, 100 * drift[::-1])
+    assert both == pytest.approx((2, 2, 2))
     assert apart.high - apart.low > 0.1
 
 
@@ -83,16 +82,16 @@ def test_a_drift_that_both_saw_does_not_widen_the_ratio() -> None:
 def test_a_difference_counts_if_the_whole_interval_is_beyond_the_smallest(
     low: float, high: float, expected: str
 ) -> None:
-    interval, mirrored = Interval(low=low, high=high), Interval(low=1 / high, high=1 / low)
+    interval = Estimate(math.sqrt(low * high), low, high)
     assert interval.verdict(0.01) == expected
     opposite = {"faster": "slower", "slower": "faster"}
-    assert mirrored.verdict(0.01) == opposite.get(expected, expected)
+    assert interval.inverse.verdict(0.01) == opposite.get(expected, expected)
 
 
 def test_without_a_smallest_difference_any_proven_one_counts() -> None:
-    assert Interval(low=1.0001, high=1.2).verdict(0.0) == "faster"
-    assert Interval(low=0.8, high=0.9999).verdict(0.0) == "slower"
-    assert Interval(low=1.0, high=1.2).verdict(0.0) == "no difference"
+    assert Estimate(1.0, 1.0001, 1.2).verdict(0.0) == "faster"
+    assert Estimate(1.0, 0.8, 0.9999).verdict(0.0) == "slower"
+    assert Estimate(1.0, 1.0, 1.2).verdict(0.0) == "no difference"
 
 
 def test_settled_asks_every_pair() -> None:
@@ -120,7 +119,7 @@ def test_it_is_settled_what_the_verdict_is(log_ratio: float, half_width: float, 
     logs = log_ratio + spread * np.array([-1, -1, 0, 1, 1])
     medians = 100 * np.exp(logs)[:, None]
     baseline = np.full((5, 1), 100.0)
-    interval = ratio_interval(medians, baseline)
+    interval = ratio(medians, baseline)
     assert math.log(interval.high / interval.low) / 2 == pytest.approx(half_width)
     assert settled([medians, baseline], 0.01) is expected
 
@@ -147,3 +146,14 @@ def test_the_error_of_a_median_is_that_of_repeated_medians() -> None:
     medians = np.median(draw.normal(0, 2, (4000, 32)), axis=1)
     said = [median_error(draw.normal(0, 2, 32)) for _ in range(200)]
     assert np.mean(said) == pytest.approx(np.std(medians), rel=0.1)
+
+
+def test_two_measurements_apart_add_the_squares_of_their_widths() -> None:
+    found = quotient(Estimate(100, 100 / 1.03, 103), Estimate(50, 50 / 1.04, 52))
+    width = math.hypot(math.log(1.03), math.log(1.04))
+    assert found == pytest.approx((2, 2 * math.exp(-width), 2 * math.exp(width)))
+
+
+def test_a_mean_of_ratios_is_geometric_with_the_mean_of_all_bounds() -> None:
+    found = mean([Estimate(1, 0.5, 2), Estimate(4, 4, 4)])
+    assert found == pytest.approx((2, 2 / math.sqrt(2), 2 * math.sqrt(2)))

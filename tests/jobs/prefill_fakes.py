@@ -1,4 +1,4 @@
-"""A stopwatch and a profiler without a GPU: the operators and the rest of a model have given times."""
+"""A timer and a profiler without a GPU: the operators and the rest of a model have given times."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from ssdprof.measure.bench import Recording
-from ssdprof.measure.gpu_trace import Trace
 from torch.profiler import ProfilerActivity, profile
+
+from ssdprof.measure.timing import Recording
+from ssdprof.measure.trace import Trace
 
 REST_US = 1000.0  # of a prefill, without its operators
 
 
-class FakeBench:
+class FakeTimer:
     """A replay takes the time in `us` of its implementation; a call takes `REST_US` plus its operators' times.
 
     ran: the implementations that ran, one entry per operator call; the caller appends it.
@@ -30,8 +31,8 @@ class FakeBench:
         self.ran: list[str] = []
         self.events: list[str] = []
 
-    def relocate(self, _generator: np.random.Generator) -> None:
-        self.events.append("relocate")
+    def reallocate(self, _generator: np.random.Generator) -> None:
+        self.events.append("reallocate")
 
     def record(self, run: Callable[[], Any]) -> Recording:
         name = run.__closure__[0].cell_contents.implementation  # type: ignore[attr-defined]  # of the engine's `Call`

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import tiny_models
 from prefill_fakes import cpu_trace
-from ssdprof.measure.gpu_trace import Work, work
-from ssdprof.pipeline.parts import _modules, marking, part_times, parts_marked
-from ssdprof.pipeline.substitute import implemented, substituted
-from ssdprof.schema import EXACT_FP32
 
 from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import find_mixers
+
+from ssdprof.measure.trace import Work, work
+from ssdprof.jobs.parts import _modules, marking, part_times, parts_marked
+from ssdprof.jobs.substitute import implemented, substituted
+from ssdprof.core.base import EXACT_FP32
 
 
 def names(model_name: str) -> dict[str, list[str]]:

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from ssdprof.bench.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_tokens
-from ssdprof.bench.shapes import parse_shapes
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.ssd.drawing import DRAWING, draw
-from ssdprof.operators.ssd.shapes import SHAPES, SSDShape
 
+from ssdprof.jobs.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_tokens
+from ssdprof.jobs.grid import parse_shapes
 from ssdprof.errors import BadInputError
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.ssd import GENERATOR, draw
+from ssdprof.operators.ssd import SHAPES, SSDShape
 
 
 @pytest.mark.parametrize(
@@ -58,17 +58,17 @@ def test_packs_that_are_none(words: str) -> None:
 
 
 def test_shapes_by_model_and_by_sizes() -> None:
-    assert parse_shapes(DRAWING, "mamba2-2.7b, 24x32x64x2") == (
+    assert parse_shapes(GENERATOR, "mamba2-2.7b, 24x32x64x2") == (
         SSDShape(name="mamba2-2.7b", nheads=80, headdim=64, dstate=128, ngroups=1),
         SSDShape(name="24x32x64x2", nheads=24, headdim=32, dstate=64, ngroups=2),
     )
-    assert [shape.name for shape in parse_shapes(DRAWING, "all")] == list(SHAPES)
+    assert [shape.name for shape in parse_shapes(GENERATOR, "all")] == list(SHAPES)
 
 
 @pytest.mark.parametrize("words", ["mamba3", "80x64x128", "80x64x128x3", "0x64x128x1", ""])
 def test_shapes_that_are_none(words: str) -> None:
     with pytest.raises(BadInputError):
-        parse_shapes(DRAWING, words)
+        parse_shapes(GENERATOR, words)
 
 
 def test_dtypes() -> None:
@@ -78,7 +78,7 @@ def test_dtypes() -> None:
 
 
 def test_the_grid_is_the_product() -> None:
-    shapes = parse_shapes(DRAWING, "mamba2-2.7b,nemotron-3-nano")
+    shapes = parse_shapes(GENERATOR, "mamba2-2.7b,nemotron-3-nano")
     tokens, _ = parse_tokens("1k,2k", "1", "", "", max_tokens=1 << 20)
     cells = expand(shapes, ("bf16", "fp16"), tokens, "contiguous")
     assert len(cells) == len(set(cells)) == 8

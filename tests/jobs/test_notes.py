@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from report.make import make_checkpoint, make_prompt
-from ssdprof.runs.notes import notes
-from ssdprof.schema import Serving
+from cases import checkpoint as make_checkpoint
+from cases import prompt as make_prompt
+
+from ssdprof.jobs.notes import notes
+from ssdprof.core.subject import Serving
 
 
 @pytest.mark.parametrize(

@@ -4,48 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from prefill_fakes import REST_US, FakeBench, cpu_trace
-from ssdprof.measure.gpu_trace import Trace
-from ssdprof.operators.named import Named
-from ssdprof.pipeline.prefill_contender import Contender, Prompted
-from ssdprof.pipeline.prefill_length import LengthTimer, sampling_plan
-from ssdprof.pipeline.step_clock import StepClock
-from ssdprof.schema import EXACT_FP32
-from ssdprof.schema.prefill import PrefillCase, PrefillLength, StepTime, Surroundings
+from cases import environment
+from prefill_fakes import REST_US, FakeTimer, cpu_trace
 
 from ssdprof import kernels
 from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.base import EXACT_FP32, KernelOrigin
+from ssdprof.core.case import Case, Prefill
+from ssdprof.core.report import Report, StepTime
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.prefill import PromptedModel, StepClock, _Contender, _Length, sampling_plan
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.trace import Trace
+from ssdprof.store.reports import Writer, draft
 
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
 LAYERS, LENGTH = 3, 12
 
 
-class Noted(Contender):
-    """Records in the bench that it ran."""
+class Noted(_Contender):
+    """Records in the timer that it ran."""
 
-    bench: FakeBench
+    timer: FakeTimer
 
     def compute(self, call: Any) -> Any:
-        self.bench.ran.append(self.name)
+        self.timer.ran.append(self.name)
         return super().compute(call)
 
 
-def contender(bench: FakeBench, name: str, surroundings: Surroundings = "model", run: Any = None) -> Noted:
+def contender(timer: FakeTimer, name: str, kind: KernelOrigin = "model", run: Any = None) -> Noted:
     """Computes with the reference, which is faster here than kernels in the interpreter."""
     base = kernels.get("ssd", "reference")
     implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
-    named = Named(name=name, kind="bundled", implementation=implementation)
-    noted = Noted(name=name, named={"ssd": named}, precision=EXACT_FP32, surroundings=surroundings)
-    object.__setattr__(noted, "bench", bench)
+    noted = Noted(of={"ssd": implementation}, precision=EXACT_FP32, conv_and_norm=kind)
+    object.__setattr__(noted, "timer", timer)
     return noted
 
 
@@ -69,17 +70,17 @@ class Ticking:
         return cpu_trace(run)
 
 
-def timer(
-    contenders: Callable[[FakeBench], list[Contender]],
+def length(
+    contenders: Callable[[FakeTimer], list[_Contender]],
     *,
     profile: Callable[[Callable[[], object]], Trace] = unseen,
     segment: int = LENGTH,
     **changes: Any,
-) -> tuple[LengthTimer, FakeBench]:
-    bench = FakeBench(US)
+) -> tuple[_Length, FakeTimer]:
+    timer = FakeTimer(US)
     model = tiny_models.shared("mamba2")
     sites = find_mixers(model)
-    prompted = Prompted(
+    prompted = PromptedModel(
         model=model,
         ids=tiny_models.prompt(LENGTH),
         segment_length=segment,
@@ -87,87 +88,112 @@ def timer(
         layer=tiny_models.layer_refs("mamba2")[1],
         bundled=ConvAndNorm(sites),
     )
-    settings: dict[str, Any] = {"baseline": "unfused", "seconds": 0.01, "smallest_difference": 0.01} | changes
-    return LengthTimer(prompted=prompted, contenders=contenders(bench), bench=bench, profile=profile, **settings), bench
+    made = contenders(timer)
+    header = draft("prefill", "tiny", (), environment=environment(gpu=False), baseline="unfused")
+    settings: dict[str, Any] = {
+        "baseline": "unfused",
+        "seconds": 0.01,
+        "smallest_difference": 0.01,
+        "clock": StepClock(),
+        "case": partial(common, made[0].conv_and_norm),
+        "writer": Writer(Path("nowhere"), header, None),
+    } | changes
+    return _Length(prompted=prompted, contenders=made, timer=timer, profile=profile, **settings), timer
 
 
-def timed(one: LengthTimer) -> PrefillLength:
+def common(kind: KernelOrigin, prompted: PromptedModel) -> Case:
+    prefill = Prefill(
+        conv_and_norm=kind,
+        layers=LAYERS,
+        layer_count=LAYERS,
+        operator_layers=LAYERS,
+        operator_calls=prompted.operator_calls,
+        segment_length=prompted.segment_length,
+        alone=prompted.layer,
+        attention="",
+        convolution="torch",
+    )
+    return Case(prefill=prefill, batch=1, seqlen=LENGTH, implementation="", precision=EXACT_FP32, status="ran")
+
+
+def timed(one: _Length) -> Report:
     one.run()
-    return one.result()
+    return one.writer.report
 
 
-def cases(length: PrefillLength) -> dict[str, PrefillCase]:
-    return {case.implementation: case for case in length.cases}
+def cases(report: Report) -> dict[str, Case]:
+    return {case.implementation: case for case in report.cases}
 
 
-@pytest.mark.parametrize("surroundings", ["model", "bundled"])
-def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(surroundings: Surroundings) -> None:
-    one, _ = timer(lambda bench: [contender(bench, name, surroundings) for name in US])
-    length = timed(one)
-    assert (length.seqlen, length.batch, length.operator_calls, length.layer.index) == (LENGTH, 1, LAYERS, 1)
-    found = cases(length)
+def call_us(case: Case) -> float | None:
+    return case.call_us and case.call_us.value
+
+
+def of(case: Case) -> Prefill:
+    assert case.prefill
+    return case.prefill
+
+
+@pytest.mark.parametrize("kind", ["model", "bundled"])
+def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(kind: KernelOrigin) -> None:
+    one, _ = length(lambda timer: [contender(timer, name, kind) for name in US])
+    report = timed(one)
+    found = cases(report)
     assert list(found) == list(US)
     for name, case in found.items():
-        assert case.surroundings == surroundings
-        assert case.status == "passed", case.reason
-        assert case.call is not None
-        assert case.call.median_us == pytest.approx(REST_US + LAYERS * US[name])
-        assert case.alone_us == pytest.approx(US[name])
+        assert (of(case).conv_and_norm, of(case).operator_calls, of(case).alone.index) == (kind, LAYERS, 1)
+        assert case.result == "passed", case.why
+        assert call_us(case) == pytest.approx(REST_US + LAYERS * US[name])
+        assert of(case).alone_us == pytest.approx(US[name])
         if name == "unfused":
-            assert case.speedup is None
+            assert report.speedup(case) is None
             continue
-        assert case.speedup is not None
+        speedup = report.speedup(case)
+        assert speedup is not None
         expected = (REST_US + LAYERS * US["unfused"]) / (REST_US + LAYERS * US[name])
-        assert case.speedup.ratio == pytest.approx(expected)
-        assert case.speedup.predicted == pytest.approx(expected)
-        assert case.speedup.verdict == "faster"
-        assert (case.logits_rms, case.same_token) == (0.0, True)
+        assert speedup.value == pytest.approx(expected)
+        assert report.predicted(case) == pytest.approx(expected)
+        assert report.faster(case) == "faster"
+        assert (of(case).logits_rms, of(case).same_token) == (0.0, True)
 
 
 def test_in_segments_the_operator_counts_once_for_each() -> None:
-    one, _ = timer(lambda bench: [contender(bench, name) for name in ("unfused", "fused")], segment=4)
-    length = timed(one)
-    assert (length.segment_length, length.operator_calls) == (4, 3 * LAYERS)
-    speedup = cases(length)["fused"].speedup
-    assert speedup is not None
-    assert speedup.predicted == pytest.approx((REST_US + 9 * 100) / (REST_US + 9 * 40))
+    one, _ = length(lambda timer: [contender(timer, name) for name in ("unfused", "fused")], segment=4)
+    report = timed(one)
+    case = cases(report)["fused"]
+    assert (of(case).segment_length, of(case).operator_calls) == (4, 3 * LAYERS)
+    assert report.predicted(case) == pytest.approx((REST_US + 9 * 100) / (REST_US + 9 * 40))
 
 
-def test_a_column_adds_up_to_its_call() -> None:
-    one, _ = timer(lambda bench: [contender(bench, "unfused")], profile=cpu_trace)
+def test_the_parts_of_the_gpus_work_are_known_of_a_profile_alone() -> None:
+    one, _ = length(lambda timer: [contender(timer, "unfused")], profile=cpu_trace)
     (case,) = timed(one).cases
-    assert case.call is not None
-    assert case.idle_us is not None
-    assert {part.name for part in case.parts} >= {"mixer", "gated norm", "rest"}
-    assert sum(part.gpu_us for part in case.parts) + case.idle_us == pytest.approx(case.call.median_us)
+    assert {part.name for part in of(case).parts} >= {"mixer", "gated norm", "rest"}
+    assert of(case).busy_us == sum(part.gpu_us for part in of(case).parts) > 0
+    one, _ = length(lambda timer: [contender(timer, "unfused")])
+    (case,) = timed(one).cases
+    assert (of(case).parts, case.call_us is None) == ((), False)
 
 
 def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
-    one, bench = timer(lambda bench: [contender(bench, name) for name in US])
+    one, timer = length(lambda timer: [contender(timer, name) for name in US])
     one.run()
-    first = bench.events.index("call fused")
-    calls = [event for event in bench.events if event.startswith("call ")]
-    assert "relocate" not in bench.events[min(first, *(bench.events.index(f"call {name}") for name in US)) :]
+    first = timer.events.index("call fused")
+    calls = [event for event in timer.events if event.startswith("call ")]
+    assert "reallocate" not in timer.events[min(first, *(timer.events.index(f"call {name}") for name in US)) :]
     for number in range(0, len(calls), 3):
         assert sorted(calls[number : number + 3]) == ["call fused", "call library", "call unfused"]
 
 
 def test_with_time_enough_every_recording_lies_elsewhere() -> None:
     clock = StepClock(now=Ticking().now)
-    one, bench = timer(lambda bench: [contender(bench, "unfused")], profile=cpu_trace, seconds=5.0, clock=clock)
+    one, timer = length(lambda timer: [contender(timer, "unfused")], profile=cpu_trace, seconds=5.0, clock=clock)
     (case,) = timed(one).cases
-    events = [event for event in bench.events if event in ("relocate", "call unfused")]
+    events = [event for event in timer.events if event in ("reallocate", "call unfused")]
     sampled = events[4:]  # three of the layer only, and the first round
-    assert case.call is not None
-    assert case.call.recordings == sampled.count("relocate") >= 5
-    assert sampled[0] == "relocate"
-
-
-def test_without_a_profile_there_are_times_and_no_parts() -> None:
-    one, _ = timer(lambda bench: [contender(bench, "unfused")])
-    (case,) = timed(one).cases
-    assert (case.parts, case.idle_us) == ((), None)
-    assert case.call is not None
+    assert case.call_us is not None
+    assert len(case.rounds("call")) == sampled.count("reallocate") >= 5
+    assert sampled[0] == "reallocate"
 
 
 def raising(error: Exception) -> Callable[..., Any]:
@@ -194,45 +220,46 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
         "broken": raising(RuntimeError("misaligned address")),
         "nan": nan,
     }
-    one, bench = timer(
-        lambda bench: [contender(bench, "unfused"), *(contender(bench, name, run=run) for name, run in wrong.items())]
+    one, timer = length(
+        lambda timer: [contender(timer, "unfused"), *(contender(timer, name, run=run) for name, run in wrong.items())]
     )
     found = cases(timed(one))
-    assert {name: found[name].status for name in wrong} == {
+    assert {name: found[name].result for name in wrong} == {
         "refusing": "refused",
         "large": "out of memory",
         "broken": "failed",
         "nan": "nonfinite",
     }
-    assert found["large"].reason == "8 GiB more"
-    assert found["broken"].reason == "RuntimeError: misaligned address"
-    assert all(found[name].call is None for name in wrong)
-    assert {event for event in bench.events if event.startswith("call")} == {"call unfused"}
+    assert found["large"].why == "8 GiB more"
+    assert found["broken"].why == "RuntimeError: misaligned address"
+    assert all(found[name].call_us is None for name in wrong)
+    assert {event for event in timer.events if event.startswith("call")} == {"call unfused"}
 
 
 def test_another_answer_shows() -> None:
-    one, _ = timer(lambda bench: [contender(bench, "unfused"), contender(bench, "fused", run=zeros)])
+    one, _ = length(lambda timer: [contender(timer, "unfused"), contender(timer, "fused", run=zeros)])
     case = cases(timed(one))["fused"]
-    assert case.logits_rms is not None
-    assert case.logits_rms > 0.1
+    assert of(case).logits_rms is not None
+    assert of(case).logits_rms > 0.1
 
 
 def test_without_its_baseline_a_case_has_a_time_and_no_speedup() -> None:
-    one, _ = timer(
-        lambda bench: [contender(bench, "unfused", run=raising(RuntimeError("no"))), contender(bench, "fused")]
+    one, _ = length(
+        lambda timer: [contender(timer, "unfused", run=raising(RuntimeError("no"))), contender(timer, "fused")]
     )
-    case = cases(timed(one))["fused"]
-    assert case.call is not None
-    assert case.speedup is None
+    report = timed(one)
+    case = cases(report)["fused"]
+    assert case.call_us is not None
+    assert report.speedup(case) is None
 
 
 def test_nothing_passed_is_no_error() -> None:
-    one, _ = timer(lambda bench: [contender(bench, "unfused", run=raising(RuntimeError("no")))])
-    assert [case.status for case in timed(one).cases] == ["failed"]
+    one, _ = length(lambda timer: [contender(timer, "unfused", run=raising(RuntimeError("no")))])
+    assert [case.result for case in timed(one).cases] == ["failed"]
 
 
 def test_a_model_that_bypasses_its_operator_is_refused() -> None:
-    one, _ = timer(lambda bench: [contender(bench, "unfused")], segment=1)
+    one, _ = length(lambda timer: [contender(timer, "unfused")], segment=1)
     with pytest.raises(BadInputError, match=r"bypasses its operator|single token"):
         one.run()
 
@@ -242,11 +269,11 @@ def test_an_interrupt_passes_and_the_model_is_restored() -> None:
         def compute(self, call: Any) -> Any:  # noqa: ARG002
             raise KeyboardInterrupt
 
-    def contenders(bench: FakeBench) -> list[Contender]:
-        one = contender(bench, "unfused", "bundled")
-        return [Interrupted(**{name: value for name, value in vars(one).items() if name != "bench"})]
+    def contenders(timer: FakeTimer) -> list[_Contender]:
+        one = contender(timer, "unfused", "bundled")
+        return [Interrupted(of=one.of, precision=one.precision, conv_and_norm=one.conv_and_norm)]
 
-    one, _ = timer(contenders)
+    one, _ = length(contenders)
     site = one.prompted.sites[0]
     function = site.namespace[site.function]
     with pytest.raises(KeyboardInterrupt):
@@ -259,8 +286,8 @@ def test_every_step_is_told_with_its_seconds() -> None:
     steps: list[StepTime] = []
     ticking = Ticking()
     clock = StepClock(on_step=steps.append, now=ticking.now).within("12 tokens")
-    one, _ = timer(
-        lambda bench: [contender(bench, "unfused"), contender(bench, "fused")], clock=clock, profile=ticking.profile
+    one, _ = length(
+        lambda timer: [contender(timer, "unfused"), contender(timer, "fused")], clock=clock, profile=ticking.profile
     )
     one.run()
     assert [(step.what, step.seconds) for step in steps] == [
@@ -275,16 +302,16 @@ def test_every_step_is_told_with_its_seconds() -> None:
 
 def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
     ticking = Ticking()
-    one, bench = timer(
-        lambda bench: [contender(bench, name) for name in US],
+    one, timer = length(
+        lambda timer: [contender(timer, name) for name in US],
         clock=StepClock(1.5, now=ticking.now),
         profile=ticking.profile,
     )
     found = cases(timed(one))
     assert list(found) == ["unfused", "fused"]
     assert one.unseen == ("library",)
-    assert all(case.parts and case.call is None for case in found.values())
-    assert not [event for event in bench.events if event.startswith("call")]
+    assert all(of(case).parts and case.call_us is None for case in found.values())
+    assert not [event for event in timer.events if event.startswith("call")]
 
 
 def test_turns_that_do_not_fit_are_not_begun() -> None:
@@ -293,12 +320,12 @@ def test_turns_that_do_not_fit_are_not_begun() -> None:
     def slow(run: Callable[[], object]) -> Trace:
         return [event | {"dur": 1e6} if event.get("cat") == "kernel" else event for event in cpu_trace(run)]
 
-    one, bench = timer(lambda bench: [contender(bench, "unfused")], clock=StepClock(10), profile=slow)
+    one, timer = length(lambda timer: [contender(timer, "unfused")], clock=StepClock(10), profile=slow)
     (case,) = timed(one).cases
-    assert case.status == "passed"
-    assert case.call is None
-    assert "s of the budget were left" in case.reason
-    assert not [event for event in bench.events if event.startswith("call")]
+    assert case.result == "passed"
+    assert case.call_us is None
+    assert "s of the budget were left" in case.why
+    assert not [event for event in timer.events if event.startswith("call")]
 
 
 def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows() -> None:
@@ -306,22 +333,22 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
     ticking = Ticking()
 
     def moved(seconds: float) -> bool:
-        one, bench = timer(
-            lambda bench: [contender(bench, "unfused")],
+        one, timer = length(
+            lambda timer: [contender(timer, "unfused")],
             clock=StepClock(now=ticking.now),
             profile=cpu_trace,
             seconds=seconds,
         )
-        call_us = bench.call_us
+        plain = timer.call_us
 
         def slow(run: Callable[[], Any]) -> float:
             ticking.seconds += 1
-            return call_us(run)
+            return plain(run)
 
-        bench.call_us = slow  # type: ignore[method-assign]
+        timer.call_us = slow  # type: ignore[method-assign]
         (case,) = timed(one).cases
-        assert case.call is not None
-        return "relocate" in bench.events[bench.events.index("call unfused") :]
+        assert case.call_us is not None
+        return "reallocate" in timer.events[timer.events.index("call unfused") :]
 
     assert not moved(14.0)
     assert moved(15.0)
@@ -329,12 +356,12 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
 
 def test_one_call_of_the_operator_compiles_and_one_prefill_is_profiled() -> None:
     """A prefill of 128K tokens takes seconds.  Before the rounds there is one of each, and one up to the layer."""
-    one, bench = timer(lambda bench: [contender(bench, name) for name in ("unfused", "fused")])
+    one, timer = length(lambda timer: [contender(timer, name) for name in ("unfused", "fused")])
     before: list[str] = []
     first = one._sample
 
     def sample() -> None:
-        before[:] = bench.ran
+        before[:] = timer.ran
         first()
 
     one._sample = sample  # type: ignore[method-assign]
@@ -348,11 +375,11 @@ def test_in_segments_the_profile_follows_a_whole_prefill() -> None:
     ran: list[int] = []
 
     def profile(run: Callable[[], object]) -> Trace:
-        ran.append(len(bench.ran))
+        ran.append(len(timer.ran))
         run()
         return []
 
-    one, bench = timer(lambda bench: [contender(bench, "unfused")], profile=profile, segment=4)
+    one, timer = length(lambda timer: [contender(timer, "unfused")], profile=profile, segment=4)
     one.run()
     assert ran[0] >= 3 * LAYERS
 

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from ssdprof.pipeline.substitute import implemented, substituted
-from ssdprof.schema import EXACT_FP32
 
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.substitute import implemented, substituted
+from ssdprof.core.base import EXACT_FP32
 
 LENGTH = 40  # more than a chunk
 
