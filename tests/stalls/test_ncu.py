@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 from kernels.ssd_cases import Case
-from ssdprof.capture.layout import strides
+from ssdprof.capture.store import strides
 from ssdprof.operators.named import Named
 from stalls.captures import store_layers
 from stalls.test_facts import launched
