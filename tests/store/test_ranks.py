@@ -161,10 +161,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
 
 def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]) -> None:
     two[1].store.set("0/process", dead_process())
-    with (
-        pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"),
-        opened(None, header(), Unwatched(), two[1]),
-    ):
+    with pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"), opened(None, header(), Unwatched(), two[1]):
         pytest.fail("there is no folder")
     two[0].tell("folder", "x")
     assert two[1].told("folder", 0) == "x"

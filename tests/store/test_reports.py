@@ -110,7 +110,9 @@ def test_samples_name_their_process() -> None:
     assert [each.process for each in one.samples] == [load(None)[1].first.process]
 
 
-@pytest.mark.parametrize("report", [cases.report(), cases.bench(), cases.prefill(), cases.answers()], ids=lambda r: r.kind)
+@pytest.mark.parametrize(
+    "report", [cases.report(), cases.bench(), cases.prefill(), cases.answers()], ids=lambda r: r.kind
+)
 def test_a_printed_document_is_read_as_well(report: Report) -> None:
     file = Path("printed.json")
     file.write_text(dump(report))
