@@ -56,7 +56,7 @@ def test_any_other_text_is_refused_with_a_hint(text: str) -> None:
         try:
             found = read()
         except BadInputError as error:
-            assert error.hint
+            assert error.hint  # noqa: PT017
         else:
             assert math.isfinite(found.limit)
             assert found.spelling == text

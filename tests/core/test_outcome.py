@@ -138,7 +138,11 @@ def test_a_broken_condition_is_no_pass() -> None:
 
 def test_answers_that_break_a_condition_or_are_not_finite_fail() -> None:
     """Noise and single layers are not judged."""
-    good, alone, noise = of_answers(), of_answers(alone=3, nonfinite=7), of_answers(change="x", bands=(band(kl_mean=9.0),))
+    good, alone, noise = (
+        of_answers(),
+        of_answers(alone=3, nonfinite=7),
+        of_answers(change="x", bands=(band(kl_mean=9.0),)),
+    )
     gate = of_options(max_kl=0.01)
     found = outcome(answers(good, alone, noise, conditions=gate))
     assert (found.passed, found.answers, found.judged) == (True, (good,), 0)
@@ -159,7 +163,11 @@ def test_only_the_precisions_that_are_shown_count() -> None:
 def test_an_exact_answer_that_is_not_finite_is_told_from_a_kernels() -> None:
     def nonfinite(which: str) -> Any:
         (out, states) = report().cases[0].accuracy
-        return report().cases[0].changed(accuracy=(out.changed(**{which: getattr(out, which).changed(nonfinite=3)}), states))
+        return (
+            report()
+            .cases[0]
+            .changed(accuracy=(out.changed(**{which: getattr(out, which).changed(nonfinite=3)}), states))
+        )
 
     assert exact_answer_is_finite(nonfinite("vs_oracle"))
     assert not exact_answer_is_finite(nonfinite("floor"))

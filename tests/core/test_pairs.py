@@ -8,8 +8,20 @@ from typing import Any
 
 import cases
 import pytest
-from cases import EXACT_FP32, RELAXED_FP32, band, bench, cell, checkpoint, environment, failed, in_calls, of_answers
-from cases import of_prefill, prompt
+from cases import (
+    EXACT_FP32,
+    RELAXED_FP32,
+    band,
+    bench,
+    cell,
+    checkpoint,
+    environment,
+    failed,
+    in_calls,
+    of_answers,
+    of_prefill,
+    prompt,
+)
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse, parse_fail_if

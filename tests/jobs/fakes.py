@@ -159,7 +159,9 @@ def entries(
     return made
 
 
-def compared(*of: list[Entry], timer: FakeTimer | None = None, seen: list[Case] | None = None, **fields: Any) -> dict[str, Case]:
+def compared(
+    *of: list[Entry], timer: FakeTimer | None = None, seen: list[Case] | None = None, **fields: Any
+) -> dict[str, Case]:
     """The last case of each label, compared by the real comparator and timed by a fake timer.
 
     seen: gets all of them, also those before an error.  fields: of the comparer.

@@ -153,9 +153,7 @@ def groups(*, timed: bool = False) -> list[Entry]:
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 8, 100])
-def test_little_memory_changes_nothing_but_the_number_of_passes(
-    monkeypatch: pytest.MonkeyPatch, capacity: int
-) -> None:
+def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
     roomy = compared(groups())
     passes: list[int] = []
     whole = module.compare_with_oracle
@@ -217,7 +215,11 @@ def test_what_passed_is_timed_in_the_same_turns() -> None:
     seen: list[Case] = []
     (base,) = entries("base", 200.0)
     found = compared(
-        [base], entries("fast", 100.0, baseline=base), entries("wrong", 1.0, spoil=noisy(0.5)), timer=FakeTimer(), seen=seen
+        [base],
+        entries("fast", 100.0, baseline=base),
+        entries("wrong", 1.0, spoil=noisy(0.5)),
+        timer=FakeTimer(),
+        seen=seen,
     )
     fast = found["fast"]
     assert (fast.device_us, fast.call_us) == ((100,) * 3, (110,) * 3)

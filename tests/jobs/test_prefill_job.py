@@ -14,12 +14,15 @@ from prefill_fakes import FakeBench
 from ssdprof import kernels
 from ssdprof.commands.stored import runs
 from ssdprof.errors import MissingCapabilityError
+
 # TODO ssdprof.measure: rehearsal
 # TODO ssdprof.operators.drawing: Peer, PeerSource
 # TODO ssdprof.operators.ssd.peers: PEERS
 from ssdprof.capture.forward import prefill
+
 # TODO ssdprof.pipeline.lineup: line_up
 from ssdprof.jobs.prefill import PrefillRequest, find, time_prefills
+
 # TODO ssdprof.pipeline.prefill: prefill_of_run
 from ssdprof.jobs.request import COMPARED, CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.progress import Unwatched

@@ -9,9 +9,8 @@ from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure.first_run import FirstRun, first_run
 from ssdprof.measure import first_run as module
-from ssdprof.measure.first_run import Call
+from ssdprof.measure.first_run import Call, FirstRun, first_run
 
 
 def inputs() -> SSDInputs:

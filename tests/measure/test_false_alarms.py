@@ -75,7 +75,9 @@ def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]
         name: Candidate(output=run(inputs, precision), precision=precision) for name, precision in PRECISIONS.items()
     }
     comparisons = compare(inputs, candidates)
-    reasons = {name: "; ".join(tensor.reason for tensor in found if tensor.reason) for name, found in comparisons.items()}
+    reasons = {
+        name: "; ".join(tensor.reason for tensor in found if tensor.reason) for name, found in comparisons.items()
+    }
     return {name: why for name, why in reasons.items() if why}
 
 

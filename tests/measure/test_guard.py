@@ -11,8 +11,8 @@ import torch
 from ssdprof import operators
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.isolate import GUARD, GuardedInputs, guarded_allocations, unwritten
 from ssdprof.measure.accuracy import oracle_output
+from ssdprof.measure.isolate import GUARD, GuardedInputs, guarded_allocations, unwritten
 from ssdprof.operators import tensors
 
 

@@ -1,8 +1,9 @@
 """Resident blocks, against values computed by hand from the programming guide's tables."""
 
 import pytest
-from ssdprof.measure.roofline import SMLimits, with_occupancy
+
 from ssdprof.core.case import Launch
+from ssdprof.measure.roofline import SMLimits, with_occupancy
 
 HOPPER = SMLimits(warps=64, blocks=32, shared_bytes=233_472)
 AMPERE = SMLimits(warps=64, blocks=32, shared_bytes=167_936)  # sm_80
@@ -35,5 +36,8 @@ def test_blocks_per_sm(kernel: Launch, limits: SMLimits, blocks: int, limited_by
 
 
 def test_a_kernel_that_does_not_tell_what_it_takes() -> None:
-    for silent in (Launch(kernel="k", config={"num_warps": 4}), Launch(kernel="k", config={}, registers=32, shared_bytes=0)):
+    for silent in (
+        Launch(kernel="k", config={"num_warps": 4}),
+        Launch(kernel="k", config={}, registers=32, shared_bytes=0),
+    ):
         assert with_occupancy(silent, HOPPER) == silent

@@ -13,12 +13,12 @@ import torch
 from test_guard import gdn, ssd
 
 from ssdprof import operators
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure import isolate
 from ssdprof.measure.first_run import CallRejected
 from ssdprof.measure.isolate import FirstCallVerdict, IsolatedFirstCall, judged
-from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import resolve
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import cases
 import pytest
 import torch
 
+from ssdprof.core.subject import Ceilings, Dims
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.roofline import measure_ceilings, work_of
 from ssdprof.operators.ssd import bytes_moved, dims, flops
-from ssdprof.core.subject import Ceilings, Dims
 
 MAMBA2_2_7B = Dims(
     operator="ssd",

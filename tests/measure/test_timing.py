@@ -15,7 +15,6 @@ import torch
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import first_run as faults
-
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CaptureError, CudaTimer, FailedAfterTiming, Recording, record, time_in_turns

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from ssdprof.core.statistics import ratio as ratio_of
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.measure.timing import Recording
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.core.statistics import ratio as ratio_of
-from ssdprof.measure.timing import time_in_turns
+from ssdprof.measure.timing import Recording, time_in_turns
 
 PLACEMENT = 0.003  # standard deviation per recording
 FIRST = 0.004  # advantage of the first sample of a round

@@ -8,8 +8,8 @@ import torch
 from ssdprof import operators
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.gdn import GDNShape
+from ssdprof.operators.generate import Cell, Tokens
 
 OPERATOR = operators.get("gdn")
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from ssdprof.kernels.gdn.hopper.rings import CHUNK
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.gdn.hopper.rings import CHUNK
 from ssdprof.operators.gdn import GDNGate, RoundedGDN
 from ssdprof.operators.operator import Span
 

@@ -12,11 +12,19 @@ from types import ModuleType
 import pytest
 import torch
 
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get, tensors
-from ssdprof.operators.implementations import ImplementationCache, kind_of, known, refuse_two_checkouts, resolve, own_precisions, required
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.operators.implementations import (
+    ImplementationCache,
+    kind_of,
+    known,
+    own_precisions,
+    refuse_two_checkouts,
+    required,
+    resolve,
+)
 
 SSD, GDN = get("ssd"), get("gdn")
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")

@@ -10,21 +10,21 @@ import pytest
 import torch
 from fakes import CEILINGS, HOPPER, RAN, CudaFakeBench, UnreadClocks
 from operators import toy
+from ssdprof.schema import CheckpointRef, LayerRef, Prompt
+from ssdprof.schema.outcome import outcome
 from typer.testing import CliRunner
 
 from ssdprof import operators
-from ssdprof.commands.stored import runs
-from ssdprof.jobs.run import run as bench_run
-from ssdprof.jobs.model import load
 from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.capture.store import load as load_captures
 from ssdprof.cli import app
+from ssdprof.commands.stored import runs
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.model import load
+from ssdprof.jobs.run import run as bench_run
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import assert_passes
-from ssdprof.schema import CheckpointRef, LayerRef, Prompt
-from ssdprof.schema.outcome import outcome
 
 SEQLEN = 40
 LAYERS = tuple(LayerRef(index=i, name=f"layers.{i}.mixer", operator="toy") for i in (0, 3))

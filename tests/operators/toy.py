@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ssdprof.core.subject import Dims
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.operators import tensors
-from ssdprof.operators.generate import Cell, InputGenerator
 from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.generate import Cell, InputGenerator
 from ssdprof.operators.operator import BoundCall, CallBinding, Cost, Form, Operator, OracleSpec, Outline, Output, Span
-from ssdprof.core.subject import Dims
 
 CHUNK = 16  # positions after which the state is stored
 

@@ -76,7 +76,7 @@ def indices(report: Report) -> list[int]:
 def interrupt(stack: ExitStack) -> str:
     """The message of a rank that is interrupted now."""
     error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
         assert not stack.__exit__(KeyboardInterrupt, error, None)
         raise error
     return str(caught.value)
@@ -137,13 +137,13 @@ def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
 def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ranks]) -> None:
     """Its lock is free, and its line says nothing of its end."""
     ranks, other = two
-    with (
+    with (  # noqa: PT012
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\.") as caught,
         opened(Path("run"), header(), Unwatched(), ranks) as writer,
     ):
         writer.case(MADE[0])
         other.tell("1/open")
-        killed = Writer(Path("run"), header(), Path("run/cases.1.jsonl").open("wb"))
+        killed = Writer(Path("run"), header(), Path("run/cases.1.jsonl").open("wb"))  # noqa: SIM115
         killed.case(MADE[1])
     assert "main memory" in caught.value.hint
     assert (kept().complete, indices(kept())) == (False, [0, 1])
@@ -161,10 +161,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
 
 def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]) -> None:
     two[1].store.set("0/process", dead_process())
-    with (
-        pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"),
-        opened(None, header(), Unwatched(), two[1]),
-    ):
+    with pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"), opened(None, header(), Unwatched(), two[1]):
         pytest.fail("there is no folder")
     two[0].tell("folder", "x")
     assert two[1].told("folder", 0) == "x"
@@ -181,7 +178,7 @@ def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.Mo
     process = subprocess.Popen([sys.executable, "-c", ""])
     two[0].store.set("1/process", str(process.pid))
     deadline = time.monotonic() + 30
-    with pytest.raises(MissingCapabilityError, match="Rank 1 of 2 died"):
+    with pytest.raises(MissingCapabilityError, match="Rank 1 of 2 died"):  # noqa: PT012
         while time.monotonic() < deadline:  # its exit code has not been read
             two[0].require_alive(1)
             time.sleep(0.01)

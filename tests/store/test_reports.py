@@ -110,7 +110,9 @@ def test_samples_name_their_process() -> None:
     assert [each.process for each in one.samples] == [load(None)[1].first.process]
 
 
-@pytest.mark.parametrize("report", [cases.report(), cases.bench(), cases.prefill(), cases.answers()], ids=lambda r: r.kind)
+@pytest.mark.parametrize(
+    "report", [cases.report(), cases.bench(), cases.prefill(), cases.answers()], ids=lambda r: r.kind
+)
 def test_a_printed_document_is_read_as_well(report: Report) -> None:
     file = Path("printed.json")
     file.write_text(dump(report))
@@ -249,7 +251,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     before, out = store("before"), Path("out")
     if there:
         out.mkdir()
-    with pytest.raises(type(error), match="no report is kept|no memory"), opened(out, header(), Unwatched()) as writer:
+    with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, header(), Unwatched()) as writer:  # noqa: PT012
         writer.captured(layer(0))
         raise error
     assert out.exists() == there
@@ -266,7 +268,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     ],
 )
 def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str) -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), header(), Unwatched()) as writer:
+    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), header(), Unwatched()) as writer:  # noqa: PT012
         writer.captured(layer(0))
         for one in made:
             writer.case(one)
@@ -278,7 +280,7 @@ def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts
 
 def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
     watcher = Telling()
-    with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), header(), watcher) as writer:
+    with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), header(), watcher) as writer:  # noqa: PT012
         writer.case(case())
         raise MissingCapabilityError("no memory")
     assert watcher.said == ["What was done is kept in out, marked as partial: 1 case."]
@@ -290,7 +292,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPa
         def write(self, _: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with (
+    with (  # noqa: PT012
         pytest.raises(MissingCapabilityError, match="disk is full") as caught,
         opened(Path("r"), header(), Unwatched()) as writer,
     ):
