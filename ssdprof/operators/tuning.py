@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ssdprof.core.base import Intermediates
-from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse
+from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse, Value
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import CallKey
+from ssdprof.operators.dtypes import dtype_name, dtype_named
 
 I = TypeVar("I", contravariant=True)
 Config = Any  # a frozen dataclass with a field `reason`; hashable
+Axis = Callable[[Config, Any], Iterable[Config]]  # (configuration, inputs) -> those that differ in one respect
 
 
 class Tuning(Protocol[I]):
@@ -31,7 +34,7 @@ class Tuning(Protocol[I]):
     def committed(self, inputs: I, kernel: str) -> Config:
         """The kernel's configuration without a find."""
 
-    def axes(self, config: Config) -> Sequence[Callable[[Config, I], Iterable[Config]]]:
+    def axes(self, config: Config) -> Sequence[Axis]:
         """The axes in search order: each starts from the best candidate of the previous one."""
 
     def run(self, inputs: I, precision: Precision, config: Config) -> Any:
@@ -54,3 +57,18 @@ class Tuning(Protocol[I]):
 
     def use(self, finds: Iterable[TunedUse]) -> None:
         """From now on, kernels of this process take these finds and no others."""
+
+
+def tuned_calls(key: CallKey, intermediates: Intermediates) -> TunedCalls:
+    """The stored form of the calls with this key, of any GPU."""
+    sizes: dict[str, Value] = {name: value for name, value in key.sizes if name != "exact"}  # it is in `intermediates`
+    sizes |= {"dtype": dtype_name(dict(key.sizes)["dtype"])}
+    return TunedCalls(operator=key.operator, kernel=key.kernel, intermediates=intermediates, sizes=sizes)
+
+
+def key_of(find: TunedUse) -> CallKey:
+    """The inverse of `tuned_calls`, for the find's GPU."""
+    calls = find.calls
+    sizes: dict[str, Any] = dict(calls.sizes)
+    sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": calls.intermediates == "exact"}
+    return CallKey.of(find.gpu, calls.operator, calls.kernel, **sizes)

@@ -13,17 +13,17 @@ from fused_kernels import CHOSEN, ON_HOPPER, Kernel, passing
 from ssd_cases import EXACT
 from typer.testing import CliRunner
 
-from ssdprof.bench.shapes import parse_shapes
 from ssdprof.capture import store
 from ssdprof.cli import app
+from ssdprof.jobs.grid import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.ssd.drawing import DRAWING, draw
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.ssd import GENERATOR, draw
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +67,7 @@ def assert_no_head_is_less_exact(kernel: Kernel, inputs: SSDInputs) -> None:
 @pytest.mark.parametrize("model", CHUNK_SIZES)
 @pytest.mark.parametrize("kernel", CHOSEN)
 def test_no_head_is_less_exact_than_unfused(kernel: Kernel, model: str, dtype: str) -> None:
-    (shape,) = parse_shapes(DRAWING, model)
+    (shape,) = parse_shapes(GENERATOR, model)
     cell = Cell(shape=shape, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=SEQLEN))
     assert_no_head_is_less_exact(kernel, replace(draw(cell, torch.device("cuda")), chunk_size=CHUNK_SIZES[model]))
 
@@ -79,7 +79,7 @@ def test_no_head_is_less_exact_than_unfused(kernel: Kernel, model: str, dtype: s
 def test_no_head_is_less_exact_whatever_way_states_are_passed_on(way: str, shape: str, dtype: str) -> None:
     """With chunks of 256, for which the unfused pipeline is most accurate."""
     seqlen, batch_invariant = WAYS[way]
-    (sizes,) = parse_shapes(DRAWING, shape)
+    (sizes,) = parse_shapes(GENERATOR, shape)
     cell = Cell(shape=sizes, dtype=dtype, layout="views", tokens=Tokens(sequences=SEQUENCES, seqlen=seqlen))
     inputs = replace(draw(cell, torch.device("cuda")), chunk_size=256)
     assert unsupported(inputs) == ""

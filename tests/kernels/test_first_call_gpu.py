@@ -28,11 +28,11 @@ from ssd_cases import EXACT, RELAXED, Case
 from triton.runtime.jit import JITFunction
 
 from ssdprof import kernels
-from ssdprof.bench.first_call import Patience, first_call
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure.first_run import Deadline, timed_first_call
 
 MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock
 TRIES = 3
@@ -116,7 +116,7 @@ def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
         patch.dict(launching._kept, clear=True),
     ):
         triton.knobs.cache.dir = folder
-        _, first = first_call(run, torch.device("cuda"), Patience())
+        _, first = timed_first_call(run, torch.device("cuda"), Deadline())
     return [(one.kernel, round(one.seconds, 3)) for one in first.compiled]
 
 

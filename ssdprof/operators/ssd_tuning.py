@@ -1,0 +1,304 @@
+"""The configurations of the fused SSD kernels that `ssdprof tune` may vary: see `operators.tuning.Tuning`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import product
+from typing import Annotated
+
+import torch
+import triton
+from pydantic import Field, model_validator
+
+from ssdprof.core.base import Intermediates, Record
+from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse
+from ssdprof.kernels import device
+from ssdprof.kernels.hopper.schedule import Cut, ceil_div
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import use_overrides
+from ssdprof.kernels.ssd.config import HOPPER_CHUNK, SSDPortableConfig, call_key
+from ssdprof.kernels.ssd.hopper import config as hopper_config
+from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused, shared_bytes
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.operators.tuning import Axis, key_of, tuned_calls
+
+SSDConfig = SSDHopperConfig | SSDPortableConfig
+
+CHECKED_CHUNKS = 16  # of 64 positions, on which a candidate is first verified
+_CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
+_HOPPER_SHARED_BYTES = 227 << 10  # per program
+_LARGEST_STATE = 128 * 128  # numbers that a program holds in registers; more are spilled
+
+
+def _hopper_chunks(inputs: SSDInputs) -> int:
+    """Chunks of the Hopper kernel per sequence."""
+    return ceil_div(inputs.length, HOPPER_CHUNK)
+
+
+def _on_hopper(axis: Callable[[SSDHopperConfig, SSDInputs], Iterable[SSDHopperConfig]]) -> Axis:
+    def checked(config: SSDConfig, inputs: SSDInputs) -> Iterable[SSDConfig]:
+        assert isinstance(config, SSDHopperConfig)
+        return (one for one in axis(config, inputs) if as_exact_as_unfused(one, _hopper_chunks(inputs)))
+
+    return checked
+
+
+def _on_portable(axis: Callable[[SSDPortableConfig, SSDInputs], Iterable[SSDPortableConfig]]) -> Axis:
+    def checked(config: SSDConfig, inputs: SSDInputs) -> Iterable[SSDConfig]:
+        assert isinstance(config, SSDPortableConfig)
+        return (one for one in axis(config, inputs) if _addresses_last(one, inputs))
+
+    return checked
+
+
+def _addresses_last(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
+    """ptxas loses addresses of products of 64 rows and more with less than 128 bytes each: they are wrong, or fault
+    (benchmarks/log/ssd.md#row-57)."""
+    return config.chunk < 64 or config.block_p * inputs.x.element_size() >= 128
+
+
+# --- the Hopper kernel
+
+
+def _equal_segments(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
+    """A sequence cut into 1 to 64 segments."""
+    for cuts in _CUTS:
+        yield _cut(config, Cut(segment=ceil_div(_hopper_chunks(inputs), cuts)))
+
+
+def _long_segments_first(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
+    """Long segments for most of a sequence, then shorter ones."""
+    for count, part, shorter in product((1, 2, 3, 4), (0.5, 0.67, 0.8), (1, 2, 4, 8)):
+        length = round(part * _hopper_chunks(inputs) / count)
+        left = _hopper_chunks(inputs) - count * length
+        if length > 0 and left > 0:
+            yield _cut(config, Cut(long_count=count, long_segment=length, segment=ceil_div(left, shorter)))
+
+
+def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
+    """Segments that wait for no other one: the first pass of each covers everything before it."""
+    if _hopper_chunks(inputs) > LONGEST_RECOMPUTED:
+        return
+    for cuts in (2, 3, 4):
+        yield _cut(config, Cut(segment=ceil_div(_hopper_chunks(inputs), cuts), recompute=True))
+    for part, shorter in product((0.5, 0.6, 0.7), (1, 2, 3)):
+        first = round(part * _hopper_chunks(inputs))
+        left = _hopper_chunks(inputs) - first
+        if first > 0 and left > 0:
+            segment = ceil_div(left, shorter)
+            yield _cut(config, Cut(long_count=1, long_segment=first, segment=segment, recompute=True))
+
+
+def _segments_nearby(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
+    """One to three segments more and fewer; long ones a little longer and shorter."""
+    if config.shares:
+        return
+    left = _hopper_chunks(inputs) - config.long_count * config.long_segment
+    if left <= 0:
+        return
+    shorter = ceil_div(left, config.segment)
+    for more in range(-3, 4):
+        yield replace(config, segment=ceil_div(left, max(1, shorter + more)))
+    for factor in (0.92, 0.96, 1.04, 1.08):
+        length = round(config.long_segment * factor)
+        left = _hopper_chunks(inputs) - config.long_count * length
+        if length > 0 and left > 0:
+            yield replace(config, long_segment=length, segment=ceil_div(left, shorter))
+
+
+def _cut(config: SSDHopperConfig, segments: Cut) -> SSDHopperConfig:
+    return replace(config, **asdict(segments))
+
+
+def _rings(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
+    """Rings that fit into shared memory."""
+    for ring, score_ring in product((2, 3, 4, 5), (2, 3)):
+        if shared_bytes(ring, score_ring, inputs.B.shape[3]) <= _HOPPER_SHARED_BYTES:
+            yield replace(config, ring=ring, score_ring=score_ring)
+
+
+# --- the portable kernel
+
+
+def _warps(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
+    for num_warps in (2, 4, 8):
+        yield replace(config, num_warps=num_warps)
+
+
+def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
+    """Segments keep their lengths in positions."""
+    for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
+        yield replace(
+            config,
+            chunk=chunk,
+            min_chunks=max(1, config.min_chunks * config.chunk // chunk),
+            max_chunks=max(1, config.max_chunks * config.chunk // chunk),
+        )
+
+
+def _blocks_of_p(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
+    widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
+    for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
+        if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE:
+            yield replace(config, block_p=block_p, p_rows=p_rows)
+
+
+def _blocks_of_n(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
+    """Sums at most as long as the committed ones, because longer sums are less exact."""
+    for block_n in (64, 128):
+        if block_n < min(config.block_n, inputs.B.shape[3]):
+            yield replace(config, block_n=block_n)
+
+
+def _stages(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
+    for state_stages, scan_stages in ((2, 1), (2, 2), (3, 2), (3, 3), (4, 2)):
+        yield replace(config, state_stages=state_stages, scan_stages=scan_stages)
+
+
+def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
+    """More or fewer segments, shorter or longer ones."""
+    for times in (0.5, 2, 4):
+        yield replace(config, max_segments=max(1, int(config.max_segments * times)))
+    for times in (0.5, 2):
+        yield replace(config, min_chunks=max(1, int(config.min_chunks * times)))
+    for times in (0.5, 2, 4):
+        yield replace(config, max_chunks=max(config.min_chunks, int(config.max_chunks * times)))
+
+
+# --- the stored form, checked when it is read
+
+_Positive = Annotated[int, Field(gt=0)]
+_NotNegative = Annotated[int, Field(ge=0)]
+
+
+class SSDHopperSettings(Record):
+    """See `SSDHopperConfig` and `Segments`."""
+
+    segment: _Positive
+    long_count: _NotNegative
+    long_segment: _NotNegative
+    recompute: bool
+    shares: _NotNegative
+    ring: _Positive
+    score_ring: _Positive
+    unit_registers: _Positive
+    other_registers: _Positive
+
+    @model_validator(mode="after")
+    def _long_segments_have_chunks(self) -> SSDHopperSettings:
+        if self.long_count and not self.long_segment:
+            raise ValueError("a long segment without chunks never ends a sequence")
+        return self
+
+
+class SSDPortableSettings(Record):
+    """See `SSDPortableConfig`."""
+
+    chunk: _Positive
+    max_segments: _Positive
+    min_chunks: _Positive
+    max_chunks: _Positive
+    block_p: _Positive
+    block_n: _Positive
+    p_rows: bool
+    num_warps: _Positive
+    state_stages: _Positive
+    scan_stages: _Positive
+
+
+def settings_of(config: SSDConfig) -> KernelSettings:
+    """The stored form of a configuration."""
+    hopper = isinstance(config, SSDHopperConfig)
+    fields = (SSDHopperSettings if hopper else SSDPortableSettings).model_fields
+    values = {name: getattr(config, name) for name in fields}
+    return KernelSettings(kernel="hopper" if hopper else "portable", values=values)
+
+
+def config_of(settings: KernelSettings, reason: str) -> SSDConfig:
+    """The inverse of `settings_of`.  pydantic's ValidationError for invalid values."""
+    if settings.kernel == "hopper":
+        return SSDHopperConfig(**SSDHopperSettings.model_validate(settings.values).model_dump(), reason=reason)
+    return SSDPortableConfig(**SSDPortableSettings.model_validate(settings.values).model_dump(), reason=reason)
+
+
+# --- the interface of the search
+
+
+class SSDTuning:
+    """Tunes two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are for a layer."""
+
+    def kernel(self, inputs: SSDInputs) -> str:
+        return "portable" if hopper_config.unsupported(inputs) else "hopper"
+
+    def shares_find(self, kernel: str) -> bool:
+        return kernel == "portable"
+
+    def calls(self, inputs: SSDInputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
+        return tuned_calls(call_key(inputs, Precision(intermediates=intermediates), kernel), intermediates)
+
+    def committed(self, inputs: SSDInputs, kernel: str) -> SSDConfig:
+        if kernel == "hopper":
+            return SSDHopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
+        return SSDPortableConfig.choose(inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
+
+    def axes(self, config: SSDConfig) -> tuple[Axis, ...]:
+        """The registers of the Hopper kernel's roles are no axis: on an H200 no other division was faster, and most
+        were slower, by up to 11 % (benchmarks/log/ssd.md)."""
+        if isinstance(config, SSDHopperConfig):
+            return tuple(
+                map(_on_hopper, (_equal_segments, _long_segments_first, _recomputed, _segments_nearby, _rings))
+            )
+        return tuple(map(_on_portable, (_warps, _chunks, _blocks_of_p, _blocks_of_n, _stages, _cuts)))
+
+    def run(self, inputs: SSDInputs, precision: Precision, config: SSDConfig) -> SSDOutput:
+        if isinstance(config, SSDHopperConfig):
+            return ssd_fused_hopper(inputs, precision, config=config)
+        return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
+
+    def settings(self, config: SSDConfig) -> KernelSettings:
+        return settings_of(config)
+
+    def check(self, settings: KernelSettings) -> None:
+        config_of(settings, "")
+
+    def short(self, inputs: SSDInputs) -> SSDInputs:
+        """The beginning of each sequence; whole chunks if theirs are."""
+        length = inputs.x.shape[1]
+        short = min(length, 64 * CHECKED_CHUNKS + length % 64)
+        cut = {name: getattr(inputs, name)[:, :short] for name in ("x", "dt", "B", "C")}
+        return replace(inputs, **cut, z=None if inputs.z is None else inputs.z[:, :short])
+
+    def for_short(self, config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
+        """The configuration for `short`: cut into segments if the whole sequence is."""
+        if not isinstance(config, SSDHopperConfig):
+            return config
+        if config.count(_hopper_chunks(inputs)) == 1:
+            return replace(config, segment=_hopper_chunks(self.short(inputs)), long_count=0, long_segment=0)
+        half = CHECKED_CHUNKS // 2
+        return replace(
+            config,
+            segment=min(config.segment, 5),
+            long_segment=min(config.long_segment, max(1, half // (config.long_count or 1))),
+        )
+
+    def also_judged(self, config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
+        """A find for the portable kernel also applies to packed sequences, and is verified on a few."""
+        return () if isinstance(config, SSDHopperConfig) else (self._packed(inputs),)
+
+    def _packed(self, inputs: SSDInputs) -> SSDInputs:
+        """The beginning of the first sequence, cut into three packed sequences."""
+        short = self.short(inputs)
+        length = short.x.shape[1]
+        alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
+        boundaries = torch.tensor([0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device)
+        z = None if short.z is None else short.z[:1]
+        return replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries)
+
+    def use(self, finds: Iterable[TunedUse]) -> None:
+        use_overrides("ssd", {key_of(find): config_of(find.settings, find.reason) for find in finds})
+
+
+TUNING = SSDTuning()
