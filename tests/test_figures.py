@@ -224,10 +224,10 @@ def result(file: str) -> Any:
     return json.loads((RESULTS / file).read_text(encoding="utf-8"))
 
 
-def prefill(model: str, seqlen: int, surroundings: str = "bundled") -> dict[str, float]:
-    (length,) = [one for one in result(f"h200-prefill/{model}.json")["prefill"]["lengths"] if one["seqlen"] == seqlen]
-    own = [case for case in length["cases"] if case["surroundings"] == surroundings and case["call"]]
-    return {case["implementation"]: case["call"]["median_us"] for case in own}
+def prefill(model: str, seqlen: int, origin: str = "bundled") -> dict[str, float]:
+    """Microseconds of each implementation."""
+    own = [case for case in run(f"h200-prefill/{model}.json").of_prefill if case.seqlen == seqlen]
+    return {case.implementation: case.call_us.value for case in own if case.prefill.conv_and_norm == origin}
 
 
 def capture_s(gpu: str) -> dict[str, float]:

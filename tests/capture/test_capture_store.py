@@ -16,11 +16,12 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt, Serving
 
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.manifest import MANIFEST, is_capture
 from ssdprof.capture.store import CapturedLayer, CaptureWriter, check_folder, default_folder, load
+from ssdprof.core.base import VERSION
+from ssdprof.core.subject import CaptureManifest, Prompt, Serving
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.tensors import tensors
@@ -231,12 +232,10 @@ def test_a_capture_with_the_dims_of_another_operator(tmp_path: Path) -> None:
         read_all(tmp_path)
 
 
-@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
+@pytest.mark.parametrize("version", [0, VERSION + 1, None, "1"])
 def test_another_schema_version(stored: Path, version: Any) -> None:
     edit(stored, lambda manifest: manifest.update(schema_version=version, new_field=1))
-    with pytest.raises(
-        BadInputError, match=f"schema version {version}; this ssdprof reads versions 1 and {SCHEMA_VERSION}"
-    ):
+    with pytest.raises(BadInputError, match=f"schema version {version}; this ssdprof reads versions 1 and {VERSION}"):
         load(stored)
 
 
@@ -251,7 +250,7 @@ def test_a_manifest_of_version_1_is_read(stored: Path) -> None:
 
     edit(stored, older)
     found = load(stored)[0]
-    assert found.schema_version == SCHEMA_VERSION
+    assert found.schema_version == VERSION
     assert [layer.tensors for layer in found.layers] == [layer.tensors for layer in before.layers]
     read_all(stored)
 

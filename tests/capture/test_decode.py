@@ -7,8 +7,6 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
-from ssdprof.operators.ssd.door import bind_step
-from ssdprof.schema import Serving
 
 from ssdprof import operators
 from ssdprof.capture.forward import cache_name
@@ -16,8 +14,10 @@ from ssdprof.capture.intercept import intercept
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.store import CapturedLayer, token_major
 from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.operators.ssd import bind_step
 
 LENGTH = 40
 STEPS = 2

@@ -12,7 +12,6 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
-from ssdprof.schema import Serving
 from torch import nn
 
 from ssdprof import kernels, operators
@@ -21,6 +20,7 @@ from ssdprof.capture.intercept import OperatorCall, Result, bind, intercept
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.store import CapturedLayer, PromptBuffer, token_major
 from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs

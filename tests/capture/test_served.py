@@ -9,12 +9,12 @@ import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
 from operators import toy
-from ssdprof.schema import Prompt, Serving
 
 from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.layers import CaptureSummary, capture_layers
 from ssdprof.capture.store import CapturedLayer, packed
+from ssdprof.core.subject import Prompt, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.tensors import tensors
