@@ -25,7 +25,7 @@ from recorded import RESULTS, Cell, RecordedCase
 
 from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
-from ssdprof.core.stalls import KernelStalls, StageSamples, StallReport
+from ssdprof.core.stalls import KernelStalls, Samples, StallReport
 from ssdprof.files import write_text
 from ssdprof.jobs import stall_files
 from ssdprof.report import markdown
@@ -197,27 +197,23 @@ def _of_stalls(row: Mapping[str, str], report: StallReport) -> float | None:
     own = [kernel for kernel in report.kernels if kernel.implementation == row["of"]]
     if not own:
         return None
-    kernel = max(own, key=lambda one: one.throughput.duration_us or 0)
+    kernel = max(own, key=lambda one: one.duration_us or 0)
     if row["quantity"] != "samples_pct":
-        source = kernel.resources if row["quantity"] == "occupancy_pct" else kernel.throughput
-        found: float | None = getattr(source, row["quantity"])
+        found: float | None = getattr(kernel, row["quantity"])
         return found
-    stages = list(_stages(kernel, row["at"].split()))
-    reasons = row["over"].split()
-    samples = sum(
-        count for stage in stages for reason, count in stage.samples.items() if not reasons or reason in reasons
-    )
+    stages, reasons = list(_stages(kernel, row["at"].split())), row["over"].split()
+    samples = sum(count for stage in stages for reason, count in stage.items() if not reasons or reason in reasons)
     return 100 * samples / kernel.busy_samples if stages and kernel.busy_samples else None
 
 
-def _stages(kernel: KernelStalls, names: Sequence[str]) -> Iterator[Stage]:
-    """The busy stages of these names and their parts, except those after a minus."""
+def _stages(kernel: KernelStalls, names: Sequence[str]) -> Iterator[Samples]:
+    """Samples of the busy stages of these names and their parts, except those after a minus."""
     wanted = [name for name in names if not name.startswith("-")]
     without = [name[1:] for name in names if name.startswith("-")]
-    for stage in kernel.stages:
-        inside, outside = (any(f"{stage.name}.".startswith(f"{name}.") for name in some) for some in (wanted, without))
-        if inside and not outside and not stage.idle:
-            yield stage
+    for stage, samples in kernel.stages.items():
+        inside, outside = (any(f"{stage}.".startswith(f"{name}.") for name in some) for some in (wanted, without))
+        if inside and not outside and stage not in kernel.idle:
+            yield samples
 
 
 def gpu_of(result: str) -> str:

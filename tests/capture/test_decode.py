@@ -59,7 +59,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
     sites = find_mixers(model)
     ids = tiny_models.prompt(LENGTH, batch=2)
     tokens, logits = greedy(model, ids, STEPS)
-    namespace, step = sites[0].namespace, operators.get(sites[0].operator).door.step
+    namespace, step = sites[0].namespace, operators.get(sites[0].operator).binding.step
     original, computed, seen = namespace[step], [], []
 
     def recording(*args: Any, **kwargs: Any) -> Any:
