@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import transformers as tf
-from ssdprof.schema import CheckpointRef, LayerRef
+
+from ssdprof.core.subject import CheckpointRef, LayerRef
 
 VOCAB = 128
 CHUNK = 32
