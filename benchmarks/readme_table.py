@@ -1,10 +1,4 @@
-"""Write the tables of speeds of README.md and of results/README.md, from the recorded results.
-
-    python benchmarks/readme_table.py
-
-The tables of an operator are between two marks: in README.md a few rows for each GPU, in results/README.md every
-layout of tokens and every shape.
-"""
+"""Write the tables of speeds of results/README.md from the recorded results, between two marks for each operator."""
 
 from __future__ import annotations
 
@@ -20,7 +14,6 @@ from ssdprof.report import format as fmt
 from ssdprof.report import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 PAGE = recorded.RESULTS / "README.md"
 LAYOUTS = (
     "1 x 1,024", "1 x 4,096", "1 x 8,192", "1 x 16,384", "1 x 32,768", "1 x 65,536", "1 x 131,072", "1 x 262,144",
@@ -34,14 +27,13 @@ WRONG = f"{DAGGER} Another setting of that kernel gave wrong results in that run
 class Operator:
     """The contents of the tables of one operator.
 
-    library: baseline of the speedups.  models: columns, by the names of their shapes.  in_readme: layouts of tokens.
+    library: baseline of the speedups.  models: columns, by the names of their shapes.
     sizes: heading of a shape's sizes.  published: whether the published fused kernel has separate tables.
     """
 
     name: str
     library: str
     models: tuple[str, ...]
-    in_readme: tuple[str, ...]
     sizes: str
     published: bool = False
 
@@ -53,12 +45,10 @@ class Operator:
 SSD = Operator(
     name="ssd", library="mamba_ssm", published=True, sizes="heads x P, N, groups",
     models=("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano"),
-    in_readme=("1 x 1,024", "1 x 4,096", "1 x 16,384", "1 x 131,072", "32 x 1,024"),
 )  # fmt: skip
 GDN = Operator(
     name="gdn", library="fla", sizes="key/value heads, K, V",
     models=("qwen3.5-0.8b", "qwen3.5-9b", "qwen3.5-27b", "qwen3.5-397b", "olmo-hybrid-7b"),
-    in_readme=("1 x 1,024", "1 x 8,192", "1 x 65,536", "1 x 131,072", "8 x 4,096"),
 )  # fmt: skip
 
 
@@ -77,33 +67,6 @@ def current(file: Path, of: Operator) -> str:
     """The text between the operator's marks."""
     start, end = of.marks
     return file.read_text(encoding="utf-8").partition(start)[2].partition(end)[0]
-
-
-def section(cells: Sequence[Cell], of: Operator = SSD) -> str:
-    """The section of README.md: one table for each GPU, and a link to the others."""
-    tables = "".join(_of_one_gpu(gpu, theirs, of) for gpu, theirs in _by_gpu(cells).items())
-    return (
-        f"\nSpeedup of `fused` over `{of.library}` for one layer's operator, by device time / by call time, with bf16 "
-        f"inputs.  `fused` runs at its most accurate precision: intermediates and states in fp32.\n\n{tables}"
-        "Device time is the time on the GPU alone.  Call time is that of a Python call on an idle GPU, launches "
-        f"included.  Other shapes and libraries: [recorded results]({PAGE.relative_to(ROOT)}).\n\n"
-    )
-
-
-def _of_one_gpu(gpu: str, cells: Sequence[Cell], of: Operator) -> str:
-    """The table of a GPU, with the kernels and dates of its results; empty without results."""
-    found = _measured(cells, of.library, "bf16")
-    table = _by_layout(of, "", found, of.library, of.in_readme)
-    if not table.rows:
-        return ""
-    shown = {
-        cell.bench.created: cell.bench for cell in found if _in_table(cell, of) and cell.one.tokens in of.in_readme
-    }
-    sources = [shown[created] for created in sorted(shown)]
-    days = dict.fromkeys(one.created[:10] for one in sources)
-    kernels = dict.fromkeys(one.kernels[:12] for one in sources if one.kernels)
-    of_kernels = f" with kernels {fmt.words(kernels)}" if kernels else ""
-    return f"One {gpu}, measured on {fmt.words(days)}{of_kernels}:\n\n{markdown.draw(table)}\n\n"
 
 
 def selection(cells: Sequence[Cell], of: Operator = SSD) -> str:
@@ -149,13 +112,11 @@ def _in_table(cell: Cell, of: Operator) -> bool:
     return cell.one.shape in of.models and not cell.one.packed
 
 
-def _by_layout(
-    of: Operator, title: str, cells: Sequence[Cell], baseline: str, layouts: Sequence[str] = LAYOUTS
-) -> Table:
+def _by_layout(of: Operator, title: str, cells: Sequence[Cell], baseline: str) -> Table:
     """A row for each measured layout of tokens, a column for each measured model."""
     found = {(cell.one.tokens, cell.one.shape): _speedup(cell, baseline) for cell in cells}
-    models = tuple(model for model in of.models if any((layout, model) in found for layout in layouts))
-    rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in models)) for layout in layouts]
+    models = tuple(model for model in of.models if any((layout, model) in found for layout in LAYOUTS))
+    rows = [(layout, *(found.get((layout, model), fmt.MISSING) for model in models)) for layout in LAYOUTS]
     return Table(
         title=title,
         headers=("sequences x tokens", *models),
@@ -210,6 +171,4 @@ def _speedup(cell: Cell, baseline: str) -> str:
 
 if __name__ == "__main__":
     for operator in (SSD, GDN):
-        cells = committed(operator)
-        write(README, operator, section(cells, operator))
-        write(PAGE, operator, selection(cells, operator))
+        write(PAGE, operator, selection(committed(operator), operator))

@@ -19,7 +19,7 @@ import torch
 from ssdprof.bench.render import as_markdown
 from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
-from ssdprof.commands.progress_bars import TerminalWatcher
+from ssdprof.commands.output import TerminalWatcher
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.gdn.shapes import GDNShape
 from ssdprof.operators.named import resolve

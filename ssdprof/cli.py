@@ -114,7 +114,7 @@ _COMMANDS: dict[type, tuple[str, ...]] = {
     options.Stalls: ("requests:stalls", "stalls:stalls"),
     options.Bench: ("requests:bench", "bench:bench"),
     options.Tune: ("requests:tune", "tune:tune"),
-    options.Models: ("machine:models",),
+    options.Models: ("stored:models",),
     options.Doctor: ("machine:doctor",),
     options.Schemas: ("stored:schemas",),
 }

@@ -116,5 +116,5 @@ def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
             raise BadInputError(f"{source} has the unknown key {where}.", nearest(path[-1], known)) from error
         raise BadInputError(
             f"{source}: {where}: {first['msg'].removeprefix('Value error, ')}.",
-            "'ssdprof schemas settings' prints the allowed keys and values.",
+            "'ssdprof schemas settings-v1' prints the allowed keys and values.",
         ) from error

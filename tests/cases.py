@@ -189,8 +189,8 @@ def launches(name: str, *, gpu: bool = True) -> tuple[Launch, ...]:
 def calls(
     index: int = 0, seqlen: int = 131_072, precisions: Sequence[PrecisionRecord] = PRECISIONS, *, gpu: bool = True
 ) -> tuple[Case, ...]:
-    """`unfused` and `fused` in one layer.  `unfused` takes 1,000 us, and more in later layers.  Errors are larger in later
-    layers, and with relaxed intermediates."""
+    """`unfused` and `fused` in one layer.  `unfused` takes 1,000 us, and more in later layers.  Errors are larger in
+    later layers, and with relaxed intermediates."""
     found: list[Case] = []
     base_us = 1000.0 + 10 * index
     for name in ("unfused", "fused"):

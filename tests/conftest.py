@@ -43,7 +43,7 @@ def registries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernels.get("ssd", "reference")  # registers all bundled ones; their modules do so only once
     monkeypatch.setattr(registry, "_implementations", dict(registry._implementations))
-    monkeypatch.setattr(operators, "_registered", dict(operators._registered))
+    monkeypatch.setattr(operators, "_OPERATORS", dict(operators._OPERATORS))
 
 
 @pytest.fixture

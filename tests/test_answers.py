@@ -10,12 +10,12 @@ import pytest
 import tiny_models
 import torch
 from command_line import call
-from ssdprof.measure.oracle import oracle_output
-from ssdprof.schema import AnswerCase, RunReport
-from test_schemas import keeps_to
 
-from ssdprof import runs
+from ssdprof.core.case import Case
+from ssdprof.core.report import Report
 from ssdprof.kernels import registry
+from ssdprof.measure.accuracy import oracle_output
+from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -56,32 +56,40 @@ def without_decay(inputs: Any, _precision: Any) -> Any:
     return oracle_output(replace(inputs, A=torch.zeros_like(inputs.A)))
 
 
-def cases(report: RunReport) -> dict[str, AnswerCase]:
-    return {str(case.precision): case for case in report.answers[0].cases if case.judged}
+def latest(kind: str = "answers") -> Report:
+    return reports.load(None, kind)[1]
+
+
+def kl(case: Case) -> float:
+    """Of all positions."""
+    assert case.answers
+    return case.answers.bands[0].kl_mean
 
 
 @pytest.mark.parametrize("model", ["demo", pytest.param("demo-gdn", marks=pytest.mark.slow)])
 def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
     words = ("--implementations", "unfused", "--layers", "0", "--max-kl", "1e-10")
-    code, shown, _ = call("answers", model, *SEQ, *words)
+    code, shown, err = call("answers", model, *SEQ, *words)
     assert code == 1
     assert "unfused (relaxed, bf16 states) at 70 tokens: mean KL" in " ".join(shown.split())
-    report = runs.read(None)[1]
-    found = cases(report)
+    assert "GATE FAILED: max-kl 1e-10: " in err
+    report = latest()
+    found = {str(case.precision): kl(case) for case in report.cases if case.judged}
     assert list(found) == ["exact, fp32 states", "relaxed, bf16 states"]  # the default
-    exact, relaxed = found["exact, fp32 states"].bands[0], found["relaxed, bf16 states"].bands[0]
-    assert exact.kl_mean < 1e-11 < 1e-10 < relaxed.kl_mean
-    noise = [case for case in report.answers[0].cases if case.change]
+    assert found["exact, fp32 states"] < 1e-11 < 1e-10 < found["relaxed, bf16 states"]
+    noise = [case for case in report.cases if case.answers and case.answers.change]
     assert len(noise) == 2
-    assert all(0 < case.bands[0].kl_mean < 1e-11 for case in noise)
-    assert (report.answers[0].reference, report.answers[0].weights) == ("fp64 oracle", "fp32")
+    assert all(0 < kl(case) < 1e-11 for case in noise)
+    assert {(case.answers.reference, case.answers.weights) for case in report.of_answers if case.answers} == {
+        ("fp64 oracle", "fp32")
+    }
 
 
 @pytest.mark.parametrize(("model", "operator"), [("demo", "ssd"), ("demo-gdn", "gdn")])
 @pytest.mark.parametrize("broken", [swapped_heads, without_decay])
 def test_a_broken_kernel_fails_the_gate(register: Register, model: str, operator: str, broken: Any) -> None:
     register(operator, "broken", broken)
-    words = ("answers", model, *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--max-kl", "1e-4")
+    words = ("answers", model, *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--gate", "kl:1e-4")
     code, shown, _ = call(*words, "--generate", "2")
     assert code == 1
     text = " ".join(shown.split())
@@ -101,13 +109,13 @@ def test_the_layer_to_blame_comes_first(register: Register) -> None:
     words = ("answers", "demo-gdn", *SEQ, *ONE_PRECISION, "--implementations", "unfused,broken", "--per-layer")
     code, shown, _ = call(*words, "--layers", "0,1", "--json")
     assert code == 0  # no limit was given
-    alone = [case for case in RunReport.model_validate_json(shown).answers[0].cases if case.layer is not None]
-    assert [(case.implementation, case.layer) for case in alone] == [
-        (name, layer) for layer in (0, 1) for name in ("unfused", "broken")
+    alone = [
+        (case.implementation, case.answers.alone, kl(case) > 1e-3)
+        for case in Report.model_validate_json(shown).cases
+        if case.answers and case.answers.alone is not None
     ]
-    assert all((case.bands[0].kl_mean > 1e-3) == (case.implementation == "broken") for case in alone)
+    assert alone == [(name, layer, name == "broken") for layer in (0, 1) for name in ("unfused", "broken")]
     assert len(seen) == 2 + 2  # both together, then each separately
-    keeps_to("report-v2", shown)
     assert "Mean KL with one layer at a time" in call("export")[1]
 
 
@@ -123,8 +131,8 @@ def test_what_an_implementation_raises_is_in_its_case(register: Register) -> Non
     register("ssd", "nan", zeros_over_zeros)
     code, _, _ = call("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "shy,nan,unfused")
     assert code == 1
-    judged = [case for case in runs.read(None)[1].answers[0].cases if case.judged]
-    assert [case.status for case in judged] == ["refused", "nonfinite", "compared"]
+    judged = [case for case in latest().cases if case.judged]
+    assert [case.result for case in judged] == ["refused", "nonfinite", "passed"]
     assert judged[0].reason == "not today"
 
 
@@ -136,19 +144,19 @@ def test_an_interruption_keeps_what_there_is(register: Register) -> None:
     code, _, told = call("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "unfused,slow")
     assert code == 130
     assert "marked as partial: 3 cases of answers" in told
-    report = runs.read(None)[1]
-    assert (report.state, len(report.answers[0].cases)) == ("partial", 3)
+    report = latest()
+    assert (report.complete, len(report.cases)) == (False, 3)
 
 
 def test_run_compares_answers_too(register: Register) -> None:
     register("ssd", "fused", lambda inputs, _precision: oracle_output(inputs))
-    words = ("--layers", "1", *ONE_PRECISION, "--answers")
-    code, shown, _ = call("run", "demo", "--seq", "40", *words)
+    code, shown, _ = call("run", "demo", "--seq", "40", "--layers", "1", *ONE_PRECISION, "--answers")
     assert code == 0, shown
-    report = runs.read(None)[1]
-    assert len(report.cases) == 2
-    assert report.answers[0].layers == (1,)
-    assert report.answers[0].weights == "bf16"
+    report = latest("run")
+    assert len(report.of_calls) == 2
+    assert {(case.answers.layers, case.answers.weights) for case in report.of_answers if case.answers} == {
+        ((1,), "bf16")
+    }
     assert "Answers at 40 tokens" in shown
 
 
@@ -158,6 +166,7 @@ def test_run_compares_answers_too(register: Register) -> None:
         (("--max-kl", "-1"), "--max-kl is not a divergence"),
         (("--min-top1", "101%"), "--min-top1 is not a percentage"),
         (("--max-perplexity-increase", "little"), "--max-perplexity-increase is not a percentage"),
+        (("--gate", "kl:small"), "--gate cannot read 'kl:small'"),
         (("--implementations", "fastest"), "There is no implementation 'fastest' of ssd"),
         (("--layers", "2"), "2"),
         (("--prompt-file", "missing.txt"), "missing.txt"),

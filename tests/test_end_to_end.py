@@ -1,5 +1,6 @@
-"""The whole pipeline, through the command line, on the demo models and without a GPU."""
+"""The whole of ssdprof, through the command line, on the demo models and without a GPU."""
 
+import errno
 import json
 import os
 import shutil
@@ -17,13 +18,14 @@ import torch
 from command_line import Answer
 from report.pages import Page
 from safetensors.torch import load_file, save_file
-from ssdprof.schema import SLICES, RunReport
-from ssdprof.schema.outcome import outcome
-from test_schemas import keeps_to
 
-from ssdprof import kernels, runs
+from ssdprof import kernels
 from ssdprof.checkpoint.names import DEMO_FOLDERS
+from ssdprof.core.base import SLICES
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
+from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -31,6 +33,7 @@ DEMO = DEMO_FOLDERS["demo"]
 SEQ = ("--seq", "40")
 ONE_LAYER = ("--layers", "1")
 ONE_PRECISION = ("--dtypes", "exact", "--states", "fp32")
+FAST = (*SEQ, *ONE_LAYER, *ONE_PRECISION)
 
 
 @pytest.fixture(scope="module", params=DEMO_FOLDERS)
@@ -58,15 +61,19 @@ demo_alone = pytest.mark.parametrize(
 )
 
 
-def latest() -> RunReport:
-    return runs.read(None)[1]
+def latest() -> Report:
+    return reports.load(None)[1]
+
+
+def read(document: str) -> Report:
+    return Report.model_validate_json(document)
 
 
 def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
     report = latest()
-    assert report.state == "complete"
+    assert report.complete
     assert outcome(report).passed
-    assert [layer.index for layer in report.captured_layers] == [1]
+    assert [layer.index for layer in report.captured] == [1]
     compared = {(case.implementation, str(case.precision)) for case in report.cases}
     assert compared == {
         ("unfused", "exact, fp32 states"),
@@ -75,18 +82,21 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
         ("unfused", "relaxed, bf16 states"),
         ("fused", "relaxed, bf16 states"),
     }
-    assert all(case.timing is None for case in report.cases)
-    assert report.command[:2] == ("ssdprof", "run") or report.command
+    assert all(case.time_us is None for case in report.cases)
     shown = (in_demo_run / "stdout").read_text()
-    assert report.checkpoint.repo_id in shown
-    assert "fused" in shown
-    assert "no GPU" in shown
+    for words in (report.subject, "fused", "no GPU"):
+        assert words in shown
     assert shown.splitlines()[-1].startswith("PASSED: all 5 cases")
     assert len(shown.splitlines()) <= 24
-    (tensor,) = [one for one in report.cases[1].accuracy if one.tensor == "out"]
+    tensor = report.cases[1].tensor("out")
+    assert tensor
     assert len(tensor.vs_oracle.along) == min(SLICES, report.prompts[0].seqlen)
     assert tensor.vs_oracle.scale_max_abs > tensor.vs_oracle.max_abs
-    assert report.run_id in (in_demo_run / "stderr").read_text()
+    assert f"Kept in runs/{report.id}." in (in_demo_run / "stderr").read_text()
+    (row,) = json.loads(Answer("runs", "--json").out)
+    assert (row["name"], row["model"]) == (report.id, report.subject)
+    assert (row["kind"], row["verdict"], row["state"], row["gpu"]) == ("run", "passed", "complete", None)
+    assert report.id in Answer("runs").out
 
 
 @pytest.mark.usefixtures("in_demo_run")
@@ -94,91 +104,98 @@ def test_accuracy_reads_the_latest_run() -> None:
     answer = Answer("accuracy", "--dtypes", "relaxed")
     assert answer.code == 0
     assert "relaxed" in answer.out
-    assert latest().run_id in answer.err
-    shown = RunReport.model_validate_json(Answer("accuracy", "--states", "bf16", "--json").out)
+    assert latest().id in answer.err
+    shown = read(Answer("accuracy", "--states", "bf16", "--json").out)
     assert {case.precision.state_dtype for case in shown.cases} == {"bf16"}
+    gated = Answer("accuracy", "--max-rms-ratio", "0.5", "--json")
+    assert gated.code == 1
+    assert "GATE FAILED: max-rms-ratio 0.5: layer 1, 40 tokens, fused, exact, fp32 states: " in gated.err
 
 
 @pytest.mark.usefixtures("in_demo_run")
 def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
     file = tmp_path / "report.md"
     answer = Answer("export", "--format", "markdown", "-o", str(file))
-    assert answer.code == 0
-    assert answer.out == ""
+    assert (answer.code, answer.out) == (0, "")
     assert file.read_text().startswith("## ")
     before = file.read_bytes()
     again = Answer("export", "-o", str(file))
-    assert again.code == 2
-    assert "--force" in again.err
+    assert (again.code, "--force" in again.err) == (2, True)
     assert file.read_bytes() == before
     assert Answer("export", "-o", str(file), "--force").code == 0
     assert Answer("export").out.strip() == Answer("export", "-o", "-").out.strip() == before.decode().strip()
-
-
-@pytest.mark.usefixtures("in_demo_run")
-def test_export_writes_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    file = tmp_path / "report.html"
-    answer = Answer("export", "--format", "html", "-o", str(file))
-    assert (answer.code, answer.out) == (0, "")
-    page = Page(file.read_text())
-    assert page.asked == ["data:,"]
-    assert latest().run_id in page.words
+    html = tmp_path / "report.html"
+    assert Answer("export", "--format", "html", "-o", str(html)).code == 0
+    page = Page(html.read_text())
+    assert page.asked == ["data:,"]  # it needs nothing else
+    assert latest().id in page.words
     assert "Error along the prompt" in page.words
-    assert Answer("export", "--json", "--format", "html").code == 2
 
 
 @pytest.mark.usefixtures("in_demo_run")
-def test_the_run_is_listed() -> None:
-    (row,) = json.loads(Answer("runs", "--json").out)
-    assert (row["name"], row["model"]) == (latest().run_id, latest().checkpoint.repo_id)
-    assert (row["verdict"], row["gpu"]) == ("passed", None)
-
-
-@pytest.mark.usefixtures("in_demo_run")
-def test_the_json_keeps_to_the_published_schema() -> None:
-    document = json.loads(Answer("export", "--format", "json").out)
-    assert json.loads(Answer("export", "--json").out) == document
+def test_the_document_is_read_back(tmp_path: Path) -> None:
+    document = Answer("export", "--format", "json").out
+    assert read(document) == latest()
+    file = tmp_path / "report.json"
     for words in (["--json"], ["--format", "json"], ["--json", "--format", "json"]):
-        answer = Answer("export", *words, "-o", "report.json", "--force")
+        answer = Answer("export", *words, "-o", str(file), "--force")
         assert (answer.code, answer.out) == (0, "")
-        assert json.loads(Path("report.json").read_text()) == document
-    Path("report.json").unlink()
-    assert Answer("export", "--json", "--format", "markdown").code == 2
-    keeps_to("report-v2", json.dumps(document))
-    assert RunReport.model_validate(document) == latest()
+        assert file.read_text() == document
+    assert reports.load(file)[1] == latest()
+    assert Answer("accuracy", str(file)).out == Answer("accuracy").out
+    for other in ("markdown", "html"):
+        assert Answer("export", "--json", "--format", other).code == 2
+
+
+def test_the_steps_of_a_github_job(in_demo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    assert "is for a step of GitHub Actions" in Answer("export", "--format", "github").err
+    for name in ("STEP_SUMMARY", "OUTPUT"):
+        monkeypatch.setenv(f"GITHUB_{name}", str(tmp_path / name))
+    assert Answer("export", "--format", "github", "-o", "file").code == 2
+    answer = Answer("export", "--format", "github")
+    assert answer.code == 0
+    assert all(line.startswith("::") for line in answer.out.splitlines())
+    assert (tmp_path / "STEP_SUMMARY").read_text().startswith("## ssdprof: ")
+    assert "passed=true\n" in (tmp_path / "OUTPUT").read_text()
+    assert in_demo_run == Path.cwd()
+
+
+@pytest.mark.usefixtures("in_demo_run")
+def test_a_run_is_compared_with_itself() -> None:
+    name = latest().id
+    answer = Answer("compare", name, name, "--fail-if", "rms:0%", "--json")
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    assert (document["base"]["name"], document["passed"], document["verdicts"]) == (name, True, {"rms:0%": []})
+    assert {pair["verdict"] for pair in document["pairs"]} == {"not timed"}
+    assert "report" not in document["base"]
+    failed = Answer("compare", name, name, "--fail-if", "slower:3%")
+    assert (failed.code, "no case could be judged: BASE has no times" in failed.err) == (1, True)
+    assert Answer("compare", name, name, "--json", "--format", "markdown").code == 2
+    Answer("compare", name, name, "-o", "changes.md")
+    assert Path("changes.md").read_text().startswith("## ssdprof compare")
+    Path("changes.md").unlink()
 
 
 def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
     (captures,) = in_demo_run.glob("runs/*/captures")
     answer = Answer("run", str(captures), "--out", "again", *ONE_PRECISION, "--json")
     assert answer.code == 0, answer.err
-    again = RunReport.model_validate_json(answer.out)
-    before = [case for case in latest().cases if case.precision in {case.precision for case in again.cases}]
-    assert [case.accuracy for case in again.cases] == [case.accuracy for case in before]
+    again = {case.name: case.accuracy for case in read(answer.out).cases}
+    before = {case.name: case.accuracy for case in latest().cases}
+    assert again == {name: before[name] for name in again}
     shutil.rmtree("again")
+    refused = Answer("run", str(captures), "--seq", "16")
+    assert (refused.code, "stored captures" in refused.err) == (2, True)
 
 
-@pytest.mark.usefixtures("in_empty_folder")
 @pytest.mark.parametrize("command", ["run", "capture"])
 def test_a_file_in_the_place_of_the_folder_is_bad_input(command: str) -> None:
     Path("file").write_text("")
     answer = Answer(command, "demo", "--seq", "16", "--out", "file")
     assert (answer.code, answer.out) == (2, "")
     assert answer.err == "error: The folder file cannot be made: a file is in its place. hint: Name another folder."
-
-
-@pytest.mark.usefixtures("in_empty_folder")
-def test_a_capture_prints_its_folder_on_one_line() -> None:
-    folder = "/".join(["a [bold]long name" * 3] * 3)
-    answer = Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", folder)
-    assert (answer.code, answer.out) == (0, f"{folder}\n")
-
-
-def test_options_of_a_model_do_not_go_with_stored_captures(in_demo_run: Path) -> None:
-    (captures,) = in_demo_run.glob("runs/*/captures")
-    answer = Answer("run", str(captures), "--seq", "16")
-    assert answer.code == 2
-    assert "stored captures" in answer.err
 
 
 def damage(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -197,8 +214,7 @@ def flip_a_byte(folder: Path) -> None:
 
 def change_the_version(folder: Path) -> None:
     manifest = folder / "manifest.json"
-    content = json.loads(manifest.read_text()) | {"schema_version": 99}
-    manifest.write_text(json.dumps(content))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
 
 
 @pytest.mark.parametrize(
@@ -206,19 +222,19 @@ def change_the_version(folder: Path) -> None:
     [
         (flip_a_byte, "bytes of"),
         (lambda folder: damage(folder, lambda tensors: tensors.pop(min(tensors))), "lacks the tensor"),
-        (change_the_version, "schema version 99"),
+        (change_the_version, "version 99"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "damaged"),
     ],
-    ids=["flipped byte", "missing tensor", "schema version", "manifest"],
+    ids=["flipped byte", "missing tensor", "version", "manifest"],
 )
+@demo_alone
 def test_a_damaged_capture(demo_run: Path, harm: Callable[[Path], Any], words: str) -> None:
     (captures,) = demo_run.glob("runs/*/captures")
     shutil.copytree(captures, "captures")
     harm(Path("captures"))
     answer = Answer("run", "captures", *ONE_PRECISION)
-    assert answer.code == 2, answer.err
+    assert (answer.code, answer.out) == (2, ""), answer.err
     assert words in answer.err
-    assert answer.out == ""
     assert not list(Path().glob("runs/*"))
 
 
@@ -240,39 +256,38 @@ def test_captures_that_were_broken_off(demo_run: Path) -> None:
 
 def test_capture_goes_to_the_assets_cache_or_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", "assets")
-    answer = Answer("capture", "demo", *SEQ, *ONE_LAYER)
+    words = ("capture", "demo", "--seq", "16", *ONE_LAYER)
+    answer = Answer(*words)
     assert answer.code == 0, answer.err
     assert Path(answer.out.replace("\n", "")).is_relative_to(Path.cwd() / "assets")
-    told = Answer("capture", "demo", *SEQ, *ONE_LAYER, "--out", "here", "--json")
+    folder = "/".join(["a [bold]long name" * 3] * 3)
+    assert Answer(*words, "--out", folder).out == f"{folder}\n"  # on one line
+    assert Answer(*words, "--out", folder).code == 2
+    told = Answer(*words, "--out", folder, "--force", "--json")
     assert json.loads(told.out)["manifest"]["complete"]
-    again = Answer("capture", "demo", *SEQ, *ONE_LAYER, "--out", "here")
-    assert (again.code, "--force" in again.err) == (2, True)
-    assert Answer("capture", "demo", *SEQ, *ONE_LAYER, "--out", "here", "--force").code == 0
 
 
-def test_several_lengths_and_layers() -> None:
-    answer = Answer("run", "demo", "--seq", "20,33", "--layers", "every:2", *ONE_PRECISION, "--json")
+def test_several_lengths_and_layers_of_a_random_prompt() -> None:
+    words = ("--seq", "20,33", "--layers", "every:2", *ONE_PRECISION, "--prompt", "random")
+    answer = Answer("run", "demo", *words, "--json")
     assert answer.code == 0, answer.err
-    report = RunReport.model_validate_json(answer.out)
+    report = read(answer.out)
     assert [prompt.seqlen for prompt in report.prompts] == [20, 33]
-    assert [layer.index for layer in report.captured_layers] == [0, 3]
-    assert {(case.layer.index, case.dims.seqlen) for case in report.cases} == {(0, 20), (0, 33), (3, 20), (3, 33)}
-
-
-def test_a_random_prompt_says_what_it_is_worth() -> None:
-    answer = Answer("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION, "--prompt", "random", "--json")
-    assert answer.code == 0
-    assert any("random tokens" in note for note in RunReport.model_validate_json(answer.out).notes)
+    assert [layer.index for layer in report.captured] == [0, 3]
+    places = {(case.layer.index, case.seqlen) for case in report.cases if case.layer}
+    assert places == {(0, 20), (0, 33), (3, 20), (3, 33)}
+    assert any("random tokens" in note for note in report.remarks)
 
 
 def test_weights_that_are_nan_are_found_and_fail() -> None:
     shutil.copytree(DEMO, "model")
     damage(Path("model"), lambda tensors: tensors["model.layers.1.mamba.in_proj.weight"].fill_(torch.nan))
-    answer = Answer("run", "model", *SEQ, *ONE_LAYER, *ONE_PRECISION, "--json")
+    answer = Answer("run", "model", *FAST, "--json")
     assert answer.code == 1
-    report = RunReport.model_validate_json(answer.out)
-    assert {case.status for case in report.cases} == {"nonfinite"}
-    (out,) = (found for found in report.cases[0].accuracy if found.tensor == "out")
+    report = read(answer.out)
+    assert {case.result for case in report.cases} == {"nonfinite"}
+    out = report.cases[0].tensor("out")
+    assert out
     assert out.vs_oracle.first_nonfinite is not None
     for command in ("accuracy", "export"):
         answer = Answer(command)
@@ -280,42 +295,43 @@ def test_weights_that_are_nan_are_found_and_fail() -> None:
         assert "FAILED: the model's inputs, not the kernels. In layer 1" in " ".join(answer.out.split())
 
 
-@pytest.fixture
-def fused_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_implementation_is_no_pass_unless_it_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise UnsupportedError("fused: no such state size")
 
     fused = replace(kernels.get("ssd", "fused"), plan=refuse, run=refuse)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), fused)
-
-
-@pytest.mark.usefixtures("fused_refuses")
-def test_a_refused_implementation_is_no_pass_unless_it_was_left_out() -> None:
-    run = ("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION)
-    answer = Answer(*run)
+    answer = Answer("run", "demo", *FAST)
     assert answer.code == 1
     assert "REFUSED: fused (exact, fp32 states) in layer 1: fused: no such state size." in " ".join(answer.out.split())
-    assert {case.status for case in latest().cases} == {"passed", "refused"}
+    assert {case.result for case in latest().cases} == {"passed", "refused"}
     assert Answer("accuracy").code == Answer("export").code == 1
-    left_out = Answer(*run, "--implementations", "unfused")
+    left_out = Answer("run", "demo", *FAST, "--implementations", "unfused")
     assert left_out.code == 0
     assert {case.implementation for case in latest().cases} == {"unfused"}
     assert Answer("export").code == 0
 
 
-def test_an_implementation_that_there_is_not_is_refused_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ssdprof.pipeline.run.load", lambda *_: pytest.fail("loaded"))
-    answer = Answer("run", "demo", *SEQ, "--implementations", "unfused,quick")
-    assert (answer.code, "'quick'" in answer.err) == (2, True)
-    assert not list(Path("runs").glob("*"))
+def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the settings file are not judged without one; the others are."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for words in (("--min-speedup", "1.5"), ("--gate", "speedup:1.5"), ("--gate", "time@call:5")):
+        answer = Answer("run", "demo", *FAST, *words)
+        assert answer.code == 3
+        assert "needs an NVIDIA GPU" in answer.err
+    Path("ssdprof.toml").write_text("[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\n")
+    answer = Answer("run", "demo", *FAST, "--gate", "match@1e-2:99.5%")
+    assert answer.code == 0, answer.err
+    assert "min-speedup of the settings file is not judged: this machine has no GPU." in answer.err
+    assert [one.spelling for one in latest().conditions] == ["match@1e-2:99.5%", "max-rms-ratio 3"]
+    failed = Answer("accuracy", "--max-rms-ratio", "0.1")
+    assert (failed.code, "GATE FAILED: max-rms-ratio 0.1: layer 1" in failed.err) == (1, True)
 
 
 @demo_alone
 def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan on stdout, and the error of the run with its exit code."""
-    monkeypatch.setattr("ssdprof.pipeline.model.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("ssdprof.jobs.model.load_model", lambda *_, **__: pytest.fail("loaded"))
     (captures,) = in_demo_run.glob("runs/*/captures")
     shutil.copytree(captures, "broken")
     (file,) = Path("broken").glob("*.safetensors")
@@ -329,7 +345,7 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
     shutil.copytree(DEMO, "unusable")
     config = json.loads(Path("unusable/config.json").read_text())
     Path("unusable/config.json").write_text(json.dumps(config | {"hidden_act": "frobnicate"}))
-    monkeypatch.setattr("ssdprof.pipeline.limits.device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("ssdprof.jobs.limits.device", lambda: torch.device("cpu"))
     for words, code in {
         ("demo", "--seq", "4k"): 3,
         ("demo", *SEQ, "--implementations", "quick"): 2,
@@ -346,29 +362,21 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
         assert words == ("broken",) or dry.err == run.err
     assert "4,096 tokens" in Answer("run", "demo", "--seq", "4k", "--dry-run").out
     assert "at most 256" in Answer("run", "large", "--dry-run").err
-    shutil.rmtree("broken")
-    shutil.rmtree("large")
-    shutil.rmtree("unusable")
+    planned = json.loads(Answer("run", str(captures), "--dry-run", "--json").out)
+    assert (captures / planned["files"][0]["name"]).stat().st_size == planned["files"][0]["size_bytes"]
+    assert planned["download_bytes"] == 0
+    assert "40 tokens" in Answer("run", str(captures), "--dry-run").out
+    assert "1 token\n" in Answer("run", "demo", "--seq", "1", "--dry-run").out
+    for folder in ("broken", "large", "unusable"):
+        shutil.rmtree(folder)
 
 
 def test_a_dry_run_of_an_operator_that_cannot_be_replayed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdprof.pipeline.run.unready", lambda _: "its kernels are not written")
+    monkeypatch.setattr("ssdprof.jobs.run.unsupported_reason", lambda *_: "its kernels are not written")
     run, dry = Answer("run", "demo", *SEQ), Answer("run", "demo", *SEQ, "--dry-run")
     assert (run.code, dry.code, dry.err) == (2, 2, run.err)
     assert "can be captured, but not be replayed yet, because its kernels are not written" in dry.err
     assert Answer("capture", "demo", *SEQ, "--dry-run").code == 0
-
-
-@demo_alone
-def test_a_dry_run_of_stored_captures_names_their_files(in_demo_run: Path) -> None:
-    (captures,) = in_demo_run.glob("runs/*/captures")
-    answer = Answer("run", str(captures), "--dry-run", "--json")
-    assert answer.code == 0, answer.err
-    (file,) = json.loads(answer.out)["files"]
-    assert (captures / file["name"]).stat().st_size == file["size_bytes"]
-    assert json.loads(answer.out)["download_bytes"] == 0
-    assert "40 tokens" in Answer("run", str(captures), "--dry-run").out
-    assert "1 token\n" in Answer("run", "demo", "--seq", "1", "--dry-run").out
 
 
 def test_a_config_that_claims_absurd_sizes() -> None:
@@ -382,7 +390,7 @@ def test_a_config_that_claims_absurd_sizes() -> None:
 
 def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the required memory and what would fit."""
-    monkeypatch.setattr("ssdprof.pipeline.limits.free_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("ssdprof.jobs.limits.free_bytes", lambda: 1 << 20)
     answer = Answer("run", "demo", *SEQ)
     assert answer.code == 3
     assert "and 1.00 MiB are free" in answer.err
@@ -390,20 +398,22 @@ def test_a_gpu_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_disk_ends_a_run_and_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    answer = Answer("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION)
+    answer = Answer("run", "demo", *FAST)
     assert answer.code == 3
     assert "disk is full" in answer.err
 
 
+# --- in a process of its own
+
+Running = Callable[..., subprocess.Popen[str]]
+
+
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the command line in a separate process."""
+def running(tmp_path: Path) -> Iterator[Running]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*words: str) -> subprocess.Popen[str]:
@@ -434,50 +444,44 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
     pytest.fail("nothing happened for a minute")
 
 
-def layers_done(report: RunReport) -> int:
-    """Number of layers with their last case; unfused comes before it."""
-    return len({case.layer for case in report.cases if case.implementation == "fused"})
+def a_layer_is_done(folder: str) -> bool:
+    return (Path(folder) / reports.HEADER).exists() and any(
+        case.implementation == "fused" for case in reports.load(folder)[1].cases
+    )
 
 
-def test_interrupted_before_the_first_case(running: Callable[..., subprocess.Popen[str]]) -> None:
+def test_interrupted_before_the_first_case(running: Running) -> None:
     """No run is kept that could become the latest one."""
     process = running("run", "demo", "--seq", "300")
-    wait_for(lambda: any(Path("runs").glob("*/.lock")), process)
+    wait_for(lambda: any(Path("runs").glob(f"*/{reports.HEADER}")), process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert not list(Path("runs").glob("*"))
-    assert runs.latest() is None
+    assert reports.latest("run") is None
 
 
-def interrupt_a_run(running: Callable[..., subprocess.Popen[str]], folder: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of a run that got a signal after its first layer.
+def test_interrupted(running: Running) -> None:
+    """The report is valid and marked as partial, and no command treats it as passed.
 
     On a busy machine a run can end before the signal arrives.  Then another run is started.
     """
     for _ in range(3):
-        process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", folder)
-        wait_for(lambda: Path(folder, "report.json").exists() and layers_done(runs.read(folder)[1]) >= 1, process)
+        process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
+        wait_for(lambda: a_layer_is_done("run"), process)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        if runs.read(folder)[1].state == "partial":
-            return process.returncode, out, err
-        shutil.rmtree(folder)
-    pytest.fail(f"three runs had ended before a signal reached them; the last one: {process.returncode} {out} {err}")
-
-
-def test_interrupted(running: Callable[..., subprocess.Popen[str]]) -> None:
-    """The report is valid and marked as partial, and no command treats it as passed."""
-    code, out, err = interrupt_a_run(running, "run")
-    assert (code, out) == (130, ""), err
+        report = reports.load("run")[1]
+        if not report.complete:
+            break
+        shutil.rmtree("run")
+    assert (process.returncode, out, report.complete) == (130, "", False), err
     assert "marked as partial" in err
     assert "Traceback" not in err
-    report = runs.read("run")[1]
-    assert report.state == "partial"
-    assert len(report.captured_layers) < 4
-    assert {case.layer for case in report.cases} <= set(report.captured_layers)
-    assert all(case.status == "passed" for case in report.cases)
+    assert len(report.captured) < 4
+    assert {case.layer for case in report.cases} <= set(report.captured)
+    assert all(case.result == "passed" for case in report.cases)
     for command in ("export", "accuracy"):
         answer = Answer(command, "run")
         assert answer.code == 1
@@ -485,21 +489,21 @@ def test_interrupted(running: Callable[..., subprocess.Popen[str]]) -> None:
 
 
 @pytest.mark.slow
-def test_killed(running: Callable[..., subprocess.Popen[str]]) -> None:
+def test_killed(running: Running) -> None:
     process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
-    wait_for(lambda: Path("run/report.json").exists() and layers_done(runs.read("run")[1]) >= 1, process)
+    wait_for(lambda: a_layer_is_done("run"), process)
     process.kill()
     process.wait()
-    report = runs.read("run")[1]
-    assert report.state == "partial"
+    report = reports.load("run")[1]
+    assert not report.complete
     assert report.cases
 
 
 @pytest.mark.slow
-def test_progress_and_data_do_not_mix(running: Callable[..., subprocess.Popen[str]]) -> None:
-    process = running("run", "demo", *SEQ, *ONE_LAYER, *ONE_PRECISION, "--json")
+def test_progress_and_data_do_not_mix(running: Running) -> None:
+    process = running("run", "demo", *FAST, "--json")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0
-    RunReport.model_validate_json(out)
+    read(out)
     for noise in ("Warning", "falling back", "Loading weights"):
         assert noise not in err

@@ -1,8 +1,7 @@
 """The figures of README.md and docs/ are those of the recorded results.
 
 Tables are read cell by cell and looked up in the results.  A figure with a unit in a sentence is a number of the
-results (`held`), or stands in the laboratory log or in results/README.md, or is listed in `OTHER`.  The README's tables
-of speeds are held by tests/bench/test_readme_table.py.
+results (`held`), or stands in the laboratory log or in results/README.md, or is listed in `OTHER`.
 """
 
 from __future__ import annotations
@@ -85,6 +84,28 @@ def over(cell: Cell, row: Row, head: str, names: tuple[str, ...]) -> bool:
     """Whether the ratio in a column is the time of the fastest of `names` by that of fused."""
     fastest = min(us for name in names if (us := device_us(cell, name)))
     return number(row[head]) == shown(fastest / device_us(cell, "fused"), number(row[head]))
+
+
+def test_the_speeds_of_the_readme() -> None:
+    """Each is of the newest bench that compared a cell with one of the kernels that the heading names."""
+    newest = sorted(cells(), key=lambda cell: cell.bench.created, reverse=True)
+    columns = {
+        "over `mamba_ssm` or `fla`": ("mamba_ssm", "fla"),
+        "over the published kernel or FlashInfer": ("published", "flashinfer"),
+    }
+    for row in table_with("../README.md", *columns):
+        tokens, _, quarter = row["sequences x tokens"].partition(", a quarter")
+        place = (row["operator, model"].split(", ")[1], tokens, ("quarter-ungated",) if quarter else ())
+        for head, names in columns.items():
+            found = (
+                case.over[name].device[0]
+                for cell in newest
+                if (cell.one.shape, cell.one.tokens, cell.one.drawn) == place and not cell.bench.fixed
+                for name in names
+                if cell.one.dtype == ("fp16" if name == "published" else "bf16")
+                if (case := cell.fastest("fused exact")) and name in case.over
+            )
+            assert row[head] == f"{next(found):.2f}x", (row, head)
 
 
 def test_the_times_of_gdn() -> None:
@@ -176,12 +197,14 @@ def figures(document: str) -> set[str]:
     return {one for pair in FIGURE.findall(sentences(document)) for one in pair if one}
 
 
-def ratios(bench: str, baseline: str, tokens: str = ".*", variant: str = "") -> list[float]:
+def ratios(
+    bench: str, baseline: str, tokens: str = ".*", variant: str = "", drawn: tuple[str, ...] = ()
+) -> list[float]:
     """Of the exact fused kernel over another implementation, in the cells of benches whose names begin so."""
     found = []
     for cell in cells():
         case, us = cell.fastest("fused exact"), device_us(cell, baseline)
-        usual = cell.bench.name.startswith(bench) and not cell.one.drawn and re.fullmatch(tokens, cell.one.tokens)
+        usual = cell.bench.name.startswith(bench) and cell.one.drawn == drawn and re.fullmatch(tokens, cell.one.tokens)
         if usual and us and case and variant in ("", case.variant):
             found.append(us / device_us(cell, "fused"))
     return found
@@ -230,22 +253,22 @@ def held() -> dict[tuple[str, str], float]:
     gdn, ssd, large, measuring = (
         f"docs/{name}.md" for name in ("gdn-performance", "ssd-performance", "large-models", "measuring")
     )
-    alone = ratios("gdn-rivals", "flashinfer", "1 x (2,048|8,192|16,384|32,768|65,536|131,072|262,144)")
+    normalised = ratios("gdn-rivals-normalised", "flashinfer", "(8|32) x .*", drawn=("normalised",))
     sizes = ratios("gdn-sizes", "unfused", variant="portable")
     (portable,) = [cell for cell in cells() if cell.bench.name == "gdn-portable" and cell.one.tokens == "1 x 8,192"]
     model = prefill("mamba2-2.7b", 131_072, "model")
     long, qwen = prefill("mamba2-2.7b", 131_072), prefill("qwen3.5-9b", 131_072)
     stalls = result("h200-qwen3.5-9b-128k-stalls/stalls.json")["kernels"]
-    us = {kernel["kernel"]: kernel["throughput"]["duration_us"] for kernel in stalls}
+    us = {kernel["kernel"]: kernel["duration_us"] for kernel in stalls}
     (whole,) = [one for one in cell_of("ssd", "mamba2-2.7b", "1 x 131,072") if one.bench.name == "ssd"]
     (short,) = [one for one in cell_of("ssd", "mamba2-2.7b", "1 x 1,024") if one.bench.name == "ssd-1k"]
     (layer,) = [one for one in cell_of("gdn", "qwen3.5-9b", "1 x 131,072") if one.bench.name == "gdn"]
-    h100, h200 = capture_s("h100"), capture_s("h200")
+    h200 = capture_s("h200")
     return {
-        ("README.md", "1.3"): min(alone), ("README.md", "2.1"): max(alone),
-        ("README.md", "1.20"): long["mamba_ssm"] / long["fused"], ("README.md", "1.04"): qwen["fla"] / qwen["fused"],
+        ("README.md", "1.04"): qwen["fla"] / qwen["fused"], ("README.md", "1.07"): max(normalised),
+        ("README.md", "1.20"): long["mamba_ssm"] / long["fused"],
         ("docs/prefill.md", "4"): 100 * (model["unfused"] / model["fused"] - 1),
-        (gdn, "0.76"): floor_us(layer) / 1e3, (gdn, "453"): us["_prep_kernel"],
+        (gdn, "1.04"): min(normalised), (gdn, "0.76"): floor_us(layer) / 1e3, (gdn, "453"): us["_prep_kernel"],
         (gdn, "9"): us["_parts_kernel"] + us["_combine_kernel"], (gdn, "1.05"): min(sizes), (gdn, "2.5"): max(sizes),
         (gdn, "1.19"): device_us(portable, "unfused") / device_us(portable, "fused_portable"),
         (ssd, "0.65"): floor_us(whole) / 1e3, (ssd, "1.36"): device_us(whole, "fused") / 1e3,
@@ -254,7 +277,7 @@ def held() -> dict[tuple[str, str], float]:
         (measuring, "92.6"): match_pct("h200-granite-4.0-h-1b-128k"),
         (measuring, "91.5"): match_pct("h200-mamba2-2.7b-128k"),
         (large, "4.9"): h200["one-gpu"], (large, "5.5"): h200["all-gpus"], (large, "5.2"): h200["cpu-offload"],
-        (large, "6.4"): h200["disk-offload"], (large, "7.3"): min(h100.values()), (large, "10.2"): max(h100.values()),
+        (large, "6.4"): h200["disk-offload"],
     }  # fmt: skip
 
 

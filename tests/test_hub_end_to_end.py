@@ -9,14 +9,22 @@ from pathlib import Path
 import pytest
 from minihub import TOKEN, MiniHub
 
-from ssdprof import runs
 from ssdprof.checkpoint.names import DEMO_FOLDERS
+from ssdprof.core.subject import CheckpointRef
+from ssdprof.store import reports
 
 DEMO = DEMO_FOLDERS["demo"]
 FLAGSHIP = "ibm-granite/granite-4.0-h-small"
 SHORT = ("--seq", "24", "--layers", "0", "--dtypes", "exact", "--states", "fp32")
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def latest() -> CheckpointRef:
+    """The model of the latest run."""
+    model = reports.load(None)[1].model
+    assert model
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +64,12 @@ def test_a_repo_is_run_and_its_commit_recorded(ssdprof: Call) -> None:
     done = ssdprof("run", "org/demo", *SHORT)
     assert done.returncode == 0, done.stderr
     assert "Downloading" in done.stderr
-    report = runs.read(None)[1]
-    assert (report.checkpoint.source, report.checkpoint.repo_id) == ("hub", "org/demo")
-    assert len(report.checkpoint.revision or "") == 40
+    model = latest()
+    assert (model.source, model.repo_id) == ("hub", "org/demo")
+    assert len(model.revision or "") == 40
     offline = ssdprof("run", "org/demo", *SHORT, HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr
-    assert runs.read(None)[1].checkpoint == report.checkpoint
+    assert latest() == model
 
 
 @pytest.mark.slow
@@ -90,9 +98,9 @@ def test_a_family_name_takes_its_flagship_and_says_so(ssdprof: Call) -> None:
     assert done.returncode == 0, done.stderr
     assert FLAGSHIP in done.stderr
     assert "ibm-granite/granite-4.0-h-tiny" in done.stderr
-    report = runs.read(None)[1]
-    assert (report.checkpoint.requested, report.checkpoint.repo_id) == ("ibm-granite/granite-4.0", FLAGSHIP)
-    assert "ibm-granite/granite-4.0-h-tiny" in report.checkpoint.siblings
+    model = latest()
+    assert (model.requested, model.repo_id) == ("ibm-granite/granite-4.0", FLAGSHIP)
+    assert "ibm-granite/granite-4.0-h-tiny" in model.siblings
     assert FLAGSHIP in done.stdout
 
 
@@ -116,8 +124,9 @@ def test_a_repo_that_cannot_be_had(ssdprof: Call, repo: str, words: str) -> None
 def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str) -> None:
     done = ssdprof("run", repo, *SHORT, HF_TOKEN=TOKEN)
     assert done.returncode == 0, done.stderr
-    folder, _ = runs.read(None)
-    assert TOKEN not in (folder / "report.json").read_text() + done.stdout + done.stderr
+    folder, _ = reports.load(None)
+    kept = "".join(file.read_text() for file in folder.iterdir())
+    assert TOKEN not in kept + done.stdout + done.stderr
 
 
 def test_an_unknown_revision_names_those_there_are(ssdprof: Call) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import sys
@@ -14,28 +13,29 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import Answer
 from documented_kernels import DOCUMENT, write_example
-from ssdprof.measure.oracle import oracle_output
-from ssdprof.operators.drawing import Peer, PeerSource
-from ssdprof.operators.ssd.peers import PEERS
-from ssdprof.schema import CaseResult, PrecisionRecord
-from ssdprof.schema.outcome import outcome
-from typer.testing import CliRunner
 
-from ssdprof import runs
-from ssdprof.cli import app
 from ssdprof.commands.terminal import only_data_on_stdout
+from ssdprof.core.base import PrecisionRecord
+from ssdprof.core.case import Case
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
-from ssdprof.measure import rehearsal
+from ssdprof.measure import isolate
+from ssdprof.measure.accuracy import oracle_output
+from ssdprof.operators.generate import Library, LoadedLibrary
+from ssdprof.operators.ssd import LIBRARIES
+from ssdprof.store import reports
 
-ROOT = Path(__file__).parent.parent
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
+PASSED = isolate.FirstCallVerdict(status="ran")
 SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
 
 
 def call(*words: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-    return result.exit_code, " ".join(result.stdout.split()), " ".join(result.stderr.split())
+    answer = Answer(*words)
+    return answer.code, " ".join(answer.out.split()), answer.err
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +48,18 @@ def here(users_folder: Path, registries_of_its_own: None) -> Path:  # noqa: ARG0
 
 
 @pytest.fixture
-def unrehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips the rehearsal in a separate process; these tests judge the results afterwards."""
-    monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
+def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips the first call in a separate process; these tests judge the results afterwards."""
+    monkeypatch.setattr(isolate, "_tried", lambda *_: PASSED)
 
 
-def cases() -> dict[str, CaseResult]:
+def latest() -> Report:
+    return reports.load(None)[1]
+
+
+def cases() -> dict[str, Case]:
     """The cases of the latest run."""
-    return {case.implementation: case for case in runs.read(None)[1].cases}
+    return {case.implementation: case for case in latest().cases}
 
 
 # --- the user's own kernel
@@ -70,14 +74,14 @@ def test_the_example_of_the_documents(here: Path, model: str, function: str) -> 
     assert code == 0, shown + told
     assert "PASSED: all 2 cases are within the error budget" in shown
     case = cases()[f"my_kernels:{function}"]
-    assert (case.status, case.reason) == ("passed", "")
-    assert [accuracy.tensor for accuracy in case.accuracy if accuracy.passed] == ["out", "final_states"]
+    assert (case.result, case.why) == ("passed", "")
+    assert [accuracy.tensor for accuracy in case.accuracy if not accuracy.reason] == ["out", "final_states"]
 
 
 def test_every_command_of_the_document_takes_the_example() -> None:
     """The commands use the names of the example."""
-    text = DOCUMENT.read_text()
-    assert set(re.findall(r"my_kernels:(\w+)", text)) == set(re.findall(r"^def (my_\w+)", text, re.M))
+    named = re.findall(r"my_kernels:(\w+)", DOCUMENT.read_text())
+    assert set(named) == set(re.findall(r"^def (my_\w+)", DOCUMENT.with_name("my_kernels.py").read_text(), re.M))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +96,7 @@ def test_every_command_of_the_document_takes_the_example() -> None:
         ("refusing", "refused", "refusing: not on a Tuesday"),
     ],
 )
-@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.usefixtures("not_isolated")
 def test_a_bad_kernel_fails_the_run_and_is_named(here: Path, function: str, status: str, reason: str) -> None:
     (here / "bad_kernels.py").write_text(BAD.read_text())
     name = f"bad_kernels:{function}"
@@ -100,25 +104,25 @@ def test_a_bad_kernel_fails_the_run_and_is_named(here: Path, function: str, stat
     assert code == 1
     assert name in shown
     found = cases()
-    assert (found[name].status, found["unfused"].status) == (status, "passed")
-    assert re.match(reason, found[name].reason)
-    assert found[name].timing is None
+    assert (found[name].result, found["unfused"].result) == (status, "passed")
+    assert re.match(reason, found[name].why)
+    assert found[name].time_us is None
     assert re.search(reason.replace(r"\|", r"\\\|"), call("export")[1])
 
 
-@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.usefixtures("not_isolated")
 @pytest.mark.parametrize("command", ["run", "answers"])
 def test_what_a_kernel_prints_is_no_data(here: Path, command: str) -> None:
     """Neither during the import of its module nor during its call."""
     (here / "my_kernels.py").write_text(
-        "from ssdprof.measure.oracle import oracle_output\n"
+        "from ssdprof.measure.accuracy import oracle_output\n"
         "print('imported')\n"
         "def talking(inputs):\n    print('called')\n    return oracle_output(inputs)\n"
     )
     words = SHORT if command == "run" else SHORT[:2]
-    result = CliRunner().invoke(app, [command, "demo", *words, "--impl", "unfused,my_kernels:talking", "--json"])
-    assert json.loads(result.stdout)["state"] == "complete"
-    assert {"imported", "called"} <= set(result.stderr.split())
+    answer = Answer(command, "demo", *words, "--impl", "unfused,my_kernels:talking", "--json")
+    assert Report.model_validate_json(answer.out).complete
+    assert {"imported", "called"} <= set(answer.err.split())
 
 
 def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> None:
@@ -137,43 +141,39 @@ def test_a_kernel_that_hangs_fails_the_run_and_is_named(here: Path) -> None:
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:hanging", "--first-call", "1")
     assert code == 1
     assert "bad_kernels:hanging (exact, fp32 states): its first call was stopped after 1 s" in shown
-    assert cases()["unfused"].status == "passed"
+    assert cases()["unfused"].result == "passed"
 
 
 def test_first_call_is_the_limit_of_the_other_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rehearsed(*given: Any) -> rehearsal.Verdict:
-        return rehearsal.Verdict(status="failed", reason=f"it had {given[-1]:g} s")
+    def tried(*given: Any) -> isolate.FirstCallVerdict:
+        return isolate.FirstCallVerdict(status="failed", reason=f"it had {given[-1]:g} s")
 
-    monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
+    monkeypatch.setattr(isolate, "_tried", tried)
     (here / "bad_kernels.py").write_text(BAD.read_text())
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7")
     assert code == 1
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
-    assert cases()["unfused"].status == "passed"
+    assert cases()["unfused"].result == "passed"
 
 
-@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.usefixtures("not_isolated")
 def test_a_kernel_with_a_precision_is_judged_at_each(here: Path) -> None:
     (here / "bad_kernels.py").write_text(BAD.read_text())
     words = ("run", "demo", "--seq", "40", "--layers", "0", "--impl", "bad_kernels:precise,bad_kernels:good")
     code, shown, _ = call(*words)
     assert code == 1
     assert "REFUSED: bad_kernels:precise (relaxed, bf16 states) in layer 0: precise: exact intermediates only." in shown
-    report = runs.read(None)[1]
-    assert report.asked is not None
-    assert report.asked.implementations == ()
-    assert {one.name: (one.kind, one.source, len(one.precisions)) for one in report.asked.others} == {
-        "bad_kernels:precise": ("own", "bad_kernels:precise", 2),
-        "bad_kernels:good": ("own", "bad_kernels:good", 1),
-    }
+    found = [(case.implementation, case.kind, case.version) for case in latest().cases if case.baseline]
+    assert found.count(("bad_kernels:precise", "own", "bad_kernels:precise")) == 2
+    assert found.count(("bad_kernels:good", "own", "bad_kernels:good")) == 1
     assert call(*words, "--dtypes", "exact")[0] == 0
 
 
-@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.usefixtures("not_isolated")
 def test_a_kernel_that_changes_its_inputs_spoils_no_other(here: Path) -> None:
     (here / "bad_kernels.py").write_text(BAD.read_text())
     call("run", "demo", *SHORT, "--impl", "bad_kernels:changing,fused,bad_kernels:good")
-    assert {name: case.status for name, case in cases().items()} == {
+    assert {name: case.result for name, case in cases().items()} == {
         "unfused": "passed",
         "bad_kernels:changing": "failed",
         "fused": "passed",
@@ -198,7 +198,7 @@ def test_a_name_that_stands_for_nothing_is_bad_input(here: Path, words: tuple[st
     code, shown, told = call("run", "demo", *SHORT, *words)
     assert (code, shown) == (2, "")
     assert message in told
-    assert not list(here.glob("runs/*/report.json"))
+    assert not list(here.glob("runs/*/run.json"))
 
 
 def test_a_library_that_is_not_there_is_left_out_unless_nothing_else_is_compared(
@@ -208,7 +208,7 @@ def test_a_library_that_is_not_there_is_left_out_unless_nothing_else_is_compared
     code, shown, told = call("run", "demo", *SHORT, "--impl", "unfused,mamba_ssm")
     assert (code, shown) == (3, "")
     assert "mamba_ssm cannot be imported" in told
-    assert not list(here.glob("runs/*/report.json"))
+    assert not list(here.glob("runs/*/run.json"))
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "fused,mamba_ssm")
     assert code == 0
     assert "Not compared: mamba_ssm cannot be imported" in shown
@@ -220,7 +220,7 @@ def test_an_installed_package_registers_a_kernel(
 ) -> None:
     """With and without a rehearsal in a separate process."""
     if not apart:
-        request.getfixturevalue("unrehearsed")
+        request.getfixturevalue("not_isolated")
     info = here / "site" / "tiny-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
@@ -229,7 +229,7 @@ def test_an_installed_package_registers_a_kernel(
     monkeypatch.syspath_prepend(here / "site")
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "quick", "--full")
     assert code == 0, shown
-    assert cases()["quick"].status == "passed"
+    assert cases()["quick"].result == "passed"
     assert "your kernel quick, tiny:good, at exact, fp32 states" in shown
 
 
@@ -244,16 +244,16 @@ def library(
 ) -> None:
     """A stand-in for a library, with bf16 states like `mamba_ssm`."""
 
-    def load(_checkout: Path | None) -> Peer:
+    def load(_checkout: Path | None) -> LoadedLibrary:
         implementation = registry.Implementation(
             operator="ssd",
             name=name,
             run=lambda inputs, _precision: run(inputs),
             plan=lambda *_: registry.Plan(variant=name, launches=1),
         )
-        return Peer(implementation=implementation, version="9.9", precisions=lambda _dtype: (EXACT_BF16,))
+        return LoadedLibrary(implementation=implementation, version="9.9", precisions=lambda _dtype: (EXACT_BF16,))
 
-    monkeypatch.setitem(PEERS, name, PeerSource(load=load, hint="pip install it.", needs_gpu=needs_gpu))
+    monkeypatch.setitem(LIBRARIES, name, Library(load=load, hint="pip install it.", needs_gpu=needs_gpu))
 
 
 def narrow(inputs: Any) -> Any:
@@ -282,7 +282,7 @@ def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPa
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,fused,other", "--full")
     assert code == 0, shown
     case = cases()["other"]
-    assert (case.status, case.precision) == ("passed", EXACT_BF16)
+    assert (case.result, case.precision) == ("passed", EXACT_BF16)
     assert case.accuracy[0].vs_baseline is not None
     assert case.accuracy[0].vs_baseline.against == "unfused exact, bf16 states"
     assert "Accuracy of other's output at 40 tokens" in shown
@@ -300,7 +300,7 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest
         assert "gpu_only needs an NVIDIA GPU, and this machine has none" in shown
     assert "mamba_ssm cannot be imported" in shown
     assert "Without a time: shy (exact, bf16 states) in layer 0: shy: no chunks of 256." in shown
-    assert outcome(runs.read(None)[1]).passed
+    assert outcome(latest()).passed
 
 
 def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,8 +309,8 @@ def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyP
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "fused,sloppy,wrong", "--full")
     assert code == 0, shown
     found = cases()
-    assert (found["sloppy"].status, found["wrong"].status) == ("passed", "inaccurate")
-    assert found["sloppy"].reason.startswith("out, head 0: max|ours - oracle| is ")
+    assert (found["sloppy"].result, found["wrong"].result) == ("passed", "inaccurate")
+    assert found["sloppy"].outside_budget.startswith("out, head 0: max|ours - oracle| is ")
     assert "Outside the error budget, but timed because it is another library's: sloppy" in shown
     assert "Without a time: wrong (exact, bf16 states) inaccurate in layer 0: out, head" in shown
     code, shown, _ = call("accuracy", "--impl", "sloppy")
@@ -322,7 +322,7 @@ def test_a_baseline_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPat
     code, _, told = call("run", "demo", *SHORT, "--impl", "fused,mamba_ssm", "--baseline", "mamba_ssm")
     assert code == 3
     assert "mamba_ssm cannot be imported" in told
-    assert not list(here.glob("runs/*/report.json"))
+    assert not list(here.glob("runs/*/run.json"))
 
 
 def test_a_baseline_that_refuses_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
     words = ("--seq", "40", "--layers", "0", "--impl", "unfused,fused", "--baseline", "other", "--full")
     code, shown, _ = call("run", "demo", *words)
     assert code == 0, shown
-    report = runs.read(None)[1]
+    report = latest()
     assert report.baseline == "other"
     against = {
         (case.implementation, str(case.precision)): case.accuracy[0].vs_baseline.against
@@ -353,7 +353,7 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
 
 
 def test_gates_judge_an_own_kernel_and_no_library(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "_rehearsed", lambda *_: rehearsal.Verdict(status="passed"))
+    monkeypatch.setattr(isolate, "_tried", lambda *_: PASSED)
     (here / "bad_kernels.py").write_text(BAD.read_text())
     library(monkeypatch, "sloppy", sloppy)
     words = ("run", "demo", *SHORT, "--impl", "sloppy,bad_kernels:good", "--max-rms-ratio")
@@ -367,7 +367,7 @@ def test_gates_judge_an_own_kernel_and_no_library(here: Path, monkeypatch: pytes
 # --- accuracy
 
 
-@pytest.mark.usefixtures("unrehearsed")
+@pytest.mark.usefixtures("not_isolated")
 def test_accuracy_shows_the_named_implementations_of_the_run(here: Path) -> None:
     (here / "bad_kernels.py").write_text(BAD.read_text())
     assert call("run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")[0] == 1

@@ -6,14 +6,14 @@ import json
 
 import pytest
 from command_line import Answer
-from ssdprof.pipeline import limits
-from ssdprof.pipeline.placement import bytes_beside_weights
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.pipeline.subject import find
-from ssdprof.schema.outcome import outcome
 
-from ssdprof import runs
+from ssdprof.core.outcome import outcome
+from ssdprof.jobs import limits
+from ssdprof.jobs.placement import bytes_beside_weights
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs.subject import find
 from ssdprof.report import html
+from ssdprof.store import reports
 
 PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
 
@@ -42,13 +42,13 @@ def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
     answer = Answer(*PLAIN, "--out", "a")
     assert answer.code == 0, answer.err
     assert "on the disk; a layer of" in answer.err
-    _, report = runs.read("a")
+    _, report = reports.load("a")
     assert outcome(report).passed
     assert report.placement is not None
-    assert report.placement == report.placement.model_copy(update={"kind": "disk-offload", "device": "cpu"})
+    assert (report.placement.kind, report.placement.device) == ("disk-offload", "cpu")
     assert report.placement.bytes_per_s is not None
     streamed = next(held.layers for held in report.placement.held if held.place == "disk")
-    assert any(f"layer by layer ({streamed} from the disk)" in note for note in report.notes)
+    assert any(f"layer by layer ({streamed} from the disk)" in note for note in report.remarks)
     assert "layer by layer" in html.render(report)
     planned = json.loads(Answer(*PLAIN, "--dry-run", "--json").out)
     assert planned["placement"]["kind"] == "disk-offload"

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 from command_line import Answer
-from ssdprof.environment.ranks import Ranks, first_tells, follows, join, started
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, ReplayRequest
-from ssdprof.pipeline.run import check
-from ssdprof.pipeline.subject import find_to_replay
-from ssdprof.schema import RunReport
 from torch.distributed import HashStore
 from torchrun import Start, ranks_of, starting, wait_for
 
-from ssdprof import runs
+from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, ReplayRequest
+from ssdprof.jobs.run import check
+from ssdprof.jobs.subject import find_to_replay
+from ssdprof.store import reports
+from ssdprof.store.ranks import Ranks, first_tells, follows, join, started
 
 OF_TORCHRUN = {  # its variables for the first of two ranks
     "WORLD_SIZE": "2",
@@ -47,79 +47,47 @@ def test_every_item_falls_to_one_rank(two: tuple[Ranks, Ranks]) -> None:
     assert [ranks.share("abcde") for ranks in two] == [("a", "c", "e"), ("b", "d")]
 
 
-def test_messages_arrive_once_and_in_order(two: tuple[Ranks, Ranks]) -> None:
+def test_a_rank_waits_for_what_another_tells_unless_that_one_dies(two: tuple[Ranks, Ranks]) -> None:
     first, second = two
-    second.send("a")
-    second.send("b")
-    assert list(first.received()) == [(1, "a"), (1, "b")]
-    second.send("c")
-    second.end()
-    assert not first.ended
-    assert list(first.received()) == [(1, "c")]
-    assert first.ended
-    assert list(first.received()) == []
-
-
-def test_a_process_that_is_gone_before_its_end_is_lost(two: tuple[Ranks, Ranks]) -> None:
-    first, second = two
-    assert first.lost() == ()  # it has not joined yet
+    first.tell("folder", "run")
+    assert second.told("folder", 0) == "run"
+    first.require_alive(1)  # it has not joined yet
     process = subprocess.Popen([sys.executable, "-c", ""])
     first.store.set("1/process", str(process.pid))
-    deadline = time.monotonic() + 30
-    while not first.lost() and time.monotonic() < deadline:  # as a zombie: its exit code has not been read
-        time.sleep(0.01)
-    assert first.lost() == (1,)
+    with pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\."):
+        first.told("1/open", 1)  # as a zombie: its exit code has not been read
     process.wait()
-    assert first.lost() == (1,)
-    assert second.lost() == ()
-    second.end()
-    assert first.lost() == ()
+    with pytest.raises(MissingCapabilityError):
+        first.told("1/open", 1)
+    second.require_alive(0)
 
 
-def test_a_process_that_ends_while_it_is_looked_at_is_lost(
+def test_a_process_that_ends_while_it_is_looked_at_is_gone(
     two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(_: Path) -> str:
         raise ProcessLookupError
 
-    two[0].store.set("1/process", str(os.getpid()))
-    assert two[0].lost() == ()
     monkeypatch.setattr(Path, "read_text", gone)
-    assert two[0].lost() == (1,)
+    with pytest.raises(MissingCapabilityError):
+        two[1].require_alive(0)
 
 
-def test_other_ranks_wait_for_the_first(two: tuple[Ranks, Ranks]) -> None:
-    first, second = two
-    waiting = second.waiting()
-    next(waiting)
-    first.end()
-    assert list(waiting) == []
-
-
-def test_a_process_alone_joins_nobody() -> None:
+def test_who_may_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers of a cluster may set WORLD_SIZE without the other variables."""
     assert join({}) is None
     assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None
-
-
-def test_ranks_on_several_machines_are_refused() -> None:
     with pytest.raises(BadInputError, match="several machines"):
         join({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0"})
-
-
-def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for absent in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        with pytest.raises(BadInputError, match=f"asks for 2 ranks, but {absent} is not set") as refused:
+            join({name: value for name, value in OF_TORCHRUN.items() if name != absent})
+        assert "unset WORLD_SIZE" in refused.value.hint
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
         join(OF_TORCHRUN)
     assert "--nproc-per-node 1" in caught.value.hint
-
-
-@pytest.mark.parametrize("absent", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_world_size_that_torchrun_did_not_set_is_refused(absent: str) -> None:
-    """Containers of a cluster may set it without the other variables."""
-    with pytest.raises(BadInputError, match=f"asks for 2 ranks, but {absent} is not set") as caught:
-        join({name: value for name, value in OF_TORCHRUN.items() if name != absent})
-    assert "unset WORLD_SIZE" in caught.value.hint
 
 
 def test_a_world_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,6 +160,15 @@ def test_what_goes_wrong_once_work_is_divided_is_told_by_every_rank(
     assert not follows({})
 
 
+# --- whole runs
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start:
+        yield start
+
+
 @pytest.mark.slow
 def test_torchrun_shows_a_wrong_option_once(start: Start) -> None:
     """torchrun ends the other rank, which may be slower and may not have found the error yet."""
@@ -202,73 +179,54 @@ def test_torchrun_shows_a_wrong_option_once(start: Start) -> None:
     assert "exitcode  : 2 " in err
 
 
-# --- whole runs
+def same(report: Report, *measured: str) -> dict[str, Any]:
+    """The equal parts of two runs of the same command.  measured: fields of cases that may differ."""
+    header = {"id", "created", "command", "ranks", "placement", "processes", "cases"}
+    cases = sorted((case.model_dump(exclude=set(measured)) for case in report.cases), key=str)
+    remarks = sorted(report.remarks)
+    return report.model_dump(exclude=header) | {"cases": cases, "remarks": remarks, "captured": report.captured}
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with starting(tmp_path) as start:
-        yield start
-
-
-def same(report: RunReport) -> dict[str, Any]:
-    """The equal parts of two runs of the same command."""
-    return report.model_dump(exclude={"run_id", "created", "command", "ranks", "clocks", "placement"}) | {
-        "held": report.placement and report.placement.held
-    }
-
-
-@pytest.mark.slow
-def test_two_ranks_write_the_report_of_one_process(start: Start, tmp_path: Path) -> None:
-    words = ("run", "demo", "--seq", "16,24", "--layers", "first:3", "--decode", "1", *FAST)
+def ran(start: Start, folder: Path, *words: str) -> tuple[Report, Report]:
+    """The reports of one process and of two ranks."""
     for name, ranks in (("one", False), ("two", True)):
         process = start(*words, "--out", name, ranks=ranks)
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         assert out.count("PASSED") == 1, out
-    one, two = (runs.read(tmp_path / name)[1] for name in ("one", "two"))
-    assert (one.ranks, two.ranks) == (1, 2)
+    one, two = (reports.load(folder / name)[1] for name in ("one", "two"))
+    assert (one.ranks, two.ranks, two.complete) == (1, 2, True)
+    return one, two
 
-    def order(report: RunReport) -> dict[str, Any]:
-        cases = sorted(report.cases, key=lambda case: case.model_dump_json())
-        return same(report) | {"cases": [case.model_dump() for case in cases]}
 
+@pytest.mark.slow
+def test_two_ranks_write_the_report_of_one_process(start: Start, tmp_path: Path) -> None:
+    words = ("run", "demo", "--seq", "16,24", "--layers", "first:3", "--decode", "1", *FAST)
+    one, two = ran(start, tmp_path, *words)
     assert len(one.cases) == 2 * 3 * 4
-    assert order(one) == order(two)
+    assert same(one) == same(two)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_two_gpus_write_the_report_of_one_but_for_times(start: Start, tmp_path: Path) -> None:
-    """Only times and peaks may differ.  Captures and therefore accuracies have equal bits; kernels and launches too."""
+    """Captures and therefore accuracies have equal bits; kernels and launches are equal too."""
     words = ("run", "demo", "--seq", "4k", "--layers", "first:2", "--smallest-difference", "50%", *FAST)
-    for name, ranks in (("one", False), ("two", True)):
-        process = start(*words, "--out", name, ranks=ranks)
-        _, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-    one, two = (runs.read(tmp_path / name)[1] for name in ("one", "two"))
-    assert (one.ranks, two.ranks) == (1, 2)
-    assert all(case.timing for case in two.cases)
-    measured = {"timing", "speedup", "roofline"}
-
-    def rest(report: RunReport) -> dict[str, Any]:
-        cases = [case.model_dump(exclude=measured) for case in report.cases]
-        return same(report) | {"cases": sorted(cases, key=str), "ceilings": None, "model_peak_bytes": None}
-
-    assert rest(one) == rest(two)
+    one, two = ran(start, tmp_path, *words)
+    assert all(case.time_us for case in two.cases)
+    assert same(one, "samples") == same(two, "samples")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path: Path, killed: int) -> None:
     process = start("run", "demo", "--seq", "256", "--out", "run")
-    ranks = wait_for(lambda: ranks_of(process.pid) if (tmp_path / "run" / "report.json").exists() else None)
+    file = tmp_path / "run" / f"cases.{killed}.jsonl"
+    ranks = wait_for(lambda: ranks_of(process.pid) if file.exists() and file.stat().st_size else None)
     os.kill(ranks[killed], signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
-    report = runs.read(tmp_path / "run")[1]
-    assert report.state == "partial"
-    assert report.cases
-    assert f"Rank {killed} of 2 died before its share was done." in report.notes
+    report = reports.load(tmp_path / "run")[1]
+    assert not report.complete
     if killed == 1:
         assert "Rank 1 of 2 died before its share was done." in err

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from command_line import Answer
-from ssdprof.pipeline import limits, run
-from ssdprof.runs import document
-from ssdprof.schema import LayerCapture, RunReport, Serving
-from ssdprof.schema.outcome import at_precisions, outcome
 
-from ssdprof import runs
 from ssdprof.capture.manifest import is_capture, read_manifest
 from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Report
+from ssdprof.core.subject import LayerCapture, Serving
+from ssdprof.jobs import limits, run
+from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -21,10 +21,10 @@ FAST = ("--layers", "first:1", "--dtypes", "exact", "--states", "fp32")
 WHOLE = (*FAST, "--full")  # and the whole report
 
 
-def kinds(report: RunReport) -> Counter[tuple[str, str, int]]:
+def kinds(report: Report) -> Counter[tuple[str, str, int]]:
     """(kind of call, implementation, tokens of the call) -> number of cases."""
     return Counter(
-        (case.call.kind if case.call else "prompt", case.implementation, case.dims.seqlen) for case in report.cases
+        (case.call.kind if case.call else "prompt", case.implementation, case.seqlen) for case in report.cases
     )
 
 
@@ -47,9 +47,9 @@ def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(run, "cast_inputs", lambda inputs, _: (inputs, "1 of x became 0."))
     answer = Answer("run", "demo", "--seq", "24", "--chunked-prefill", "12", "--out", "a", *FAST)
     assert answer.code == 0, answer.err
-    _, report = runs.read("a")
-    name = report.captured_layers[0].name
-    assert [note for note in report.notes if "became 0" in note] == [
+    _, report = reports.load("a")
+    name = report.captured[0].name
+    assert [note for note in report.remarks if "became 0" in note] == [
         f"{name}, chunk {number} of 2 of 24 tokens: 1 of x became 0." for number in (1, 2)
     ]
 
@@ -60,18 +60,18 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
         "run", model, "--seq", "24", "--decode", "2", "--batch", "2", "--save-captures", "--out", "a", *WHOLE
     )
     assert answer.code == 0, answer.err
-    _, report = runs.read("a")
+    _, report = reports.load("a")
     assert kinds(report) == {
         ("prompt", "unfused", 24): 1,
         ("prompt", "fused", 24): 1,
         ("decode", "unfused_step", 1): 2,
         ("decode", "recurrent", 1): 2,
     }
-    assert {case.dims.batch for case in report.cases} == {2}
+    assert {case.batch for case in report.cases} == {2}
     assert report.prompts[0].serving == Serving(decode=2)
     assert report.prompts[0].batch == 2
     assert "2 pieces of it one after the other" in report.prompts[0].source
-    assert not report.answers  # not requested
+    assert not report.of_answers  # not requested
     assert outcome(report).passed
     for words in ("in decode steps after 2 x 24 tokens", "2 prompts side by side; 2 decode steps", "recurrent"):
         assert words in " ".join(answer.out.split())
@@ -79,7 +79,7 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     again = Answer("run", "a/captures", "--out", "b", "--dtypes", "exact", "--states", "fp32")
     assert again.code == 0, again.err
     assert "steps after 2 x 24  recurrent interpreter" in again.out
-    _, replayed = runs.read("b")
+    _, replayed = reports.load("b")
     assert kinds(replayed) == kinds(report)
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
     shown = Answer("accuracy", "b")
@@ -87,7 +87,7 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     assert "In decode steps after 2 x 24 tokens, recurrent may be used" in shown.out
     assert "in decode steps after 2 x 24 tokens" in Answer("export", "b").out
 
-    lost = report.model_copy(update={"cases": tuple(case for case in report.cases if case.call is None)})
+    lost = report.changed(cases=tuple(case for case in report.cases if case.call is None))
     assert outcome(lost).missing == 4
     assert not outcome(lost).passed
 
@@ -97,11 +97,11 @@ def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
         "run", "demo", "--seq", "16", "--layers", "first:1", "--dtypes", "relaxed", "--states", "bf16", "--decode", "1"
     )
     assert answer.code == 0, answer.err
-    _, report = runs.read(None)
+    _, report = reports.load(None)
     steps = [case for case in report.cases if case.call]
     assert {str(case.precision) for case in steps} == {"exact, fp32 states"}
-    relaxed = at_precisions(
-        report, {case.precision for case in report.cases if case.precision.intermediates != "exact"}
+    relaxed = report.restricted(
+        precisions={case.precision for case in report.cases if case.precision.intermediates != "exact"}
     )
     assert outcome(relaxed).passed
     assert not any(case.call for case in relaxed.cases)
@@ -111,23 +111,23 @@ def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
 def test_packed_sequences_are_one_call() -> None:
     answer = Answer("run", "demo-gdn", "--packed", "3x4-12", "--save-captures", "--out", "a", *WHOLE)
     assert answer.code == 0, answer.err
-    _, report = runs.read("a")
+    _, report = reports.load("a")
     lengths = report.prompts[0].serving.packed
     assert len(lengths) == 3
     assert all(4 <= length <= 12 for length in lengths)
     assert kinds(report) == {("packed", "unfused", sum(lengths)): 1, ("packed", "fused", sum(lengths)): 1}
-    assert any("went through the model one by one" in note for note in report.notes)
+    assert any("went through the model one by one" in note for note in report.remarks)
     assert f"at {sum(lengths)} tokens in 3 packed sequences" in " ".join(answer.out.split())
     again = Answer("run", "a/captures", "--out", "b", "--dtypes", "exact", "--states", "fp32")
     assert again.code == 0, again.err
-    assert [case.accuracy for case in runs.read("b")[1].cases] == [case.accuracy for case in report.cases]
+    assert [case.accuracy for case in reports.load("b")[1].cases] == [case.accuracy for case in report.cases]
 
 
 @pytest.mark.slow
 def test_chunks_are_calls_of_their_own() -> None:
     answer = Answer("run", "demo", "--seq", "40", "--chunked-prefill", "16", "--decode", "1", *WHOLE)
     assert answer.code == 0, answer.err
-    _, report = runs.read(None)
+    _, report = reports.load(None)
     assert kinds(report) == {
         ("chunk", "unfused", 16): 2,
         ("chunk", "fused", 16): 2,
@@ -146,15 +146,14 @@ def test_chunks_are_calls_of_their_own() -> None:
 def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str) -> None:
     answer = Answer("run", model, "--seq", "24", "--tensor-parallel", "2", "--save-captures", "--out", "a", *FAST)
     assert answer.code == 0, answer.err
-    _, report = runs.read("a")
-    assert report.asked is not None
-    assert report.asked.tensor_parallel == 2
-    assert {case.dims.words[: len(words)] for case in report.cases} == {words}
-    assert any("first of 2 tensor-parallel ranks" in note for note in report.notes)
+    _, report = reports.load("a")
+    assert report.tensor_parallel == 2
+    assert {case.dims.words[: len(words)] for case in report.cases if case.dims} == {words}
+    assert any("first of 2 tensor-parallel ranks" in note for note in report.remarks)
     assert "the first of 2 tensor-parallel ranks" in answer.out
     again = Answer("run", "a/captures", "--tensor-parallel", "2", "--out", "b", "--dtypes", "exact", "--states", "fp32")
     assert again.code == 0, again.err
-    assert [case.accuracy for case in runs.read("b")[1].cases] == [case.accuracy for case in report.cases]
+    assert [case.accuracy for case in reports.load("b")[1].cases] == [case.accuracy for case in report.cases]
     for place in (model, "a/captures"):
         refused = Answer("run", place, *(("--seq", "24") if place == model else ()), "--tensor-parallel", "3")
         assert refused.code == 2
@@ -252,28 +251,3 @@ def test_a_dry_run_says_how_the_prompts_are_served() -> None:
     packed = Answer("capture", "demo", "--packed", "5x4-8", "--dry-run")
     assert "5 packed sequences of" in packed.out
     assert "served" not in Answer("run", "demo", "--seq", "24", "--dry-run").out
-
-
-def test_reports_and_captures_from_before_are_read() -> None:
-    assert Answer("run", "demo", "--seq", "16", "--save-captures", "--out", "a", *FAST).code == 0
-    _, report = runs.read("a")
-    old = json.loads(document.dump(report))
-    for case in old["cases"]:
-        del case["call"]
-    for prompt in old["prompts"]:
-        del prompt["serving"]
-    del old["asked"]["steps"], old["asked"]["tensor_parallel"]
-    assert document.load(json.dumps(old)) == report
-    file = Path("a/captures/manifest.json")
-    manifest = json.loads(file.read_text())
-    for layer in manifest["layers"]:
-        del layer["call"]
-    for prompt in manifest["prompts"]:
-        del prompt["serving"]
-    before = read_manifest(Path("a/captures"))
-    file.write_text(json.dumps(manifest))
-    assert read_manifest(Path("a/captures")) == before
-    file.write_text(json.dumps(manifest | {"prompts": []}))
-    answer = Answer("run", "a/captures", "--dry-run")
-    assert answer.code == 2
-    assert "is damaged: it names no prompt" in answer.err

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers as tf
-
 from ssdprof.core.subject import CheckpointRef, LayerRef
 
 VOCAB = 128

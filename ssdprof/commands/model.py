@@ -27,8 +27,7 @@ from ssdprof.jobs.stalls import profile_run
 from ssdprof.jobs.subject import Stored, Subject
 from ssdprof.operators.implementations import refuse_unknown
 from ssdprof.progress import Unwatched
-from ssdprof.report import brief
-from ssdprof.report import stalls as stall_document
+from ssdprof.report import brief, stalls
 from ssdprof.report import terminal as tables
 from ssdprof.report.document import compose
 from ssdprof.report.statements import verdict_lines
@@ -117,7 +116,7 @@ def _stalls(request: CaptureRequest, folder: Path, report: Report, tuned: Path |
         return
     if not as_json:
         lines = map(tables.verdict, verdict_lines(report))
-        terminal.out().print(tables.render(stall_document.compose(found)), *lines, sep="\n")
+        terminal.out().print(tables.render(stalls.compose(found)), *lines, sep="\n")
     terminal.err().print(f"Stalls are in {folder / stall_files.FOLDER}.")
 
 

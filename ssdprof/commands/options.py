@@ -546,9 +546,9 @@ class Models:
 
 @options
 class Schemas:
-    """Print the JSON schema of a document that --json prints, or the names of these documents."""
+    """Print the JSON schema of what a command prints with --json."""
 
-    name: str | None = argument(None, "NAME", "Of the document.", shown="list all names")
+    name: str | None = argument(None, "NAME", "Which schema; without it, list them.", shown=True)
 
 
 @options

@@ -40,7 +40,8 @@ from ssdprof.jobs.request import (
 )
 from ssdprof.jobs.subject import Stored, Subject, captures_of, find, find_to_replay, refuse_large
 from ssdprof.operators.generate import Cell, InputDType, Tokens
-from ssdprof.store.ranks import Ranks, join
+from ssdprof.store.ranks import Ranks, follows, join
+from ssdprof.store.reports import check_folder
 
 Precisions = Callable[[DType], tuple[PrecisionRecord, ...]]
 
@@ -130,7 +131,9 @@ def run(options: Run) -> tuple[CaptureRequest, ReplayRequest, Subject | Stored, 
     alone = ("--answers", "--stalls", "--prefill", "--save-captures")
     refuse_ranks(*(name for name in alone if getattr(options, name[2:].replace("-", "_"))))
     ranks = join()
-    return (request, replay, find_to_replay(request, save_captures=options.save_captures, whole=options.answers), ranks)
+    if not options.dry_run and (ranks is None or ranks.first):
+        check_folder(options.out)
+    return request, replay, find_to_replay(request, save_captures=options.save_captures, whole=options.answers), ranks
 
 
 def capture(options: Capture) -> tuple[CaptureRequest, Subject]:
@@ -161,6 +164,8 @@ def answers(options: Answers) -> tuple[CaptureRequest, AnswersRequest, Subject]:
             gates=options.gate or (),
         ),
     )
+    if not options.dry_run:
+        check_folder(options.out)
     subject = find(request, whole=True)
     refuse_large(subject)
     return request, wanted, subject
@@ -173,6 +178,7 @@ def prefill(options: Prefill) -> tuple[CaptureRequest, tuple[str, ...], float, t
     names = parse_implementations("--impl", f"{options.impl},{options.against}" if options.against else options.impl)
     smallest = parse_percent("--smallest-difference", options.smallest_difference)
     given = of_options(min_speedup=options.min_speedup, gates=options.gate or ())
+    check_folder(options.out)
     return request, names, smallest, settings.gates(options.config, given, prefill=True)
 
 
@@ -206,6 +212,8 @@ def bench(options: Bench) -> BenchWords:
     libraries = tuple(dict.fromkeys(against))
     also = parse_implementations("--also", options.also) if options.also else ()
     states = None if options.states is None else parse_states(options.states)
+    if not follows():
+        check_folder(options.out)
     return BenchWords(
         cells=expand(shapes, parse_dtypes(options.dtype), tokens, options.layout),
         too_large=too_large,

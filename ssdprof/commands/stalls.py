@@ -13,7 +13,7 @@ from ssdprof.errors import ExitCode
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.stalls import StallRequest, from_files, profile
 from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
-from ssdprof.report import stalls as stall_document
+from ssdprof.report.stalls import compose
 from ssdprof.report.terminal import render
 from ssdprof.store.tuned import use_saved
 
@@ -45,7 +45,7 @@ def stalls(options: Stalls, asked: tuple[tuple[str, ...], int | None]) -> None:
     if options.json:
         print(stall_files.dump(report))
     else:
-        terminal.out().print(render(stall_document.compose(report), rest="--markdown FILE"))
+        terminal.out().print(render(compose(report), rest="--markdown FILE"))
     for written in (folder, options.markdown):
         if written is not None:
             terminal.err().print(output.kept(written))

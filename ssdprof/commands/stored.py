@@ -1,10 +1,11 @@
-"""`ssdprof runs`, `accuracy`, `export`, `compare` and `schemas`: they read stored reports, and import no torch."""
+"""`ssdprof runs`, `accuracy`, `export`, `compare`, `models` and `schemas`: they read what is stored, without torch."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -12,17 +13,20 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from ssdprof import files, settings
+from ssdprof import files, operators, settings
+from ssdprof.checkpoint.names import FAMILIES, Family
 from ssdprof.commands import options, output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import Record, precisions_for
 from ssdprof.core.conditions import of_options, parse_fail_if, parse_percent
 from ssdprof.core.report import Report
+from ssdprof.core.words import MISSING
 from ssdprof.errors import BadInputError, SsdprofError, nearest
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.request import parse_implementations, parse_states
-from ssdprof.report import brief, comparison, exports, html, markdown
+from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.document import compose
+from ssdprof.report.table import Table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
 
@@ -145,16 +149,16 @@ def export(options: options.Export) -> None:
 def _markdown(folder: Path, report: Report, target: Path | None) -> str:
     """With the stalls of a run.  Pictures are written next to the target."""
     text = markdown.render(compose(report))
-    stalls = stall_files.of_run(folder)
-    if stalls is None:
+    profiled = stall_files.of_run(folder)
+    if profiled is None:
         return text
-    figures = stall_files.write_pictures(target, stalls) if target else {}
-    return f"{text}\n{stall_files.as_markdown(stalls, figures)}"
+    figures = stall_files.write_pictures(target, profiled) if target else {}
+    return f"{text}\n{stall_files.as_markdown(profiled, figures)}"
 
 
 _FORMATS: dict[str, Callable[[Path, Report, Path | None], str]] = {
     "markdown": _markdown,
-    "html": lambda _, report, __: html.render(report),
+    "html": lambda folder, report, _: html.render(report, stall_files.of_run(folder)),
     "json": lambda _, report, __: reports.dump(report),
     "junit": lambda _, report, __: exports.junit(report),
     "csv": lambda _, report, __: exports.csv(report),
@@ -200,9 +204,11 @@ def compare(options: options.Compare) -> None:
     conditions = [parse_fail_if(text) for text in (stored.fail_if if options.fail_if is None else options.fail_if)]
     smallest = parse_percent("--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%")
     target = _target(options.output, force=options.force)
-    base, new = ((name, reports.load(name)[1]) for name in (options.base, options.new))
-    found = pairs.compare(base, new, smallest_difference=smallest, conditions=conditions)
-    document, as_json = comparison.compose(found), options.json or options.format == "json"
+    (one, base), (other, new) = reports.load(options.base), reports.load(options.new)
+    sides = (options.base, base), (options.new, new)
+    found = pairs.compare(*sides, smallest_difference=smallest, conditions=conditions)
+    changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
+    document, as_json = comparison.compose(found, tuple(changes)), options.json or options.format == "json"
     if target is not None or as_json or options.format:
         text = pairs.DOCUMENT.dump_json(found, indent=1).decode() if as_json else markdown.render(document)
         _write(text, target, force=options.force)
@@ -215,36 +221,71 @@ def compare(options: options.Compare) -> None:
         output.fail(offences)
 
 
+# --- models
+
+
+def models(options: options.Models) -> None:
+    if options.json:
+        terminal.print_json([asdict(row) for row in FAMILIES])
+        return
+    for row in FAMILIES:
+        terminal.out().print(SplitTable(_table(row)), "")
+
+
+def _table(row: Family) -> Table:
+    outline = operators.outline(row.operator)
+    return Table(
+        title=f"{row.title}: {outline.title}, model type {row.model_type}",
+        headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),
+        rows=tuple(
+            (
+                known.repo,
+                f"{known.parameters / 1e9:g} B",
+                f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
+                f"{known.trained_context:,}" if known.trained_context else MISSING,
+                outline.words.format(**known.dims) if known.dims else "?",
+            )
+            for known in row.checkpoints
+        ),
+        align=("left", "right", "right", "right", "left"),
+        note=f"{' or '.join(row.typed)} takes {row.flagship}." if row.typed else "",
+    )
+
+
 # --- schemas
 
-_SCHEMAS = {  # [] after a type: the document is a list
-    "report": "ssdprof.core.report:Report",
-    "comparison": "ssdprof.core.pairs:Comparison",
-    "runs": "ssdprof.commands.stored:ListedRun[]",
-    "dry-run": "ssdprof.core.subject:DryRun",
-    "capture": "ssdprof.commands.model:StoredCapture",
-    "stalls": "ssdprof.jobs.stall_files:StallReport",
-    "tune": "ssdprof.core.tuned:TuneReport",
-    "tune-dry-run": "ssdprof.core.tuned:PlannedSearch[]",
-    "models": "ssdprof.checkpoint.names:Family[]",
-    "doctor": "ssdprof.environment.doctor:Check[]",
-    "settings": "ssdprof.settings:ProjectSettings",
+# Name -> the commands that print such a document, and its type, [] after it for a list of them.
+# A version in a name is also a field of the document.
+_DRY = "run --dry-run, capture --dry-run, answers --dry-run"
+SCHEMAS = {
+    "report-v3": ("run, accuracy, answers, prefill, bench, export", "ssdprof.core.report:Report"),
+    "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
+    "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
+    "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
+    "runs": ("runs", "ssdprof.commands.stored:ListedRun[]"),
+    "stalls-v3": ("stalls", "ssdprof.core.stalls:StallReport"),
+    "tune-v3": ("tune", "ssdprof.core.tuned:TuneReport"),
+    "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearch[]"),
+    "models": ("models", "ssdprof.checkpoint.names:Family[]"),
+    "settings-v1": ("", "ssdprof.settings:ProjectSettings"),
+    "doctor": ("doctor", "ssdprof.environment.doctor:Check[]"),
 }
 
 
 def schema(name: str) -> dict[str, Any]:
     """The JSON schema of a document.  BadInputError for an unknown name."""
-    if name not in _SCHEMAS:
-        raise BadInputError(f"There is no document {name!r}.", nearest(name, _SCHEMAS))
-    kind: Any = resolve_name(_SCHEMAS[name].removesuffix("[]"))
-    adapter: TypeAdapter[Any] = TypeAdapter(list[kind] if _SCHEMAS[name].endswith("[]") else kind)
-    mode: Literal["validation", "serialization"] = "validation" if name == "settings" else "serialization"
-    title = f"ssdprof {name.replace('-', ' ')}"
-    return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode=mode), "title": title}
+    if name not in SCHEMAS:
+        raise BadInputError(f"There is no schema {name!r}.", nearest(name, SCHEMAS))
+    path = SCHEMAS[name][1]
+    kind: Any = resolve_name(path.removesuffix("[]"))
+    adapter: TypeAdapter[Any] = TypeAdapter(list[kind] if path.endswith("[]") else kind)
+    title = f"ssdprof {name.partition('-v')[0].replace('-', ' ')}"
+    return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode="serialization"), "title": title}
 
 
 def schemas(options: options.Schemas) -> None:
-    if options.name is None:
-        print(*_SCHEMAS, sep="\n")
-    else:
+    if options.name is not None:
         print(json.dumps(schema(options.name), indent=1, sort_keys=True))
+        return
+    for name, (printed_by, _) in SCHEMAS.items():
+        print(f"{name:15} {printed_by}".rstrip())

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ssdprof.core.base import TOLERANCES, Clock
+from ssdprof.core.base import TOLERANCES
 from ssdprof.core.case import AnswerBand, Case
 from ssdprof.core.report import Condition, Report, Verdict
 from ssdprof.core.statistics import Estimate
@@ -38,7 +38,7 @@ class Metric:
     lacks: why not, in words.  says: (case, value, limit) -> the value that breaks a limit, in words.
     applies: whether it is of a case.  places: what @ may name; None: any implementation.
     more: more is better.  percent: an absolute limit is in percent.  unit: of values.
-    relative: a change without "base" is in percent.
+    relative: a change without "base" is in percent.  changes: the value that changes are of; None: that of `of`.
     """
 
     of: Callable[[Case, str, Report], Value | None]
@@ -50,6 +50,7 @@ class Metric:
     percent: bool = False
     unit: str = ""
     relative: bool = False
+    changes: Callable[[Case, str, Report], Value | None] | None = None
 
 
 def _call(case: Case) -> bool:
@@ -62,10 +63,6 @@ def _timed(case: Case) -> bool:
 
 def _band(case: Case) -> AnswerBand | None:
     return case.answers.bands[0] if case.answers and case.answers.bands else None
-
-
-def _clock(where: str) -> Clock | None:
-    return {"call": "call", "device": "device"}.get(where)  # type: ignore[return-value]
 
 
 def _time(case: Case, where: str, _report: Report) -> Estimate | None:
@@ -124,6 +121,7 @@ METRICS: dict[str, Metric] = {
         says=lambda _case, value, _: "the floor is 0" if math.isinf(value) else f"{value:.5g} times the floor",
         applies=_call,
         relative=True,
+        changes=lambda case, _where, _report: out.vs_oracle.rms_ratio if (out := case.tensor("out")) else None,
     ),
     "memory": Metric(
         of=lambda case, _where, _report: case.memory.workspace_bytes if case.memory else None,

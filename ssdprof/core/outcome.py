@@ -65,15 +65,6 @@ def exact_answer_is_finite(case: Case) -> bool:
     return not any(tensor.floor.nonfinite for tensor in case.accuracy)
 
 
-_WHAT = {
-    "run": "this run",
-    "bench": "this bench",
-    "prefill": "the command",
-    "answers": "this run",
-    "tune": "the command",
-}
-
-
 def _ended_early(report: Report) -> str:
     if not report.complete:
         names = {"bench": "this bench", "prefill": "the command", "tune": "the command"}

@@ -57,7 +57,7 @@ class Difference:
         return f"other {self.what}: {self.base}, now {self.new}"
 
 
-def _values(case: Case | None) -> dict[str, str | float | None] | None:
+def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
     """What the document has of a case: times in us, and the output's errors against the fp64 oracle."""
     if case is None:
         return None
@@ -73,7 +73,7 @@ def _values(case: Case | None) -> dict[str, str | float | None] | None:
     }
 
 
-_Case = Annotated[Case | None, PlainSerializer(_values, return_type=dict[str, str | float | None] | None)]
+_Case = Annotated[Case | None, PlainSerializer(_values, return_type=dict[str, str | int | float | None] | None)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,8 +392,8 @@ def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
         return "" if holds else metric.says(new, value, condition)
     if condition.metric in (*SLOWER, "time", "speedup"):
         return _slower(condition, pair, new)
-    before = _number(metric.of(base, condition.at, report))
-    now = _number(metric.of(new, condition.at, report))
+    of = metric.changes or metric.of
+    before, now = (_number(of(case, condition.at, report)) for case in (base, new))
     if before is None or pair.other_inputs:
         return None
     if now is None:

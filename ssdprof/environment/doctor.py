@@ -21,7 +21,7 @@ from ssdprof.core.words import size_words
 from ssdprof.environment.machine import current_uuid, gpu, gpu_memory, installed_version, read_clocks
 from ssdprof.environment.toolchain import find_ncu, needs, others_on_gpu, unusable_gpu
 from ssdprof.errors import MissingCapabilityError, masked
-from ssdprof.kernels import _triton
+from ssdprof.kernels.device import INTERPRETED
 
 Status = Literal["ok", "warn", "missing"]
 _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
@@ -114,7 +114,7 @@ def _company(gpu_name: str) -> Iterator[Check]:
 
 def _kernels() -> Check:
     usable = torch.cuda.is_available()
-    if _triton.INTERPRETED:
+    if INTERPRETED:
         slow = "Results are correct but slow to compute; nothing is timed."
         hint = "Unset TRITON_INTERPRET to use the GPU." if usable else slow
         return _check("kernels", "warn", "run in Triton's interpreter", hint)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ssdprof import files
 from ssdprof.core.stalls import STALLS_VERSION, StallReport
 from ssdprof.errors import BadInputError
-from ssdprof.report import markdown, stalls
+from ssdprof.report import markdown, plots, stalls
 
 FOLDER = "stalls"  # in a run's folder
 RECORD = "stalls.json"
@@ -44,7 +44,7 @@ def of_run(folder: Path) -> StallReport | None:
 
 def as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
     """figures: title -> file name of a picture in the Markdown's folder, from `write_pictures`."""
-    return markdown.render(stalls.compose(report, figures or {}))
+    return markdown.render(stalls.compose(report, figures))
 
 
 def write(folder: Path, report: StallReport) -> None:
@@ -75,4 +75,4 @@ def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
     """Part of a file's name -> (title, SVG)."""
-    return {files.safe_name(name): picture for name, picture in stalls.pictures(report).items()}
+    return {files.safe_name(name): picture for name, picture in plots.of_stalls(report).items()}

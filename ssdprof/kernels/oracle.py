@@ -14,7 +14,7 @@ ORACLE_CHUNK = 64  # positions per chunk of the chunked forms: takes little work
 
 
 @dataclass(frozen=True, kw_only=True)
-class OracleBlock:
+class OutputBlock:
     """A block of the output, and the state after it.
 
     out:   (stop - start, heads, values), the output at positions start..stop of row `batch`
@@ -32,7 +32,7 @@ class OracleBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class SequenceSpan:
     """Positions start..stop of one sequence, in row `batch`."""
 
     sequence: int
@@ -40,27 +40,29 @@ class Span:
     start: int
     stop: int
 
-    def cut(self, block: int) -> Iterator[Span]:
+    def cut(self, block: int) -> Iterator[SequenceSpan]:
         """Pieces of at most `block` positions, in order.  An empty span has one empty piece."""
         for start in range(self.start, max(self.stop, self.start + 1), block):
             stop = min(start + block, self.stop)
-            yield Span(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
+            yield SequenceSpan(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
 
 
-def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[Span]:
+def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[SequenceSpan]:
     """The sequences of a (batch, length, ...) tensor, in order.
 
     Reads cu_seqlens on the host.  Raises ValueError if its values are not 0 = c_0 <= c_1 <= ... = length.
     """
     if cu_seqlens is None:
-        return [Span(sequence=row, batch=row, start=0, stop=length) for row in range(batch)]
+        return [SequenceSpan(sequence=row, batch=row, start=0, stop=length) for row in range(batch)]
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must rise from 0 to {length}")
-    return [Span(sequence=i, batch=0, start=start, stop=stop) for i, (start, stop) in enumerate(pairwise(bounds))]
+    return [
+        SequenceSpan(sequence=i, batch=0, start=start, stop=stop) for i, (start, stop) in enumerate(pairwise(bounds))
+    ]
 
 
-def collect(blocks: Iterable[OracleBlock], out: torch.Tensor, final_states: torch.Tensor) -> None:
+def collect(blocks: Iterable[OutputBlock], out: torch.Tensor, final_states: torch.Tensor) -> None:
     """Write the blocks to `out`, and the states after the sequences to `final_states`."""
     for block in blocks:
         out[block.batch, block.start : block.stop] = block.out

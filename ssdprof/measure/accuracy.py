@@ -158,13 +158,13 @@ class _TensorSums(Generic[K]):
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
-            budget=tuple(self._budget_use(key, eps, norm) for norm in ("max", "rms")),
+            budget=tuple(use for norm in ("max", "rms") if (use := self._budget_use(key, eps, norm))),
             coarser=self._coarser_than(key, claimed) if of_states else None,
             claimed=dtype_name(claimed) if of_states else None,
         )
 
-    def _budget_use(self, key: K, eps: torch.Tensor, norm: Literal["max", "rms"]) -> BudgetUse:
-        """Of the head that uses most of its budget."""
+    def _budget_use(self, key: K, eps: torch.Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
+        """Of the head that uses most of its budget.  None without a budget: the exact output is not finite."""
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._low[self._candidates[key].precision]
 
@@ -174,6 +174,8 @@ class _TensorSums(Generic[K]):
         error = size(deviation.error)
         budget = 2 * (size(low) + eps * size(high) + FLUSHED)
         head = int((error / budget).argmax())
+        if not bool(budget[head].isfinite()):
+            return None
         return BudgetUse(
             norm=norm,
             head=head,

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels import adapters as packages
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.kernels.gdn.inputs import GDNInputs
-    from ssdprof.kernels.oracle import OracleBlock
+    from ssdprof.kernels.oracle import OutputBlock
     from ssdprof.kernels.precision import Precision
     from ssdprof.operators import gdn_tuning
 else:
@@ -107,7 +107,7 @@ STAGES = Stages(
         "step_state",
         "step_output",
         "ahead",
-    ),
+    ),  # fmt: skip
     words={
         "setup.load": "loading the initial state",
         "setup.store": "storing the final state",
@@ -121,23 +121,29 @@ STAGES = Stages(
     },
     ahead=frozenset({"ahead"}),
     kernels={
-        "_gdn_qk_l2norm_kernel": "unfused",
-        "_gdn_gate_cumsum_kernel": "unfused",
-        "_gdn_scaled_dot_kkt_kernel": "unfused",
-        "_gdn_solve_tril_kernel": "unfused",
-        "_gdn_recompute_w_u_kernel": "unfused",
-        "_gdn_chunk_state_kernel": "unfused",
-        "_gdn_chunk_output_kernel": "unfused",
-        "_gdn_factors_kernel": "fused",
-        "_gdn_scan_kernel": "fused",
-        "_gdn_recurrent_kernel": "recurrent",
-        "_gdn_step_write_kernel": "unfused_step",
-        "_gdn_step_state_kernel": "unfused_step",
-        "_gdn_step_output_kernel": "unfused_step",
-        "_prep_kernel": "fused",
-        "_parts_kernel": "fused",
-        "_combine_kernel": "fused",
-        "_hopper_kernel": "fused",
+        kernel: implementation
+        for implementation, own in {
+            "unfused": (
+                "_gdn_qk_l2norm_kernel",
+                "_gdn_gate_cumsum_kernel",
+                "_gdn_scaled_dot_kkt_kernel",
+                "_gdn_solve_tril_kernel",
+                "_gdn_recompute_w_u_kernel",
+                "_gdn_chunk_state_kernel",
+                "_gdn_chunk_output_kernel",
+            ),  # fmt: skip
+            "fused": (
+                "_gdn_factors_kernel",
+                "_gdn_scan_kernel",
+                "_prep_kernel",
+                "_parts_kernel",
+                "_combine_kernel",
+                "_hopper_kernel",
+            ),  # fmt: skip
+            "recurrent": ("_gdn_recurrent_kernel",),
+            "unfused_step": ("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
+        }.items()
+        for kernel in own
     },
     sources=known_sources("gdn"),
 )
@@ -319,7 +325,7 @@ def forms(inputs: GDNInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: GDNInputs, length: int) -> Iterator[OracleBlock]:
+def blocks(inputs: GDNInputs, length: int) -> Iterator[OutputBlock]:
     """The oracle, `length` positions at a time."""
     return reference.gdn_blocks(inputs, torch.float64, block=length)
 

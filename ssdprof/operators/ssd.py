@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ssdprof.kernels.oracle import OracleBlock
+    from ssdprof.kernels.oracle import OutputBlock
     from ssdprof.kernels.precision import Precision
     from ssdprof.kernels.ssd import adapters, reference
     from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -81,7 +81,7 @@ STAGES = Stages(
         "waiting",
         "waiting.chunk",
         "waiting.scores",
-        "waiting.half",  # of kernels until November 2026
+        "waiting.half",
         "waiting.gates",
         "chunk_state",
         "chunk_state.first_pass",
@@ -97,7 +97,7 @@ STAGES = Stages(
         "step_state",
         "step_output",
         "ahead",
-    ),
+    ),  # fmt: skip
     words={
         "setup.load": "loading the initial state",
         "setup.store": "storing the final state",
@@ -116,17 +116,21 @@ STAGES = Stages(
     },
     ahead=frozenset({"ahead"}),
     kernels={
-        "_fused_hopper_kernel": "fused",
-        "_fused_kernel": "fused",
-        "_chunk_table_kernel": "unfused",
-        "_chunk_cumsum_kernel": "unfused",
-        "_chunk_state_kernel": "unfused",
-        "_state_passing_kernel": "unfused",
-        "_bmm_chunk_kernel": "unfused",
-        "_chunk_scan_kernel": "unfused",
-        "_ssd_recurrent_kernel": "recurrent",
-        "_ssd_step_state_kernel": "unfused_step",
-        "_ssd_step_output_kernel": "unfused_step",
+        kernel: implementation
+        for implementation, own in {
+            "fused": ("_fused_hopper_kernel", "_fused_kernel"),
+            "unfused": (
+                "_chunk_table_kernel",
+                "_chunk_cumsum_kernel",
+                "_chunk_state_kernel",
+                "_state_passing_kernel",
+                "_bmm_chunk_kernel",
+                "_chunk_scan_kernel",
+            ),  # fmt: skip
+            "recurrent": ("_ssd_recurrent_kernel",),
+            "unfused_step": ("_ssd_step_state_kernel", "_ssd_step_output_kernel"),
+        }.items()
+        for kernel in own
     },
     sources=known_sources("ssd"),
 )
@@ -350,7 +354,7 @@ def forms(inputs: SSDInputs) -> tuple[Form, Form]:
     )
 
 
-def blocks(inputs: SSDInputs, length: int) -> Iterator[OracleBlock]:
+def blocks(inputs: SSDInputs, length: int) -> Iterator[OutputBlock]:
     """The oracle, `length` positions at a time."""
     return reference.ssd_blocks(inputs, torch.float64, block=length)
 

@@ -13,6 +13,7 @@ from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.calls import PRECISION, SHOWN
 from ssdprof.report.facts import environment_versions, tuned
+from ssdprof.report.groups import Against, deviation
 from ssdprof.report.table import Column, Table, facts, strings, table, text
 
 T = TypeVar("T")
@@ -150,11 +151,7 @@ class _Match(NamedTuple):
 
 def _matches(grid: Grid) -> Iterator[Table]:
     """The share of each output that matches another implementation and the fp64 oracle, with the floor."""
-    against = {
-        "match": lambda one: one.vs_baseline,
-        "fp64": lambda one: one.vs_oracle,
-        "floor": lambda one: one.floor,
-    }  # fmt: skip
+    against: dict[str, Against] = {"match": "vs_baseline", "fp64": "vs_oracle", "floor": "floor"}
     columns: list[Column[_Match]] = [
         text("sequences x\ntokens", lambda row: row.case.size),
         text("implementation", lambda row: row.case.kernel),
@@ -162,11 +159,11 @@ def _matches(grid: Grid) -> Iterator[Table]:
         text("tensor", lambda row: SHOWN[row.tensor.tensor]),
         text("matched with", lambda row: found.against if (found := row.tensor.vs_baseline) else fmt.MISSING),
     ]
-    for what, of in against.items():
+    for what, which in against.items():
         for tolerance in TOLERANCES:
 
-            def cell(row: _Match, of=of, tolerance: float = tolerance) -> str:  # type: ignore[no-untyped-def]
-                found = of(row.tensor)
+            def cell(row: _Match, which: Against = which, tolerance: float = tolerance) -> str:
+                found = deviation(row.tensor, which)
                 return fmt.percent(found.match_pct(tolerance) if found else None)
 
             columns.append(Column(f"{what}\n@ {fmt.tolerance(tolerance)}", cell))

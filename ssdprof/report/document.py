@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
 from ssdprof.report import bench, calls, model
-from ssdprof.report.facts import caveats, gpu_name, meanings, origin, throttled, what_ran
+from ssdprof.report.facts import caveats, gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import groups, tokens_of
 from ssdprof.report.statements import statements, verdict_lines
 from ssdprof.report.table import Document, Note, Section, facts, section
@@ -26,7 +26,7 @@ def compose(report: Report) -> Document:
         origin=origin(report),
         verdict=verdict_lines(report),
         summary=statements(report),
-        caveats=(*throttled(report.clocks), *report.remarks) if report.kind == "prefill" else caveats(report),
+        caveats=caveats(report),
         sections=tuple(one for one in sections if one.blocks),
         tables_only=of_bench,
     )

@@ -5,30 +5,30 @@ No row is folded or left out: each case has its own.
 
 from __future__ import annotations
 
-import csv as csv_format
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from csv import DictWriter
 from typing import get_args
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from ssdprof.core import statistics
 from ssdprof.core import words as fmt
-from ssdprof.core.base import TOLERANCES, Clock, PartName, TensorName
-from ssdprof.core.case import Accuracy, AnswerBand, Case, Deviation
+from ssdprof.core.base import EXACT_FP32, TOLERANCES, Clock, PartName
+from ssdprof.core.case import AnswerBand, Case
 from ssdprof.core.conditions import judged
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
-from ssdprof.core.statistics import Estimate, Spread
+from ssdprof.core.statistics import Estimate
+from ssdprof.core.subject import Dims, LayerRef
 from ssdprof.report import markdown
+from ssdprof.report.calls import SHOWN
 from ssdprof.report.document import compose
 from ssdprof.report.facts import caveats, gpu_name
 from ssdprof.report.model import prefill_failures
 from ssdprof.report.statements import by_gate, errors, incomplete, verdict_lines
-
-Field = tuple[str, Callable[[Case], object]]  # header with its unit; case -> value
 
 SUMMARY_BYTES = 1024 * 1024  # of a step of GitHub Actions; GitHub shows nothing of a longer one
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
@@ -70,113 +70,73 @@ def _caveats(report: Report) -> tuple[str, ...]:
 
 # --- CSV
 
+Row = dict[str, object]  # header, with its unit -> value
+_EMPTY = Case(
+    layer=LayerRef(index=0, name="", operator=""),
+    dims=Dims(operator="", batch=1, seqlen=1, chunk_size=None, dtype="fp32", sizes={}, words=""),
+    batch=1,
+    seqlen=1,
+    implementation="",
+    precision=EXACT_FP32,
+    status="failed",
+)  # for the headers of a report without cases
+
 
 def csv(report: Report) -> str:
     """A row per case, for a spreadsheet or a data frame.  Columns are named as in the report's tables, with units.
 
     Missing values are empty; floats have their stored precision."""
-    found = (
-        *_PLACES[kind(report)](report),
-        *_NAMES,
-        *(_of_prefill(report) if report.kind == "prefill" else _of_calls(report)),
-        *(_ANSWERS if kind(report) == "run" else ()),
-    )
     text = io.StringIO()
-    writer = csv_format.writer(text, lineterminator="\n")
-    writer.writerow([name for name, _ in found])
-    writer.writerows([of(case) for _, of in found] for case in rows(report))
+    writer = DictWriter(text, list(_row(report, _EMPTY)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(_row(report, case) for case in rows(report))
     return text.getvalue()
 
 
-def _of(part: str, name: str) -> Callable[[Case], object]:
-    """A field of a part of a case; None without that part."""
-    return lambda case: getattr(getattr(case, part), name, None)
-
-
-def _place_of_run(report: Report) -> Iterator[Field]:
-    yield "run", lambda _: report.id
-    yield "model", lambda _: report.subject
-    yield "GPU", lambda _: gpu_name(report.environment)
-    yield "layer", lambda case: case.layer.index if case.layer else "all"
-    yield "call", lambda case: case.call or ""
-    yield "tokens", lambda case: case.seqlen
-    yield "batch", lambda case: case.batch
-    yield "dimensions", lambda case: case.dims or ""
-
-
-def _place_of_bench(report: Report) -> Iterator[Field]:
-    def inputs(case: Case) -> str:
-        return ", ".join((case.dims.dtype, *case.drawn.ways, case.drawn.layout)) if case.dims and case.drawn else ""
-
-    yield "bench", lambda _: report.created
-    yield "operator", lambda _: report.subject
-    yield "GPU", lambda _: gpu_name(report.environment)
-    yield "shape", _of("drawn", "shape")
-    yield "inputs", inputs
-    yield "sequences x tokens", _of("drawn", "tokens")
-    yield "tokens", lambda case: case.seqlen
-    yield "batch", lambda case: case.batch
-    yield "dimensions", lambda case: case.dims
-    yield "chunk size", lambda case: case.chunk_size
-
-
-def _place_of_prefill(report: Report) -> Iterator[Field]:
-    yield "prefill", lambda _: report.created
-    yield "model", lambda _: report.subject
-    yield "GPU", lambda _: gpu_name(report.environment)
-    yield "layers", _of("prefill", "layers")
-    yield "tokens", lambda case: case.seqlen
-    yield "batch", lambda case: case.batch
-    yield "segment length", _of("prefill", "segment_length")
-    yield "convolution and norm", _of("prefill", "conv_and_norm")
-
-
-_PLACES = {"run": _place_of_run, "bench": _place_of_bench, "prefill": _place_of_prefill}
-_NAMES: tuple[Field, ...] = (
-    ("implementation", lambda case: case.implementation),
-    ("kernel", lambda case: _kernel(case)),
-    ("intermediates", lambda case: case.precision.intermediates),
-    ("states", lambda case: case.precision.state_dtype),
-    ("status", lambda case: case.result),
-    ("reason", lambda case: case.why),
-)
-
-
-def _kernel(case: Case) -> str:
+def _row(report: Report, case: Case) -> Row:
     version = case.version if case.prefill else ""
-    return " ".join(dict.fromkeys(word for word in (case.variant, version) if word))
+    names = {
+        "implementation": case.implementation,
+        "kernel": " ".join(dict.fromkeys(word for word in (case.variant, version) if word)),
+        "intermediates": case.precision.intermediates,
+        "states": case.precision.state_dtype,
+        "status": case.result,
+        "reason": case.why,
+        "baseline": _baseline(report, case),
+    }
+    if report.kind == "prefill":
+        return _place(report, case) | names | _prefill(report, case)
+    return _place(report, case) | names | _call(report, case) | (_answers(case) if kind(report) == "run" else {})
 
 
-def _of_calls(report: Report) -> Iterator[Field]:
-    yield "baseline", lambda case: _baseline(report, case)
-    for clock in get_args(Clock)[::-1]:
-        yield from _speedup(report, clock)
-        yield f"verdict, {clock}", lambda case, clock=clock: report.faster(case, clock)  # type: ignore[misc]
-    for clock in get_args(Clock)[::-1]:
-        yield from _time(clock)
-        yield from _spread(clock)
-    yield "of roofline [%]", lambda case: case.floor_pct(report.ceilings)
-    yield "extra memory [bytes]", _of("memory", "workspace_bytes")
-    yield "kernels launched", lambda case: case.kernels
-    yield from _accuracy("output", "out")
-    yield from _accuracy("final states", "final_states")
-
-
-def _of_prefill(report: Report) -> Iterator[Field]:
-    def gpu_us(case: Case, name: str) -> float | None:
-        parts = case.prefill.parts if case.prefill else ()
-        return next((part.gpu_us for part in parts if part.name == name), None)
-
-    yield "baseline", lambda case: _baseline(report, case)
-    yield from _speedup(report, "call")
-    yield "verdict, call", report.faster
-    yield "speedup predicted [x]", lambda case: report.predicted(case) if report.speedup(case) else None
-    yield from _time("call")
-    yield "operator of one layer, device time [µs]", _of("prefill", "alone_us")
-    for name in get_args(PartName):
-        yield f"{name}, GPU time [µs]", lambda case, name=name: gpu_us(case, name)  # type: ignore[misc]
-    yield "peak memory [bytes]", _of("prefill", "peak_bytes")
-    yield "logits, rms of difference [relative]", _of("prefill", "logits_rms")
+def _place(report: Report, case: Case) -> Row:
+    gpu, drawn, whole, dims = gpu_name(report.environment), case.drawn, case.prefill, case.dims
+    size = {"tokens": case.seqlen, "batch": case.batch}
+    if report.kind == "bench":
+        return {
+            "bench": report.created,
+            "operator": report.subject,
+            "GPU": gpu,
+            "shape": drawn and drawn.shape,
+            "inputs": ", ".join((dims.dtype, *drawn.ways, drawn.layout)) if dims and drawn else "",
+            "sequences x tokens": drawn and drawn.tokens,
+            **size,
+            "dimensions": dims,
+            "chunk size": case.chunk_size,
+        }
+    if report.kind == "prefill":
+        return {
+            "prefill": report.created,
+            "model": report.subject,
+            "GPU": gpu,
+            "layers": whole and whole.layers,
+            **size,
+            "segment length": whole and whole.segment_length,
+            "convolution and norm": whole and whole.conv_and_norm,
+        }
+    layer = case.layer.index if case.layer else "all"
+    place = {"run": report.id, "model": report.subject, "GPU": gpu, "layer": layer, "call": case.call or ""}
+    return place | size | {"dimensions": dims or ""}
 
 
 def _baseline(report: Report, case: Case) -> str | None:
@@ -187,71 +147,72 @@ def _baseline(report: Report, case: Case) -> str | None:
     return rival.implementation if kind(report) != "run" else f"{rival.implementation} {rival.precision}"
 
 
-def _speedup(report: Report, clock: Clock) -> Iterator[Field]:
-    yield from _estimate(f"speedup, {clock}", "x", lambda case: report.speedup(case, clock))
+def _call(report: Report, case: Case) -> Row:
+    row: Row = {}
+    clocks: tuple[tuple[Clock, Estimate | None], ...] = (("device", case.device_us), ("call", case.call_us))
+    for clock, _ in clocks:
+        row |= _estimate(f"speedup, {clock}", "x", report.speedup(case, clock))
+        row[f"verdict, {clock}"] = report.faster(case, clock)
+    for clock, time in clocks:
+        spread = statistics.spread(found) if (found := case.rounds(clock)) else None
+        row |= _estimate(f"{clock} time", "µs", time)
+        row[f"{clock} time, min [µs]"] = spread and spread.min_us
+        row[f"{clock} time, P95 [µs]"] = spread and spread.p95_us
+        row[f"{clock} time, max [µs]"] = spread and spread.max_us
+        row[f"{clock} time, samples"] = spread and spread.samples
+    row["of roofline [%]"] = case.floor_pct(report.ceilings)
+    row["extra memory [bytes]"] = case.memory and case.memory.workspace_bytes
+    row["kernels launched"] = case.kernels
+    for tensor, name in SHOWN.items():
+        one = case.tensor(tensor)
+        sides = {"baseline": one and one.vs_baseline, "fp64": one and one.vs_oracle}
+        for against, error in sides.items():
+            for tolerance in TOLERANCES:
+                header = f"{name}, match against {against} @ {fmt.tolerance(tolerance)} [%]"
+                row[header] = error and error.match_pct(tolerance)
+        row[f"{name}, rms error [relative]"] = one and one.vs_oracle.rms_ratio
+        row[f"{name}, rms error of floor [relative]"] = one and one.floor.rms_ratio
+        row[f"{name}, largest error"] = one and one.vs_oracle.max_abs
+    return row
 
 
-def _time(clock: Clock) -> Iterator[Field]:
-    yield from _estimate(f"{clock} time", "µs", lambda case: _us(case, clock))
+def _prefill(report: Report, case: Case) -> Row:
+    whole = case.prefill
+    us: dict[str, float] = {part.name: part.gpu_us for part in whole.parts} if whole else {}
+    row = _estimate("speedup, call", "x", report.speedup(case)) | {"verdict, call": report.faster(case)}
+    row["speedup predicted [x]"] = report.predicted(case) if report.speedup(case) else None
+    row |= _estimate("call time", "µs", case.call_us)
+    row["operator of one layer, device time [µs]"] = whole and whole.alone_us
+    row |= {f"{name}, GPU time [µs]": us.get(name) for name in get_args(PartName)}
+    row["peak memory [bytes]"] = whole and whole.peak_bytes
+    row["logits, rms of difference [relative]"] = whole and whole.logits_rms
+    return row
 
 
-def _us(case: Case, clock: Clock) -> Estimate | None:
-    return case.device_us if clock == "device" else case.call_us
-
-
-def _estimate(name: str, unit: str, of: Callable[[Case], Estimate | None]) -> Iterator[Field]:
-    """A value and the ends of its 95 % interval."""
-    yield f"{name} [{unit}]", lambda case: found.value if (found := of(case)) else None
-    yield f"{name}, low [{unit}]", lambda case: found.low if (found := of(case)) else None
-    yield f"{name}, high [{unit}]", lambda case: found.high if (found := of(case)) else None
-
-
-def _spread(clock: Clock) -> Iterator[Field]:
-    """Of single samples."""
-
-    def of(case: Case) -> Spread | None:
-        return statistics.spread(found) if (found := case.rounds(clock)) else None
-
-    yield f"{clock} time, min [µs]", lambda case: found.min_us if (found := of(case)) else None
-    yield f"{clock} time, P95 [µs]", lambda case: found.p95_us if (found := of(case)) else None
-    yield f"{clock} time, max [µs]", lambda case: found.max_us if (found := of(case)) else None
-    yield f"{clock} time, samples", lambda case: found.samples if (found := of(case)) else None
-
-
-def _accuracy(name: str, tensor: TensorName) -> Iterator[Field]:
-    def error(of: Callable[[Accuracy], object]) -> Callable[[Case], object]:
-        return lambda case: of(found) if (found := case.tensor(tensor)) else None
-
-    def match(which: Callable[[Accuracy], Deviation | None], tolerance: float) -> Callable[[Case], object]:
-        return error(lambda found: one.match_pct(tolerance) if (one := which(found)) else None)
-
-    for against, which in (("baseline", lambda found: found.vs_baseline), ("fp64", lambda found: found.vs_oracle)):
-        for tolerance in TOLERANCES:
-            yield f"{name}, match against {against} @ {fmt.tolerance(tolerance)} [%]", match(which, tolerance)
-    yield f"{name}, rms error [relative]", error(lambda found: found.vs_oracle.rms_ratio)
-    yield f"{name}, rms error of floor [relative]", error(lambda found: found.floor.rms_ratio)
-    yield f"{name}, largest error", error(lambda found: found.vs_oracle.max_abs)
-
-
-def _of_band(of: Callable[[AnswerBand], object]) -> Callable[[Case], object]:
+def _answers(case: Case) -> Row:
     """Of all positions."""
-    return lambda case: of(found) if (found := _band(case)) else None
+    band = _band(case)
+    interval = band and band.perplexity_interval_pct
+    return {
+        "KL, mean [nats]": band and band.kl_mean,
+        "KL, p99 [nats]": band and band.kl_p99,
+        "KL, max [nats]": band and band.kl_max,
+        "same top token [%]": band and band.top1_pct,
+        "perplexity": band and band.perplexity,
+        "change of perplexity [%]": band and band.perplexity_increase_pct,
+        "change of perplexity, low [%]": interval and interval.low,
+        "change of perplexity, high [%]": interval and interval.high,
+    }
 
 
 def _band(case: Case) -> AnswerBand | None:
     return case.answers.bands[0] if case.answers and case.answers.bands else None
 
 
-_ANSWERS: tuple[Field, ...] = (
-    ("KL, mean [nats]", _of_band(lambda band: band.kl_mean)),
-    ("KL, p99 [nats]", _of_band(lambda band: band.kl_p99)),
-    ("KL, max [nats]", _of_band(lambda band: band.kl_max)),
-    ("same top token [%]", _of_band(lambda band: band.top1_pct)),
-    ("perplexity", _of_band(lambda band: band.perplexity)),
-    ("change of perplexity [%]", _of_band(lambda band: band.perplexity_increase_pct)),
-    ("change of perplexity, low [%]", _of_band(lambda band: getattr(band.perplexity_interval_pct, "low", None))),
-    ("change of perplexity, high [%]", _of_band(lambda band: getattr(band.perplexity_interval_pct, "high", None))),
-)
+def _estimate(name: str, unit: str, found: Estimate | None) -> Row:
+    """A value and the ends of its 95 % interval."""
+    headers = (f"{name} [{unit}]", f"{name}, low [{unit}]", f"{name}, high [{unit}]")
+    return dict(zip(headers, found or (None, None, None), strict=True))
 
 
 # --- JUnit

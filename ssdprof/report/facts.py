@@ -81,10 +81,10 @@ def caveats(report: Report) -> tuple[str, ...]:
     """Caveats that follow from the results, and the report's own notes."""
     if report.kind == "bench":
         return tuple(f"{one.place} was left out: {one.reason}" for one in report.left_out)
-    return (*throttled(report.clocks), *_of_calls(report), *report.remarks)
+    return (*_throttled(report.clocks), *_of_calls(report), *report.remarks)
 
 
-def throttled(clocks: Clocks | None) -> Iterator[str]:
+def _throttled(clocks: Clocks | None) -> Iterator[str]:
     """A caveat if the GPU slowed down while it was timed."""
     if clocks and clocks.throttle_reasons:
         yield (

@@ -19,7 +19,7 @@ INTERMEDIATES = ("exact", "relaxed")
 STATES = ("fp64", "fp32", "fp16", "bf16")
 
 
-class Total(NamedTuple):
+class Summed(NamedTuple):
     """The summed times of some calls by one clock; without a speedup if one of them has none.
 
     The speedup is the sum of the baseline's times over the sum of ours, over the same calls.  Its interval assumes that
@@ -40,8 +40,8 @@ class TotalSpeed:
     """
 
     layers: tuple[int, ...]
-    device: Total
-    call: Total
+    device: Summed
+    call: Summed
     floor_pct: float | None
     workspace_bytes: int | None
     baselines: tuple[str, ...]
@@ -102,11 +102,11 @@ class Series:
             baselines=tuple(dict.fromkeys(f"{rival.implementation} {rival.precision}" for rival in compared)),
         )
 
-    def _total(self, timed: Sequence[Case], clock: Clock) -> Total:
+    def _total(self, timed: Sequence[Case], clock: Clock) -> Summed:
         times = [found.value for case in timed if (found := case.device_us if clock == "device" else case.call_us)]
         ratios = [found for case in timed if (found := self.report.speedup(case, clock))]
         if len(ratios) < len(timed):
-            return Total(math.fsum(times), None, None)
+            return Summed(math.fsum(times), None, None)
         # a call's ratio is baseline / own time, so its weight is its own time
         bounds = zip(*ratios, strict=True)
         speedup = Estimate(
@@ -114,7 +114,7 @@ class Series:
         )
         smallest = self.report.smallest_difference
         verdicts = {ratio.verdict(smallest) for ratio in ratios}
-        return Total(math.fsum(times), speedup, verdicts.pop() if len(verdicts) == 1 else speedup.verdict(smallest))
+        return Summed(math.fsum(times), speedup, verdicts.pop() if len(verdicts) == 1 else speedup.verdict(smallest))
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """A section of the page.  folded: collapsed under its title."""
 
     title: str
@@ -87,7 +87,7 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
     return _page(document, [*parts, *(_stalls(stalls, pictures) if stalls else ())])
 
 
-def _page(document: Document, parts: Iterable[Part]) -> str:
+def _page(document: Document, parts: Iterable[PagePart]) -> str:
     environment = Environment(
         loader=PackageLoader("ssdprof.report", "templates"),
         autoescape=True,
@@ -100,8 +100,8 @@ def _page(document: Document, parts: Iterable[Part]) -> str:
     return environment.get_template("page.html.j2").render(document=document, parts=_unique(parts))
 
 
-def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False) -> Part:
-    return Part(
+def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False) -> PagePart:
+    return PagePart(
         title=section.title,
         anchor=re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
         blocks=(*extra, *(Block(_KINDS.get(type(block), "text"), block) for block in section.blocks)),
@@ -115,7 +115,7 @@ def _unbroken(text: str) -> Markup:
     return Markup(_POWER.sub(r'<span class="unbroken">\g<0></span>', str(escape(text))))
 
 
-def _unique(parts: Iterable[Part]) -> list[Part]:
+def _unique(parts: Iterable[PagePart]) -> list[PagePart]:
     """Sections with unique anchors: the stall report may have a section with the same title as the run's report."""
     seen: dict[str, int] = {}
     found = []
@@ -152,17 +152,17 @@ def _accuracy(found: Sequence[Group], pictures: Pictures) -> Iterator[Block]:
         yield Block("pictures", tuple(shown))
 
 
-def _stalls(stalls: StallReport, pictures: Pictures) -> Iterator[Part]:
+def _stalls(stalls: StallReport, pictures: Pictures) -> Iterator[PagePart]:
     document = of_stalls.compose(stalls)
     recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
     said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
     shown = tuple(
-        picture for title, svg in of_stalls.pictures(stalls).values() for picture in pictures(title, svg, titled=True)
+        picture for title, svg in plots.of_stalls(stalls).values() for picture in pictures(title, svg, titled=True)
     )
     blocks = [Block("text", line) for line in said] + ([Block("pictures", shown)] if shown else [])
-    yield Part("Warp stalls", "warp-stalls", tuple(blocks))
+    yield PagePart("Warp stalls", "warp-stalls", tuple(blocks))
     if document.summary:
-        yield Part("Stalls in words", "stalls-in-words", (Block("list", document.summary),), folded=True, level=3)
+        yield PagePart("Stalls in words", "stalls-in-words", (Block("list", document.summary),), folded=True, level=3)
     for section in document.sections:
         yield _part(section, level=3, folded=section.title != "Hints")
 

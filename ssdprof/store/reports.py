@@ -26,7 +26,7 @@ from ssdprof.core.case import Case
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
-from ssdprof.files import safe_name, uninterrupted, unwritable, write_text
+from ssdprof.files import check_writable, safe_name, uninterrupted, unwritable, write_text
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
 
@@ -128,9 +128,20 @@ def draft(kind: str, subject: str, command: tuple[str, ...], **fields: Any) -> R
     )
 
 
+def check_folder(out: Path | None) -> None:
+    """Raise in advance what `opened` raises for a folder, before a model is loaded."""
+    path = out or RUNS
+    check_writable(path)
+    if out and (file := out / f"cases.{FIRST}.jsonl").exists():
+        with _locked(out, file):
+            pass
+    if out and (out / HEADER).exists():
+        raise BadInputError(f"{out} holds a run already.", "Name another folder with --out.")
+
+
 @contextmanager
 def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | None = None) -> Iterator[Writer]:
-    """Keep a report while the context is open; its folder is removed if no case was written into it.
+    """Keep a report while the context is open; its files are removed if no case was written into them.
 
     out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the first one makes the
     folder, and waits at the end for the others.
@@ -167,7 +178,7 @@ def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | No
                 _wait(path, ranks)
         except BaseException as error:
             with uninterrupted():
-                kept = _ended(writer, error, first and made)
+                kept = _ended(writer, error, made) if first else _ended(writer, error)
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(kept) from None
             if writer.begun:
@@ -175,17 +186,22 @@ def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | No
             raise
 
 
-def _ended(writer: Writer, error: BaseException, remove: bool) -> str:
-    """Note why the report ended early.  A sentence on where the results are."""
+def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> str:
+    """Note why the report ended early.  A sentence on where the results are.
+
+    made: whether this process made the folder; None: the header is another rank's.
+    """
     if not writer.begun:
-        if remove:
-            for entry in writer.folder.iterdir():
-                if entry.is_file() and (entry.name == HEADER or entry.suffix == ".jsonl"):
-                    entry.unlink()
-            if not any(writer.folder.iterdir()):
+        files = [*writer.folder.glob("cases.*.jsonl")]
+        if made is not None and not any(b'{"case":' in file.read_bytes() for file in files):
+            for file in (*files, writer.folder / HEADER):
+                file.unlink(missing_ok=True)
+            if made and not any(writer.folder.iterdir()):
                 writer.folder.rmdir()
         return "Nothing had been compared yet, and no report is kept."
     why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
+    if isinstance(error, SsdprofError):
+        why = error.message.rstrip(".")
     try:
         writer.update(ended=why)
         writer.flush()
@@ -336,6 +352,8 @@ def _document(file: Path) -> Report:
 def _folder(path: Path) -> Report:
     """The report with the cases of all ranks, in the order in which they were requested."""
     header = _document(path / HEADER)
+    if header.cases:  # a whole document, which the user gave this name
+        return header
     cases: dict[str, Case] = {}
     processes: list[ProcessLine] = []
     for rank in range(header.ranks):

@@ -10,34 +10,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ssdprof.bench import run as bench_run
-from ssdprof.bench.cell import Stopwatch, time_cell
-from ssdprof.bench.contenders import Contender
-from ssdprof.bench.judge import judge
-from ssdprof.bench.schema import BenchCase, BenchCell, BenchReport
-from ssdprof.measure.bench import CaptureError, Recording
-from ssdprof.measure.call import Run
-from ssdprof.measure.occupancy import Limits
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.named import Named
-from ssdprof.operators.ssd.drawing import draw
-from ssdprof.operators.ssd.operator import OPERATOR as SSD
-from ssdprof.operators.ssd.shapes import SSDShape
-from ssdprof.schema import EXACT_FP32
 
 from ssdprof import kernels, schema
+from ssdprof.jobs.run import run as bench_run
+# TODO ssdprof.bench.cell: Stopwatch, time_cell
+# TODO ssdprof.bench.contenders: Contender
+# TODO ssdprof.bench.judge: judge
+# TODO ssdprof.bench.schema: BenchCase, BenchCell, BenchReport
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.timing import CaptureError, Recording
+from ssdprof.measure.first_run import Run
+from ssdprof.measure.roofline import SMLimits
 from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.ssd import draw
+from ssdprof.operators.ssd import OPERATOR as SSD
+from ssdprof.operators.ssd import SSDShape
+from ssdprof.schema import EXACT_FP32
 
 SHAPE = SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
 CEILINGS = schema.Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
 RAN: list[tuple[str, float]] = []  # every implementation that ran, and its cost
-HOPPER = Limits(warps=64, blocks=32, shared_bytes=233_472)
+HOPPER = SMLimits(warps=64, blocks=32, shared_bytes=233_472)
 
 
 @dataclass
@@ -106,13 +106,13 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ssdprof bench ssd` runs without a GPU: kernels in the interpreter, and a stopwatch with invented numbers."""
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
-    monkeypatch.setattr("ssdprof.environment.toolchain.require_gpu", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr("ssdprof.environment.present.require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_run, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_run, "measure_ceilings", lambda _: CEILINGS)
     monkeypatch.setattr(bench_run, "CudaBench", CudaFakeBench)
     monkeypatch.setattr(bench_run, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
     monkeypatch.setattr(bench_run, "ClockWatch", UnreadClocks)
-    monkeypatch.setattr(bench_run.Limits, "of", lambda _: HOPPER)
+    monkeypatch.setattr(bench_run.SMLimits, "of", lambda _: HOPPER)
 
 
 def contender(
@@ -137,7 +137,7 @@ def contender(
         return Plan(variant=name, launches=1)
 
     implementation = Implementation(operator="ssd", name=name, run=run, plan=plan)
-    named = Named(name=name, kind="bundled" if ours else "library", implementation=implementation)
+    named = Implementation(name=name, kind="bundled" if ours else "library", implementation=implementation)
     return Contender(named=named, precision=precision, chunk_sizes=chunk_sizes)
 
 
@@ -177,8 +177,6 @@ def report(*cases: BenchCase, **fields: Any) -> BenchReport:
         "environment": schema.Environment(gpu=None, cpu="a processor", platform="Linux", python="3.11", packages={}),
         "peers": {"mamba_ssm": "2.3"},
         "baseline": "mamba_ssm",
-        "kernels": "",
-        "matched_with": "unfused",
         "ceilings": CEILINGS,
         "cells": (cell,),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from inspect import getclosurevars
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -13,19 +12,20 @@ import pytest
 import torch
 import triton
 from fakes import CELL
-from ssdprof.bench.contenders import line_up
-from ssdprof.operators.named import resolve
-from ssdprof.operators.ssd.drawing import CHUNK_SIZES
-from ssdprof.operators.ssd.operator import OPERATOR as SSD
-from ssdprof.schema import EXACT_FP32
 from triton.runtime import Autotuner, _async_compile
 
+# TODO ssdprof.bench.contenders: line_up
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels.adapters import Tunings, span
+from ssdprof.kernels.adapters import offsets
+from ssdprof.kernels.adapters.tuning import Tunings
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
-from ssdprof.kernels.ssd import adapters
+from ssdprof.kernels.ssd.adapters import mamba_ssm, published
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.operators.implementations import resolve
+from ssdprof.operators.ssd import CHUNK_SIZES
+from ssdprof.operators.ssd import OPERATOR as SSD
+from ssdprof.schema import EXACT_FP32
 
 SOFTPLUS = "mamba_ssm.ops.triton.softplus"
 
@@ -93,7 +93,7 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
 
 
 def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
-    run = adapters.load_mamba_ssm().run
+    run = mamba_ssm.load().run
     for precision, given, words in (
         (Precision(intermediates="relaxed"), inputs(), "exact intermediates only"),
         (Precision(), inputs(), "this version"),
@@ -107,12 +107,10 @@ def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
 
 def test_offsets_of_32_bits_are_refused_before_they_wrap(calls: list[Any]) -> None:
     far = torch.empty_strided((1, 8, 2, 16), (0, 2**29, 16, 1), dtype=torch.bfloat16, device="meta")
-    assert span(far) == 7 * 2**29 + 16 + 15 + 1
+    assert offsets.span(far) == 7 * 2**29 + 16 + 15 + 1
     B, A = torch.empty(1, 8, 1, 16, dtype=torch.bfloat16, device="meta"), torch.empty(2, device="meta")
     with pytest.raises(UnsupportedError, match="32-bit offsets"):
-        adapters.load_mamba_ssm().plan(
-            inputs(x=far, dt=far[..., 0], A=A, B=B, C=B), Precision(state_dtype=torch.bfloat16)
-        )
+        mamba_ssm.load().plan(inputs(x=far, dt=far[..., 0], A=A, B=B, C=B), Precision(state_dtype=torch.bfloat16))
     assert not calls
 
 
@@ -137,7 +135,7 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
 ) -> None:
     installed = ModuleType(SOFTPLUS)
     monkeypatch.setitem(sys.modules, SOFTPLUS, installed)
-    run = adapters.load_published(checkout).run
+    run = published.load(checkout).run
     assert sys.modules[SOFTPLUS] is installed
     softplus, options = run(inputs(torch.float16), Precision()).final_states
     assert softplus == "of the checkout"
@@ -150,7 +148,7 @@ def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_stat
     checkout: Path, intermediates: Literal["exact", "relaxed"], states: torch.dtype
 ) -> None:
     precision = Precision(intermediates=intermediates, state_dtype=states)
-    implementation = adapters.load_published(checkout)
+    implementation = published.load(checkout)
     _, options = implementation.run(inputs(torch.float16), precision).final_states
     assert options["states_in_fp32"] is (states == torch.float32)
     assert {options[name] for name in ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")} == {intermediates == "exact"}
@@ -163,12 +161,12 @@ def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_stat
 
 def test_the_published_kernel_leaves_no_trace_where_nothing_is_installed(checkout: Path) -> None:
     assert SOFTPLUS not in sys.modules
-    adapters.load_published(checkout)
+    published.load(checkout)
     assert SOFTPLUS not in sys.modules
 
 
 def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
-    plan = adapters.load_published(checkout).plan
+    plan = published.load(checkout).plan
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
     for precision, given, words in (
         (Precision(state_dtype=torch.bfloat16), inputs(torch.bfloat16), "fp32 and fp16 states only"),
@@ -186,18 +184,17 @@ def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
 
 def test_tries_of_the_published_kernel_do_not_find_flags_of_the_try_before(checkout: Path) -> None:
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
-    call: Any = adapters.load_published(checkout).run.args[1]  # type: ignore[attr-defined]
-    kernel: Any = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
+    kernel: Any = published.load(checkout).run.__self__.launch.__globals__["inner"]  # type: ignore[attr-defined]
     flags = torch.ones(4)
     kernel.pre_hook({"sync_atomic": flags})
     assert not flags.any()
 
 
 def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
-    before = adapters.published_version(checkout)
+    before = published.version(checkout)
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(KERNEL + "\n")
     assert before.startswith("ssd_fused5.py, sha256 ")
-    assert adapters.published_version(checkout) != before
+    assert published.version(checkout) != before
 
 
 def of_size(batch: int, length: int, heads: int = 2, groups: int = 1) -> SSDInputs:
@@ -208,7 +205,7 @@ def of_size(batch: int, length: int, heads: int = 2, groups: int = 1) -> SSDInpu
 
 def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(checkout: Path) -> None:
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
-    run = adapters.load_published(checkout).run
+    run = published.load(checkout).run
     sizes = [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4), (1, 1024, 4, 2)]
     for size in sizes:
         assert run(of_size(*size), Precision()).final_states == []
@@ -223,7 +220,7 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
     module = ModuleType("mamba_ssm.ops.triton.ssd_chunk_scan")
     module.tuner = tuner  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    run = adapters.load_mamba_ssm().run
+    run = mamba_ssm.load().run
     seen = []
     for size in ((1, 8), (2, 4096), (1, 8200), (4, 4096), (1, 8)):
         run(of_size(*size), Precision(state_dtype=torch.float16))

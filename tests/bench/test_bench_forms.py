@@ -9,19 +9,16 @@ import pytest
 import torch
 from command_line import call
 from fakes import RAN
-from ssdprof.bench.contenders import line_up, ways
-from ssdprof.bench.judge import judge
-from ssdprof.bench.schema import BenchReport, load
-from ssdprof.operators.drawing import Cell, Peer, PeerSource, Tokens
-from ssdprof.operators.gdn.shapes import GDNShape
-from ssdprof.operators.named import Named, resolve
-from ssdprof.operators.ssd.shapes import SSDShape
-from ssdprof.schema import EXACT_FP32
 from test_bench_run import noting
 from test_bench_run import pretended_gpu as pretended_gpu
 from test_bench_run import pytestmark as pytestmark
 
 from ssdprof import operators
+from ssdprof.commands.bench import ways
+# TODO ssdprof.bench.contenders: line_up
+# TODO ssdprof.bench.judge: judge
+from ssdprof.jobs.model import load
+# TODO ssdprof.bench.schema: BenchReport
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
@@ -29,6 +26,13 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators.generate import Cell, Tokens
+# TODO ssdprof.operators.drawing: Peer, PeerSource
+from ssdprof.operators.gdn import GDNShape
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.implementations import resolve
+from ssdprof.operators.ssd import SSDShape
+from ssdprof.schema import EXACT_FP32
 
 GDN, SSD = operators.get("gdn"), operators.get("ssd")
 CPU = torch.device("cpu")
@@ -105,7 +109,7 @@ def test_unknown_words_end_with_2(words: tuple[str, ...], said: str) -> None:
 # --- --also
 
 
-def named(*names: str) -> list[Named]:
+def named(*names: str) -> list[Implementation]:
     return [resolve(GDN, name) for name in names]
 
 

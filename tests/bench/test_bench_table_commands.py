@@ -1,4 +1,4 @@
-"""The commands in docs/benchmarking.md measure every cell of every bar, with every implementation of the bar."""
+"""The commands of benchmarks/bars-*.sh measure every cell of every bar, with every implementation of the bar."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ OPTIONS = {  # options of the commands, with the defaults of `ssdprof bench`
 
 
 def block(operator: str) -> list[str]:
-    """The lines of the code block for the operator's results."""
-    text = (ROOT / "docs" / "benchmarking.md").read_text(encoding="utf-8")
-    (found,) = re.findall(rf"```\n(R={operator}-new\n.*?)```", text, re.DOTALL)
-    return found.splitlines()
+    """The lines of the script for the operator's results, without comments."""
+    text = (ROOT / "benchmarks" / f"bars-{operator}.sh").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if not line.startswith("#")]
 
 
 def commands(operator: str) -> list[list[str]]:

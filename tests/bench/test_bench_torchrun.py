@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from torchrun import Start, ranks_of, starting, wait_for
 
-from ssdprof.bench.schema import BenchReport, load
-from ssdprof.kernels.device import INTERPRETED
+from ssdprof.jobs.model import load
+# TODO ssdprof.bench.schema: BenchReport
+from ssdprof.kernels._triton import INTERPRETED
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from ssdprof.operators.named import resolve
 
 from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels.adapters import package_version
+from ssdprof.kernels.gdn.adapters import packages
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
+from ssdprof.operators.implementations import resolve
 
 GDN = operators.get("gdn")
 Calls = list[dict[str, Any]]
@@ -167,7 +167,7 @@ def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
     assert calls[0]["backend"] == "flashinfer", "it does not choose another library"
     run(replace(given, scale=2.0), Precision())
     assert calls[2]["q"] is not calls[0]["q"]
-    held = run.args[1].__self__  # type: ignore[attr-defined]
+    held = run.__self__  # type: ignore[attr-defined]
     gc.collect()
     assert held._prepared == {}, "those inputs are gone"
 
@@ -209,5 +209,5 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_library_from_a_checkout_has_no_version() -> None:
-    assert package_version("torch") == metadata.version("torch")
-    assert package_version("no-such-package") == "unknown"
+    assert packages.version("torch") == metadata.version("torch")
+    assert packages.version("no-such-package") == "unknown"

@@ -1,4 +1,4 @@
-"""The README's tables of speeds, and the pages next to the results."""
+"""The tables of speeds next to the results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ def cells_of(reports: dict[str, BenchReport]) -> list[Cell]:
     return [cell for name, one in reports.items() for cell in recorded(name, one)]
 
 
-def section(reports: dict[str, BenchReport]) -> str:
-    return readme_table.section(cells_of(reports)).replace("\u00a0", " ")
-
-
 def selection(reports: dict[str, BenchReport]) -> str:
     return readme_table.selection(cells_of(reports)).replace("\u00a0", " ")
 
@@ -40,7 +36,7 @@ def rows_of(made: str) -> list[list[str]]:
     return [[word.strip() for word in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
 
 
-def test_the_readme_has_a_few_rows_and_the_page_all(done: BenchReport) -> None:
+def test_models_have_a_table_and_other_shapes_another(done: BenchReport) -> None:
     relaxed = (
         done.cells[0]
         .cases[2]
@@ -58,7 +54,6 @@ def test_the_readme_has_a_few_rows_and_the_page_all(done: BenchReport) -> None:
         "b.json": report(cells=(cells[0].model_copy(update={"cases": (*cells[0].cases[:2], relaxed)}),)),
     }
     models = [["sequences x tokens", "mamba2-2.7b", "nemotron-3-nano"], ["1 x 1,024", "3.00x / 2.82x", "-"]]
-    assert rows_of(section(reports)) == models
     assert rows_of(selection(reports)) == [
         *models,
         ["shape", "heads x P, N, groups", "1 x 4,096", "2 packed x 1k-4k, over unfused"],
@@ -115,19 +110,6 @@ def test_of_results_that_have_the_same_cell_the_newest_counts(done: BenchReport)
     assert (made.count("6.00x"), made.count("3.00x")) == (1, 2)
 
 
-def test_the_readme_names_the_kernels_that_its_numbers_are_of(done: BenchReport) -> None:
-    cells = [as_cell(done, "mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 4,096")]
-    reports = {
-        "a.json": on("A", "2026-01-01T00:00:00+00:00", *cells, kernels="old"),
-        "b.json": on("A", "2026-01-02T00:00:00+00:00", twice_as_fast(cells[0]), kernels="new"),
-    }
-    made = section(reports)
-    assert "One A, measured on 2026-01-01 and 2026-01-02 with kernels old and new:" in made
-    assert (made.count("6.00x"), made.count("3.00x")) == (1, 1)
-    del reports["a.json"]
-    assert "One A, measured on 2026-01-02 with kernels new:" in section(reports)
-
-
 def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchReport) -> None:
     """For example a result of decoding."""
     cell = as_cell(done, "mamba2-2.7b", "1 x 1,024")
@@ -136,8 +118,7 @@ def test_a_newer_result_over_another_library_makes_no_table_older(done: BenchRep
         "a.json": on("A", "2026-01-01T00:00:00+00:00", cell, kernels="old"),
         "b.json": decoding.model_copy(update={"baseline": "selective_state_update"}),
     }
-    assert "measured on 2026-01-01 with kernels old:" in section(reports)
-    assert "3.00x" in section(reports)
+    assert "3.00x" in selection(reports)
 
 
 def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
@@ -155,8 +136,6 @@ def test_each_gpu_has_tables_of_its_own(done: BenchReport) -> None:
     assert "6.00x" not in of_b
     assert "nemotron-3-nano" not in of_b
     assert of_a.count("6.00x") == of_a.count("3.00x") == 1
-    of_b, of_a = section(reports).split("One B more, measured on 2026-01-01:")[1].split("One A few")
-    assert (of_b.count("3.00x"), of_b.count("6.00x"), of_a.count("6.00x")) == (3, 0, 1)
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
@@ -172,5 +151,4 @@ def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
 def test_the_tables_say_what_the_recorded_results_say(operator: readme_table.Operator) -> None:
     cells = readme_table.committed(operator)
     assert cells
-    assert readme_table.section(cells, operator) == readme_table.current(readme_table.README, operator)
     assert readme_table.selection(cells, operator) == readme_table.current(readme_table.PAGE, operator)

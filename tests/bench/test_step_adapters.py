@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ssdprof.operators.named import resolve
 from torch.nn import functional as F
 
 from ssdprof import operators
@@ -16,6 +15,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators.implementations import resolve
 
 SSD = operators.get("ssd")
 

@@ -1,10 +1,10 @@
-"""Runs a job of a GitHub Actions workflow on this machine, with the features that docs/ci.md's workflow needs.
+"""Runs a job of a GitHub Actions workflow on this machine, with the features that docs/ssdprof.yml needs.
 
 play.py WORKFLOW JOB [--options WORDS]
 
-WORKFLOW is a YAML file, or a Markdown file with the workflow in its first YAML block.  Steps run in the current folder,
-one after the other, in GitHub's shell; `uses: ./` runs action.yml of the repository.  $STORE/artifacts receives
-uploads.  --options replaces that input of the action, so that a test is fast.  Exit code 1 if a step failed.
+Steps run in the current folder, one after the other, in GitHub's shell; `uses: ./` runs action.yml of the repository.
+$STORE/artifacts receives uploads.  --options replaces that input of the action, so that a test is fast.  Exit code 1 if
+a step failed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ Context = dict[str, dict[str, str]]
 
 
 def workflow(file: Path) -> dict[str, Any]:
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".md":
-        text = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
-    loaded: dict[str, Any] = yaml.safe_load(text)
+    loaded: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     return loaded
 
 

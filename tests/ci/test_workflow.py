@@ -1,4 +1,4 @@
-"""The workflow of docs/ci.md and the action that it uses, run on this machine."""
+"""The workflow docs/ssdprof.yml and the action that it uses, run on this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_slower_kernel_fails_the_job_on_a_gpu(tmp_path: Path) -> None:
 
 
 def steps() -> list[dict[str, Any]]:
-    jobs = workflow(ROOT / "docs" / "ci.md")["jobs"]
+    jobs = workflow(ROOT / "docs" / "ssdprof.yml")["jobs"]
     return [step for job in jobs.values() for step in job["steps"]]
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Plays a job of the workflow of docs/ci.md from end to end: on the main branch, on a pull request that changes nothing,
+# Plays a job of the workflow docs/ssdprof.yml from end to end: on the main branch, on a pull request that changes nothing,
 # and on one whose fused kernel got worse.  The first two must pass; the third must fail and name the row.
 #
 # workflow.sh JOB FAULT METRIC: gpu slower "slower:3%"; cpu inexact "rms:5%"
@@ -15,7 +15,7 @@ mkdir -p "$STORE"
 play() {
   echo "#### $1"
   rm -rf baseline reports "$STORE/artifacts" "$STORE/summary.md"
-  python "$here/play.py" "$here/../../docs/ci.md" "$job" ${PLAY_OPTIONS:+--options "$PLAY_OPTIONS"} > log 2>&1 && status=0 || status=$?
+  python "$here/play.py" "$here/../../docs/ssdprof.yml" "$job" ${PLAY_OPTIONS:+--options "$PLAY_OPTIONS"} > log 2>&1 && status=0 || status=$?
   cat log
 }
 must() { "$@" || { echo "does not hold: $*" >&2; exit 1; }; }

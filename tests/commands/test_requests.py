@@ -1,25 +1,32 @@
-"""Every option of a group reaches the group's request."""
+"""Every option reaches the request."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ssdprof.commands.answers import ComparisonOptions
-from ssdprof.commands.gate_options import GateOptions
-from ssdprof.commands.model_options import ServedModelOptions
-from ssdprof.commands.run import ReplayOptions, ResultOptions
-from ssdprof.pipeline.answers_request import AnswersRequest
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest, ReplayRequest, ServingRequest
-from ssdprof.schema import Gates, PrecisionRecord
-from ssdprof.schema.answers import AnswerGate
 
-from ssdprof.commands.options import TimingOptions
+from ssdprof.commands import requests
+from ssdprof.commands.options import Answers, Bench, Prefill, Run, ServedModel, Tune
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.conditions import of_options
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.request import (
+    AnswersRequest,
+    CaptureRequest,
+    ModelRequest,
+    PromptRequest,
+    ReplayRequest,
+    ServingRequest,
+)
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 def test_the_request_of_a_model() -> None:
-    options = ServedModelOptions(
+    options = ServedModel(
         model="demo",
         seq="1k,2k",
         layers="first:2",
@@ -31,41 +38,47 @@ def test_the_request_of_a_model() -> None:
         batch=3,
         decode=4,
     )
-    assert options.request() == CaptureRequest(
+    assert requests.on_model(options) == CaptureRequest(
         model=ModelRequest(model="demo", revision="v1", tokenizer="other"),
         prompt=PromptRequest(text=Path("prompt.txt"), seqlens=(1024, 2048), serving=ServingRequest(batch=3, decode=4)),
         layers="first:2",
         segment_length=1024,
         placement="cpu-offload",
     )
-
-
-def test_the_request_of_a_chunked_prefill() -> None:
-    request = ServedModelOptions(model="demo", chunked_prefill="8k").request()
-    assert request.prompt.serving == ServingRequest(chunk=8192)
+    chunked = requests.on_model(ServedModel(model="demo", chunked_prefill="8k"))
+    assert chunked.prompt.serving == ServingRequest(chunk=8192)
 
 
 def test_the_request_of_a_replay() -> None:
-    options = ReplayOptions(
-        tensor_parallel=2, dtypes="relaxed", states="bf16", cast="fp16", impl="fused,fla", baseline="fla", first_call=7
+    options = Run(
+        model="demo",
+        tensor_parallel=2,
+        dtypes="relaxed",
+        states="bf16",
+        cast="fp16",
+        impl="fused,fla",
+        baseline="fla",
+        first_call=7,
+        smallest_difference="3%",
+        min_speedup=2,
+        gate=["speedup@fla:1.3", "rms:base+5%"],
     )
-    gates = Gates(min_speedup=2)
-    assert options.request(TimingOptions(clock="warm", smallest_difference="3%"), gates) == ReplayRequest(
+    assert requests.run(options)[1] == ReplayRequest(
         intermediates="relaxed",
         states=("bf16",),
         implementations=("fused", "fla"),
         baseline="fla",
         first_call_s=7,
         smallest_difference=0.03,
-        warm=True,
         cast="fp16",
         tensor_parallel=2,
-        gates=gates,
+        conditions=of_options(min_speedup=2, gates=["speedup@fla:1.3", "rms:base+5%"]),
     )
 
 
 def test_the_request_of_answers() -> None:
-    options = ComparisonOptions(
+    options = Answers(
+        model="demo",
         dtypes="exact",
         states="fp32",
         impl="fused",
@@ -77,8 +90,8 @@ def test_the_request_of_answers() -> None:
         min_top1="90%",
         max_perplexity_increase="2%",
     )
-    request = options.request()
-    assert request.precisions("bf16") == (PrecisionRecord(intermediates="exact", state_dtype="fp32"),)
+    _, request, subject = requests.answers(options)
+    assert request.precisions("bf16") == (EXACT_FP32,)
     assert request == AnswersRequest(
         precisions=request.precisions,
         implementations=("fused",),
@@ -86,37 +99,78 @@ def test_the_request_of_answers() -> None:
         weights="fp32",
         per_layer=True,
         generate=5,
-        gate=AnswerGate(max_kl=0.1, min_top1_pct=90, max_perplexity_increase_pct=2),
+        conditions=of_options(max_kl=0.1, min_top1="90%", max_perplexity_increase="2%"),
     )
+    assert subject.whole
 
 
-def test_gates_of_the_command_line_come_before_those_of_the_file(tmp_path: Path) -> None:
+def test_the_cells_and_names_of_a_bench() -> None:
+    asked = requests.bench(
+        Bench(
+            operator="ssd",
+            shape="4x16x16x1",
+            seq="1k,4k",
+            batch="1,128",
+            cells="2x8",
+            max_tokens="256k",
+            dtype="fp32",
+            layout="views",
+            against="mamba_ssm,published",
+            published=Path("mamba"),
+            also="recurrent_in_place",
+            chunk_size="64",
+            states="bf16",
+            max_rms_ratio=2,
+        )
+    )
+    assert [str(cell.tokens) for cell in asked.cells] == ["1 x 1,024", "1 x 4,096", "128 x 1,024", "2 x 8"]
+    assert {(cell.dtype, cell.layout) for cell in asked.cells} == {("fp32", "views")}
+    assert [str(one) for one in asked.too_large] == ["128 x 4,096"]
+    assert asked.libraries == ("mamba_ssm", "published=mamba")
+    assert asked.names == ("mamba_ssm", "published=mamba", "unfused", "fused", "recurrent_in_place")
+    assert asked.chunk_sizes == (64,)
+    assert [str(one) for one in asked.precisions("fp32")] == ["exact, bf16 states"]
+    assert asked.conditions == of_options(max_rms_ratio=2)
+
+
+def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "ssdprof.toml"
-    file.write_text("[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\n")
-    chosen = GateOptions(min_speedup=2, min_match=["1e-3:99"], config=file).chosen()
-    assert chosen == Gates(min_speedup=2, min_match={"1e-3": 99}, max_rms_ratio=3)
+    file.write_text(
+        "[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\nmin-match = {0 = 50}\n[prefill]\nmin-speedup = 1.1\n"
+    )
+    found = requests.bench(Bench(operator="ssd", min_speedup=2, min_match=["1e-3:99"], config=file)).conditions
+    assert found == of_options(min_speedup=2, min_match=["1e-3:99"], max_rms_ratio=3)
+    assert requests.prefill(Prefill(model="demo", config=file))[3] == of_options(min_speedup=1.1)
+    given = requests.prefill(Prefill(model="demo", config=file, gate=["speedup:1.2"]))[3]
+    assert given == of_options(gates=["speedup:1.2"])
 
 
 @pytest.mark.parametrize(
-    ("added", "request_", "replay", "words"),
+    ("options", "words"),
     [
-        ("answers", {}, {"cast": "fp16"}, "--cast and --answers cannot be combined"),
-        ("stalls", {}, {"tensor_parallel": 2}, "--stalls and --tensor-parallel cannot be combined"),
-        ("prefill", {}, {"tensor_parallel": 2}, "--prefill runs one whole sequence"),
-        ("answers", {"batch": 2}, {}, "--answers runs one whole sequence"),
-        ("prefill", {"chunked_prefill": "8k"}, {}, "--prefill runs one whole sequence"),
+        ({"answers": True, "cast": "fp16"}, "--cast and --answers cannot be combined"),
+        ({"stalls": True, "tensor_parallel": 2}, "--stalls and --tensor-parallel cannot be combined"),
+        ({"prefill": True, "tensor_parallel": 2}, "--prefill runs one whole sequence"),
+        ({"answers": True, "batch": 2}, "--answers runs one whole sequence"),
+        ({"prefill": True, "chunked_prefill": "8k"}, "--prefill runs one whole sequence"),
+        ({"gate": ["speed:2"]}, "--gate does not know 'speed'"),
+        ({"gate": ["match@1:99%"]}, "--gate knows no match at 1"),
     ],
 )
-def test_what_does_not_go_together(
-    added: str, request_: dict[str, object], replay: dict[str, object], words: str
-) -> None:
-    result = ResultOptions(**{added: True})
-    request = ServedModelOptions(model="demo", **request_).request()
-    wanted = ReplayRequest(**replay)
+def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInputError, match=words):
-        result.check(request, wanted)
-    result.check(ServedModelOptions(model="demo").request(), ReplayRequest())
+        requests.run(Run(model="demo", **options))
 
 
 def test_stalls_go_with_a_batch() -> None:
-    ResultOptions(stalls=True).check(ServedModelOptions(model="demo", batch=2).request(), ReplayRequest())
+    assert requests.run(Run(model="demo", stalls=True, batch=2))[0].prompt.serving.batch == 2
+
+
+def test_captured_inputs_of_tune_have_their_own_shape() -> None:
+    cells, lengths = requests.tune(Tune(operator="gdn"))
+    assert [cell.tokens.seqlen for cell in cells] == [1024, 8192, 65536]
+    assert lengths is None
+    stored = Tune(operator="gdn", where="captures", seq="1k")
+    assert requests.tune(stored) == ((), (1024,))
+    with pytest.raises(BadInputError, match="have their own shape"):
+        requests.tune(replace(stored, batch="2"))

@@ -23,7 +23,11 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig
 CALLS = 1000  # for each implementation of each operator
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GPUS = (((9, 0), 132), ((9, 0), 114), ((8, 0), 108), ((8, 9), 58), ((10, 0), 148), ((12, 0), 170))
-PRECISIONS = [Precision(intermediates=i, state_dtype=d) for i in ("exact", "relaxed") for d in DTYPES]  # type: ignore[arg-type]
+PRECISIONS = [
+    Precision(intermediates=i, state_dtype=d)  # type: ignore[arg-type]
+    for i in ("exact", "relaxed")
+    for d in DTYPES
+]
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 500, 1024, 2000, 4096, 8192, 30000, 65536, 262144)
 
 

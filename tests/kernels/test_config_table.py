@@ -18,7 +18,7 @@ from ssdprof.kernels.ssd.config import (
     BmmChunkConfig,
     ChunkScanConfig,
     ChunkStateConfig,
-    Row,
+    Rule,
     SSDPortableConfig,
     first_fit,
 )
@@ -30,7 +30,7 @@ CALLS: list[dict[str, Any]] = [
         (8, 9, 10, 12, 13), (False, True), (1, 16, 64, 80, 128, 256), (16, 64, 128, 256), (False, True)
     )
 ]
-TABLES: dict[str, Sequence[Row[Any]]] = {
+TABLES: dict[str, Sequence[Rule[Any]]] = {
     "HOPPER": HOPPER,
     "PORTABLE": PORTABLE,
     "CHUNK_STATE": CHUNK_STATE,
@@ -40,7 +40,7 @@ TABLES: dict[str, Sequence[Row[Any]]] = {
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_every_call_has_a_row_and_every_row_a_call(table: Sequence[Row[Any]]) -> None:
+def test_every_call_has_a_row_and_every_row_a_call(table: Sequence[Rule[Any]]) -> None:
     taken = [first_fit(table, **call) for call in CALLS]
     assert all(any(row is one for one in taken) for row in table)
     assert all(row.why for row in table)

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import torch
-from ssdprof.measure.oracle import oracle_output
 
 from ssdprof.kernels import UnsupportedError
+from ssdprof.measure.accuracy import oracle_output
 from ssdprof.operators import tensors
 
 

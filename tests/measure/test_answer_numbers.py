@@ -6,10 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from ssdprof.measure.bootstrap import mean_interval
 
 from ssdprof.measure import answers
-from ssdprof.measure.answers import Comparison, bands, compare_logits, first_nonfinite, joined
+from ssdprof.measure.answers import Divergence, bands, compare_logits, first_nonfinite, joined, mean_interval
 
 COUNT, VOCABULARY = 60, 17
 
@@ -22,7 +21,7 @@ def draw(scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return reference, other, torch.randint(VOCABULARY, (COUNT,), generator=generator)
 
 
-def compared(reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor, rows: int = 7) -> Comparison:
+def compared(reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor, rows: int = 7) -> Divergence:
     """Compares in blocks of `rows` positions, as for a prompt's logits."""
     cuts = [slice(start, start + rows) for start in range(0, len(reference), rows)]
     return joined([compare_logits(reference[cut], other[cut], tokens[1:][cut]) for cut in cuts])

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ssdprof.measure.call import Call
 
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure import attempt, faults
+from ssdprof.measure import first_run as module
+from ssdprof.measure.first_run import Call, FirstRun, first_run
 
 
 def inputs() -> SSDInputs:
@@ -22,7 +22,7 @@ def faulty() -> SSDOutput:
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
 
-def attempted(run: Callable[[], SSDOutput] = faulty) -> attempt.Attempt:
+def attempted(run: Callable[[], SSDOutput] = faulty) -> FirstRun:
     call = Call(
         implementation="scan",
         label="scan exact",
@@ -31,7 +31,7 @@ def attempted(run: Callable[[], SSDOutput] = faulty) -> attempt.Attempt:
         run=run,
         plan=lambda: Plan(variant="portable", launches=1, config={}),
     )
-    return attempt.attempt(call)
+    return first_run(call)
 
 
 def test_an_error_becomes_a_status_and_a_reason() -> None:
@@ -41,7 +41,7 @@ def test_an_error_becomes_a_status_and_a_reason() -> None:
 
 
 def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "_answers", lambda _: False)
+    monkeypatch.setattr(module, "_answers", lambda _: False)
     with pytest.raises(
         MissingCapabilityError, match="scan left the GPU unusable for this process: CUDA error"
     ) as caught:

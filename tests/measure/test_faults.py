@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.measure import faults
+from ssdprof.measure import first_run as faults
 
 GPU = torch.device("cuda")
 

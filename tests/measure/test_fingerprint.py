@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from ssdprof.measure.fingerprint import fingerprint
 
-from ssdprof.measure import fingerprint as module
+from ssdprof.measure import accuracy
+from ssdprof.measure.accuracy import fingerprint
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -34,7 +34,7 @@ def test_a_nan_is_its_bits_and_zeros_differ_by_sign() -> None:
 
 
 def test_blocks_tell_their_places_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK", 16)
+    monkeypatch.setattr(accuracy, "_BLOCK", 16)
     tensor = torch.arange(40.0)
     assert fingerprint(tensor) != fingerprint(torch.cat([tensor[16:32], tensor[:16], tensor[32:]]))
     assert fingerprint(tensor) != fingerprint(torch.cat([tensor[:39], torch.tensor([7.0])]))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ssdprof.measure.gpu_trace import Trace, Work, marked, traced, work
+
+from ssdprof.measure.trace import Trace, Work, marked, traced, work
 
 
 def mark(part: str, begin: float, end: float, tid: int = 1) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from ssdprof.measure.guard import GUARD, GuardedInputs, guarded_allocations, unwritten
-from ssdprof.measure.oracle import oracle_output
 
 from ssdprof import operators
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.accuracy import oracle_output
+from ssdprof.measure.isolate import GUARD, GuardedInputs, guarded_allocations, unwritten
 from ssdprof.operators import tensors
 
 
@@ -56,7 +56,7 @@ def test_the_copy_is_the_same_to_a_kernel(make: Callable[[], Any]) -> None:
     assert tensors.scalars(guarded.inputs) == tensors.scalars(given)
     for one, other in zip(oracle_output(guarded.inputs), oracle_output(given), strict=True):
         assert torch.equal(one, other)
-    assert guarded.damage() == ""
+    assert guarded.out_of_bounds() == ""
 
 
 def test_tensors_that_share_memory_share_it_in_the_copy() -> None:
@@ -69,7 +69,7 @@ def test_tensors_that_share_memory_share_it_in_the_copy() -> None:
 def test_a_changed_input_is_named() -> None:
     guarded = GuardedInputs(ssd())
     guarded.inputs.B[0, 3, 0, 5] += 1
-    assert guarded.damage() == "it changes its inputs: B"
+    assert guarded.out_of_bounds() == "it changes its inputs: B"
 
 
 @pytest.mark.parametrize("bits", [0, 0x7FC0, -2])
@@ -80,7 +80,7 @@ def test_a_changed_input_is_named() -> None:
 def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int) -> None:
     guarded = GuardedInputs(ssd())
     beside(guarded.inputs.dt, elements).view(torch.int32).fill_(bits)
-    assert guarded.damage() == f"it writes out of bounds, {where} its inputs dt"
+    assert guarded.out_of_bounds() == f"it writes out of bounds, {where} its inputs dt"
 
 
 def test_what_torch_allocates_is_guarded() -> None:

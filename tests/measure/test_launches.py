@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import LazyDict
 
-from ssdprof.kernels.launch import Constants
-from ssdprof.measure.launches import describe, recorded_launches
+from ssdprof.measure.first_run import describe, recorded_launches
 
 BLOCKS = (128, 256, 512)
 
@@ -53,22 +51,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def launch(handle: int) -> None:
     triton.knobs.runtime.launch_enter_hook(LazyDict({"name": "_copy_kernel", "function": handle, "stream": 0}))
-
-
-def _grouped_kernel(tensors, S: tl.constexpr):  # type: ignore[no-untyped-def]
-    tl.store(tensors[1] + tl.arange(0, S.BLOCK), tl.load(tensors[0] + tl.arange(0, S.BLOCK)).to(S.DTYPE))
-
-
-def test_constants_that_are_one_argument_are_named_one_by_one() -> None:
-    S = Constants(BLOCK=tl.constexpr(64), DTYPE=tl.constexpr(tl.float32), WHOLE=tl.constexpr(True))
-    source = ASTSource(
-        fn=triton.JITFunction(_grouped_kernel),
-        signature={"tensors": ("*fp32", "*fp32"), "S": "constexpr"},
-        constexprs={"S": S},
-    )
-    metadata = SimpleNamespace(name="_grouped_kernel", num_warps=2, num_stages=3, shared=0)
-    record = describe(SimpleNamespace(metadata=metadata, src=source, n_regs=24, n_spills=0))
-    assert record.config == {"BLOCK": 64, "DTYPE": "fp32", "WHOLE": True, "num_warps": 2, "num_stages": 3}
 
 
 def test_a_kernel_is_described_by_its_configuration_and_resources() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ssdprof.measure.memory import forget_peak, outputs_that_fit, peak_bytes, run_and_measure
 
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.measure import memory
+from ssdprof.measure import first_run as memory
+from ssdprof.measure.first_run import forget_peak, outputs_that_fit, peak_bytes, run_and_measure
 
 
 def test_outputs_fill_half_of_the_free_memory(

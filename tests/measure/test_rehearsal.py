@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from ssdprof.measure.call import UnfitError
-from ssdprof.measure.rehearsal import Rehearsals, judged
-from ssdprof.operators.named import Named, resolve
-from ssdprof.schema import EXACT_FP32, PrecisionRecord
 from test_guard import gdn, ssd
 
 from ssdprof import operators
-from ssdprof.measure import rehearsal
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure import isolate
+from ssdprof.measure.first_run import CallRejected
+from ssdprof.measure.isolate import FirstCallVerdict, IsolatedFirstCall, judged
+from ssdprof.operators.implementations import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -25,22 +26,22 @@ def kernels(users_folder: Path) -> None:
     copy(Path(__file__).with_name("bad_kernels.py"), users_folder)
 
 
-def named(function: str, operator: str = "ssd") -> Named:
+def named(function: str, operator: str = "ssd") -> Implementation:
     return resolve(operators.get(operator), f"bad_kernels:{function}")
 
 
 def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str]:
     """Status and reason."""
     try:
-        Rehearsals(limit_s).require(named(function, operators.of(inputs).name), inputs, EXACT_FP32)
-    except UnfitError as error:
+        IsolatedFirstCall(limit_s).require(named(function, operators.of(inputs).name), inputs, EXACT_FP32)
+    except CallRejected as error:
         return error.status, str(error)
-    return "passed", ""
+    return "ran", ""
 
 
 @pytest.mark.parametrize("make", [ssd, pytest.param(gdn, marks=pytest.mark.slow)])
 def test_a_good_kernel_passes(make: Any) -> None:
-    assert verdict("good", make()) == ("passed", "")
+    assert verdict("good", make()) == ("ran", "")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_a_good_kernel_passes(make: Any) -> None:
     ],
 )
 def test_what_a_bad_kernel_does_is_told(function: str, status: str, reason: str) -> None:
-    found = judged(named(function).present, ssd(), EXACT_FP32)
+    found = judged(named(function), ssd(), EXACT_FP32)
     assert found.status == status
     assert reason in found.reason
 
@@ -83,7 +84,7 @@ def test_a_kernel_of_the_other_operator_is_looked_after_as_well() -> None:
         ("changing", "it changes its inputs: q"),
         ("incomplete", "it leaves 64 elements of out unwritten"),
     ):
-        found = judged(named(function, "gdn").present, gdn(), EXACT_FP32)
+        found = judged(named(function, "gdn"), gdn(), EXACT_FP32)
         assert (found.status, found.reason) == ("failed", reason)
 
 
@@ -102,7 +103,7 @@ def test_what_ends_the_other_process_is_told(function: str, reason: str) -> None
 
 
 def test_a_process_that_ended_without_a_word() -> None:
-    assert rehearsal._death(7, 1.0, "") == "its first call ended its process with exit code 7"
+    assert isolate._death(7, 1.0, "") == "its first call ended its process with exit code 7"
 
 
 def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
@@ -113,7 +114,7 @@ def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
 
 def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(rehearsal.tensors, "device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(isolate.tensors, "device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
 
     def run(_command: list[str], words: Path, _timeout_s: float) -> int:
@@ -121,27 +122,27 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: 
         words.write_text("")
         return 1
 
-    monkeypatch.setattr(rehearsal, "_run", run)
+    monkeypatch.setattr(isolate, "_run", run)
     assert verdict("good", ssd())[0] == "failed"
     assert done == ["released", "run"]
 
 
-def test_each_precision_and_form_of_inputs_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, str]] = []
 
-    def rehearsed(one: Named, _inputs: Any, precision: PrecisionRecord, _limit_s: float) -> Any:
+    def tried(one: Implementation, _inputs: Any, precision: PrecisionRecord, _limit_s: float) -> Any:
         made.append((one.name, str(precision)))
-        return rehearsal.Verdict(status="failed" if one.name.endswith("nan") else "passed", reason="seen before")
+        return FirstCallVerdict(status="failed" if one.name.endswith("nan") else "ran", reason="seen before")
 
-    monkeypatch.setattr(rehearsal, "_rehearsed", rehearsed)
-    rehearsals, given = Rehearsals(), ssd()
+    monkeypatch.setattr(isolate, "_tried", tried)
+    isolated, given = IsolatedFirstCall(), ssd()
     for _ in range(2):
-        rehearsals.require(named("good"), given, EXACT_FP32)
-        rehearsals.require(named("good"), replace(given, x=given.x + 1), EXACT_FP32)  # contiguous
-        rehearsals.require(named("good"), given, EXACT_FP32.model_copy(update={"state_dtype": "bf16"}))
-        rehearsals.require(named("good"), replace(given, chunk_size=64), EXACT_FP32)
-        with pytest.raises(UnfitError, match="seen before"):
-            rehearsals.require(named("nan"), given, EXACT_FP32)
+        isolated.require(named("good"), given, EXACT_FP32)
+        isolated.require(named("good"), replace(given, x=given.x + 1), EXACT_FP32)  # contiguous
+        isolated.require(named("good"), given, EXACT_FP32.changed(state_dtype="bf16"))
+        isolated.require(named("good"), replace(given, chunk_size=64), EXACT_FP32)
+        with pytest.raises(CallRejected, match="seen before"):
+            isolated.require(named("nan"), given, EXACT_FP32)
     assert len(made) == 5
 
 
@@ -158,7 +159,7 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     )
     given = ssd()
     assert torch.isfinite(given.x).all()
-    with pytest.raises(UnfitError) as told:
-        Rehearsals().require(resolve(operators.get("ssd"), "telling:kernel"), given, EXACT_FP32)
+    with pytest.raises(CallRejected) as told:
+        IsolatedFirstCall().require(resolve(operators.get("ssd"), "telling:kernel"), given, EXACT_FP32)
     expected = (given.B.stride(), given.dt_limit, given.x.double().sum().item(), None)
     assert str(told.value) == f"ValueError: {expected}"

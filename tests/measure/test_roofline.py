@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
+import cases
 import pytest
 import torch
-from ssdprof.operators.ssd.cost import bytes_moved, dims, flops
-from ssdprof.schema import Ceilings, Dims
 
+from ssdprof.core.subject import Ceilings, Dims
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.roofline import measure_ceilings, roofline
+from ssdprof.measure.roofline import measure_ceilings, work_of
+from ssdprof.operators.ssd import bytes_moved, dims, flops
 
 MAMBA2_2_7B = Dims(
     operator="ssd",
@@ -70,12 +71,13 @@ def test_flops_count_every_multiplication_and_addition_of_the_causal_half() -> N
     assert flops(of) == flops(of, 16) < flops(of, 64)
 
 
-@pytest.mark.parametrize(("tflops", "bound", "floor_us"), [(780.0, "memory", 644.3), (200.0, "compute", 1774.0)])
-def test_the_floor_is_the_higher_of_the_two(tflops: float, bound: str, floor_us: float) -> None:
-    result = roofline(expanded(MAMBA2_2_7B), Ceilings(copy_gb_per_s=4300, matmul_tflops=tflops), 2 * floor_us)
-    assert result.bound == bound
-    assert result.floor_us == pytest.approx(floor_us, rel=2e-3)
-    assert result.floor_pct == pytest.approx(50, rel=2e-3)
+@pytest.mark.parametrize(("tflops", "floor_us"), [(780.0, 644.3), (200.0, 1774.0)], ids=["memory", "compute"])
+def test_the_floor_is_the_higher_of_the_two(tflops: float, floor_us: float) -> None:
+    ceilings = Ceilings(copy_gb_per_s=4300, matmul_tflops=tflops)
+    case = cases.case(work=work_of(expanded(MAMBA2_2_7B)), samples=cases.timed(2 * floor_us))
+    assert case.floor_us(ceilings) == pytest.approx(floor_us, rel=2e-3)
+    assert case.floor_pct(ceilings) == pytest.approx(50, rel=2e-3)
+    assert (case.floor_us(None), case.changed(samples=()).floor_pct(ceilings)) == (None, None)
 
 
 @pytest.mark.gpu

@@ -7,8 +7,9 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from ssdprof.measure.statistics import MAX_RECORDINGS, Samples
 
+from ssdprof.core.case import Samples
+from ssdprof.core.statistics import MAX_RECORDINGS
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 
 A, B = ("device", "a"), ("device", "b")

@@ -1,31 +1,29 @@
-"""How samples, failures and changed outputs are handled; on a GPU, whether the stopwatch is right."""
+"""How samples, failures and changed outputs are handled; on a GPU, whether the timer is right."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ssdprof.measure.bench import WARM_CALLS, CaptureError, CudaBench, Recording
-from ssdprof.measure.call import Run
 
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.measure import faults
+from ssdprof.measure import first_run as faults
+from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import Sampled, Spoilt, time_in_turns
+from ssdprof.measure.timing import CaptureError, CudaTimer, FailedAfterTiming, Recording, record, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
 
 
-class FakeBench:
+class FakeTimer:
     """A call takes the run's `cost`, and a replay half of it."""
 
     device = torch.device("cpu")
@@ -33,8 +31,8 @@ class FakeBench:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def relocate(self, _generator: np.random.Generator) -> None:
-        self.events.append("relocate")
+    def reallocate(self, _generator: np.random.Generator) -> None:
+        self.events.append("reallocate")
 
     def record(self, run: Run) -> Recording:
         output = run()
@@ -49,10 +47,6 @@ class FakeBench:
     def device_us(self, recording: Recording) -> float:
         self.events.append("device")
         return recording.graph.cost / 2
-
-    def warm_us(self, run: Run) -> float:
-        self.events.append("warm")
-        return run.cost / 4  # type: ignore[attr-defined]
 
 
 class FakeRun:
@@ -70,67 +64,39 @@ def fine(_key: str, _output: SSDOutput) -> str:
 
 
 def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None:
-    bench = FakeBench()
-    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, bench, PLAN, check=fine)
+    timer = FakeTimer()
+    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=fine)
     rounds = 2 * (PLAN.warmup_rounds + PLAN.max_rounds)
-    first, again = bench.events[: 3 + 2 * rounds], bench.events[3 + 2 * rounds : -2]
+    first, again = timer.events[: 3 + 2 * rounds], timer.events[3 + 2 * rounds : -2]
     for recording in (first, again):
-        assert recording[:3] == ["relocate", "record", "record"]
+        assert recording[:3] == ["reallocate", "record", "record"]
         assert (recording.count("call"), recording.count("device")) == (rounds, rounds)
-    timing = session.sampled["a"].timing()
-    assert (timing.call_median_us, timing.device_median_us) == pytest.approx((200, 100))
-    assert (timing.recordings, timing.samples) == (2, 10)
+    call, device = session.sampled["a"].records("one")
+    assert (call.process, call.clock, call.us) == ("one", "call", ((200.0,) * 5,) * 2)
+    assert (device.process, device.clock, device.us) == ("one", "device", ((100.0,) * 5,) * 2)
 
 
-def test_each_clock_has_the_spread_of_its_own_samples() -> None:
-    device = [np.array([10.0, 12.0]), np.array([8.0, 30.0, 9.0])]
-    timing = Sampled(call=[np.array([50.0, 90.0]), np.array([40.0, 60.0])], device=device).timing()
-    assert timing.device_spread is not None
-    assert timing.call_spread is not None
-    of_device, of_call = timing.device_spread, timing.call_spread
-    assert (of_device.min_us, of_device.max_us, of_device.samples) == (8, 30, timing.samples)
-    assert (of_call.min_us, of_call.max_us, of_call.samples) == (40, 90, 4)
-    assert of_call.p95_us == pytest.approx(85.5)
-
-
-def test_the_warm_clock_is_beside_the_others_and_only_where_it_is_asked_for() -> None:
-    bench = FakeBench()
-    runs = {"a": FakeRun(200), "b": FakeRun(100)}
-    session = time_in_turns(runs, bench, replace(PLAN, warm=True), check=fine)
-    assert [bench.events.count(kind) for kind in ("call", "device", "warm")] == [
-        2 * SAMPLED,
-        2 * SAMPLED + 2,
-        2 * SAMPLED,
-    ]
-    timing = session.sampled["a"].timing()
-    assert (timing.call_median_us, timing.device_median_us) == pytest.approx((200, 100))
-    assert timing.warm is not None
-    assert (timing.warm.median_us, timing.warm.calls) == (pytest.approx(50), WARM_CALLS)
-    over = session.sampled["b"].speedup(session.sampled["a"], "a", 0.01).warm
-    assert over is not None
-    assert (over.ratio, over.verdict) == (pytest.approx(2), "faster")
-    cold = time_in_turns(runs, FakeBench(), PLAN, check=fine).sampled
-    assert cold["a"].timing().warm is None
-    assert session.sampled["b"].speedup(cold["a"], "a", 0.01).warm is None
+def test_samples_have_the_resolution_of_the_clocks() -> None:
+    assert record("one", "call", [np.array([123.45678]), np.array([0.0123456])]).us == ((123.46,), (0.012346,))
 
 
 def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise memory would have to hold both the old and the new one."""
     recorded: list[weakref.ref[Recording]] = []
-    record, relocate = FakeBench.record, FakeBench.relocate
+    record, relocate = FakeTimer.record, FakeTimer.reallocate
 
-    def remembered(bench: FakeBench, run: Run) -> Recording:
-        recording = record(bench, run)
+    def remembered(timer: FakeTimer, run: Run) -> Recording:
+        recording = record(timer, run)
         recorded.append(weakref.ref(recording))
         return recording
 
-    def checked(bench: FakeBench, generator: np.random.Generator) -> None:
+    def checked(timer: FakeTimer, generator: np.random.Generator) -> None:
         assert [one() for one in recorded] == [None] * len(recorded)
-        relocate(bench, generator)
+        relocate(timer, generator)
 
-    monkeypatch.setattr(FakeBench, "record", remembered)
-    monkeypatch.setattr(FakeBench, "relocate", checked)
-    time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeBench(), PLAN, check=fine)
+    monkeypatch.setattr(FakeTimer, "record", remembered)
+    monkeypatch.setattr(FakeTimer, "reallocate", checked)
+    time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeTimer(), PLAN, check=fine)
     assert len(recorded) == 4
 
 
@@ -144,7 +110,7 @@ def test_what_cannot_be_recorded_a_second_time_has_no_time() -> None:
                 raise torch.OutOfMemoryError("2 GiB more")
             return super().__call__()
 
-    session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeBench(), PLAN, check=fine)
+    session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
     assert list(session.sampled) == ["a"]
     assert session.untimed["b"].startswith("b is not timed: no memory is left")
 
@@ -163,39 +129,39 @@ def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls: int) 
                 raise ValueError("no more calls")
             return super().__call__()
 
-    session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeBench(), PLAN, check=fine)
-    assert session.spoilt == {"b": Spoilt("failed", "a later call raised ValueError: no more calls")}
+    session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
+    assert session.failed_later == {"b": FailedAfterTiming("failed", "a later call raised ValueError: no more calls")}
     assert list(session.sampled) == ["a"]
-    assert session.sampled["a"].timing().samples == PLAN.max_recordings * PLAN.max_rounds
+    assert [len(one) for one in session.sampled["a"].device] == [PLAN.max_rounds] * PLAN.max_recordings
 
 
 @pytest.mark.parametrize("error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")])
 def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception) -> None:
-    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100, error)}, FakeBench(), PLAN, check=fine)
+    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100, error)}, FakeTimer(), PLAN, check=fine)
     assert list(session.sampled) == ["a"]
     assert session.untimed["b"].startswith("b is not timed")
     assert str(error) in session.untimed["b"]
 
 
 def test_nothing_left_to_time_is_no_error() -> None:
-    session = time_in_turns({"a": FakeRun(1, CaptureError("no"))}, FakeBench(), PLAN, check=fine)
+    session = time_in_turns({"a": FakeRun(1, CaptureError("no"))}, FakeTimer(), PLAN, check=fine)
     assert (session.sampled, list(session.untimed)) == ({}, ["a"])
 
 
 @pytest.mark.parametrize("event", ["record", "call_us", "device_us"])
 def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     """It ran without a fault before: a fault may depend on other contents of memory."""
-    timed = getattr(FakeBench, event)
+    timed = getattr(FakeTimer, event)
 
-    def faulty(bench: FakeBench, what: Any) -> object:
+    def faulty(timer: FakeTimer, what: Any) -> object:
         if getattr(what, "graph", what).cost == 100:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return timed(bench, what)
+        return timed(timer, what)
 
     monkeypatch.setattr(faults, "_answers", lambda _: False)
-    monkeypatch.setattr(FakeBench, event, faulty)
+    monkeypatch.setattr(FakeTimer, event, faulty)
     with pytest.raises(MissingCapabilityError, match=r"^b left the GPU unusable"):
-        time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeBench(), PLAN, check=fine)
+        time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeTimer(), PLAN, check=fine)
 
 
 def test_a_call_whose_fault_shows_when_its_output_is_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,45 +174,30 @@ def test_a_call_whose_fault_shows_when_its_output_is_looked_at_is_named(monkeypa
 
     monkeypatch.setattr(faults, "_answers", lambda _: False)
     with pytest.raises(MissingCapabilityError, match=r"^b left the GPU unusable"):
-        time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeBench(), PLAN, check=look)
+        time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, FakeTimer(), PLAN, check=look)
 
 
 def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None:
-    bench, seen = FakeBench(), []
+    timer, seen = FakeTimer(), []
 
     def check(key: str, output: SSDOutput) -> str:
-        seen.append((key, float(output.out), len(bench.events)))
+        seen.append((key, float(output.out), len(timer.events)))
         return "" if key == "a" else "head 3 is wrong"
 
-    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, bench, PLAN, check=check)
+    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=check)
     loop = 2 * 3 + 2 * 2 * SAMPLED
     assert [(key, value) for key, value, _ in seen] == [("a", 200), ("a", 200), ("b", 100)]
     assert min(events for *_, events in seen) > loop
     assert list(session.sampled) == ["a"]
-    assert session.spoilt == {"b": Spoilt("inaccurate", "after it was timed: head 3 is wrong")}
-
-
-def test_the_two_times_make_two_ratios_and_two_verdicts() -> None:
-    """At 1K tokens a fused kernel halves the launch overhead and hardly changes the work."""
-    rounds = np.random.default_rng(0).normal(1, 0.003, (4, 5, 8))
-    unfused = Sampled(call=290 * rounds[0], device=50 * rounds[1])
-    fused = Sampled(call=145 * rounds[2], device=50 * rounds[3])
-    speedup = fused.speedup(unfused, "unfused exact, fp32 states", 0.01)
-    assert speedup.baseline == "unfused exact, fp32 states"
-    assert speedup.call_ratio == pytest.approx(2, rel=0.01)
-    assert speedup.call_interval.low > 1.9
-    assert speedup.device_ratio == pytest.approx(1, rel=0.01)
-    assert (speedup.verdict, speedup.call_verdict) == ("no difference", "faster")
-    assert speedup.smallest_difference == 0.01
-    assert unfused.speedup(Sampled(call=fused.call, device=20 * rounds[3]), "other", 0.01).verdict == "slower"
+    assert session.failed_later == {"b": FailedAfterTiming("inaccurate", "after it was timed: head 3 is wrong")}
 
 
 # --- on a GPU
 
 
 @pytest.fixture
-def bench() -> CudaBench:
-    return CudaBench(torch.device("cuda"))
+def timer() -> CudaTimer:
+    return CudaTimer(torch.device("cuda"))
 
 
 def sleeping(milliseconds: float) -> Callable[[], SSDOutput]:
@@ -260,14 +211,14 @@ def sleeping(milliseconds: float) -> Callable[[], SSDOutput]:
 
 
 @pytest.mark.gpu
-def test_device_time_grows_with_the_work(bench: CudaBench) -> None:
-    short, long = (bench.record(sleeping(milliseconds)) for milliseconds in (1, 4))
-    ratios = [bench.device_us(long) / bench.device_us(short) for _ in range(5)]
+def test_device_time_grows_with_the_work(timer: CudaTimer) -> None:
+    short, long = (timer.record(sleeping(milliseconds)) for milliseconds in (1, 4))
+    ratios = [timer.device_us(long) / timer.device_us(short) for _ in range(5)]
     assert np.median(ratios) == pytest.approx(4, rel=0.1)
 
 
 @pytest.mark.gpu
-def test_call_time_includes_launching_and_device_time_does_not(bench: CudaBench) -> None:
+def test_call_time_includes_launching_and_device_time_does_not(timer: CudaTimer) -> None:
     x = torch.zeros(1, device="cuda")
 
     def many_small() -> SSDOutput:
@@ -276,16 +227,16 @@ def test_call_time_includes_launching_and_device_time_does_not(bench: CudaBench)
             y = y + 1
         return SSDOutput(y, x)
 
-    recording = bench.record(many_small)
-    call = np.median([bench.call_us(many_small) for _ in range(10)])
-    device = np.median([bench.device_us(recording) for _ in range(10)])
+    recording = timer.record(many_small)
+    call = np.median([timer.call_us(many_small) for _ in range(10)])
+    device = np.median([timer.device_us(recording) for _ in range(10)])
     assert call > 1.5 * device
     assert recording.output[0].item() == 100
 
 
 @pytest.mark.gpu
-def test_the_cache_is_cold(bench: CudaBench) -> None:
-    """A sum over 16 MB: from L2 it is far faster than the bench's result."""
+def test_the_cache_is_cold(timer: CudaTimer) -> None:
+    """A sum over 16 MB: from L2 it is far faster than the timer's result."""
     data = torch.zeros(4 << 20, device="cuda")
     sums = 20
 
@@ -297,34 +248,23 @@ def test_the_cache_is_cold(bench: CudaBench) -> None:
             data.sum()
         return SSDOutput(data.sum(), data[:1])
 
-    once, often = bench.record(read), bench.record(read_often)
-    cold = np.median([bench.device_us(once) for _ in range(10)])
-    warm = np.median([bench.device_us(often) for _ in range(10)]) / sums
+    once, often = timer.record(read), timer.record(read_often)
+    cold = np.median([timer.device_us(once) for _ in range(10)])
+    warm = np.median([timer.device_us(often) for _ in range(10)]) / sums
     assert cold > 1.15 * warm
-
-
-@pytest.mark.gpu
-def test_the_warm_clock_finds_its_inputs_in_the_cache_and_hides_launches(bench: CudaBench) -> None:
-    data = torch.zeros(4 << 20, device="cuda")
-
-    def read() -> SSDOutput:
-        return SSDOutput(data.sum(), data[:1])
-
-    warm = np.median([bench.warm_us(read) for _ in range(10)])
-    assert np.median([bench.call_us(read) for _ in range(10)]) > 1.15 * warm
 
 
 def places_and_reserved_bytes() -> tuple[set[int], list[int]]:
     """Places and reserved bytes of six recordings, each after `relocate`."""
-    bench, generator = CudaBench(torch.device("cuda")), np.random.default_rng(0)
+    timer, generator = CudaTimer(torch.device("cuda")), np.random.default_rng(0)
 
     def run() -> SSDOutput:
         return SSDOutput(torch.zeros(4 << 20, device="cuda"), torch.zeros(1, device="cuda"))
 
     places, reserved = set(), []
     for _ in range(6):
-        bench.relocate(generator)
-        recording = bench.record(run)
+        timer.reallocate(generator)
+        recording = timer.record(run)
         places.add(recording.output[0].data_ptr())
         reserved.append(torch.cuda.memory_reserved())
         del recording
@@ -341,11 +281,11 @@ def test_recordings_of_a_new_place_lie_elsewhere_and_old_ones_leave_no_memory() 
 
 
 @pytest.mark.gpu
-def test_a_call_that_waits_for_the_gpu_cannot_be_captured(bench: CudaBench) -> None:
+def test_a_call_that_waits_for_the_gpu_cannot_be_captured(timer: CudaTimer) -> None:
     def waits() -> SSDOutput:
         x = torch.zeros(1, device="cuda")
         return SSDOutput(x + float(x), x)
 
     with pytest.raises(CaptureError):
-        bench.record(waits)
-    bench.record(sleeping(0.01))
+        timer.record(waits)
+    timer.record(sleeping(0.01))

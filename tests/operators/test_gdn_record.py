@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.gdn.shapes import GDNShape
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.operators.gdn import GDNShape
+from ssdprof.operators.generate import Cell, Tokens
 
 OPERATOR = operators.get("gdn")
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ SMALL = GDNShape(name="small", key_heads=2, value_heads=4, key_dim=16, value_dim
 
 
 def drawn(tokens: Tokens, layout: str = "contiguous") -> GDNInputs:
-    inputs = OPERATOR.drawing.draw(Cell(shape=SMALL, dtype="bf16", layout=layout, tokens=tokens), CPU)  # type: ignore[arg-type]
+    inputs = OPERATOR.generated.draw(Cell(shape=SMALL, dtype="bf16", layout=layout, tokens=tokens), CPU)  # type: ignore[arg-type]
     assert isinstance(inputs, GDNInputs)
     return inputs
 
@@ -60,13 +60,13 @@ def test_forms_are_those_of_an_output() -> None:
 
 
 def test_sizes_as_a_user_writes_them() -> None:
-    shape = OPERATOR.drawing.parse("16/32x128x64")
+    shape = OPERATOR.generated.parse("16/32x128x64")
     assert str(shape) == "16/32 heads, K 128, V 64"
-    assert OPERATOR.drawing.parse("16x32x128") is None
-    assert str(OPERATOR.drawing.shapes["olmo-hybrid-7b"]) == "30/30 heads, K 96, V 192"
+    assert OPERATOR.generated.parse("16x32x128") is None
+    assert str(OPERATOR.generated.shapes["olmo-hybrid-7b"]) == "30/30 heads, K 96, V 192"
 
 
 @pytest.mark.parametrize("text", ["3/4x16x16", "0/4x16x16", "2/4x257x16", "2/4x16x300"])
 def test_impossible_sizes_are_refused(text: str) -> None:
     with pytest.raises(BadInputError, match=text):
-        OPERATOR.drawing.parse(text)
+        OPERATOR.generated.parse(text)

@@ -11,12 +11,20 @@ from types import ModuleType
 
 import pytest
 import torch
-from ssdprof.operators.named import Roster, kind_of, known, refuse_two_checkouts, resolve
-from ssdprof.schema import EXACT_FP32, PrecisionRecord
 
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import get, tensors
+from ssdprof.operators.implementations import (
+    ImplementationCache,
+    kind_of,
+    known,
+    own_precisions,
+    refuse_two_checkouts,
+    required,
+    resolve,
+)
 
 SSD, GDN = get("ssd"), get("gdn")
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
@@ -71,17 +79,17 @@ def install(folder: Path, distribution: str, **points: str) -> None:
 def test_what_is_bundled(operator: object, form: str) -> None:
     for name in ("unfused", "fused", "recurrent", form):
         found = resolve(operator, name)  # type: ignore[arg-type]
-        assert (found.name, found.kind, found.present.name) == (name, "bundled", name)
-        assert found.precisions("bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
+        assert (found.name, found.kind) == (name, "bundled")
+        assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
 
 
 def test_a_library_that_is_not_there_says_why() -> None:
     assert "mamba_ssm" not in sys.modules
     found = resolve(SSD, "mamba_ssm")
-    assert (found.kind, found.implementation) == ("library", None)
+    assert found.kind == "library"
     assert found.absent == "mamba_ssm cannot be imported: No module named 'mamba_ssm'."
     with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
-        _ = found.present
+        required(found)
 
 
 def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +99,11 @@ def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "mamba_ssm", package)
     monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", module)
     found = resolve(SSD, "mamba_ssm")
-    assert (found.present.name, found.source) == ("mamba_ssm", "9.9")
-    assert list(map(str, found.precisions("fp16", (EXACT_FP32, RELAXED)))) == ["exact, fp16 states"]
-    assert found.on(torch.device("cuda")) is found
-    absent = found.on(torch.device("cpu"))
-    assert (absent.implementation, absent.absent) == (None, "mamba_ssm needs an NVIDIA GPU, and this machine has none.")
+    assert (found.name, found.version) == ("mamba_ssm", "9.9")
+    assert list(map(str, own_precisions(found, "fp16", (EXACT_FP32, RELAXED)))) == ["exact, fp16 states"]
+    assert not ImplementationCache(torch.device("cuda")).get(SSD, "mamba_ssm").absent
+    absent = ImplementationCache(torch.device("cpu")).get(SSD, "mamba_ssm").absent
+    assert absent == "mamba_ssm needs an NVIDIA GPU, and this machine has none."
 
 
 def test_a_checkout_is_named_with_the_library(here: Path) -> None:
@@ -114,12 +122,12 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
 
 
 def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
-    roster = Roster(torch.device("cpu"))
+    cache = ImplementationCache(torch.device("cpu"))
     (here / "a").mkdir()
-    first = roster.get(SSD, f"published={here}")
-    assert roster.get(SSD, f"published={here}") is roster.get(SSD, "published") is first
+    first = cache.get(SSD, f"published={here}")
+    assert cache.get(SSD, f"published={here}") is cache.get(SSD, "published") is first
     with pytest.raises(BadInputError, match="published is named with two checkouts"):
-        roster.get(SSD, f"published={here / 'a'}")
+        cache.get(SSD, f"published={here / 'a'}")
     refuse_two_checkouts(["fused", "published=a", "published=a"])
     with pytest.raises(BadInputError, match="published is named with two checkouts"):
         refuse_two_checkouts(["published=a", "fused", "published=b"])
@@ -137,19 +145,19 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 def test_a_function_of_the_current_directory(here: Path) -> None:
     found = resolve(SSD, "kernels_of_a_user:plain")
-    assert (found.kind, found.source) == ("own", "kernels_of_a_user:plain")
+    assert (found.kind, found.version) == ("own", "kernels_of_a_user:plain")
     x = torch.ones(1)
-    assert found.present.run(Inputs(x), Precision()) == (x, x)
-    assert found.precisions("bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32,)
+    assert found.run(Inputs(x), Precision()) == (x, x)
+    assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32,)
     assert sys.path[-1] == str(here), "what is imported later is found too, and hides no installed module"
     assert resolve(SSD, "kernels_of_a_user:Nested.kernel").kind == "own"
 
 
 def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> None:
     found = resolve(SSD, "kernels_of_a_user:told")
-    assert found.precisions("bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
+    assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
     with pytest.raises(TypeError, match="must return tensors, and out is Precision"):
-        found.present.run(Inputs(torch.ones(1)), Precision())
+        found.run(Inputs(torch.ones(1)), Precision())
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cpu", -1)])
@@ -166,7 +174,7 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(tensors, "device", lambda _: torch.device(device))
-    resolve(SSD, "kernels_of_a_user:plain").present.run(Inputs(torch.ones(1)), Precision())
+    resolve(SSD, "kernels_of_a_user:plain").run(Inputs(torch.ones(1)), Precision())
     assert current == [index]
 
 
@@ -195,7 +203,7 @@ def test_an_entry_point_has_a_name_of_its_own(here: Path, monkeypatch: pytest.Mo
     install(here / "site", "a-kernel", mine="kernels_of_a_user:plain", fused="kernels_of_a_user:told")
     monkeypatch.syspath_prepend(here / "site")
     found = resolve(SSD, "mine")
-    assert (found.name, found.kind, found.source) == ("mine", "own", "kernels_of_a_user:plain")
+    assert (found.name, found.kind, found.version) == ("mine", "own", "kernels_of_a_user:plain")
     assert resolve(SSD, "fused").kind == "bundled", "an installed package takes no name of ssdprof's"
     assert "mine" in known(GDN)
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ssdprof.operators.ssd.rounding import RoundedSSD, SSDGate
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.operator import Span
+from ssdprof.operators.ssd import RoundedSSD, SSDGate
 
 MakeInputs = Callable[..., SSDInputs]
 

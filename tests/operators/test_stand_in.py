@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from ssdprof.operators.stand_in import run_kernels
 
 from ssdprof import kernels
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.operators.operator import run_kernels
 
 DEVICE = torch.device("cuda")
 

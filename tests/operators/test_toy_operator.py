@@ -10,17 +10,18 @@ import pytest
 import torch
 from fakes import CEILINGS, HOPPER, RAN, CudaFakeBench, UnreadClocks
 from operators import toy
-from ssdprof.bench import run as bench_run
-from ssdprof.bench.schema import load
 from ssdprof.schema import CheckpointRef, LayerRef, Prompt
 from ssdprof.schema.outcome import outcome
 from typer.testing import CliRunner
 
-from ssdprof import operators, runs
+from ssdprof import operators
 from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.capture.store import load as load_captures
 from ssdprof.cli import app
+from ssdprof.commands.stored import runs
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.model import load
+from ssdprof.jobs.run import run as bench_run
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import assert_passes
@@ -110,7 +111,7 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
 
         plain = registry.get("toy", name)
         monkeypatch.setitem(registry._implementations, ("toy", name), replace(plain, run=noted))
-    for module in (bench_run, "ssdprof.environment.toolchain"):
+    for module in (bench_run, "ssdprof.environment.present"):
         target = f"{module}.require_gpu" if isinstance(module, str) else None
         if target:
             monkeypatch.setattr(target, lambda *_: torch.device("cpu"))

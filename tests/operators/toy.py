@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from ssdprof.operators.drawing import Cell, Drawing
-from ssdprof.operators.outline import Outline
-from ssdprof.schema import Dims
 
+from ssdprof.core.subject import Dims
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.operator import BoundCall, Cost, Door, Form, Judgement, Operator, Output, Span
+from ssdprof.operators.generate import Cell, InputGenerator
+from ssdprof.operators.operator import BoundCall, CallBinding, Cost, Form, Operator, OracleSpec, Outline, Output, Span
 
 CHUNK = 16  # positions after which the state is stored
 
@@ -56,7 +55,7 @@ def register_implementations() -> None:
         register(Implementation(operator="toy", name=name, run=running_sum, plan=lambda *_, plan=plan: plan))
 
 
-# --- judgement
+# --- the oracle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,7 @@ def forms(inputs: ToyInputs) -> tuple[Form, Form]:
     )
 
 
-JUDGEMENT = Judgement(
+ORACLE = OracleSpec(
     forms=forms,
     blocks=blocks,
     gate=lambda inputs, span: Gate(inputs.a[span.batch, span.start : span.stop].float()),
@@ -136,20 +135,20 @@ JUDGEMENT = Judgement(
 )
 
 
-# --- door: a mixer would call `toy_scan(x, a)`
+# --- a mixer would call `toy_scan(x, a)`
 
 
 def bind(_mixer: object, x: torch.Tensor, a: torch.Tensor, **_dropped: object) -> BoundCall:
     return BoundCall(ToyInputs(x=x, a=a), wants_final_state=True)
 
 
-DOOR = Door(
+BINDING = CallBinding(
     function="toy_scan",
     bind=bind,
     views=("x",),
     per_position=("a",),
     gate_bytes=lambda item: item,
-    stand_in=lambda inputs: running_sum(inputs, Precision()),
+    replacement=lambda inputs: running_sum(inputs, Precision()),
 )
 
 
@@ -202,7 +201,7 @@ def draw(cell: Cell, device: torch.device) -> ToyInputs:
     return ToyInputs(x=x.to(dtype_named(cell.dtype)), a=-torch.rand(*sizes, device=device, generator=generator))
 
 
-DRAWING = Drawing(
+GENERATOR = InputGenerator(
     shapes={"toy-1b": ToyShape(name="toy-1b", heads=2, width=8)},
     parse=parse,
     grammar="heads x width, such as 2x8",
@@ -212,9 +211,9 @@ DRAWING = Drawing(
 
 OPERATOR = Operator(
     outline=Outline(name="toy", title="A gated running sum", layers="toy"),
-    inputs=ToyInputs,
-    door=DOOR,
-    judgement=JUDGEMENT,
+    load_inputs=lambda: ToyInputs,
+    binding=BINDING,
+    oracle=ORACLE,
     cost=COST,
-    bench=DRAWING,
+    generator=GENERATOR,
 )

@@ -24,7 +24,7 @@ from cases import (
     report,
 )
 from lxml import etree
-from report.test_document import result
+from report.test_contents import result
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case

@@ -6,7 +6,7 @@ import pytest
 from cases import answers, bench, checkpoint, failed, in_calls, layer, prefill, report
 from report.pages import Page
 from report.shown import there
-from report.test_document import TWO, steps
+from report.test_contents import TWO, steps
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case

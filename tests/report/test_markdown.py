@@ -7,7 +7,7 @@ import re
 import pytest
 from cases import RELAXED_FP16, answers, bench, checkpoint, failed, prefill, report
 from markdown_it import MarkdownIt
-from report.test_document import result
+from report.test_contents import result
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import EXACT_FP32

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cases import EXACT_FP16, PRECISIONS, RELAXED_FP16, answers, checkpoint, clocks, in_calls, of_answers, report
 from report.shown import printed, row
-from report.test_document import TWO, packed, result, steps
+from report.test_contents import TWO, packed, result, steps
 
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.conditions import of_options

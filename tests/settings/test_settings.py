@@ -7,15 +7,15 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from ssdprof.commands.schemas import documents
-from ssdprof.schema import Gates
 
 from ssdprof import settings
+from ssdprof.commands.stored import schema
+from ssdprof.core.conditions import of_options
 from ssdprof.errors import BadInputError
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
-SCHEMA = documents()["settings-v1"].schema
+SCHEMA = schema("settings-v1")
 WHOLE = """
 [gates]
 min-speedup = 1.5
@@ -83,20 +83,6 @@ def test_what_a_file_may_not_hold(text: str, complaint: str, hint: str) -> None:
 
 def test_the_command_line_comes_before_the_file() -> None:
     Path("ssdprof.toml").write_text(WHOLE)
-    found = settings.chosen_gates(None, min_speedup=3.0, min_match=["1e-2:99.9%"])
-    assert found == Gates(min_speedup=3.0, min_match={"1e-2": 99.9}, max_rms_ratio=1.5)
-
-
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [
-        ("1e-4:99", "Choose from: 0, 1e-3, 1e-2"),
-        ("99", "TOLERANCE:PERCENT"),
-        ("1e-3:x", "1e-3:99"),
-        ("0:101", "1e-3:99"),
-    ],
-)
-def test_a_match_that_cannot_be_read(word: str, hint: str) -> None:
-    with pytest.raises(BadInputError) as caught:
-        settings.parse_matches([word])
-    assert hint in caught.value.hint
+    given = of_options(min_speedup=3.0, min_match=["1e-2:99.9%"])
+    assert settings.gates(None, given) == (*given, *of_options(max_rms_ratio=1.5))
+    assert settings.gates(None, (), prefill=True) == of_options(min_speedup=1.05)

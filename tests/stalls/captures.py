@@ -4,10 +4,9 @@ from pathlib import Path
 
 import torch
 from kernels.ssd_cases import Case
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.schema import CheckpointRef, LayerRef
 
-from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.core.subject import CheckpointRef, LayerRef
 
 LAYERS = (2, 5, 7)
 

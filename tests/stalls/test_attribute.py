@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import triton
-from ssdprof.operators.outline import Stages
-from ssdprof.operators.ssd.stages import STAGES as SSD_STAGES
-from ssdprof.report.stall_document import compose
 from stalls import synthetic
 
 import ssdprof
 from ssdprof.operators import outlines
-from ssdprof.operators.known_sources import KnownSource, known_sources
+from ssdprof.operators.operator import KnownSource, Stages, known_sources
+from ssdprof.operators.ssd import STAGES as SSD_STAGES
+from ssdprof.report.stalls import compose
 from ssdprof.stalls import target
 from ssdprof.stalls.attribute import CALLER, IDLE_WARPS, UNKNOWN, LineStage, Sources, attribute, parse
 from ssdprof.stalls.facts import analyse, stalls_of

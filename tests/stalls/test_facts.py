@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ssdprof.schema import EXACT_FP32, Launch
-from ssdprof.schema.stalls import KernelStalls, Launched, StallReport
 from stalls import synthetic
 
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.case import Launch
+from ssdprof.core.stalls import KernelStalls, Launched, StallReport
 from ssdprof.stalls.facts import analyse, stalls_of
 from ssdprof.stalls.read import Point
 

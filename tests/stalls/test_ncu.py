@@ -14,16 +14,16 @@ import pytest
 import torch
 import triton
 from kernels.ssd_cases import Case
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.capture.layout import strides
+from ssdprof.capture.store import strides
 from ssdprof.operators.named import Named
-from ssdprof.schema import EXACT_FP32, CheckpointRef, LayerRef, PrecisionRecord, Serving
-from ssdprof.schema.stalls import Launched
 from stalls.captures import store_layers
 from stalls.test_facts import launched
 
 from ssdprof import kernels
-from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.stalls import Launched
+from ssdprof.core.subject import CheckpointRef, LayerRef, Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.stalls import ncu, target

@@ -7,11 +7,11 @@ import torch
 from command_line import call
 from documented_kernels import write_example
 from kernels.ssd_cases import Case
-from ssdprof.schema import EXACT_FP32
-from ssdprof.schema.stalls import StallReport
 from stalls.captures import store_layers
 
 import ssdprof
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.stalls import StallReport
 from ssdprof.environment.toolchain import find_ncu
 from ssdprof.jobs.stalls import StallRequest, profile
 from ssdprof.progress import Unwatched

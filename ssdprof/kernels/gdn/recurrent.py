@@ -136,17 +136,12 @@ class GDNRecurrentLaunch:
         self._launcher = Launcher(
             _gdn_recurrent_kernel,
             ((*map(strides_of, (*tokens, new)), final), inputs.v.shape[1], inputs.scale_or_default),
-            {
-                "VALUE_HEADS": inputs.v.shape[2],
-                "VALUES_PER_KEY": inputs.values_per_key,
-                "KEY_DIM": inputs.q.shape[3],
-                "VALUE_DIM": inputs.v.shape[3],
-                "BLOCK_K": triton.next_power_of_2(inputs.q.shape[3]),
-                "BLOCK_V": config.block_v,
-                "L2NORM": bool(inputs.use_qk_l2norm),
-                "num_warps": config.num_warps,
-            },
-        )
+            dict(
+                VALUE_HEADS=inputs.v.shape[2], VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=inputs.q.shape[3],
+                VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]), BLOCK_V=config.block_v,
+                L2NORM=bool(inputs.use_qk_l2norm), num_warps=config.num_warps,
+            ),
+        )  # fmt: skip
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(self._index):  # no effect for -1, the CPU

@@ -26,7 +26,15 @@ from dataclasses import dataclass
 import torch
 
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.oracle import ORACLE_CHUNK, OracleBlock, Span, collect, oracle_plan, segment_sums, sequences
+from ssdprof.kernels.oracle import (
+    ORACLE_CHUNK,
+    OutputBlock,
+    SequenceSpan,
+    collect,
+    oracle_plan,
+    segment_sums,
+    sequences,
+)
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, register
 
@@ -48,7 +56,7 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
     return GDNOutput(out, final_states)
 
 
-def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OracleBlock]:
+def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OutputBlock]:
     """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
     Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
@@ -60,7 +68,7 @@ def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: 
         state = initial_states[span.sequence]
         for part in span.cut(block):
             out, state = _chunked(_GDNPiece.load(inputs, part, dtype), state)
-            yield OracleBlock(
+            yield OutputBlock(
                 sequence=part.sequence,
                 batch=part.batch,
                 start=part.start,
@@ -90,7 +98,7 @@ class _GDNPiece:
     beta: torch.Tensor  # (HV, T)
 
     @classmethod
-    def load(cls, inputs: GDNInputs, span: Span, dtype: torch.dtype) -> _GDNPiece:
+    def load(cls, inputs: GDNInputs, span: SequenceSpan, dtype: torch.dtype) -> _GDNPiece:
         q, k, v, g, beta = (
             tensor[span.batch, span.start : span.stop].transpose(0, 1).to(dtype)
             for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
@@ -139,7 +147,7 @@ def _initial_states(inputs: GDNInputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.v.device)
 
 
-def _sequences(inputs: GDNInputs) -> list[Span]:
+def _sequences(inputs: GDNInputs) -> list[SequenceSpan]:
     """The sequences of the inputs, in order."""
     return sequences(inputs.v.shape[0], inputs.v.shape[1], inputs.cu_seqlens)
 

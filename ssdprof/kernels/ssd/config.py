@@ -32,7 +32,7 @@ Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Generic[Settings]):
+class Rule(Generic[Settings]):
     """A configuration for calls on one of `majors`, with equal `wide` (fp32 inputs) and `gate`, and sizes up to headdim
     and dstate.  None: any value.  Blocks are upper limits.
     """
@@ -47,8 +47,8 @@ class Row(Generic[Settings]):
 
 
 def first_fit(
-    table: Sequence[Row[Settings]], *, wide: bool, dstate: int, headdim: int = 0, gate: bool = False, major: int = 0
-) -> Row[Settings]:
+    table: Sequence[Rule[Settings]], *, wide: bool, dstate: int, headdim: int = 0, gate: bool = False, major: int = 0
+) -> Rule[Settings]:
     """The first row that fits.  The last row of each table fits every call."""
     return next(
         row
@@ -94,12 +94,12 @@ class Roles:
 
 
 HOPPER = (
-    Row(
+    Rule(
         dstate=128,
         take=Roles(ring=3, score_ring=2, unit_registers=192, other_registers=24),
         why="three chunks of B, C and x fill shared memory; what states leave of the registers, the scores need",
     ),
-    Row(
+    Rule(
         take=Roles(ring=2, score_ring=3, unit_registers=208, other_registers=24),
         why="two chunks, and scores of three, fill shared memory; with fewer registers ptxas serialises products",
     ),
@@ -198,20 +198,20 @@ _SHORT = (
 _TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
 _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 PORTABLE = (
-    Row(
+    Rule(
         wide=True,
         dstate=128,
         take=SSDPortableConfig(chunk=32, block_p=32, block_n=64, p_rows=True, num_warps=4),
         why=_SHORT,
     ),
-    Row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
-    Row(
+    Rule(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
+    Rule(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
         take=SSDPortableConfig(chunk=32, block_p=32, p_rows=True, num_warps=2),
         why="for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too short for them",
     ),
-    Row(
+    Rule(
         majors=(9,),
         gate=True,
         dstate=128,
@@ -219,25 +219,25 @@ PORTABLE = (
         why=_TWO_PROGRAMS + "; two chunks in flight in the first pass, because beside a gate a third makes them spill; "
         "the state as (n, p), which ptxas compiles in three quarters of the time",
     ),
-    Row(
+    Rule(
         majors=FROM_SHARED_MEMORY,
         dstate=128,
         take=SSDPortableConfig(chunk=64, block_p=64, p_rows=True, num_warps=4),
         why=_TWO_PROGRAMS,
     ),
-    Row(
+    Rule(
         majors=(9,),
         take=SSDPortableConfig(chunk=64, block_p=64, p_rows=False, num_warps=8, block_n=128),
         why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in halves, each "
         "of which a stage reads by itself, because whole rows of B and C do not fit beside the state",
     ),
-    Row(
+    Rule(
         majors=FROM_SHARED_MEMORY,
         take=SSDPortableConfig(chunk=64, block_p=32, p_rows=False, num_warps=4),
         why=_TWO_PROGRAMS + ", and half of P, because 256 state dimensions fill the registers",
     ),
-    Row(dstate=128, take=SSDPortableConfig(chunk=64, block_p=64, p_rows=True, num_warps=8), why=_NO_SPILLS),
-    Row(
+    Rule(dstate=128, take=SSDPortableConfig(chunk=64, block_p=64, p_rows=True, num_warps=8), why=_NO_SPILLS),
+    Rule(
         take=SSDPortableConfig(chunk=32, block_p=32, p_rows=True, num_warps=8),
         why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
     ),
@@ -322,25 +322,25 @@ class ChunkScanConfig:
 _LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, two stages"
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
 CHUNK_STATE = (
-    Row(wide=True, take=ChunkStateConfig(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
-    Row(
+    Rule(wide=True, take=ChunkStateConfig(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
+    Rule(
         headdim=64,
         take=ChunkStateConfig(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3),
         why=_WHOLE_STATE,
     ),
-    Row(
+    Rule(
         dstate=64,
         take=ChunkStateConfig(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3),
         why=_WHOLE_STATE,
     ),
-    Row(
+    Rule(
         take=ChunkStateConfig(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
         why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
     ),
 )
 BMM_CHUNK = (
-    Row(wide=True, take=BmmChunkConfig(block_n=32), why=_LARGE),
-    Row(
+    Rule(wide=True, take=BmmChunkConfig(block_n=32), why=_LARGE),
+    Rule(
         take=BmmChunkConfig(block_n=64),
         why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
     ),
@@ -349,41 +349,41 @@ _FEW_ROW_BLOCKS = "a whole head, so that no score is computed twice; each block 
 _WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
 _SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
 CHUNK_SCAN = (
-    Row(
+    Rule(
         wide=True,
         take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2),
         why=_LARGE,
     ),
-    Row(
+    Rule(
         gate=False,
         headdim=64,
         dstate=128,
         take=ChunkScanConfig(block_q=128, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
         why=_FEW_ROW_BLOCKS,
     ),
-    Row(
+    Rule(
         gate=False,
         headdim=64,
         take=ChunkScanConfig(block_q=128, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
         why=_FEW_ROW_BLOCKS + _SLICED,
     ),
-    Row(
+    Rule(
         headdim=64,
         dstate=128,
         take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
         why=_WOULD_SPILL,
     ),
-    Row(
+    Rule(
         headdim=64,
         take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
         why=_WOULD_SPILL + _SLICED,
     ),
-    Row(
+    Rule(
         dstate=128,
         take=ChunkScanConfig(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=3),
         why=_WOULD_SPILL,
     ),
-    Row(
+    Rule(
         take=ChunkScanConfig(block_q=64, block_p=128, block_s=32, block_n=32, num_warps=8, num_stages=3),
         why=_WOULD_SPILL + _SLICED,
     ),

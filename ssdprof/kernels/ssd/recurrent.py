@@ -140,17 +140,12 @@ class SSDRecurrentLaunch:
         self._launcher = Launcher(
             _ssd_recurrent_kernel,
             (strides_of_each(*tensors), inputs.x.shape[1], *map(float, inputs.dt_limit)),
-            {
-                "HEADS": heads,
-                "HEADS_PER_GROUP": inputs.heads_per_group,
-                "HEADDIM": headdim,
-                "DSTATE": inputs.B.shape[3],
-                "BLOCK_P": config.block_p,
-                "BLOCK_N": triton.next_power_of_2(inputs.B.shape[3]),
-                "DT_SOFTPLUS": bool(inputs.dt_softplus),
-                "num_warps": config.num_warps,
-            },
-        )
+            dict(
+                HEADS=heads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
+                BLOCK_P=config.block_p, BLOCK_N=triton.next_power_of_2(inputs.B.shape[3]),
+                DT_SOFTPLUS=bool(inputs.dt_softplus), num_warps=config.num_warps,
+            ),
+        )  # fmt: skip
 
     def __call__(self, inputs: SSDInputs) -> SSDOutput:
         with torch.cuda.device(self._index):  # no effect for -1, the CPU

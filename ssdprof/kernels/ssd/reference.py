@@ -17,7 +17,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdprof.kernels.oracle import ORACLE_CHUNK, OracleBlock, Span, collect, oracle_plan, segment_sums, sequences
+from ssdprof.kernels.oracle import (
+    ORACLE_CHUNK,
+    OutputBlock,
+    SequenceSpan,
+    collect,
+    oracle_plan,
+    segment_sums,
+    sequences,
+)
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -40,7 +48,7 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
     return SSDOutput(out, final_states)
 
 
-def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OracleBlock]:
+def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OutputBlock]:
     """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
     Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
@@ -53,7 +61,7 @@ def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: 
         for part in span.cut(block):
             piece = _SSDPiece.load(inputs, part.batch, part.start, part.stop, dtype)
             out, state = _chunked(piece, state)
-            yield OracleBlock(
+            yield OutputBlock(
                 sequence=part.sequence,
                 batch=part.batch,
                 start=part.start,
@@ -161,7 +169,7 @@ def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(inputs.sequences, h, p, n, dtype=dtype, device=inputs.x.device)
 
 
-def _sequences(inputs: SSDInputs) -> list[Span]:
+def _sequences(inputs: SSDInputs) -> list[SequenceSpan]:
     """The sequences of the inputs, in order."""
     return sequences(inputs.x.shape[0], inputs.x.shape[1], inputs.cu_seqlens)
 

@@ -309,17 +309,12 @@ class GDNPortableLaunch:
             if strides
         ]
         wide = self._workspace.operand_dtype == torch.float32
-        common: dict[str, Any] = {
-            "VALUE_HEADS": heads,
-            "VALUES_PER_KEY": inputs.values_per_key,
-            "KEY_DIM": inputs.q.shape[3],
-            "CHUNK": chunk,
-            "BLOCK_K": config.block_k,
-            "OPERAND": TL_DTYPE[self._workspace.operand_dtype],
-            "ALIGNED": not packed and inputs.v.shape[1] % chunk == 0,
-            "ALIGNMENT": _alignment(inputs.q, inputs.k, inputs.v),
-            "OFFSET": tl.int32 if max(spans) < 2**31 else tl.int64,
-        }
+        common: dict[str, Any] = dict(
+            VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=inputs.q.shape[3], CHUNK=chunk,
+            BLOCK_K=config.block_k, OPERAND=TL_DTYPE[self._workspace.operand_dtype],
+            ALIGNED=not packed and inputs.v.shape[1] % chunk == 0, ALIGNMENT=_alignment(inputs.q, inputs.k, inputs.v),
+            OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
+        )  # fmt: skip
         sizes = (inputs.v.shape[1], inputs.sequences)
         self._factors = Launcher(
             _gdn_factors_kernel,
@@ -347,15 +342,10 @@ class GDNPortableLaunch:
                 *sizes,
             ),
             common
-            | {
-                "VALUE_DIM": inputs.v.shape[3],
-                "SEGMENT": config.segment,
-                "CUT": config.segment > 0,
-                "BLOCK_V": config.block_v,
-                "V_ROWS": config.v_rows,
-                "SCAN_STAGES": config.scan_stages,
-                "num_warps": config.num_warps,
-            },
+            | dict(
+                VALUE_DIM=inputs.v.shape[3], SEGMENT=config.segment, CUT=config.segment > 0, BLOCK_V=config.block_v,
+                V_ROWS=config.v_rows, SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
+            ),
         )  # fmt: skip
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:

@@ -240,25 +240,15 @@ def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
 
 def _options(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig, handover: bool) -> dict[str, Any]:
     nheads, headdim = inputs.x.shape[2:]
-    return {
-        "HEADS": nheads,
-        "HEADS_PER_GROUP": inputs.heads_per_group,
-        "HEADDIM": headdim,
-        "DSTATE": inputs.B.shape[3],
-        "CHUNK": config.chunk,
-        "BLOCK_P": config.block_p,
-        "BLOCK_N": min(config.block_n, whole_block(inputs.B.shape[3])),
-        "RULE": (config.max_segments, config.min_chunks, config.max_chunks),
-        "HANDOVER": handover,
-        "P_ROWS": config.p_rows,
-        "DT_SOFTPLUS": inputs.dt_softplus,
-        "INTERMEDIATE": TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
-        "ALIGNED": inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
-        "OFFSET": tl.int32 if _span(inputs, config.chunk) < 2**31 else tl.int64,
-        "STATE_STAGES": config.state_stages,
-        "SCAN_STAGES": config.scan_stages,
-        "num_warps": config.num_warps,
-    }
+    return dict(
+        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
+        CHUNK=config.chunk, BLOCK_P=config.block_p, BLOCK_N=min(config.block_n, whole_block(inputs.B.shape[3])),
+        RULE=(config.max_segments, config.min_chunks, config.max_chunks), HANDOVER=handover, P_ROWS=config.p_rows,
+        DT_SOFTPLUS=inputs.dt_softplus, INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
+        ALIGNED=inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
+        OFFSET=tl.int32 if _span(inputs, config.chunk) < 2**31 else tl.int64, STATE_STAGES=config.state_stages,
+        SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def _span(inputs: SSDInputs, chunk: int) -> int:

@@ -1,0 +1,436 @@
+"""Two reports of a kind: the verdict on each case, by arithmetic that a reader can repeat by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+from cases import (
+    EXACT_FP32,
+    RELAXED_FP32,
+    band,
+    bench,
+    cell,
+    checkpoint,
+    environment,
+    failed,
+    in_calls,
+    of_answers,
+    of_prefill,
+    prompt,
+)
+
+from ssdprof.core.case import Case
+from ssdprof.core.conditions import parse, parse_fail_if
+from ssdprof.core.pairs import Comparison, Pair, compare
+from ssdprof.core.report import LeftOut, Report
+from ssdprof.errors import BadInputError
+
+FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
+ROW = "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"
+
+
+def run(**fields: Any) -> Report:
+    return cases.report(**({"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32)} | fields))
+
+
+def with_inputs(report: Report, digest: str) -> Report:
+    return report.changed(cases=tuple(one.changed(inputs=digest) for one in report.cases))
+
+
+def fused(case: Case) -> bool:
+    return case.implementation == "fused"
+
+
+def slowed(factor: float, where: Callable[[Case], bool] = lambda _: True) -> Callable[[Case], Case]:
+    """Multiplies the times of the selected cases."""
+
+    def change(case: Case) -> Case:
+        if not where(case):
+            return case
+        samples = [
+            one.changed(us=tuple(tuple(us * factor for us in rounds) for rounds in one.us)) for one in case.samples
+        ]
+        return case.changed(samples=tuple(samples))
+
+    return change
+
+
+def compared(base: Report, new: Report, *fail_if: str, smallest: float = 0.01) -> Comparison:
+    asked = [parse_fail_if(text) for text in fail_if]
+    return compare(("base", base), ("new", new), smallest_difference=smallest, conditions=asked)
+
+
+def pair_of(found: Comparison, name: str = FUSED) -> Pair:
+    (pair,) = (pair for pair in found.pairs if pair.case.name == name)
+    return pair
+
+
+def offences(found: Comparison) -> dict[str, list[str]]:
+    return {
+        one.spelling: [f"{each.case}: {each.found}" for each in offenders] for one, offenders in found.verdicts.items()
+    }
+
+
+def test_a_report_does_not_differ_from_itself() -> None:
+    found = compared(run(), run(), "slower:0%", "slower-call:0%", "match:0", "rms:0%", "memory:0%", "launches:0")
+    assert found.passed, offences(found)
+    assert {pair.verdict for pair in found.pairs} == {"no difference"}
+    assert not any(pair.other_inputs or pair.incomparable for pair in found.pairs)
+    assert {total.cases for total in found.totals} == {2}
+
+
+def test_every_chunk_of_a_prompt_is_compared() -> None:
+    """Even if the last chunk, of the same size, did not change."""
+    base = in_calls(run(seqlens=(24,)), count=3)
+    first = slowed(1.5, lambda case: fused(case) and case.call is not None and case.call.number == 1)
+    found = compared(base, base.changed(cases=tuple(map(first, base.cases))), "slower:3%")
+    assert len(found.pairs) == len(base.cases)
+    assert sorted(one.partition(": ")[0] for one in offences(found)["slower:3%"]) == sorted(
+        f"layer {layer}, 8 tokens, chunk 1 of 3 of 24 tokens, fused, {precision}"
+        for layer in (0, 9)
+        for precision in ("exact, fp32 states", "relaxed, fp32 states")
+    )
+    total = found.totals[-1]
+    assert (total.where, total.over, total.cases) == ("chunks of 8 tokens of 24 tokens", "call", 6)
+
+
+def test_a_ratio_and_its_interval() -> None:
+    base, new = run(), run(change=slowed(1.05, fused))
+    found = compared(base, new)
+    pair = pair_of(found)
+    assert pair.time is not None
+    assert pair.time.value == pytest.approx(1 / 1.05)
+    own = next(case for case in base.cases if case.name == FUSED).device_us
+    assert own is not None
+    width = math.sqrt(2) * math.log(own.high / own.low) / 2  # of two independent intervals
+    assert pair.time.low == pytest.approx(math.exp(-width) / 1.05)
+    assert pair.time.high == pytest.approx(math.exp(width) / 1.05)
+    assert pair.verdict == pair.time.verdict(0.01) == "slower"
+    assert pair.over_baseline is not None
+    assert pair.over_baseline.value == pytest.approx(1 / 1.05)
+    assert pair_of(found, FUSED.replace("fused", "unfused")).verdict == "no difference"
+    assert pair_of(compared(new, base)).verdict == "faster"
+    assert pair_of(compared(base, new, smallest=0.06)).verdict == "no difference"
+    (total,) = (one for one in found.totals if (one.implementation, one.precision) == ("fused", EXACT_FP32))
+    assert (total.where, total.by, total.verdict) == ("131,072 tokens", "device time", "slower")
+    assert total.change.value == pytest.approx(1 / 1.05)
+
+
+@pytest.mark.parametrize("what", ["GPU", "driver", "Triton"])
+def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str) -> None:
+    other = {"GPU": {"name": "NVIDIA H100"}, "driver": {"driver": "1.2"}, "Triton": {"triton": "9.9"}}[what]
+    new = run(environment=environment(**other), change=slowed(2.0, fused))  # type: ignore[arg-type]
+    found = compared(run(), new, "slower:3%", "slower-call:3%")
+    assert [difference.what for difference in found.machine] == [what]
+    pair = pair_of(found)
+    assert (pair.time, pair.call, pair.incomparable) == (None, None, (str(found.machine[0]),))
+    assert pair.over_baseline is not None
+    assert pair.over_baseline.value == pytest.approx(0.5)
+    assert pair_of(found, FUSED.replace("fused", "unfused")).verdict == "not comparable"
+    assert {total.by for total in found.totals} == {"speedup"}
+    assert f"{FUSED}: 0.5 times BASE's speedup [0.4" in offences(found)["slower:3%"][0]
+    assert offences(found)["slower-call:3%"] == [f": no case could be judged: {found.machine[0]}"]
+
+
+def test_without_a_gpu_on_both_sides_no_machine_differs() -> None:
+    assert compared(run(), run(gpu=False)).machine == ()
+
+
+def test_another_shape_does_not_compare() -> None:
+    def smaller(case: Case) -> Case:
+        return case.changed(dims=case.dims and case.dims.changed(words="64 heads x 64, state 128"))
+
+    found = compared(run(), run(change=smaller), "slower:3%", "match:-0.1")
+    assert {pair.verdict for pair in found.pairs} == {"not comparable"}
+    for said in offences(found).values():
+        assert said == [
+            ": no case could be judged: other shape: ssd, 128 heads x 64, state 128, chunk 256, bf16, now "
+            "ssd, 64 heads x 64, state 128, chunk 256, bf16"
+        ]
+    assert not found.passed
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        with_inputs(run(), "00" * 32),
+        run(model=checkpoint(revision="feedfeedfeedfeed")),
+        run(model=checkpoint(repo_id="other/model")),
+        with_inputs(in_calls(run()), "00" * 32),
+    ],
+    ids=["prompt", "revision", "model", "prompt of chunks"],
+)
+def test_errors_on_other_inputs_do_not_compare(new: Report) -> None:
+    found = compared(in_calls(run()) if new.cases[0].call else run(), new, "slower:3%", "rms:5%")
+    assert all(pair.other_inputs.startswith("other inputs: ibm-granite") for pair in found.pairs)
+    assert {pair.verdict for pair in found.pairs} == {"no difference"}  # times depend only on shapes
+    assert offences(found)["slower:3%"] == []
+    assert "no case could be judged: other inputs" in offences(found)["rms:5%"][0]
+
+
+def less_exact(case: Case) -> Case:
+    """fused in layer 9, relaxed: 0.2 points less match, RMS and memory a tenth more, and one launch more."""
+    if not (fused(case) and case.layer and case.layer.index == 9 and case.precision == RELAXED_FP32):
+        return case
+    (out, states) = case.accuracy
+    assert out.vs_baseline
+    assert case.memory
+    matches = tuple(one.changed(match_pct=one.match_pct - 0.2) for one in out.vs_baseline.matches)
+    worse = out.changed(
+        vs_baseline=out.vs_baseline.changed(matches=matches),
+        vs_oracle=out.vs_oracle.changed(rms_ratio=1.1 * (out.vs_oracle.rms_ratio or 0.0)),
+    )
+    memory = case.memory.changed(workspace_bytes=case.memory.workspace_bytes * 11 // 10)
+    return case.changed(accuracy=(worse, states), memory=memory, launches=case.launches * 2)
+
+
+@pytest.mark.parametrize(
+    ("condition", "found"),
+    [
+        ("match:-0.1", "61.1009% in BASE, 60.9009% in NEW"),
+        ("match@0:-0.1", "55.0459% in BASE, 54.8459% in NEW"),
+        ("match@1e-2:-0.1", "100% in BASE, 99.8% in NEW"),
+        ("match:-0.3", ""),
+        ("rms:9%", "0.00327 in BASE, 0.003597 in NEW"),
+        ("rms:base+9%", "0.00327 in BASE, 0.003597 in NEW"),
+        ("rms:11%", ""),
+        ("memory:9%", "1,048,576 bytes in BASE, 1,153,433 bytes in NEW"),
+        ("memory:10%", ""),
+        ("memory:base+104858", ""),
+        ("launches:0", "1 in BASE, 2 in NEW"),
+        ("launches:1", ""),
+    ],
+)
+def test_a_change_names_the_case_and_both_values(condition: str, found: str) -> None:
+    said = offences(compared(run(), run(change=less_exact), condition))[condition]
+    place = "layer 9, 131,072 tokens, fused, relaxed, fp32 states"
+    assert [one.removeprefix(f"{place}: ") for one in said] == ([found] if found else [])
+
+
+def test_an_absolute_condition_judges_new_alone() -> None:
+    gate = parse("--fail-if", "speedup:2.2")
+    found = compare(("a", run()), ("b", run()), smallest_difference=0.01, conditions=[gate])
+    assert {one.case for one in found.verdicts[gate]} >= {FUSED}
+    assert all("2x over unfused" in one.found for one in found.verdicts[gate] if one.case == FUSED)
+
+
+def test_a_time_offends_if_its_whole_interval_does() -> None:
+    slow = run(change=slowed(1.04, fused))
+    said = offences(compared(run(), slow, "slower:3%"))["slower:3%"]
+    assert len(said) == 4
+    assert said[0].startswith(f"{FUSED}: 1.04 times BASE's time [1.03")
+    assert compared(run(), slow, "slower:3.5%").passed  # its lower end is not beyond
+    assert compared(slow, run(), "slower:0%").passed  # a faster result breaks no condition
+    assert not compared(run(), slow, "slower-call:1%").passed
+    assert not compared(run(), slow, "time:base+3%").passed
+
+
+@pytest.mark.parametrize("condition", ["slower:50%", "match:-50", "rms:500%"])
+def test_what_base_had_and_new_has_not_offends(condition: str) -> None:
+    broken = run(change=lambda one: failed(one, "refused") if fused(one) and one.layer and not one.layer.index else one)
+    said = offences(compared(run(), broken, condition))[condition]
+    assert len(said) == 2
+    assert said[0].startswith(f"{FUSED}: ")
+    assert said[0].endswith("refused in NEW")
+
+
+def test_an_error_that_became_infinite_offends() -> None:
+    new = run(change=lambda one: failed(one, "nonfinite") if fused(one) and one.layer and not one.layer.index else one)
+    assert offences(compared(run(), new, "rms:1%"))["rms:1%"][0] == f"{FUSED}: 0.002 in BASE; nonfinite in NEW"
+
+
+def test_a_condition_that_judges_nothing_offends() -> None:
+    without = run(gpu=False)
+    assert offences(compared(without, without, "slower:3%")) == {
+        "slower:3%": [": no case could be judged: BASE has no times"]
+    }
+    assert offences(compared(without, without, "memory:3%", "kl:0"))["kl:0"][0].endswith("BASE has no such value")
+    assert compared(without, without, "match:-0.1").passed
+    elsewhere = compared(run(layers=(0,)), run(layers=(9,)), "match:-0.1")
+    assert offences(elsewhere) == {"match:-0.1": [": no case could be judged: no case is in both"]}
+    assert [pair.verdict for pair in elsewhere.pairs] == ["only in NEW"] * 4 + ["only in BASE"] * 4
+
+
+def test_where_nothing_was_compared_nothing_passed() -> None:
+    for base, new in ((run(layers=(0,)), run(layers=(9,))), (run(cases=()), run())):
+        apart = compared(base, new)
+        assert (apart.passed, apart.nothing_compared) == (False, "no case is in both")
+    other = compared(run(gpu=False), with_inputs(run(gpu=False), "00" * 32))
+    assert not other.passed
+    assert other.nothing_compared.startswith("other inputs: ")
+    partly = compared(run(layers=(0,)), run(layers=(0, 9)))
+    assert (partly.passed, partly.nothing_compared) == (True, "")
+
+
+def test_a_new_report_that_is_not_whole_offends() -> None:
+    part = compared(run(), run(complete=False), "match:-0.1")
+    assert offences(part) == {"match:-0.1": [": NEW is incomplete: this run did not reach its end"]}
+    short = run().changed(cases=run().cases[:-1])
+    assert offences(compared(run(), short, "match:-0.1"))["match:-0.1"] == [
+        ": NEW is incomplete: 1 of the requested cases are missing"
+    ]
+    assert compared(run(), run(complete=False)).passed
+    assert compared(run(complete=False), run(), "match:-0.1").passed
+
+
+def test_benches_compare_the_length_of_a_shape() -> None:
+    base, new = (bench(*cell(times={"unfused": 300.0, "fused": us})) for us in (100.0, 110.0))
+    found = compared(base, new, "slower:3%", "memory:5%")
+    place = "mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 states"
+    assert [one[:60] for one in offences(found)["slower:3%"]] == [f"{place}: 1.1 times BASE's time"[:60]]
+    assert offences(found)["memory:5%"] == [": no case could be judged: BASE has no such value"]
+    assert [pair.verdict for pair in found.pairs] == ["no difference", "slower"]
+    assert [(total.where, total.over) for total in found.totals] == [("mamba2-2.7b, bf16", "length")] * 2
+
+
+def test_two_kinds_do_not_compare() -> None:
+    with pytest.raises(BadInputError, match=r"BASE is a run and NEW is a bench\."):
+        compared(run(), bench())
+
+
+# --- prefills
+
+
+def prefill(*made: Case, **fields: Any) -> Report:
+    return cases.prefill(*(made or (of_prefill("unfused", 2000.0), of_prefill())), **fields)
+
+
+def slow_prefill(**fields: Any) -> Report:
+    return prefill(of_prefill("unfused", 2000.0, **fields), slowed(1.05)(of_prefill(**fields)))
+
+
+def test_prefills_are_compared_by_their_call_times() -> None:
+    pair = pair_of(compared(prefill(), slow_prefill()), ROW)
+    assert pair.time is not None
+    assert (pair.time, pair.verdict) == (pair.call, "slower")
+    assert pair.time.value == pytest.approx(1 / 1.05)
+    assert pair.over_baseline is not None
+    assert pair.over_baseline.value == pytest.approx(1 / 1.05)
+    said = offences(compared(prefill(), slow_prefill(), "slower:3%", "slower-call:3%", "slower:4.9%"))
+    assert [len(said[one]) for one in ("slower:3%", "slower-call:3%", "slower:4.9%")] == [1, 1, 0]
+    assert said["slower:3%"][0].startswith(f"{ROW}: 1.05 times BASE's time [1.0")
+
+
+def versions(**packages: str) -> dict[str, Any]:
+    found = environment()
+    return {"environment": found.changed(packages=found.packages | packages)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "own", "reason"),
+    [
+        ({"environment": environment(name="NVIDIA H100")}, {}, "other GPU: NVIDIA H200, now NVIDIA H100"),
+        (versions(triton="9.9"), {}, "other Triton"),
+        (versions(torch="9.9"), {}, "other PyTorch"),
+        (versions(transformers="9.9"), {}, "other transformers"),
+        ({}, {"attention": "eager"}, "other attention: sdpa, now eager"),
+        ({}, {"segment_length": 512}, "other segment length: 1,024, now 512"),
+        ({}, {"convolution": "torch"}, "other convolution: causal-conv1d 1.5, now torch"),
+    ],
+)
+def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(
+    fields: dict[str, Any], own: dict[str, Any], reason: str
+) -> None:
+    found = compared(prefill(), slow_prefill(**own).changed(**fields), "slower:3%")
+    pair = pair_of(found, ROW)
+    assert (pair.time, pair.call, len(pair.incomparable)) == (None, None, 1)
+    assert pair.incomparable[0].startswith(reason)
+    assert pair.over_baseline is not None
+    assert pair.over_baseline.value == pytest.approx(1 / 1.05)
+    assert "0.9524 times BASE's speedup" in offences(found)["slower:3%"][0]
+    assert pair_of(found, ROW.replace("fused", "unfused")).verdict == "not comparable"
+
+
+def test_the_models_own_convolution_counts_only_where_it_ran() -> None:
+    base, new = (
+        prefill(of_prefill("unfused", 2000.0, conv_and_norm="bundled", convolution=name)) for name in ("a", "b")
+    )
+    (pair,) = compared(base, new).pairs
+    assert pair.incomparable == ()
+    base, new = (
+        prefill(of_prefill(conv_and_norm="bundled", convolution=name, left_to_model=("norm",))) for name in "ab"
+    )
+    assert compared(base, new).pairs[0].incomparable == ("other convolution: a, now b",)
+
+
+@pytest.mark.parametrize(
+    "new", [prefill(model=checkpoint(repo_id="other/model")), slow_prefill(layers=6)], ids=["model", "layers"]
+)
+def test_another_model_or_fewer_layers_do_not_compare_at_all(new: Report) -> None:
+    found = compared(prefill(), new, "slower:3%")
+    pair = pair_of(found, ROW)
+    assert (pair.time, pair.over_baseline, pair.verdict) == (None, None, "not comparable")
+    assert "no case could be judged: other model: ibm-granite/" in offences(found)["slower:3%"][0]
+
+
+def test_another_batch_is_another_case() -> None:
+    more = prefill(of_prefill("unfused", 2000.0, batch=8), of_prefill(batch=8))
+    found = compared(prefill(), more, "slower:3%")
+    assert [pair.verdict for pair in found.pairs] == ["only in NEW"] * 2 + ["only in BASE"] * 2
+    assert found.pairs[1].case.place == "prefill, model convolution and norm, 8 x 1,024 tokens"
+
+
+def test_a_prefill_that_base_timed_and_new_did_not_offends() -> None:
+    base, late = of_prefill("unfused", 2000.0), of_prefill(call_us=None)
+    for new in (failed(of_prefill(), "failed"), late):
+        said = offences(compared(prefill(), prefill(base, new), "slower:90%"))["slower:90%"]
+        assert [one.startswith(f"{ROW}: timed in BASE; ") for one in said] == [True]
+    partial = offences(compared(prefill(), prefill(complete=False), "slower:90%"))["slower:90%"]
+    assert "NEW is incomplete" in partial[0]
+    lost = LeftOut(place="prefill, model convolution and norm, 131,072 tokens", reason="spent")
+    assert compared(prefill(), prefill(left_out=(lost,)), "slower:90%").passed
+
+
+def test_lengths_of_one_implementation_have_a_mean() -> None:
+    def both(factor: float) -> Report:
+        long = {"seqlen": 16_384}
+        return prefill(
+            of_prefill("unfused", 2000.0), of_prefill(), of_prefill("unfused", 9000.0, **long),
+            slowed(factor)(of_prefill("fused", 5000.0, **long)),
+        )  # fmt: skip
+
+    totals = compared(both(1.0), both(1.21)).totals
+    assert [(one.where, one.implementation, one.over, one.by, one.cases) for one in totals] == [
+        ("prefill, model convolution and norm", name, "length", "call time", 2) for name in ("unfused", "fused")
+    ]
+    assert totals[1].change.value == pytest.approx(1 / 1.1)
+
+
+# --- answers
+
+
+def answered(*, perplexity: float | None = 8.0, **own: Any) -> Report:
+    of = band(**({"kl_mean": 1e-3, "top1_pct": 99.5} | own), perplexity=perplexity)
+    return cases.answers(of_answers(bands=(of,)), of_answers(alone=9), of_answers(change="noise"))
+
+
+@pytest.mark.parametrize(
+    ("condition", "found"),
+    [
+        ("kl:0.001", "0.001 nats in BASE, 0.003 nats in NEW"),
+        ("kl:0.0021", ""),
+        ("top1:-0.1", "99.5% in BASE, 99.2% in NEW"),
+        ("top1:-0.4", ""),
+        ("perplexity:1%", "8 in BASE, 8.1 in NEW"),
+        ("perplexity:2%", ""),
+    ],
+)
+def test_conditions_on_answers(condition: str, found: str) -> None:
+    said = offences(compared(answered(), answered(kl_mean=3e-3, top1_pct=99.2, perplexity=8.1), condition))
+    row = "answers, 1,100 tokens, fused, exact, fp32 states"
+    assert said[condition] == ([f"{row}: {found}"] if found else [])
+
+
+@pytest.mark.parametrize("own", [{"weights": "fp32"}, {"reference": "unfused"}, {"layers": (0, 3)}])
+def test_answers_with_another_reference_do_not_compare(own: dict[str, Any]) -> None:
+    found = compared(cases.answers(of_answers()), cases.answers(of_answers(**own)), "kl:0")
+    assert "no case could be judged: other shape" in offences(found)["kl:0"][0]
+
+
+def test_prompts_do_not_count() -> None:
+    """The inputs of a case say which prompt it was."""
+    assert compared(run(), run(prompts=(prompt(131_072, token_sha256="00" * 32),)), "rms:0%").passed

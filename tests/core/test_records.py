@@ -1,0 +1,337 @@
+"""What records refuse, what follows from them, and that a document is read back as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import cases
+import pytest
+from cases import (
+    EXACT_FP32,
+    RELAXED_FP32,
+    accuracy,
+    answers,
+    band,
+    bench,
+    case,
+    cell,
+    deviation,
+    failed,
+    layer,
+    of_answers,
+    of_prefill,
+    prefill,
+    samples,
+    timed,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ssdprof.core.base import PrecisionRecord, first_fault, precisions_for
+from ssdprof.core.case import BudgetUse, Case, Match, Samples
+from ssdprof.core.report import ProcessLine, Report, Requested
+from ssdprof.core.subject import CallRef, Ceilings
+
+REPORTS = {
+    "run": cases.report(),
+    "without a GPU": cases.report(gpu=False),
+    "chunks": cases.in_calls(cases.report(layers=(0,))),
+    "bench": bench(),
+    "prefill": prefill(),
+    "answers": answers(),
+    "nonfinite": cases.report(change=lambda one: failed(one, "nonfinite")),
+    "refused": cases.report(change=lambda one: failed(one, "refused")),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_document_is_read_back_as_it_was(name: str) -> None:
+    text = REPORTS[name].model_dump_json(exclude_defaults=True)
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert Report.model_validate_json(text) == REPORTS[name]
+
+
+@given(us=st.lists(st.lists(st.floats(min_value=1e-3, max_value=1e9), min_size=1, max_size=5), min_size=2, max_size=5))
+def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
+    made = Samples(process="p", clock="device", us=tuple(map(tuple, us)))
+    assert Samples.model_validate_json(made.model_dump_json()) == made
+    found = case(samples=(made,)).device_us
+    assert found is not None
+    assert found.low <= found.value <= found.high or math.isinf(found.high)
+
+
+@pytest.mark.parametrize(
+    ("made", "fields", "where"),
+    [
+        (case(), {"surprise": 1}, "surprise"),
+        (case(), {"seqlen": 0}, "seqlen"),
+        (case(), {"batch": -1}, "batch"),
+        (case(), {"status": "passed"}, "status"),
+        (deviation(), {"rms_ratio": math.nan}, "rms_ratio"),
+        (deviation(), {"rms_ratio": -1e-3}, "rms_ratio"),
+        (deviation(), {"max_abs": math.inf}, "max_abs"),
+        (deviation(), {"elements": 0}, "elements"),
+        (deviation(), {"nonfinite": -1}, "nonfinite"),
+        (deviation(), {"worst_head": -1}, "worst_head"),
+        (deviation().matches[0], {"match_pct": 100.1}, "match_pct"),
+        (accuracy().budget[0], {"budget": 0.0}, "budget"),
+        (accuracy().budget[0], {"error": math.nan}, "error"),
+        (accuracy(), {"dtype": "int8"}, "dtype"),
+        (band(), {"top1_pct": 101}, "top1_pct"),
+        (band(), {"kl_mean": math.nan}, "kl_mean"),
+        (ProcessLine(), {"seconds": -1}, "seconds"),
+        (REPORTS["run"], {"version": 2}, "version"),
+        (REPORTS["run"], {"kind": "sweep"}, "kind"),
+        (REPORTS["run"], {"ranks": 0}, "ranks"),
+        (REPORTS["run"], {"smallest_difference": -0.01}, "smallest_difference"),
+    ],
+)
+def test_a_number_out_of_its_range_and_an_unknown_field_are_refused(
+    made: Any, fields: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        made.changed(**fields)
+    assert first_fault(caught.value).startswith(f"{where}: ")
+
+
+@pytest.mark.parametrize("us", [((1.0,),), ((1.0,), ()), ((1.0,), (0.0,)), ((1.0,), (-1.0,)), ((1.0,), (math.nan,))])
+def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(ValidationError):
+        Samples(process="p", clock="call", us=us)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"layer": None}, "one layer, one draw"),
+        ({"drawn": cases.drawn()}, "one layer, one draw"),
+        ({"dims": None}, "has the sizes of the call"),
+        ({"status": "failed", "samples": timed(1.0)}, "only to a case that ran"),
+        ({"later_fault": "wrong", "samples": timed(1.0)}, "only to a case that ran"),
+        ({"nonfinite": True, "samples": timed(1.0)}, "only to a case that ran"),
+    ],
+)
+def test_a_case_is_of_one_thing_and_only_what_ran_has_times(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        case().changed(**fields)
+
+
+def test_a_fault_names_its_place() -> None:
+    document = json.loads(REPORTS["run"].model_dump_json())
+    del document["cases"][0]["status"]
+    with pytest.raises(ValidationError) as caught:
+        Report.model_validate(document)
+    assert first_fault(caught.value) == "cases.0.status: Field required"
+    with pytest.raises(ValidationError) as caught:
+        Report.model_validate(7)
+    assert first_fault(caught.value).startswith("the document: ")
+
+
+# --- names
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (case(), "layer 0, 1,024 tokens, fused, exact, fp32 states"),
+        (case(batch=8), "layer 0, 8 x 1,024 tokens, fused, exact, fp32 states"),
+        (case(seqlen=8, call=CallRef(kind="chunk", number=2, count=5, prompt_seqlen=40, sequences=1)),
+         "layer 0, 8 tokens, chunk 2 of 5 of 40 tokens, fused, exact, fp32 states"),
+        (case(seqlen=40, call=CallRef(kind="packed", number=1, count=1, prompt_seqlen=40, sequences=3)),
+         "layer 0, 40 tokens in 3 packed sequences, fused, exact, fp32 states"),
+        (case(seqlen=1, call=CallRef(kind="decode", number=1, count=4, prompt_seqlen=40, sequences=1)),
+         "layer 0, 1 token, decode step 1 of 4 after 40 tokens, fused, exact, fp32 states"),
+        (cell()[2], "mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 states"),
+        (cell()[2].changed(drawn=cases.drawn(layout="views", ways=("long memory",))),
+         "mamba2-2.7b, bf16, views, long memory, 1 x 1,024, fused, exact, fp32 states"),
+        (of_answers(), "answers, 1,100 tokens, fused, exact, fp32 states"),
+        (of_answers(alone=3), "answers of layer 3 alone, 1,100 tokens, fused, exact, fp32 states"),
+        (of_answers(change="moved bits"), "answers, moved bits, 1,100 tokens, fused, exact, fp32 states"),
+        (of_prefill(), "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"),
+    ],
+)  # fmt: skip
+def test_a_case_has_the_same_name_in_every_report(made: Case, name: str) -> None:
+    assert made.name == name == Requested(made.place, made.implementation, str(made.precision)).name
+
+
+def test_precisions_follow_the_dtype_of_the_inputs() -> None:
+    assert precisions_for("fp16", "exact", None) == (EXACT_FP32,)
+    assert [str(one) for one in precisions_for("fp16", "all", None)] == ["exact, fp32 states", "relaxed, fp16 states"]
+    assert len(precisions_for("bf16", "all", ("fp32", "bf16"))) == 4
+    assert RELAXED_FP32.exact == EXACT_FP32
+
+
+# --- results
+
+
+def over(norm: str = "max") -> Any:
+    use = BudgetUse(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))  # type: ignore[arg-type]
+    return accuracy(budget=(use,))
+
+
+def test_an_error_beyond_its_budget_is_inaccurate_and_says_where() -> None:
+    assert case().result == "passed"
+    wrong = case(accuracy=(over(), accuracy("final_states", 0.5)))
+    assert wrong.result == "inaccurate"
+    assert wrong.why == (
+        "out, head 3: max|ours - oracle| is 2, its budget 1; the largest difference is at (0, 1, 3, 2)"
+    )
+    at_the_limit = over().changed(budget=(over().budget[0].changed(error=1.0),))
+    assert case(accuracy=(at_the_limit,)).result == "passed"
+    assert case(accuracy=(over("rms"),)).result == "inaccurate"
+
+
+def test_states_in_a_coarser_dtype_than_claimed_are_inaccurate() -> None:
+    states = accuracy("final_states", claimed="fp32", coarser="bf16")
+    found = case(accuracy=(accuracy(), states))
+    assert (found.result, found.why) == (
+        "inaccurate",
+        "final_states: fp32 states are claimed, but every element is a bf16 number",
+    )
+
+
+def test_what_is_not_finite_says_whose_fault_it_is() -> None:
+    bad = deviation(nonfinite=2, first_nonfinite=(0, 1, 2, 3))
+    kernel = case(accuracy=(accuracy(vs_oracle=bad),))
+    assert kernel.result == "nonfinite"
+    assert kernel.why == (
+        "out: 2 elements are not finite, the first at (0, 1, 2, 3); the exact answer is finite everywhere"
+    )
+    exact = case(accuracy=(accuracy(vs_oracle=bad, floor=bad),))
+    assert "the exact answer, rounded to bf16, is itself not finite in 2 elements" in exact.why
+    assert case(nonfinite=True).result == "nonfinite"
+    assert case(nonfinite=True).why == "some element is not finite"
+    assert of_answers(nonfinite=1234).why == "the distribution at position 1,234 is not finite"
+
+
+@pytest.mark.parametrize(("kind", "rms", "result"), [
+    ("library", 0.0099, "passed"), ("library", 0.0101, "inaccurate"), ("library", None, "inaccurate"),
+    ("bundled", 0.0099, "inaccurate"), ("own", 0.0099, "inaccurate"),
+])  # fmt: skip
+def test_another_library_may_be_outside_the_budget_if_it_is_close(kind: str, rms: float | None, result: str) -> None:
+    found = case(kind=kind, accuracy=(over().changed(vs_oracle=deviation().changed(rms_ratio=rms)),))
+    assert (found.result, bool(found.outside_budget)) == (result, True)
+
+
+def test_a_fault_while_it_was_timed_makes_it_inaccurate() -> None:
+    found = case(later_fault="after it was timed: head 3")
+    assert (found.result, found.why, found.time_us) == ("inaccurate", "after it was timed: head 3", None)
+
+
+@pytest.mark.parametrize(
+    ("one", "judged"),
+    [
+        (case(), True),
+        (case("unfused"), False),
+        (case("unfused", RELAXED_FP32, baseline="unfused"), False),
+        (case("fla", kind="library"), False),
+        (case("mine", kind="own"), True),
+        (of_answers(), True),
+        (of_answers(alone=3), False),
+        (of_answers(change="moved bits"), False),
+    ],
+)
+def test_what_gates_judge(one: Case, judged: bool) -> None:
+    assert one.judged is judged
+
+
+def test_a_match_is_of_its_tolerance() -> None:
+    assert deviation(matches=(1.0, 2.0, 3.0)).match_pct(1e-3) == 2
+    assert deviation().changed(matches=(Match(tolerance=0.0, match_pct=5),)).match_pct(1e-3) is None
+
+
+# --- times
+
+
+def test_times_are_of_all_processes_and_each_clock() -> None:
+    both = case(samples=(*timed(100.0, 150.0), samples("call", 250.0, process="q")))
+    assert len(both.rounds("call")) == 6
+    assert both.call_us is not None
+    assert both.call_us.value == pytest.approx(math.sqrt(150 * 250))
+    assert both.time_us == both.device_us
+    assert of_prefill().time_us == of_prefill().call_us
+    assert case().time_us is None
+
+
+def test_a_speedup_is_of_times_in_the_same_rounds() -> None:
+    slow, fast = case("unfused", samples=timed(100.0, 150.0)), case(samples=timed(50.0, 75.0))
+    found = fast.over(slow)
+    assert found == pytest.approx((2, 2, 2))
+    assert fast.over(slow, "call") == pytest.approx((2, 2, 2))
+    assert (fast.over(None), fast.over(fast), fast.over(case())) == (None, None, None)
+
+
+def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
+    ceilings = Ceilings(copy_gb_per_s=1000, matmul_tflops=100)
+    one = case(work={"bytes_moved": 10**6, "flops": 10**9}, samples=timed(100.0))
+    assert one.floor_us(ceilings) == pytest.approx(10)
+    assert one.changed(work={"bytes_moved": 2 * 10**8, "flops": 1}).floor_us(ceilings) == pytest.approx(200)
+    assert one.floor_pct(ceilings) == pytest.approx(10)
+    assert (one.floor_us(None), case().floor_us(ceilings), one.changed(samples=()).floor_pct(ceilings)) == (None,) * 3
+
+
+# --- a report
+
+
+def test_the_baseline_is_the_exact_one_of_equal_states() -> None:
+    report = cases.report(layers=(0, 9))
+    for one in report.cases:
+        base = report.rival(one)
+        if one.baseline:
+            assert base is not None
+            assert (base.layer, base.implementation, base.precision) == (one.layer, "unfused", one.precision.exact)
+        else:
+            assert (base, report.speedup(one)) == (None, None)
+
+
+def test_a_relaxed_baseline_has_a_speedup_over_the_exact_one() -> None:
+    report = cases.report(layers=(0,))
+    one = next(one for one in report.cases if (one.implementation, one.precision) == ("unfused", RELAXED_FP32))
+    found = report.speedup(one)
+    assert found is not None
+    assert found.value == pytest.approx(1 / 0.9)
+    assert report.faster(one) == "faster"
+
+
+def test_a_bench_compares_with_the_fastest_of_another_implementation() -> None:
+    half = PrecisionRecord(intermediates="exact", state_dtype="fp16")
+    made = (*cell(times={"fla": 200.0, "fused": 50.0}), *cell(times={"fla": 150.0}, precision=half))
+    report = bench(*made)
+    found = report.speedup(made[1], over="fla")
+    assert found is not None
+    assert found.value == pytest.approx(3)
+    untimed = bench(made[1], *(one.changed(samples=()) for one in made if one.implementation == "fla"))
+    assert untimed.speedup(made[1], over="fla") is None
+
+
+@pytest.mark.parametrize(("share", "speedup"), [(0.25, 2.0), (0.1, 1.5), (0.9, 4.0), (0.3, 0.5), (0.0, 3.0)])
+def test_the_speedup_of_a_prefill_is_predicted_by_amdahls_law(share: float, speedup: float) -> None:
+    alone = share * 2000 / 60
+    base = of_prefill("unfused", 2000.0, alone_us=alone)
+    own = of_prefill(alone_us=alone / speedup)
+    found = prefill(base, own).predicted(own)
+    assert found == pytest.approx(1 / (1 - share + share / speedup))
+    assert prefill(base, own).predicted(base) is None
+    assert prefill(own).predicted(own) is None
+    late = own.changed(prefill=own.prefill and own.prefill.changed(alone_us=None))
+    assert prefill(base, late).predicted(late) is None
+
+
+def test_nothing_is_predicted_of_a_part_that_is_longer_than_the_whole() -> None:
+    base, own = of_prefill("unfused", 100.0, alone_us=150.0 / 60), of_prefill(alone_us=20.0 / 60)
+    assert prefill(base, own).predicted(own) is None
+
+
+def test_what_belongs_to_processes_is_joined() -> None:
+    lines = (
+        ProcessLine(process="a", captured=(layer(0), layer(2)), peak_bytes=5, seconds=3.0, notes=("x",), complete=True),
+        ProcessLine(process="b", captured=(layer(1),), peak_bytes=9, seconds=2.0, notes=("x", "y"), complete=True),
+    )
+    report = cases.report().changed(processes=lines, ranks=2, notes=("first",))
+    assert [one.index for one in report.captured] == [0, 1, 2]
+    assert (report.peak_bytes, report.seconds, report.complete) == (9, 3.0, True)
+    assert report.remarks == ("first", "x", "y")
+    assert not report.changed(processes=lines[:1]).complete

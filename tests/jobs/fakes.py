@@ -1,0 +1,197 @@
+"""A timer without a GPU, and implementations with known costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import layer
+
+from ssdprof import kernels
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.case import Case
+from ssdprof.core.subject import Ceilings
+from ssdprof.jobs import bench as bench_job
+from ssdprof.jobs import compare
+from ssdprof.jobs.compare import Comparer, Entry
+from ssdprof.kernels import registry
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.first_run import Run, call_of
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CaptureError, Recording
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.ssd import OPERATOR as SSD
+from ssdprof.operators.ssd import SSDShape
+
+SHAPE = SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
+CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
+RAN: list[tuple[str, float]] = []  # every implementation that ran, and its cost
+QUICK = SamplingPlan(warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3)
+
+
+@dataclass
+class FakeTimer:
+    """Device time: the cost of the implementation that ran.  A call costs 10 us more.
+
+    uncapturable: names.  stop_at: the number of the call that is interrupted.  spoil: what happens to the output of a
+    replay.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    uncapturable: frozenset[str] = frozenset()
+    stop_at: int | None = None
+    spoil: Callable[[str, Any], object] = lambda _name, _output: None
+    recorded: list[str] = field(default_factory=list)
+    calls: int = 0
+    known: dict[Run, tuple[str, float]] = field(default_factory=dict)
+
+    def reallocate(self, _generator: np.random.Generator) -> None:
+        """Does nothing: there is no memory to move."""
+
+    def record(self, run: Run) -> Recording:
+        output = run()
+        name, cost = RAN[-1]
+        if name in self.uncapturable:
+            raise CaptureError("it synchronises")
+        self.recorded.append(name)
+        self.known[run] = name, cost
+        return Recording(graph=(name, cost), output=output)
+
+    def device_us(self, recording: Recording) -> float:
+        name, cost = recording.graph
+        self.spoil(name, recording.output)
+        return float(cost)
+
+    def call_us(self, run: Run) -> float:
+        self.calls += 1
+        if self.calls == self.stop_at:
+            raise KeyboardInterrupt
+        return self.known[run][1] + 10
+
+
+class UnreadClocks:
+    """Replaces `ClockWatch` on a machine without readable clocks."""
+
+    clocks = None
+
+    def __enter__(self) -> UnreadClocks:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def poll(self) -> None: ...
+
+
+def right(inputs: SSDInputs) -> SSDOutput:
+    exact = ssd_chunked(inputs)
+    return SSDOutput(exact.out.to(inputs.x.dtype), exact.final_states.float())
+
+
+def noisy(amount: float) -> Callable[[SSDOutput], SSDOutput]:
+    """Multiplies the output by random numbers near 1."""
+
+    def spoil(output: SSDOutput) -> SSDOutput:
+        noise = torch.randn(output.out.shape, generator=torch.Generator().manual_seed(0))
+        return SSDOutput((output.out.float() * (1 + amount * noise)).to(output.out.dtype), output.final_states)
+
+    return spoil
+
+
+def inputs() -> SSDInputs:
+    made = SSD.generated.draw(CELL, torch.device("cpu"))
+    assert isinstance(made, SSDInputs)
+    return made
+
+
+def entries(
+    name: str,
+    cost: float | Callable[[int | None], float] = 100.0,
+    *,
+    precision: PrecisionRecord = EXACT_FP32,
+    kind: Any = "bundled",
+    chunk_sizes: Sequence[int | None] = (None,),
+    baseline: Entry | None = None,
+    turns: object = None,
+    spoil: Callable[[SSDOutput], SSDOutput] = lambda output: output,
+    wrong_chunk: int = 0,
+    **call: Any,
+) -> list[Entry]:
+    """An entry for each chunk size, with the right output, changed by `spoil`, that takes `cost` microseconds.
+
+    call: fields of its calls.
+    """
+    given = inputs()
+    made = []
+    for size in chunk_sizes:
+        own = given if size is None else replace(given, chunk_size=size)
+
+        def run(inputs: SSDInputs, _precision: Precision, size: int | None = size) -> SSDOutput:
+            RAN.append((name, cost(size) if callable(cost) else cost))
+            output = right(inputs)
+            return spoil(SSDOutput(output.out * 2, output.final_states) if size == wrong_chunk else output)
+
+        implementation = Implementation(
+            operator="ssd", name=name, run=run, plan=lambda *_: Plan(variant=name, launches=1), kind=kind
+        )
+        label = f"{name} {precision}{'' if size is None else f', chunk {size}'}"
+        case = Case(
+            layer=layer(3),
+            dims=SSD.costed.dims(own),
+            batch=1,
+            seqlen=40,
+            implementation=name,
+            kind=kind,
+            precision=precision,
+            baseline=baseline.case.implementation if baseline else "",
+            status="ran",
+            chunk_size=size,
+        )
+        bound = replace(call_of(implementation, own, precision, label=label, widens=kind == "library"), **call)
+        made.append(Entry(case=case, call=bound, baseline=baseline, turns=turns))
+    return made
+
+
+def compared(
+    *of: list[Entry], timer: FakeTimer | None = None, seen: list[Case] | None = None, **fields: Any
+) -> dict[str, Case]:
+    """The last case of each label, compared by the real comparator and timed by a fake timer.
+
+    seen: gets all of them, also those before an error.  fields: of the comparer.
+    """
+    comparer = Comparer(timer=timer, sampling=QUICK, process="one", **fields)
+    seen = [] if seen is None else seen
+    for case in comparer.compare([entry for some in of for entry in some], "layer 3"):
+        seen.append(case)
+    return {case.label if case.precision != EXACT_FP32 else case.implementation: case for case in seen}
+
+
+def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
+    """The bundled implementation, which also records its run for the timer."""
+    plain = kernels.get(operator, name)
+
+    def run(inputs: Any, precision: Precision) -> Any:
+        RAN.append((name, cost))
+        return plain.run(inputs, precision)
+
+    return replace(plain, run=run)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench` runs without a GPU: kernels in the interpreter, and a timer with invented numbers."""
+    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
+        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
+    ceilings = Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
+    monkeypatch.setattr(bench_job, "require_gpu", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(bench_job, "measure_ceilings", lambda _: ceilings)
+    monkeypatch.setattr(bench_job, "CudaTimer", lambda _: FakeTimer())
+    monkeypatch.setattr(bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
+    monkeypatch.setattr(bench_job, "ClockWatch", UnreadClocks)
+    monkeypatch.setattr(compare, "outputs_that_fit", lambda _: 100)

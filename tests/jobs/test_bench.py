@@ -1,0 +1,258 @@
+"""A whole bench on a machine without a GPU: kernels in the interpreter, and a timer with invented numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import CELL, RAN, noting, pretend_gpu
+
+from ssdprof import kernels, operators
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
+from ssdprof.core.report import Report
+from ssdprof.environment.machine import kernels_hash
+from ssdprof.jobs import bench as job
+from ssdprof.jobs.bench import BenchRequest, bench, sampling_seconds
+from ssdprof.kernels import registry
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.measure import isolate
+from ssdprof.operators.gdn import GDNShape
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.implementations import resolve
+from ssdprof.operators.ssd import OPERATOR as SSD
+from ssdprof.progress import Unwatched
+from ssdprof.store.reports import load
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:  # noqa: ARG001
+    pretend_gpu(monkeypatch)
+    RAN.clear()
+
+
+def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
+    return tuple(
+        replace(CELL, tokens=one if isinstance(one, Tokens) else Tokens(sequences=1, seqlen=one)) for one in tokens
+    )
+
+
+def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields: Any) -> Report:
+    operator = fields.pop("operator", SSD)
+    request: dict[str, Any] = {
+        "operator": operator,
+        "cells": of,
+        "precisions": lambda dtype: precisions_for(dtype, "exact", None),
+        "implementations": tuple(resolve(operator, name) for name in names),
+        "chunk_sizes": (16,) if operator is SSD else (),
+    }
+    folder, report = bench(BenchRequest(**(request | fields)), Unwatched())
+    assert load(folder)[1] == report
+    return report
+
+
+def results(report: Report) -> list[tuple[str, str]]:
+    return [(case.implementation, case.result) for case in report.cases]
+
+
+def test_every_cell_is_measured_and_kept() -> None:
+    report = benched(*cells(40, 50))
+    assert (report.complete, report.baseline, report.matched_with, report.missing) == (True, "unfused", "unfused", ())
+    assert report.kernels == kernels_hash("ssd")
+    assert [case.size for case in report.cases] == ["1 x 40", "1 x 40", "1 x 50", "1 x 50"]
+    for unfused, fused in (report.cases[:2], report.cases[2:]):
+        assert (unfused.chunk_size, fused.chunk_size, fused.variant) == (16, None, "interpreter")
+        over = report.speedup(fused)
+        assert over is not None
+        assert over.value == 3
+        assert fused.drawn is not None
+        assert (fused.drawn.checked, bool(fused.plan), fused.work is None) == (None, True, False)
+
+
+def test_outputs_are_matched_with_another_one_than_the_baseline_and_at_several_chunk_sizes() -> None:
+    report = benched(*cells(40), match_with="fused", chunk_sizes=(16, 32))
+    assert (report.baseline, report.matched_with) == ("unfused", "fused")
+    unfused, fused = report.cases
+    assert [trial.chunk_size for trial in unfused.trials] == [16, 32]
+    (tensor, states) = unfused.accuracy
+    assert tensor.vs_baseline is not None
+    assert tensor.vs_baseline.against == "fused exact, fp32 states"
+    assert 0 < tensor.vs_baseline.matches[2].match_pct <= 100
+    assert states.vs_baseline is not None
+    assert fused.accuracy[0].vs_baseline is None
+
+
+@pytest.mark.parametrize("sizes", [(16,), (16, 32)])
+def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    monkeypatch.setattr(job, "CHECKED_SEQLEN", 16)
+    compared: list[Any] = []
+    whole = job.Comparer.compare
+
+    def counting(self: Any, entries: Any, label: str, verdicts: Any = None) -> Any:
+        compared.append((entries[0].call.inputs.x.shape[1], verdicts is None))
+        return whole(self, entries, label, verdicts)
+
+    monkeypatch.setattr(job.Comparer, "compare", counting)
+    report = benched(*cells(36, 40), check="short", chunk_sizes=sizes)
+    assert compared == [(16, True), (36, False), (40, False)]
+    assert [case.drawn and case.drawn.checked for case in report.cases] == [16] * 4
+    assert {result for _, result in results(report)} == {"passed"}
+    assert all(case.samples for case in report.cases)
+
+
+def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = job._Cells.measure
+
+    def interrupted(self: job._Cells, cell: Cell, *rest: Any) -> None:
+        if cell.tokens.seqlen == 40:
+            raise KeyboardInterrupt
+        measure(self, cell, *rest)
+
+    monkeypatch.setattr(job._Cells, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"What was done is kept in result, marked as partial: 2 cases\."):
+        benched(*cells(36, 40), out=Path("result"))
+    report = load("result")[1]
+    assert (report.complete, len(report.cases), len(report.missing)) == (False, 2, 2)
+
+
+def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr(job._Cells, "_measure", full)
+    report = benched(*cells(36))
+    assert (report.cases, report.missing) == ((), ())
+    assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]
+
+
+def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    measure = job._Cells.measure
+
+    def slowly(self: job._Cells, *rest: Any) -> None:
+        measure(self, *rest)
+        clock[0] += 100
+
+    monkeypatch.setattr(job.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(job._Cells, "measure", slowly)
+    report = benched(*cells(36, 40, 60), budget=150)
+    assert [case.size for case in report.cases] == ["1 x 36"] * 2 + ["1 x 40"] * 2
+    assert [(one.place, one.reason) for one in report.left_out] == [
+        ("tiny, bf16, 1 x 60", "the budget of 150 s was spent")
+    ]
+    assert report.missing == ()
+
+
+def compiling(*_: object) -> None:
+    time.sleep(5)
+    raise AssertionError("the call was stopped")
+
+
+def test_a_cell_whose_first_call_takes_the_budget_is_left_out_and_says_whose(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(kernels.get("ssd", "unfused"), run=compiling)
+    monkeypatch.setitem(registry._implementations, ("ssd", "unfused"), slow)
+    (one,) = benched(*cells(36), budget=0.5).left_out
+    assert one.reason == "the budget of 0.5 s was spent in the first call of unfused exact, fp32 states, chunk 16"
+
+
+def test_a_first_call_that_takes_too_long_is_a_failure_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(kernels.get("ssd", "fused"), run=compiling)
+    monkeypatch.setitem(registry._implementations, ("ssd", "fused"), slow)
+    report = benched(*cells(40), first_call=0.5)
+    assert results(report) == [("unfused", "passed"), ("fused", "failed")]
+    assert report.cases[1].why == "its first call was stopped after 0.5 s"
+
+
+def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
+    monkeypatch: pytest.MonkeyPatch, users_folder: Path
+) -> None:
+    monkeypatch.setattr(isolate, "_tried", lambda *_: isolate.FirstCallVerdict(status="ran"))
+    (users_folder / "own_kernels.py").write_text(
+        "from fakes import RAN\n"
+        "from ssdprof.measure.accuracy import oracle_output\n"
+        "def quick(inputs):\n    RAN.append(('quick', 50.0))\n    return oracle_output(inputs)\n"
+        "def wrong(inputs):\n    out, states = quick(inputs)\n    return 2 * out, states\n"
+    )
+    report = benched(*cells(40), names=("unfused", "own_kernels:quick", "own_kernels:wrong"))
+    assert sorted(results(report)) == [
+        ("own_kernels:quick", "passed"), ("own_kernels:wrong", "inaccurate"), ("unfused", "passed"),
+    ]  # fmt: skip
+    quick, wrong = (
+        next(one for one in report.cases if one.implementation.endswith(name)) for name in ("quick", "wrong")
+    )
+    assert (quick.kind, quick.chunk_size, quick.version) == ("own", None, "own_kernels:quick")
+    over = report.speedup(quick)
+    assert over is not None
+    assert over.value == 6
+    assert wrong.samples == ()
+    other = benched(*cells(40), names=("fused", "own_kernels:quick"), baseline="own_kernels:quick")
+    found = other.speedup(next(one for one in other.cases if one.implementation == "fused"))
+    assert found is not None
+    assert found.value == 0.5
+
+
+def test_a_library_that_is_not_there_is_a_sentence() -> None:
+    report = benched(*cells(40), names=("unfused", "mamba_ssm"))
+    assert results(report) == [("unfused", "passed")]
+    assert report.absent[0].startswith("mamba_ssm cannot be imported: ")
+
+
+def test_the_bundled_kernels_pass_on_packed_views() -> None:
+    cell = replace(CELL, layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
+    report = benched(cell, precisions=lambda dtype: precisions_for(dtype, "all", None))
+    assert [(case.implementation, str(case.precision), case.chunk_size) for case in report.cases] == [
+        ("unfused", "exact, fp32 states", 16),
+        ("unfused", "exact, bf16 states", 16),
+        ("fused", "exact, fp32 states", None),
+        ("fused", "relaxed, bf16 states", None),
+    ]
+    assert {case.result for case in report.cases} == {"passed"}, [case.why for case in report.cases]
+
+
+@pytest.mark.parametrize("name", ["ssd", "gdn"])
+def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_token_takes_part(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
+        monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
+    operator = operators.get(name)
+    gdn = GDNShape(name="tiny", key_heads=1, value_heads=2, key_dim=16, value_dim=16)
+    shape: Any = CELL.shape if name == "ssd" else gdn
+    short, longer = (replace(CELL, shape=shape, tokens=Tokens(sequences=3, seqlen=seqlen)) for seqlen in (1, 33))
+    inputs: Any = operator.generated.draw(short, torch.device("cpu"))
+    states = inputs.initial_states if name == "ssd" else inputs.initial_state
+    assert states.abs().sum() > 0, "a step begins with a state"
+    report = benched(short, longer, operator=operator)
+    assert report.kernels == kernels_hash(name)
+    assert {case.result for case in report.cases} == {"passed"}, [case.why for case in report.cases]
+    assert [case.implementation for case in report.cases] == ["unfused", "fused", "recurrent", "unfused", "fused"]
+    over = report.speedup(report.cases[2])
+    assert over is not None
+    assert over.value == 6
+
+
+def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:
+    assert sampling_seconds(math.inf, 1) == 1.5
+    assert sampling_seconds(300, 100) == pytest.approx(1.0)
+    assert sampling_seconds(1, 100) == 0.1
+    assert sampling_seconds(300, 1) == 1.5
+
+
+def test_an_alternative_form_runs_once() -> None:
+    request = BenchRequest(
+        operator=SSD,
+        cells=(CELL,),
+        precisions=lambda dtype: precisions_for(dtype, "all", None),
+        implementations=tuple(resolve(SSD, name) for name in ("unfused", "fused", "recurrent_in_place")),
+    )
+    of = [(one.name, precision) for one, precision in request.compared(CELL)]
+    assert [precision for name, precision in of if name == "recurrent_in_place"] == [EXACT_FP32]
+    assert len([name for name, _ in of if name == "fused"]) == 2
+    relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
+    assert ("unfused", relaxed) not in of

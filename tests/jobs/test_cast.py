@@ -1,0 +1,108 @@
+"""`run --cast`: which tensors change their dtype, and what the reports say about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernels.gdn_cases import Case as GDNCase
+from kernels.ssd_cases import Case as SSDCase
+from typer.testing import CliRunner
+
+from ssdprof.capture.store import token_major
+from ssdprof.cli import app
+from ssdprof.operators.tensors import tensors
+from ssdprof.jobs.run import cast_inputs
+from ssdprof.core.pairs import compare
+from ssdprof.core.subject import Cast
+from ssdprof.store.reports import load
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def dtypes(inputs: object) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in tensors(inputs).items()}
+
+
+def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None:
+    inputs = SSDCase(dtype=BF16, gate=True, initial_states=True).inputs()
+    inputs = token_major(replace(inputs, dt=inputs.dt.to(BF16)))
+    found, remark = cast_inputs(inputs, "fp16")
+    before, after = dtypes(inputs), dtypes(found)
+    assert {name for name in after if after[name] != before[name]} == {"x", "B", "C", "z", "dt"}
+    assert {after[name] for name in ("x", "B", "C", "z", "dt")} == {FP16}
+    for name, tensor in tensors(found).items():
+        assert tensor.stride() == tensors(inputs)[name].stride(), name
+        assert torch.equal(tensor, tensors(inputs)[name].to(tensor.dtype)), name
+    assert remark == ""
+    assert cast_inputs(inputs, None) == (inputs, "")
+
+
+def test_a_dt_that_the_model_computes_in_fp32_stays_there() -> None:
+    inputs = SSDCase(dtype=BF16).inputs()
+    assert dtypes(cast_inputs(replace(inputs, dt=inputs.dt.float()), "fp16")[0])["dt"] == FP32
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_decay_of_gdn_stays_in_fp32_even_where_everything_is(dtype: torch.dtype) -> None:
+    inputs = GDNCase(dtype=dtype).inputs()
+    inputs = replace(inputs, beta=inputs.beta.to(dtype), g=inputs.g.float())
+    after = dtypes(cast_inputs(inputs, "fp16")[0])
+    assert {name for name, dtype in after.items() if dtype == FP16} == {"q", "k", "v", "beta"}
+    assert after["g"] == FP32
+
+
+def test_what_the_other_dtype_does_not_hold_is_counted() -> None:
+    inputs = SSDCase(dtype=BF16).inputs()
+    x = inputs.x.clone()
+    x[0, :2, 0, 0], x[0, 2, 0, 0] = 1e5, 1e-9
+    found, remark = cast_inputs(replace(inputs, x=x), "fp16")
+    assert remark == "The cast to fp16 changed some elements: 2 of x became infinite; 1 of x became 0."
+    assert found.x[0, :3, 0, 0].tolist() == [float("inf"), float("inf"), 0.0]
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    fast = ("--seq", "24", "--layers", "first:1", "--dtypes", "relaxed")
+    result = CliRunner().invoke(app, ["run", "demo", *fast, *words], catch_exceptions=False)
+    return result.exit_code, " ".join(result.stdout.split()), " ".join(result.stderr.split())
+
+
+@pytest.mark.usefixtures("in_empty_folder")
+def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
+    code, plain, err = run("--out", "plain", "--save-captures", "--states", "fp16")
+    assert code == 0, err
+    source = load("plain")[1].cases[0].dims.dtype
+    assert load("plain")[1].cast is None
+    assert "cast from" not in plain
+    code, out, err = run("--out", "cast", "--cast", "fp16", "--full")
+    assert code == 0, err
+    _, report = load("cast")
+    assert report.cast == Cast(source=source, to="fp16")
+    assert {case.dims.dtype for case in report.cases} == {"fp16"}
+    assert {case.precision.state_dtype for case in report.cases} == {"fp16"}
+    assert {one.precision.partition(", ")[2] for one in report.requested} == {"fp16 states"}
+    assert out.count(f"cast from {source} to fp16") >= 3  # in the heading, the caveats and the list of runs
+    first, second = ((name, load(name)[1]) for name in ("plain", "cast"))
+    pairs = [pair for pair in compare(first, second, smallest_difference=0.01).pairs if pair.base and pair.new]
+    assert {pair.case.implementation for pair in pairs} == {"unfused", "fused"}
+    assert not [pair for pair in pairs if not (pair.incomparable and pair.other_inputs)]
+
+    code, _, err = run("--out", "again", "--cast", source)
+    assert code == 0, err
+    assert load("again")[1].cast is None, "nothing was cast"
+    stored = CliRunner().invoke(
+        app, ["run", "plain/captures", "--cast", "fp16", "--dtypes", "relaxed", "--out", "stored"]
+    )
+    assert stored.exit_code == 0, stored.stderr
+    _, replayed = load("stored")
+    assert replayed.cast == report.cast
+    assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
+
+
+@pytest.mark.usefixtures("in_empty_folder")
+@pytest.mark.parametrize("option", ["--answers", "--prefill", "--stalls"])
+def test_what_runs_the_model_itself_does_not_go_with_a_cast_inputs(option: str) -> None:
+    code, _, err = run("--cast", "fp16", option)
+    assert code == 2
+    assert f"--cast and {option} cannot be combined" in err

@@ -1,0 +1,488 @@
+"""Entries are verified, then timed.  The comparator is real, the timer is fake."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fakes import QUICK, RAN, FakeTimer, compared, entries, inputs, noisy, right
+
+from ssdprof.core.base import PrecisionRecord, precisions_for
+from ssdprof.core.case import Case
+from ssdprof.jobs import compare as module
+from ssdprof.jobs.bench import matched_with
+from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, device_times, wanted_pairs
+from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure.first_run import CallRejected, Deadline
+
+RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
+HALF_STATES = PrecisionRecord(intermediates="exact", state_dtype="bf16")
+RELAXED_FP16 = PrecisionRecord(intermediates="relaxed", state_dtype="fp16")
+ALL = precisions_for("bf16", "all", ("fp32", "fp16", "bf16"))
+Spoil = Callable[[SSDOutput], SSDOutput]
+
+
+def raising(error: BaseException) -> Spoil:
+    def spoil(_output: SSDOutput) -> SSDOutput:
+        raise error
+
+    return spoil
+
+
+def after_the_first(change: Spoil) -> Spoil:
+    seen: list[None] = []
+
+    def spoil(output: SSDOutput) -> SSDOutput:
+        seen.append(None)
+        return output if len(seen) == 1 else change(output)
+
+    return spoil
+
+
+def one_bit(output: SSDOutput) -> SSDOutput:
+    out = output.out.clone()
+    out.view(torch.int16)[0, 0, 0, 0] ^= 1
+    return SSDOutput(out, output.final_states)
+
+
+# --- what happened
+
+
+def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
+    def nan(output: SSDOutput) -> SSDOutput:
+        output.out[0, 5, 1, 2] = float("nan")
+        return output
+
+    bad: dict[str, Spoil] = {
+        "wrong": noisy(0.5),
+        "nan": nan,
+        "refusing": raising(UnsupportedError("refusing: z is not supported")),
+        "large": raising(torch.OutOfMemoryError("tried to allocate 80 GiB\nand more")),
+        "broken": raising(RuntimeError("illegal memory access")),
+        "transposed": lambda output: SSDOutput(output.out.transpose(1, 2), output.final_states),
+    }
+    found = compared(entries("good"), *(entries(name, spoil=spoil) for name, spoil in bad.items()))
+    assert {name: case.result for name, case in found.items()} == {
+        "good": "passed",
+        "wrong": "inaccurate",
+        "nan": "nonfinite",
+        "refusing": "refused",
+        "large": "out of memory",
+        "broken": "failed",
+        "transposed": "failed",
+    }
+    assert found["wrong"].why.startswith("out, head ")
+    assert "(0, 5, 1, 2)" in found["nan"].why
+    assert found["refusing"].why == "refusing: z is not supported"
+    assert found["large"].why == "tried to allocate 80 GiB"
+    assert found["broken"].why == "RuntimeError: illegal memory access"
+    assert "out must be torch.bfloat16 of shape" in found["transposed"].why
+    good = found["good"]
+    assert [tensor.tensor for tensor in good.accuracy] == ["out", "final_states"]
+    assert (good.variant, good.samples, good.memory, good.reason) == ("good", (), None, "")
+    assert [launch.kernel for launch in good.launches] == ["good"]
+
+
+def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_args: object, **_kwargs: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 4 GiB")
+
+    monkeypatch.setattr(module, "compare_with_oracle", no_memory)
+    found = compared(entries("a"), entries("b"), timer=FakeTimer())
+    assert {(case.result, case.why) for case in found.values()} == {
+        ("out of memory", "while compared with the oracle: tried to allocate 4 GiB")
+    }
+
+
+def test_nan_weights_fail_every_case_and_are_told_from_a_kernel_that_fails() -> None:
+    (entry,) = entries("a")
+    broken = replace(inputs(), D=torch.tensor([1.0, float("nan")]))
+    entry.call = replace(entry.call, inputs=broken, run=lambda: right(broken))
+    (case,) = compared([entry]).values()
+    assert case.result == "nonfinite"
+    assert "is itself not finite" in case.why
+
+
+def test_a_call_that_changes_its_inputs_has_no_output_and_no_time() -> None:
+    looks: list[None] = []
+
+    def changed_when_timed() -> str:
+        looks.append(None)
+        return "it changes its inputs: x" if len(looks) > 1 else ""
+
+    found = compared(
+        entries("at_once", out_of_bounds=lambda: "it changes its inputs: B"),
+        entries("later", out_of_bounds=changed_when_timed),
+        timer=FakeTimer(),
+    )
+    assert (found["at_once"].result, found["at_once"].why) == ("failed", "it changes its inputs: B")
+    assert found["later"].result == "inaccurate"
+    assert found["later"].why == "after it was timed: it changes its inputs: x"
+    assert not any(case.samples for case in found.values())
+
+
+def test_a_call_that_is_rejected_is_not_made() -> None:
+    def reject() -> None:
+        raise CallRejected("failed", "it hangs")
+
+    RAN.clear()
+    (case,) = compared(entries("a", precheck=reject)).values()
+    assert (case.result, case.why, RAN) == ("failed", "it hangs", [])
+
+
+# --- errors against the baseline, and batches
+
+
+def groups(*, timed: bool = False) -> list[Entry]:
+    """Two implementations at four precisions, each with its baseline."""
+    made: list[Entry] = []
+    for states in ("fp32", "bf16"):
+        exact = PrecisionRecord(intermediates="exact", state_dtype=states)  # type: ignore[arg-type]
+        (base,) = entries("base", 200.0, precision=exact, turns=states)
+        made.append(base)
+        for precision in (exact, exact.changed(intermediates="relaxed")):
+            for name in ("a", "b"):
+                made += entries(name, precision=precision, baseline=base, turns=states if timed else None,
+                                spoil=noisy(0.3) if name == "b" else lambda output: output)  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 8, 100])
+def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
+    roomy = compared(groups())
+    passes: list[int] = []
+    whole = module.compare_with_oracle
+
+    def counted(inputs: Any, candidates: Any, **rest: Any) -> Any:
+        passes.append(len(candidates))
+        return whole(inputs, candidates, **rest)
+
+    monkeypatch.setattr(module, "compare_with_oracle", counted)
+    monkeypatch.setattr(module, "outputs_that_fit", lambda _: capacity)
+    seen: list[Case] = []
+    tight = compared(groups(), seen=seen)
+    assert max(passes) <= capacity
+    assert len(seen) == len(tight) == 10
+    if capacity > 1:
+        assert tight == roomy
+    else:  # nothing is compared with a baseline
+        assert all(tensor.vs_baseline is None for case in tight.values() for tensor in case.accuracy)
+        assert [case.result for case in tight.values()] == [case.result for case in roomy.values()]
+    assert len(passes) == {1: 10, 2: 8, 3: 4, 4: 4, 5: 2, 8: 2, 100: 1}[capacity]
+
+
+def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "outputs_that_fit", lambda _: 2)
+    (base,) = entries("once", spoil=after_the_first(raising(torch.OutOfMemoryError("later"))))
+    found = compared([base], entries("a", baseline=base), entries("b", baseline=base))
+    assert [case.result for case in found.values()] == ["passed"] * 3
+    assert found["a"].accuracy[0].vs_baseline is not None
+    assert found["b"].accuracy[0].vs_baseline is None
+
+
+def test_without_its_baseline_a_case_is_still_compared_with_the_oracle() -> None:
+    (base,) = entries("refusing", spoil=raising(UnsupportedError("no")))
+    found = compared([base], entries("a", baseline=base))
+    assert (found["refusing"].result, found["a"].result) == ("refused", "passed")
+    assert found["a"].accuracy[0].vs_baseline is None
+
+
+def test_matches_are_those_of_the_two_outputs() -> None:
+    (base,) = entries("base")
+    found = compared([base], entries("equal", baseline=base), entries("off", baseline=base, spoil=noisy(0.005)))
+    equal, off = (found[name].accuracy[0].vs_baseline for name in ("equal", "off"))
+    assert equal is not None
+    assert off is not None
+    assert equal.against == "base exact, fp32 states"
+    assert [match.match_pct for match in equal.matches] == [100.0] * 3
+    assert [match.tolerance for match in off.matches] == [0.0, 1e-3, 1e-2]
+    a, b = right(inputs()).out, noisy(0.005)(right(inputs())).out
+    near = (a.double() - b.double()).abs() <= 1e-2 + 1e-2 * a.double().abs()
+    shares = [match.match_pct for match in off.matches]
+    assert shares[2] == pytest.approx(100 * float(near.double().mean()))
+    assert shares[0] < shares[1] < shares[2]
+
+
+# --- times
+
+
+def test_what_passed_is_timed_in_the_same_turns() -> None:
+    seen: list[Case] = []
+    (base,) = entries("base", 200.0)
+    found = compared(
+        [base],
+        entries("fast", 100.0, baseline=base),
+        entries("wrong", 1.0, spoil=noisy(0.5)),
+        timer=FakeTimer(),
+        seen=seen,
+    )
+    fast = found["fast"]
+    assert (fast.device_us, fast.call_us) == ((100,) * 3, (110,) * 3)
+    over = fast.over(found["base"])
+    assert over is not None
+    assert (over.value, over.verdict(0.01)) == (2, "faster")
+    assert {one.process for one in fast.samples} == {"one"}
+    assert (found["wrong"].result, found["wrong"].samples) == ("inaccurate", ())
+    assert [(case.implementation, bool(case.samples)) for case in seen] == [
+        ("base", False), ("fast", False), ("wrong", False), ("base", True), ("fast", True),
+    ]  # fmt: skip
+
+
+def test_only_entries_of_one_group_are_timed_together() -> None:
+    timer = FakeTimer()
+    compared(entries("a", turns=1), entries("b", turns=2), entries("c", turns=1), timer=timer)
+    assert [set(timer.recorded[place : place + 2]) for place in (0, 2)] == [{"a", "c"}] * 2
+    assert timer.recorded[4:] == ["b", "b"]
+
+
+def test_the_fastest_chunk_size_is_taken() -> None:
+    timer = FakeTimer()
+    choosy = entries("choosy", lambda size: {128: 90.0, 256: 70.0}[size or 0], chunk_sizes=(128, 256))
+    found = compared(entries("slow", 300.0), choosy, timer=timer)
+    case = found["choosy"]
+    assert case.chunk_size == 256
+    assert [(trial.chunk_size, trial.device_us) for trial in case.trials] == [(128, 90.0), (256, 70.0)]
+    assert case.device_us == (70,) * 3
+    assert (found["slow"].chunk_size, found["slow"].trials) == (None, ())
+    assert len(timer.recorded) == 2 * (2 + 2)  # twice: the choice of the chunk size, then the two in turns
+
+
+def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:
+    choosy = entries("choosy", lambda size: float(size or 0), chunk_sizes=(128, 256), wrong_chunk=128)
+    (case,) = compared(choosy, timer=FakeTimer()).values()
+    assert [(trial.result, trial.device_us) for trial in case.trials] == [("inaccurate", None), ("passed", None)]
+    assert case.trials[0].reason
+    assert (case.chunk_size, case.device_us) == (256, (256,) * 3)
+    (wrong,) = compared(entries("w", chunk_sizes=(128, 256), spoil=noisy(0.5)), timer=FakeTimer()).values()
+    assert (wrong.chunk_size, wrong.result, len(wrong.trials)) == (128, "inaccurate", 2)
+
+
+def test_without_a_timer_every_chunk_size_is_told() -> None:
+    """A short check of a bench, whose verdicts are those of longer inputs."""
+    seen: list[Case] = []
+    compared(entries("choosy", chunk_sizes=(16, 32), wrong_chunk=16), seen=seen)
+    assert [(case.chunk_size, case.result) for case in seen] == [(16, "inaccurate"), (32, "passed")]
+
+
+def test_another_library_is_timed_if_it_is_nearly_right() -> None:
+    found = compared(
+        entries("near", kind="library", spoil=noisy(0.009)),
+        entries("wrong", kind="library", spoil=noisy(0.02)),
+        entries("ours", spoil=noisy(0.009)),
+        timer=FakeTimer(),
+    )
+    assert {name: (case.result, bool(case.samples)) for name, case in found.items()} == {
+        "near": ("passed", True),
+        "wrong": ("inaccurate", False),
+        "ours": ("inaccurate", False),
+    }
+    assert "budget" in found["near"].outside_budget
+
+
+def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in_the_first() -> None:
+    calls: list[int] = []
+
+    def untuned(output: SSDOutput) -> SSDOutput:
+        calls.append(1)
+        return noisy(0.5)(output) if len(calls) == 1 else output
+
+    assert compared(entries("library", kind="library", spoil=untuned))["library"].result == "passed"
+
+
+def test_states_of_a_library_are_widened_to_be_judged_and_not_to_be_timed() -> None:
+    half = entries(
+        "half",
+        kind="library",
+        precision=HALF_STATES,
+        spoil=lambda output: SSDOutput(output.out, output.final_states.bfloat16()),
+    )
+    (case,) = compared(half).values()
+    assert case.result == "passed"
+    assert half[0].call.run()[1].dtype == torch.bfloat16
+
+
+def test_what_cannot_be_captured_is_not_timed_and_says_so() -> None:
+    found = compared(entries("slow"), entries("fast"), timer=FakeTimer(uncapturable=frozenset({"slow"})))
+    assert "it synchronises" in found["slow"].reason
+    assert (found["slow"].result, found["slow"].samples) == ("passed", ())
+    assert found["fast"].samples
+
+
+def test_an_output_that_changes_is_told_from_one_that_differs_in_its_bits() -> None:
+    found = compared(
+        entries("bits", spoil=after_the_first(one_bit)),
+        entries("drifting", spoil=after_the_first(noisy(0.5))),
+        timer=FakeTimer(),
+    )
+    assert found["bits"].reason == "repeated calls differ in their bits, within the budget"
+    assert found["bits"].samples
+    assert (found["drifting"].result, found["drifting"].samples) == ("inaccurate", ())
+    assert found["drifting"].why.startswith("after it was timed: out, head")
+
+
+def test_a_replay_that_is_wrong_has_no_time() -> None:
+    def zero(name: str, output: SSDOutput) -> None:
+        if name == "racy":
+            output.out[0, 9, 1].zero_()
+
+    found = compared(entries("good"), entries("racy"), timer=FakeTimer(spoil=zero))
+    assert found["racy"].why.startswith("after it was timed: out, head 1")
+    assert (bool(found["good"].samples), found["racy"].samples) == (True, ())
+
+
+def test_a_later_call_that_raises_is_a_failure() -> None:
+    # the first call, then two recordings of three calls each
+    calls: list[int] = []
+
+    def last(output: SSDOutput) -> SSDOutput:
+        calls.append(1)
+        if len(calls) > 3:
+            raise ValueError("no more calls")
+        return output
+
+    found = compared(entries("a"), entries("b", spoil=last), timer=FakeTimer())
+    assert (found["b"].result, found["b"].why) == ("failed", "a later call raised ValueError: no more calls")
+    assert found["a"].samples
+
+
+def test_equal_labels_are_kept_apart() -> None:
+    (slow,) = entries("scan", 300.0)
+    (fast,) = entries("scan", 100.0, precision=HALF_STATES)
+    fast.call = replace(fast.call, label=slow.call.label)
+    found = compared([slow], [fast], timer=FakeTimer())
+    assert [case.device_us and case.device_us.value for case in found.values()] == [300, 100]
+
+
+# --- verdicts from shorter inputs
+
+
+def test_verdicts_of_other_inputs_do_not_cover_what_is_not_finite() -> None:
+    made = [
+        *entries("good"),
+        *entries("wrong", spoil=noisy(0.5)),
+        *entries("bad", spoil=lambda output: SSDOutput(output.out / 0, output.final_states)),
+        *entries("refusing", spoil=raising(UnsupportedError("too long"))),
+    ]
+    right_ones = {one.key: compared(entries(one.case.implementation)).popitem()[1] for one in made}
+    verdicts = right_ones | {made[1].key: compared([made[1]])["wrong"]}
+    cases = {case.name.split(", ")[2]: case for case in Comparer().compare(made, "x", verdicts)}
+    assert {name: case.result for name, case in cases.items()} == {
+        "good": "passed",
+        "wrong": "inaccurate",
+        "bad": "nonfinite",
+        "refusing": "refused",
+    }
+    assert cases["good"].accuracy == right_ones[made[0].key].accuracy
+
+
+# --- first calls
+
+
+def sleepy(output: SSDOutput) -> SSDOutput:
+    """Takes many short steps, as a compiler does."""
+    for _ in range(500):
+        time.sleep(0.01)
+    return output
+
+
+def test_a_first_call_that_takes_too_long_fails_alone() -> None:
+    found = compared(entries("slow", spoil=sleepy), entries("fast"), deadline=Deadline(most=0.3))
+    assert (found["slow"].result, found["slow"].why) == ("failed", "its first call was stopped after 0.3 s")
+    assert found["fast"].result == "passed"
+
+
+def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
+    with pytest.raises(BudgetSpent, match="in the first call of slow exact, fp32 states"):
+        compared(entries("slow", spoil=sleepy), deadline=Deadline(until=time.monotonic() + 0.05))
+
+
+# --- interruption
+
+
+def test_an_interruption_keeps_what_was_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "outputs_that_fit", lambda _: 1)
+    seen: list[Case] = []
+    with pytest.raises(KeyboardInterrupt):
+        compared(entries("base"), entries("a"), entries("stopped", spoil=raising(KeyboardInterrupt())), seen=seen)
+    assert [(case.implementation, case.result) for case in seen] == [("base", "passed"), ("a", "passed")]
+
+
+def test_an_interruption_of_timing_keeps_the_errors_and_the_times_before() -> None:
+    seen: list[Case] = []
+    with pytest.raises(KeyboardInterrupt):
+        compared(entries("a", turns=1), entries("b", turns=2), timer=FakeTimer(stop_at=8), seen=seen)
+    assert [(case.implementation, bool(case.accuracy), bool(case.samples)) for case in seen] == [
+        ("a", True, False), ("b", True, False), ("a", True, True),
+    ]  # fmt: skip
+
+
+# --- who is compared with whom
+
+
+def test_all_six_precisions_make_three_groups_of_equal_states() -> None:
+    pairs = wanted_pairs(ALL, ("unfused", "fused"), "unfused")
+    assert len(pairs) == len(set(pairs)) == 12
+    assert [(name, str(precision)) for name, precision, _ in pairs[4:8]] == [
+        ("unfused", "exact, fp16 states"),
+        ("fused", "exact, fp16 states"),
+        ("unfused", "relaxed, fp16 states"),
+        ("fused", "relaxed, fp16 states"),
+    ]
+    assert all(base == precision.exact for _, precision, base in pairs)
+
+
+def test_the_baseline_is_there_even_if_nobody_requested_it() -> None:
+    exact = RELAXED_FP16.exact
+    assert wanted_pairs([RELAXED_FP16], ("fused",), "unfused") == [
+        ("unfused", exact, exact), ("fused", RELAXED_FP16, exact),
+    ]  # fmt: skip
+
+
+def test_a_library_is_the_baseline_at_equal_states_where_it_has_them() -> None:
+    fp32, fp16, bf16 = (PrecisionRecord(intermediates="exact", state_dtype=one) for one in ("fp32", "fp16", "bf16"))  # type: ignore[arg-type]
+    wanted = [fp32, RELAXED_FP16]
+    assert wanted_pairs(wanted, ("fused",), "them", {"them": (fp16, fp32)}) == [
+        ("them", fp32, fp32), ("fused", fp32, fp32), ("them", fp16, fp16), ("fused", RELAXED_FP16, fp16),
+    ]  # fmt: skip
+    assert wanted_pairs(wanted, ("fused",), "them", {"them": (bf16,)}) == [
+        ("them", bf16, bf16), ("fused", fp32, bf16), ("fused", RELAXED_FP16, bf16),
+    ]  # fmt: skip
+
+
+def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it() -> None:
+    sizes = (16, 32)
+    made = [
+        *entries("peer", chunk_sizes=sizes),
+        *entries("peer", chunk_sizes=sizes, precision=HALF_STATES),
+        *entries("peer", chunk_sizes=sizes, precision=RELAXED),
+        *entries("ours", chunk_sizes=sizes, precision=HALF_STATES),
+        *entries("fast"),
+    ]
+    found = [matched_with(entry, made, "peer") for entry in made]
+    assert [one and one.call.label for one in found] == [
+        *(None, None, None, None),
+        *("peer exact, fp32 states, chunk 16", "peer exact, fp32 states, chunk 32"),
+        *("peer exact, bf16 states, chunk 16", "peer exact, bf16 states, chunk 32"),
+        "peer exact, fp32 states, chunk 16",
+    ]
+    assert [matched_with(entry, made, "nobody") for entry in made] == [None] * len(made)
+
+
+# --- times without a check
+
+
+def test_device_times_are_geometric_means_and_leave_out_what_cannot_be_recorded() -> None:
+    untimed: dict[str, str] = {}
+    calls = {
+        "both": [entries("a", us)[0].call for us in (100.0, 400.0)],
+        "broken": [entries("b", spoil=raising(RuntimeError("no kernel")))[0].call],
+    }
+    times = device_times(calls, FakeTimer(), QUICK, on_untimed=lambda key, error: untimed.update({key: str(error)}))
+    assert list(times) == ["both"]
+    assert [rounds.tolist() for rounds in times["both"]] == [pytest.approx([200.0] * 3)] * 2
+    assert untimed == {"broken": "no kernel"}

@@ -1,0 +1,136 @@
+"""The cells that the options of the command line select."""
+
+import pytest
+import torch
+
+from ssdprof.jobs.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_tokens
+from ssdprof.jobs.grid import parse_shapes
+from ssdprof.errors import BadInputError
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.ssd import GENERATOR, draw
+from ssdprof.operators.ssd import SHAPES, SSDShape
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("1k,16k", (1024, 16384)),
+        ("1k,...,8k", (1024, 2048, 4096, 8192)),
+        ("1k,...,3k,7", (1024, 2048, 3072, 7)),
+        ("64,64", (64,)),
+    ],
+)
+def test_lengths(words: str, expected: tuple[int, ...]) -> None:
+    assert lengths(words) == expected
+
+
+@pytest.mark.parametrize("words", ["...,4k", "1k,...", "4k,...,1k", "1q", ""])
+def test_lengths_that_are_none(words: str) -> None:
+    with pytest.raises(BadInputError):
+        parse_tokens(words, "1", "", "", max_tokens=1 << 20)
+
+
+def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not() -> None:
+    wanted, left_out = parse_tokens("1k,4k", "1,8", "8x4k,32x4k", "4x16-32", max_tokens=8192)
+    assert [str(tokens) for tokens in wanted] == [
+        "1 x 1,024", "1 x 4,096", "8 x 1,024", "8 x 4,096", "32 x 4,096", "4 packed x 16-32",
+    ]  # fmt: skip
+    assert left_out == ()
+    _, left_out = parse_tokens("1k,4k", "1,8", "", "", max_tokens=8192)
+    assert left_out == (Tokens(sequences=8, seqlen=4096),)
+
+
+def test_nothing_but_too_large() -> None:
+    with pytest.raises(BadInputError, match="more than 16 tokens"):
+        parse_tokens("1k", "1", "", "", max_tokens=16)
+
+
+@pytest.mark.parametrize("words", ["8", "0x4", "x4k", "8x"])
+def test_cells_that_are_none(words: str) -> None:
+    with pytest.raises(BadInputError):
+        parse_tokens("1k", "1", words, "", max_tokens=1 << 20)
+
+
+@pytest.mark.parametrize("words", ["8x4k", "8x4k-1k", "8x0-4"])
+def test_packs_that_are_none(words: str) -> None:
+    with pytest.raises(BadInputError):
+        parse_tokens("1k", "1", "", words, max_tokens=1 << 20)
+
+
+def test_shapes_by_model_and_by_sizes() -> None:
+    assert parse_shapes(GENERATOR, "mamba2-2.7b, 24x32x64x2") == (
+        SSDShape(name="mamba2-2.7b", nheads=80, headdim=64, dstate=128, ngroups=1),
+        SSDShape(name="24x32x64x2", nheads=24, headdim=32, dstate=64, ngroups=2),
+    )
+    assert [shape.name for shape in parse_shapes(GENERATOR, "all")] == list(SHAPES)
+
+
+@pytest.mark.parametrize("words", ["mamba3", "80x64x128", "80x64x128x3", "0x64x128x1", ""])
+def test_shapes_that_are_none(words: str) -> None:
+    with pytest.raises(BadInputError):
+        parse_shapes(GENERATOR, words)
+
+
+def test_dtypes() -> None:
+    assert parse_dtypes("bf16,fp16,bf16") == ("bf16", "fp16")
+    with pytest.raises(BadInputError, match="int8"):
+        parse_dtypes("int8")
+
+
+def test_the_grid_is_the_product() -> None:
+    shapes = parse_shapes(GENERATOR, "mamba2-2.7b,nemotron-3-nano")
+    tokens, _ = parse_tokens("1k,2k", "1", "", "", max_tokens=1 << 20)
+    cells = expand(shapes, ("bf16", "fp16"), tokens, "contiguous")
+    assert len(cells) == len(set(cells)) == 8
+    assert [cell.shape.name for cell in cells[:4]] == ["mamba2-2.7b"] * 4
+
+
+TINY = SSDShape(name="tiny", nheads=4, headdim=16, dstate=32, ngroups=2)
+
+
+def drawn(layout: str, tokens: Tokens):  # type: ignore[no-untyped-def]
+    cell = Cell(shape=TINY, dtype="fp16", layout=layout, tokens=tokens)  # type: ignore[arg-type]
+    return draw(cell, torch.device("cpu"))
+
+
+def test_inputs_are_distributed_as_a_layer_is_initialised() -> None:
+    inputs = drawn("contiguous", Tokens(sequences=2, seqlen=512))
+    assert inputs.x.shape == (2, 512, 4, 16)
+    assert inputs.x.dtype == torch.float16
+    assert inputs.x.is_contiguous()
+    assert abs(float(inputs.x.float().std()) - 1) < 0.05
+    assert ((inputs.A >= -16) & (inputs.A <= -1)).all()
+    assert inputs.dt_bias is not None
+    step = torch.nn.functional.softplus(inputs.dt_bias)
+    assert ((step >= 0.99e-3) & (step <= 1.01e-1)).all()
+    again = drawn("contiguous", Tokens(sequences=2, seqlen=512))
+    assert torch.equal(inputs.x, again.x)
+    assert torch.equal(inputs.dt, again.dt)
+
+
+def test_views_lie_side_by_side_in_wide_tensors() -> None:
+    inputs = drawn("views", Tokens(sequences=1, seqlen=8))
+    x, dt, B, C = inputs.x, inputs.dt, inputs.B, inputs.C
+    assert x.stride(1) == B.stride(1) == C.stride(1) == 4 * 16 + 2 * 2 * 32
+    assert B.data_ptr() - x.data_ptr() == 2 * 4 * 16
+    assert C.data_ptr() - B.data_ptr() == 2 * 2 * 32
+    assert dt.stride(1) == 2 * 4 * 16 + 2 * 2 * 32 + 4
+
+
+def test_packed_sequences_have_states_and_lengths_in_range() -> None:
+    inputs = drawn("contiguous", Tokens(sequences=16, seqlen=32, shortest=8))
+    assert inputs.cu_seqlens is not None
+    assert inputs.initial_states is not None
+    steps = inputs.cu_seqlens.diff()
+    assert len(steps) == 16 == len(inputs.initial_states)
+    assert ((steps >= 8) & (steps <= 32)).all()
+    assert steps.unique().numel() > 1
+    assert inputs.x.shape[:2] == (1, int(inputs.cu_seqlens[-1]))
+
+
+def test_chunk_sizes() -> None:
+    assert parse_chunk_sizes("best") == ()
+    assert parse_chunk_sizes("64,128,64,256") == (64, 128, 256)
+    for words in ("8", "100", "512", "x", "", "0128"):
+        with pytest.raises(BadInputError, match="--chunk-size does not know"):
+            parse_chunk_sizes(words)

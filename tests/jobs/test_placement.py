@@ -1,0 +1,563 @@
+"""Which placement a machine's memory allows, its predicted cost, and the memory that it needs."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import torch.nn.attention.bias
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from ssdprof.capture.intercept import OperatorCall, Result
+from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.memory import LiveBytes, predict_memory
+from ssdprof.checkpoint.load import REWRITTEN
+from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.environment import memory as memory_of
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.operators.tensors import tensors
+from ssdprof.jobs import limits, model, placement
+from ssdprof.jobs.dry_run import check_start, plan
+from ssdprof.jobs.model import load, run_model
+from ssdprof.jobs.placement import Placed, choose, priced
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs.subject import Subject
+from ssdprof.jobs.subject import find
+from ssdprof.progress import Unwatched
+from ssdprof.core.words import placement_words
+from ssdprof.core.subject import Serving
+from ssdprof.core.base import PlacementKind
+from ssdprof.core.subject import Held, Placement
+
+GB = 10**9
+INPUTS = 2**20  # more than twice the captured inputs of a layer
+
+
+@pytest.fixture(scope="session")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts with layers of about 3 MB, without a tokenizer."""
+    config = tf.GraniteMoeHybridConfig(
+        vocab_size=128,
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_n_heads=4,
+        mamba_d_head=64,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=32,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+        layer_types=["mamba", "mamba", "attention", "mamba", "mamba", "mamba"],
+    )
+    folder = tmp_path_factory.mktemp("granite")
+    tf.GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def asked(
+    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
+) -> tuple[CaptureRequest, Subject]:
+    request = CaptureRequest(
+        model=ModelRequest(model=str(folder)),
+        prompt=PromptRequest(text="random", seqlens=(seqlen,)),
+        placement=kind,
+        **options,
+    )
+    return request, find(request)
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
+    """A machine with this much free memory."""
+    monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0) if gpus else torch.device("cpu"))
+    monkeypatch.setattr(limits, "free_bytes", lambda: gpus[0] if gpus else host)
+    monkeypatch.setattr(placement, "free_memory", lambda device: gpus[device.index])
+    monkeypatch.setattr(memory_of, "_available", lambda: host)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+
+
+def beside(folder: Path) -> int:
+    """Bytes that the model needs in addition to its weights, as the choice counts them."""
+    return placement.bytes_beside_weights(*asked(folder))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "host", "kind"),
+    [
+        ([1.1], 4.0, "one-gpu"),
+        ([0.6, 0.9], 4.0, "all-gpus"),
+        ([0.6, 0.3], 4.0, "cpu-offload"),
+        ([0.6, -99], 4.0, "cpu-offload"),  # filled by another process
+        ([0.6, -99], 0.1, "disk-offload"),
+        ([0.6, -99, 0.9], 4.0, "all-gpus"),
+        ([0.6], 4.0, "cpu-offload"),
+        ([0.6], 0.1, "disk-offload"),
+        ([], 1.1, "one-gpu"),
+        ([], 0.6, "disk-offload"),
+    ],
+)
+def test_the_fastest_placement_that_fits(
+    granite: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[float], host: float, kind: str
+) -> None:
+    """Memory in units of the weights, in addition to the memory for the computation."""
+    request, subject = asked(granite)
+    weights, more = subject.weight_bytes, beside(granite)
+    memory(
+        monkeypatch,
+        [max(int(gpu * weights) + more, 0) for gpu in gpus],
+        int(host * weights) + (INPUTS if gpus else more),
+    )
+    placed = choose(request, subject)
+    record = placed.record
+    assert record.kind == kind
+    assert sum(held.weight_bytes for held in record.held) == weights
+    assert sum(held.layers for held in record.held) == 6
+    assert (record.streamed_layer_bytes > 0) == kind.endswith("offload")
+    assert (placed.device_map is None) == (kind == "one-gpu")
+    room = dict(zip(("cuda:0", "cuda:1", "cuda:2"), gpus, strict=False)) or {"cpu": host}
+    assert all(held.weight_bytes <= room[held.place] * weights for held in record.held if held.place in room)
+
+
+def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, more = asked(granite)[1].weight_bytes, beside(granite)
+    memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
+    assert choose(*asked(granite, "disk-offload")).record.kind == "disk-offload"
+    with pytest.raises(MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"):
+        choose(*asked(granite, "all-gpus"))
+    memory(monkeypatch, [weights // 2], 4 * weights)
+    with pytest.raises(MissingCapabilityError, match="weights of"):
+        choose(*asked(granite, "one-gpu"))
+    memory(monkeypatch, [weights // 2 + more], weights // 4)
+    with pytest.raises(MissingCapabilityError, match="does not fit with --placement cpu-offload"):
+        choose(*asked(granite, "cpu-offload"))
+    memory(monkeypatch, [], 4 * weights + more)
+    with pytest.raises(MissingCapabilityError, match="cpu-offload needs an NVIDIA GPU; 0 can be used"):
+        choose(*asked(granite, "cpu-offload"))
+
+
+def test_a_second_gpu_that_another_process_has_alone_is_left_out(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, more = asked(granite)[1].weight_bytes, beside(granite)
+    memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
+
+    def refuse(_device: torch.device) -> int:
+        raise MissingCapabilityError("CUDA cannot start the GPU: all CUDA-capable devices are busy or unavailable.")
+
+    monkeypatch.setattr(placement, "free_memory", refuse)
+    assert choose(*asked(granite)).record.kind == "cpu-offload"
+    with pytest.raises(MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"):
+        choose(*asked(granite, "all-gpus"))
+
+
+def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, more = asked(granite)[1].weight_bytes, beside(granite)
+    memory(monkeypatch, [int(0.6 * weights) + more, 4 * weights + more], 2 * weights + INPUTS)
+    assert choose(*asked(granite)).record.kind == "all-gpus"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert choose(*asked(granite)).record.kind == "cpu-offload"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert choose(*asked(granite)).record.kind == "disk-offload"
+
+
+def save_in_fp8(folder: Path) -> None:
+    """Qwen3.5 with the projections of its MLPs in fp8."""
+    tiny_models.shared("qwen3_5_text").save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    stored = {}
+    for name, tensor in load_file(file).items():
+        if ".mlp." in name:
+            stored |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+        else:
+            stored[name] = tensor
+    save_file(stored, file, {"format": "pt"})
+    mixers = [f"model.layers.{layer}.{mixer}" for layer in range(4) for mixer in ("linear_attn", "self_attn")]
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": mixers}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+@pytest.mark.parametrize(
+    ("save", "whole"),
+    [
+        (lambda folder: tiny_models.shared("qwen3_next").save_pretrained(folder), False),
+        (lambda folder: tiny_models.shared("granitemoehybrid").save_pretrained(folder), False),
+        (save_in_fp8, True),
+    ],
+    ids=["experts one by one", "experts together", "fp8"],
+)
+def test_weights_that_transformers_writes_anew_are_counted(
+    save: Callable[[Path], None], whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
+    save(tmp_path)
+    request, subject = asked(tmp_path, "disk-offload")
+    memory(monkeypatch, [], subject.weight_bytes // 2 + placement.bytes_beside_weights(request, subject))
+    placed = choose(request, subject)
+    loaded = load(request, subject, Unwatched())
+    written = (tensor for file in (loaded.files.folder / REWRITTEN).iterdir() for tensor in load_file(file).values())
+    size = sum(tensor.nbytes for tensor in written)
+    assert size <= placed.rewritten_bytes <= 1.001 * size
+    on_disk = sum(held.weight_bytes for held in placed.record.held if held.place == "disk")
+    assert on_disk > 0
+    assert (placed.rewritten_bytes == on_disk) == whole
+
+
+def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before the download, and also in a dry run."""
+    request, subject = asked(granite)
+    placed = replace(choose(request, subject), rewritten_bytes=11_000)
+    monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
+    placement.check_disk(placed)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(placement, "choose", lambda *_: placed)
+    monkeypatch.setattr(model, "fetch", None)
+    planned = plan(subject, request)
+    assert planned.placement is None
+    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
+        with pytest.raises(MissingCapabilityError, match=r"write 21\.5 KiB") as caught:
+            refuse()
+        assert "TMPDIR" in caught.value.hint
+
+
+def test_a_tokenizer_of_another_model_is_found_before_the_download(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "fetch", None)
+    prompt = PromptRequest(text="random", seqlens=(256,))
+    request = CaptureRequest(model=ModelRequest(model=str(granite), tokenizer="demo"), prompt=prompt)
+    subject = find(request)
+    planned = plan(subject, request)
+    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
+        with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
+            refuse()
+
+
+def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
+    for file in granite.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(BadInputError, match=r"stay quantised \(awq\)"):
+        choose(*asked(tmp_path, "cpu-offload"))
+
+
+def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Placement(
+        kind="disk-offload",
+        device="cuda:0",
+        held=(Held(place="cuda:0", layers=1, weight_bytes=GB), Held(place="disk", layers=3, weight_bytes=3 * GB)),
+        predicted_peak_bytes=2 * GB,
+        streamed_layer_bytes=GB,
+        forward_calls=4,
+    )
+    monkeypatch.setattr(placement, "read_bytes_per_s", lambda _: 2e9)
+    copied: list[int] = []
+
+    def copy_bytes_per_s(_: object, most: int) -> float:
+        copied.append(most)
+        return 2e9
+
+    monkeypatch.setattr(placement, "copy_bytes_per_s", copy_bytes_per_s)
+    assert "measured after the download" in placement_words(priced(Placed(record=record), None))
+    found = priced(Placed(record=record), granite / "model.safetensors")
+    assert found.seconds_per_layer == pytest.approx(1.0)
+    assert copied == [GB]  # there is room for a layer, but possibly not for more
+    words = placement_words(found)
+    assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
+    assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
+    in_memory = record.model_copy(update={"held": (Held(place="cpu", layers=4, weight_bytes=4 * GB),)})
+    assert priced(Placed(record=in_memory), None).seconds_per_layer == pytest.approx(0.5)
+
+
+def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"x" * 1_000_000)
+    speed = placement.read_bytes_per_s(file)
+    assert speed is not None
+    assert 1e6 < speed < 1e12
+    (tmp_path / "empty").touch()
+    assert placement.read_bytes_per_s(tmp_path / "empty") is None
+
+
+def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is loaded according to the placement, while the files that it reads exist."""
+    found: list[list[dict[str, torch.Tensor]]] = []
+    for share in (2.0, 0.6):
+        request, subject = asked(granite)
+        memory(monkeypatch, [], int(share * subject.weight_bytes) + beside(granite))
+        loaded = load(request, subject, Unwatched())
+        kept: list[dict[str, torch.Tensor]] = []
+        run_model(subject, loaded, lambda layer, kept=kept: kept.append(tensors(layer.inputs)))
+        found.append(kept)
+        assert loaded.placement.kind == ("one-gpu" if share > 1 else "disk-offload")
+    assert len(found[0]) == len(found[1]) == 5
+    for whole, streamed in zip(*found, strict=True):
+        assert all(torch.equal(whole[name], streamed[name]) for name in whole)
+
+
+# --- the memory that it needs
+
+
+def wide(name: str) -> Any:
+    """A config with layers so wide that activations affect the peak."""
+    common = {"vocab_size": 128, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
+    linear = {
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+    configs: dict[str, Callable[[], Any]] = {
+        "mamba2": lambda: tf.Mamba2Config(
+            vocab_size=128, hidden_size=256, num_heads=8, head_dim=64, state_size=64, n_groups=1, num_hidden_layers=2
+        ),
+        "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
+            **common,
+            **mamba,
+            intermediate_size=512,
+            num_hidden_layers=3,
+            num_local_experts=8,
+            num_experts_per_tok=6,
+            shared_intermediate_size=256,
+            layer_types=["mamba", "attention", "mamba"],
+        ),
+        "bamba": lambda: tf.BambaConfig(
+            **common, **mamba, intermediate_size=2048, num_hidden_layers=3, attn_layer_indices=[1]
+        ),
+        "qwen3_next": lambda: tf.Qwen3NextConfig(**common, **linear, **experts, shared_expert_intermediate_size=128),
+    }
+    return configs[name]()
+
+
+def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: Serving) -> int:
+    """Bytes of all tensors that are alive at once while the model's operators are captured."""
+    for _ in range(2):  # the first call of a mixture of experts in a process keeps more memory
+        with LiveBytes("cpu") as counted:
+            capture_layers(
+                model,
+                tiny_models.prompt(seqlen),
+                layers_of(model, name),
+                ref=tiny_models.checkpoint_ref(name),
+                segment_length=segment_length,
+                on_layer=lambda _: None,
+                serving=serving,
+                head=lambda hidden: torch.zeros(*hidden.shape[:2], 128),
+            )
+    return counted.peak
+
+
+def layers_of(model: Any, name: str) -> Any:
+    known = tiny_models.layer_refs(name)
+    return [known[0].model_copy(update={"index": site.layer_index}) for site in find_mixers(model)]
+
+
+def lower_right(queries: int, keys: int) -> torch.Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "bamba", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("segment_length", "serving"),
+    [
+        (1024, Serving()),
+        (256, Serving()),
+        (256, Serving(chunk=256)),
+        (1024, Serving(decode=1)),
+        (128, Serving(packed=(128,) * 8)),
+    ],
+    ids=["whole", "segments", "chunks", "decode", "packed"],
+)
+def test_the_predicted_peak_is_that_of_a_capture(
+    name: str, segment_length: int, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prediction runs on the meta device, without memory."""
+    # torch's CausalBias cannot be constructed under a dispatch mode.
+    monkeypatch.setattr(torch.nn.attention.bias, "causal_lower_right", lower_right)
+    model = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
+    with torch.device("meta"):
+        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
+    wanted = {site.layer_index for site in find_mixers(shapes)}
+    predicted = predict_memory(
+        shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False, serving=serving
+    )
+    found = measured(model, name, 1024, segment_length, serving)
+    assert predicted == pytest.approx(found, rel=0.15)
+    assert predicted != pytest.approx(2 * found, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
+def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name: str, tmp_path: Path) -> None:
+    """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
+    tiny_models.shared(name).save_pretrained(tmp_path)
+    request, subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
+    loaded = load(request, subject, Unwatched())
+    with LiveBytes("cpu") as counted:
+        run_model(subject, loaded, lambda _: None)
+    weights = sum(weight.nbytes for weight in loaded.model.parameters())
+    assert loaded.placement.predicted_peak_bytes == pytest.approx(weights + counted.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("segment_length", [1024, 256])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_operator_calls_of_one_form_are_tried_once(
+    name: str, segment_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The predicted peak is the same as if every call were tried."""
+    with torch.device("meta"):
+        shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
+    wanted = {site.layer_index for site in find_mixers(shapes)}
+    tried: list[int] = []  # not the calls, because a call holds its tensors
+    stand_in = OperatorCall.replacement
+
+    def counting(call: OperatorCall) -> Result:
+        tried.append(call.mixer.layer_index)
+        return stand_in(call)
+
+    monkeypatch.setattr(OperatorCall, "replacement", counting)
+
+    def predicted() -> tuple[int, int]:
+        tried.clear()
+        peak = predict_memory(shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False)
+        return peak, len(tried)
+
+    peak, forms = predicted()
+    assert forms == (1 if segment_length == 1024 else 2)  # without and with a state from the segment before
+    monkeypatch.setattr("ssdprof.operators.tensors.form", lambda _: object())
+    assert predicted() == (peak, len(wanted) * 1024 // segment_length)
+
+
+def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole prompt."""
+    request, segments = asked(granite, seqlen=1024, segment_length=64)
+    chunks = replace(segments, serving=Serving(chunk=64))
+    memory(monkeypatch, [chunks.weight_bytes + placement.bytes_beside_weights(request, chunks)], 2**40)
+    assert choose(request, segments).record.kind == "cpu-offload"
+    assert choose(request, chunks).record.kind == "one-gpu"
+
+
+def test_streamed_weights_are_part_of_the_prediction(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted while the model runs from the disk, together with the weights that stay in memory."""
+    request, subject = asked(granite)
+    memory(monkeypatch, [], int(0.6 * subject.weight_bytes) + beside(granite))
+    loaded = load(request, subject, Unwatched())
+    resident = sum(parameter.nbytes for parameter in loaded.model.parameters() if not parameter.is_meta)
+    with LiveBytes("cpu") as counted:
+        run_model(subject, loaded)
+    assert loaded.placement.kind == "disk-offload"
+    assert resident == next(held.weight_bytes for held in loaded.placement.held if held.place == "cpu")
+    assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
+
+
+# --- with GPUs
+
+LONG = 16384
+
+
+@pytest.fixture(scope="module")
+def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of 0.27 GB, large enough to detect streaming."""
+    config = tf.GraniteMoeHybridConfig(
+        vocab_size=1024,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        mamba_n_heads=64,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_chunk_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_local_experts=32,
+        num_experts_per_tok=8,
+        shared_intermediate_size=1024,
+        layer_types=["mamba", "mamba", "attention", *["mamba"] * 5],
+    )
+    folder = tmp_path_factory.mktemp("large-granite")
+    tf.GraniteMoeHybridForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def capped(size: int | None) -> Iterator[None]:
+    """This process may allocate `size` more bytes on every GPU; None: no limit."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    devices = range(torch.cuda.device_count())
+    for device in devices:
+        total = torch.cuda.mem_get_info(device)[1]
+        allowed = total if size is None else torch.cuda.memory_allocated(device) + size
+        torch.cuda.set_per_process_memory_fraction(allowed / total, device)
+    try:
+        yield
+    finally:
+        for device in devices:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
+@pytest.mark.parametrize("kind", ["one-gpu", "cpu-offload", "disk-offload"])
+def test_the_predicted_peak_of_a_gpu(
+    large_granite: Path, kind: PlacementKind, segment_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's count, under a cap that makes the offloads stream; on one GPU, because several would hold all weights."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+    more = placement.bytes_beside_weights(request, subject)
+    with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 2 // 3):
+        before = torch.cuda.memory_allocated()
+        loaded = load(request, subject, Unwatched())
+        torch.cuda.reset_peak_memory_stats()
+        run_model(subject, loaded)
+        peak = torch.cuda.max_memory_allocated() - before
+    assert loaded.placement.kind == kind
+    assert (loaded.placement.streamed_layer_bytes > 0) == (kind != "one-gpu")
+    assert loaded.placement.predicted_peak_bytes == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
+def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: int) -> None:
+    """The cache of every layer is on the layer's GPU."""
+    found: list[list[dict[str, torch.Tensor]]] = []
+    kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
+    for kind in kinds:
+        request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+        more = placement.bytes_beside_weights(request, subject)
+        kept: list[dict[str, torch.Tensor]] = []
+        with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 3 // 4):
+            loaded = load(request, subject, Unwatched())
+            run_model(subject, loaded, lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
+        assert loaded.placement.kind == kind
+        found.append(kept)
+    assert len(loaded.placement.held) == 2
+    assert len(found[0]) == len(found[1]) == 7
+    for one, two in zip(*found, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def on_host(inputs: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors(inputs).items()}

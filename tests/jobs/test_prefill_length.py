@@ -1,0 +1,396 @@
+"""A length through all contenders, on the CPU: statuses, rounds, Amdahl's law, parts, and refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from cases import environment
+from prefill_fakes import REST_US, FakeTimer, cpu_trace
+
+from ssdprof import kernels
+from ssdprof.capture.conv_and_norm import ConvAndNorm
+from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.base import EXACT_FP32, KernelOrigin
+from ssdprof.core.case import Case, Prefill
+from ssdprof.core.report import Report, StepTime
+from ssdprof.errors import BadInputError
+from ssdprof.jobs.prefill import PromptedModel, StepClock, _Contender, _Length, sampling_plan
+from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.trace import Trace
+from ssdprof.store.reports import Writer, draft
+
+US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
+LAYERS, LENGTH = 3, 12
+
+
+class Noted(_Contender):
+    """Records in the timer that it ran."""
+
+    timer: FakeTimer
+
+    def compute(self, call: Any) -> Any:
+        self.timer.ran.append(self.name)
+        return super().compute(call)
+
+
+def contender(timer: FakeTimer, name: str, kind: KernelOrigin = "model", run: Any = None) -> Noted:
+    """Computes with the reference, which is faster here than kernels in the interpreter."""
+    base = kernels.get("ssd", "reference")
+    implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
+    noted = Noted(of={"ssd": implementation}, precision=EXACT_FP32, conv_and_norm=kind)
+    object.__setattr__(noted, "timer", timer)
+    return noted
+
+
+def unseen(run: Callable[[], object]) -> Trace:
+    """A profiler that sees nothing; then there are few rounds."""
+    run()
+    return []
+
+
+class Ticking:
+    """A clock on which every prefill and every profile takes a second."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def profile(self, run: Callable[[], object]) -> Trace:
+        self.seconds += 1
+        return cpu_trace(run)
+
+
+def length(
+    contenders: Callable[[FakeTimer], list[_Contender]],
+    *,
+    profile: Callable[[Callable[[], object]], Trace] = unseen,
+    segment: int = LENGTH,
+    **changes: Any,
+) -> tuple[_Length, FakeTimer]:
+    timer = FakeTimer(US)
+    model = tiny_models.shared("mamba2")
+    sites = find_mixers(model)
+    prompted = PromptedModel(
+        model=model,
+        ids=tiny_models.prompt(LENGTH),
+        segment_length=segment,
+        sites=sites,
+        layer=tiny_models.layer_refs("mamba2")[1],
+        bundled=ConvAndNorm(sites),
+    )
+    made = contenders(timer)
+    header = draft("prefill", "tiny", (), environment=environment(gpu=False), baseline="unfused")
+    settings: dict[str, Any] = {
+        "baseline": "unfused",
+        "seconds": 0.01,
+        "smallest_difference": 0.01,
+        "clock": StepClock(),
+        "case": partial(common, made[0].conv_and_norm),
+        "writer": Writer(Path("nowhere"), header, None),
+    } | changes
+    return _Length(prompted=prompted, contenders=made, timer=timer, profile=profile, **settings), timer
+
+
+def common(kind: KernelOrigin, prompted: PromptedModel) -> Case:
+    prefill = Prefill(
+        conv_and_norm=kind,
+        layers=LAYERS,
+        layer_count=LAYERS,
+        operator_layers=LAYERS,
+        operator_calls=prompted.operator_calls,
+        segment_length=prompted.segment_length,
+        alone=prompted.layer,
+        attention="",
+        convolution="torch",
+    )
+    return Case(prefill=prefill, batch=1, seqlen=LENGTH, implementation="", precision=EXACT_FP32, status="ran")
+
+
+def timed(one: _Length) -> Report:
+    one.run()
+    return one.writer.report
+
+
+def cases(report: Report) -> dict[str, Case]:
+    return {case.implementation: case for case in report.cases}
+
+
+def call_us(case: Case) -> float | None:
+    return case.call_us and case.call_us.value
+
+
+def of(case: Case) -> Prefill:
+    assert case.prefill
+    return case.prefill
+
+
+@pytest.mark.parametrize("kind", ["model", "bundled"])
+def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(kind: KernelOrigin) -> None:
+    one, _ = length(lambda timer: [contender(timer, name, kind) for name in US])
+    report = timed(one)
+    found = cases(report)
+    assert list(found) == list(US)
+    for name, case in found.items():
+        assert (of(case).conv_and_norm, of(case).operator_calls, of(case).alone.index) == (kind, LAYERS, 1)
+        assert case.result == "passed", case.why
+        assert call_us(case) == pytest.approx(REST_US + LAYERS * US[name])
+        assert of(case).alone_us == pytest.approx(US[name])
+        if name == "unfused":
+            assert report.speedup(case) is None
+            continue
+        speedup = report.speedup(case)
+        assert speedup is not None
+        expected = (REST_US + LAYERS * US["unfused"]) / (REST_US + LAYERS * US[name])
+        assert speedup.value == pytest.approx(expected)
+        assert report.predicted(case) == pytest.approx(expected)
+        assert report.faster(case) == "faster"
+        assert (of(case).logits_rms, of(case).same_token) == (0.0, True)
+
+
+def test_in_segments_the_operator_counts_once_for_each() -> None:
+    one, _ = length(lambda timer: [contender(timer, name) for name in ("unfused", "fused")], segment=4)
+    report = timed(one)
+    case = cases(report)["fused"]
+    assert (of(case).segment_length, of(case).operator_calls) == (4, 3 * LAYERS)
+    assert report.predicted(case) == pytest.approx((REST_US + 9 * 100) / (REST_US + 9 * 40))
+
+
+def test_the_parts_of_the_gpus_work_are_known_of_a_profile_alone() -> None:
+    one, _ = length(lambda timer: [contender(timer, "unfused")], profile=cpu_trace)
+    (case,) = timed(one).cases
+    assert {part.name for part in of(case).parts} >= {"mixer", "gated norm", "rest"}
+    assert of(case).busy_us == sum(part.gpu_us for part in of(case).parts) > 0
+    one, _ = length(lambda timer: [contender(timer, "unfused")])
+    (case,) = timed(one).cases
+    assert (of(case).parts, case.call_us is None) == ((), False)
+
+
+def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
+    one, timer = length(lambda timer: [contender(timer, name) for name in US])
+    one.run()
+    first = timer.events.index("call fused")
+    calls = [event for event in timer.events if event.startswith("call ")]
+    assert "reallocate" not in timer.events[min(first, *(timer.events.index(f"call {name}") for name in US)) :]
+    for number in range(0, len(calls), 3):
+        assert sorted(calls[number : number + 3]) == ["call fused", "call library", "call unfused"]
+
+
+def test_with_time_enough_every_recording_lies_elsewhere() -> None:
+    clock = StepClock(now=Ticking().now)
+    one, timer = length(lambda timer: [contender(timer, "unfused")], profile=cpu_trace, seconds=5.0, clock=clock)
+    (case,) = timed(one).cases
+    events = [event for event in timer.events if event in ("reallocate", "call unfused")]
+    sampled = events[4:]  # three of the layer only, and the first round
+    assert case.call_us is not None
+    assert len(case.rounds("call")) == sampled.count("reallocate") >= 5
+    assert sampled[0] == "reallocate"
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def run(*_: Any) -> Any:
+        raise error
+
+    return run
+
+
+def nan(inputs: Any, precision: Any) -> Any:
+    out, final_states = kernels.get("ssd", "reference").run(inputs, precision)
+    return out * math.nan, final_states
+
+
+def zeros(inputs: Any, precision: Any) -> Any:
+    out, final_states = kernels.get("ssd", "reference").run(inputs, precision)
+    return torch.zeros_like(out), final_states
+
+
+def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
+    wrong = {
+        "refusing": raising(UnsupportedError("refusing: no bf16")),
+        "large": raising(torch.OutOfMemoryError("8 GiB more\nand a page of advice")),
+        "broken": raising(RuntimeError("misaligned address")),
+        "nan": nan,
+    }
+    one, timer = length(
+        lambda timer: [contender(timer, "unfused"), *(contender(timer, name, run=run) for name, run in wrong.items())]
+    )
+    found = cases(timed(one))
+    assert {name: found[name].result for name in wrong} == {
+        "refusing": "refused",
+        "large": "out of memory",
+        "broken": "failed",
+        "nan": "nonfinite",
+    }
+    assert found["large"].why == "8 GiB more"
+    assert found["broken"].why == "RuntimeError: misaligned address"
+    assert all(found[name].call_us is None for name in wrong)
+    assert {event for event in timer.events if event.startswith("call")} == {"call unfused"}
+
+
+def test_another_answer_shows() -> None:
+    one, _ = length(lambda timer: [contender(timer, "unfused"), contender(timer, "fused", run=zeros)])
+    case = cases(timed(one))["fused"]
+    assert of(case).logits_rms is not None
+    assert of(case).logits_rms > 0.1
+
+
+def test_without_its_baseline_a_case_has_a_time_and_no_speedup() -> None:
+    one, _ = length(
+        lambda timer: [contender(timer, "unfused", run=raising(RuntimeError("no"))), contender(timer, "fused")]
+    )
+    report = timed(one)
+    case = cases(report)["fused"]
+    assert case.call_us is not None
+    assert report.speedup(case) is None
+
+
+def test_nothing_passed_is_no_error() -> None:
+    one, _ = length(lambda timer: [contender(timer, "unfused", run=raising(RuntimeError("no")))])
+    assert [case.result for case in timed(one).cases] == ["failed"]
+
+
+def test_a_model_that_bypasses_its_operator_is_refused() -> None:
+    one, _ = length(lambda timer: [contender(timer, "unfused")], segment=1)
+    with pytest.raises(BadInputError, match=r"bypasses its operator|single token"):
+        one.run()
+
+
+def test_an_interrupt_passes_and_the_model_is_restored() -> None:
+    class Interrupted(Noted):
+        def compute(self, call: Any) -> Any:  # noqa: ARG002
+            raise KeyboardInterrupt
+
+    def contenders(timer: FakeTimer) -> list[_Contender]:
+        one = contender(timer, "unfused", "bundled")
+        return [Interrupted(of=one.of, precision=one.precision, conv_and_norm=one.conv_and_norm)]
+
+    one, _ = length(contenders)
+    site = one.prompted.sites[0]
+    function = site.namespace[site.function]
+    with pytest.raises(KeyboardInterrupt):
+        one.run()
+    assert site.namespace[site.function] is function
+    assert "forward" not in vars(site.module.norm)
+
+
+def test_every_step_is_told_with_its_seconds() -> None:
+    steps: list[StepTime] = []
+    ticking = Ticking()
+    clock = StepClock(on_step=steps.append, now=ticking.now).within("12 tokens")
+    one, _ = length(
+        lambda timer: [contender(timer, "unfused"), contender(timer, "fused")], clock=clock, profile=ticking.profile
+    )
+    one.run()
+    assert [(step.what, step.seconds) for step in steps] == [
+        ("12 tokens, unfused: first call of the operator", 0),
+        ("12 tokens, fused: first call of the operator", 0),
+        ("12 tokens, one layer's operator alone", 0),
+        ("12 tokens, unfused: a profiled prefill", 1),
+        ("12 tokens, fused: a profiled prefill", 1),
+        ("12 tokens, prefills in turns", 0),
+    ]
+
+
+def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
+    ticking = Ticking()
+    one, timer = length(
+        lambda timer: [contender(timer, name) for name in US],
+        clock=StepClock(1.5, now=ticking.now),
+        profile=ticking.profile,
+    )
+    found = cases(timed(one))
+    assert list(found) == ["unfused", "fused"]
+    assert one.unseen == ("library",)
+    assert all(of(case).parts and case.call_us is None for case in found.values())
+    assert not [event for event in timer.events if event.startswith("call")]
+
+
+def test_turns_that_do_not_fit_are_not_begun() -> None:
+    """The profile gives the duration of a round, which exceeds the remaining time here."""
+
+    def slow(run: Callable[[], object]) -> Trace:
+        return [event | {"dur": 1e6} if event.get("cat") == "kernel" else event for event in cpu_trace(run)]
+
+    one, timer = length(lambda timer: [contender(timer, "unfused")], clock=StepClock(10), profile=slow)
+    (case,) = timed(one).cases
+    assert case.result == "passed"
+    assert case.call_us is None
+    assert "s of the budget were left" in case.why
+    assert not [event for event in timer.events if event.startswith("call")]
+
+
+def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows() -> None:
+    """A round takes 1 ms in the profile, but each call takes a second on the clock: five recordings do not fit."""
+    ticking = Ticking()
+
+    def moved(seconds: float) -> bool:
+        one, timer = length(
+            lambda timer: [contender(timer, "unfused")],
+            clock=StepClock(now=ticking.now),
+            profile=cpu_trace,
+            seconds=seconds,
+        )
+        plain = timer.call_us
+
+        def slow(run: Callable[[], Any]) -> float:
+            ticking.seconds += 1
+            return plain(run)
+
+        timer.call_us = slow  # type: ignore[method-assign]
+        (case,) = timed(one).cases
+        assert case.call_us is not None
+        return "reallocate" in timer.events[timer.events.index("call unfused") :]
+
+    assert not moved(14.0)
+    assert moved(15.0)
+
+
+def test_one_call_of_the_operator_compiles_and_one_prefill_is_profiled() -> None:
+    """A prefill of 128K tokens takes seconds.  Before the rounds there is one of each, and one up to the layer."""
+    one, timer = length(lambda timer: [contender(timer, name) for name in ("unfused", "fused")])
+    before: list[str] = []
+    first = one._sample
+
+    def sample() -> None:
+        before[:] = timer.ran
+        first()
+
+    one._sample = sample  # type: ignore[method-assign]
+    one.run()
+    # both at the first layer, whose output is the baseline's; the second is `layer`
+    assert before == ["unfused", "fused", "unfused", *["unfused"] * LAYERS, *["fused"] * LAYERS]
+
+
+def test_in_segments_the_profile_follows_a_whole_prefill() -> None:
+    """Later segments have initial states, and may compile or tune kernels that the first call did not need."""
+    ran: list[int] = []
+
+    def profile(run: Callable[[], object]) -> Trace:
+        ran.append(len(timer.ran))
+        run()
+        return []
+
+    one, timer = length(lambda timer: [contender(timer, "unfused")], profile=profile, segment=4)
+    one.run()
+    assert ran[0] >= 3 * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("round_s", "moves"), [(0.1, True), (1.3, True), (1.4, False), (10.0, False), (math.inf, False)]
+)
+def test_long_prefills_are_timed_where_they_lie_and_a_few_times(round_s: float, moves: bool) -> None:
+    plan = sampling_plan(round_s, 20.0, 0.01)
+    assert (plan.warmup_rounds > 0) == moves
+    if moves:
+        assert plan.min_recordings * (plan.warmup_rounds + plan.min_rounds) * round_s <= 20
+    else:
+        assert (plan.min_recordings, plan.max_rounds) == (3, 1)

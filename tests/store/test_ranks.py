@@ -1,0 +1,250 @@
+"""Ranks share a report by files: what is kept for every order in which they end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import cases
+import pytest
+from cases import case, layer
+from test_reports import header
+from torch.distributed import HashStore
+
+from ssdprof.core.report import Report
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.progress import Unwatched
+from ssdprof.store.ranks import POLL_S, Ranks, first_tells, follows, join, started
+from ssdprof.store.reports import Writer, load, opened
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
+OF_TORCHRUN = {  # its variables for the first of two ranks
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+MADE = [case(layer=layer(index)) for index in range(4)]
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Ranks, Ranks]:
+    monkeypatch.setattr(Ranks, "divided", False)
+    store = HashStore()
+    for rank in range(2):
+        store.set(f"{rank}/process", str(os.getpid()))
+    return Ranks(0, 2, store), Ranks(1, 2, store)
+
+
+def dead_process() -> str:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return str(process.pid)
+
+
+@pytest.fixture
+def writers(two: tuple[Ranks, Ranks]) -> Iterator[tuple[tuple[ExitStack, Writer], ...]]:
+    """Both ranks, in this process.  The value has the end of each one's context."""
+    requested = tuple(map(cases.requested, MADE))
+    stacks = ExitStack(), ExitStack()
+    made = [
+        stack.enter_context(opened(Path("run"), header(requested=requested), Unwatched(), ranks))
+        for stack, ranks in zip(stacks, two, strict=True)
+    ]
+    yield tuple(zip(stacks, made, strict=True))
+    for stack in stacks:
+        stack.close()
+
+
+def kept() -> Report:
+    return load("run")[1]
+
+
+def indices(report: Report) -> list[int]:
+    return [one.layer.index for one in report.cases if one.layer]
+
+
+def interrupt(stack: ExitStack) -> str:
+    """The message of a rank that is interrupted now."""
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
+        assert not stack.__exit__(KeyboardInterrupt, error, None)
+        raise error
+    return str(caught.value)
+
+
+def test_two_ranks_write_one_report(writers: tuple[tuple[ExitStack, Writer], ...]) -> None:
+    (first, one), (second, other) = writers
+    other.case(MADE[1])
+    one.case(MADE[0])
+    other.case(MADE[3])
+    one.case(MADE[2])
+    other.peaked(9)
+    one.peaked(5)
+    other.captured(layer(1), "Each key head was taken once.")
+    second.close()
+    assert not kept().complete
+    first.close()
+    report = kept()
+    assert (report.complete, report.ranks, indices(report), report.missing) == (True, 2, [0, 1, 2, 3], ())
+    assert (report.peak_bytes, report.remarks) == (9, ("Each key head was taken once.",))
+    assert len({line.process for line in report.processes}) == 2
+    assert sorted(file.name for file in Path("run").iterdir()) == ["cases.0.jsonl", "cases.1.jsonl", "run.json"]
+
+
+def test_the_first_rank_waits_for_the_others(writers: tuple[tuple[ExitStack, Writer], ...]) -> None:
+    (first, one), (second, other) = writers
+    one.case(MADE[0])
+    other.case(MADE[1])
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(first.close)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=2 * POLL_S)
+        second.close()
+        waiting.result(timeout=30)
+    assert kept().complete
+
+
+def test_a_rank_that_was_interrupted_is_named_by_the_first(writers: tuple[tuple[ExitStack, Writer], ...]) -> None:
+    (first, one), (second, other) = writers
+    other.case(MADE[1])
+    assert interrupt(second).startswith("What was done is kept in ")
+    one.case(MADE[0])
+    with pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 ended: interrupted\."):
+        first.close()
+    assert (kept().complete, indices(kept()), kept().missing[0].place) == (False, [0, 1], MADE[2].place)
+
+
+def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
+    writers: tuple[tuple[ExitStack, Writer], ...],
+) -> None:
+    (first, _), (_, other) = writers
+    other.case(MADE[1])
+    assert interrupt(first) == "Nothing had been compared yet, and no report is kept."
+    other.case(MADE[3])
+    assert indices(kept()) == [1, 3]
+
+
+def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ranks]) -> None:
+    """Its lock is free, and its line says nothing of its end."""
+    ranks, other = two
+    with (  # noqa: PT012
+        pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\.") as caught,
+        opened(Path("run"), header(), Unwatched(), ranks) as writer,
+    ):
+        writer.case(MADE[0])
+        other.tell("1/open")
+        killed = Writer(Path("run"), header(), Path("run/cases.1.jsonl").open("wb"))  # noqa: SIM115
+        killed.case(MADE[1])
+    assert "main memory" in caught.value.hint
+    assert (kept().complete, indices(kept())) == (False, [0, 1])
+
+
+def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, Ranks]) -> None:
+    two[0].store.set("1/process", dead_process())
+    with (
+        pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died"),
+        opened(Path("run"), header(), Unwatched(), two[0]) as writer,
+    ):
+        writer.case(MADE[0])
+    assert indices(kept()) == [0]
+
+
+def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]) -> None:
+    two[1].store.set("0/process", dead_process())
+    with pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"), opened(None, header(), Unwatched(), two[1]):
+        pytest.fail("there is no folder")
+    two[0].tell("folder", "x")
+    assert two[1].told("folder", 0) == "x"
+
+
+# --- torchrun
+
+
+def test_every_item_falls_to_one_rank(two: tuple[Ranks, Ranks]) -> None:
+    assert [ranks.share("abcde") for ranks in two] == [("a", "c", "e"), ("b", "d")]
+
+
+def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    two[0].store.set("1/process", str(process.pid))
+    deadline = time.monotonic() + 30
+    with pytest.raises(MissingCapabilityError, match="Rank 1 of 2 died"):  # noqa: PT012
+        while time.monotonic() < deadline:  # its exit code has not been read
+            two[0].require_alive(1)
+            time.sleep(0.01)
+    process.wait()
+    two[0].store.set("1/process", str(os.getpid()))
+    two[0].require_alive(1)
+
+    def gone(_: Path) -> str:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(Path, "read_text", gone)
+    with pytest.raises(MissingCapabilityError):
+        two[0].require_alive(1)
+
+
+def test_one_that_has_not_joined_lives() -> None:
+    Ranks(0, 2, HashStore()).require_alive(1)
+
+
+def test_a_process_alone_joins_nobody() -> None:
+    assert join({}) is None
+    assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None
+    assert started({"WORLD_SIZE": ""}) == 1
+
+
+def test_ranks_on_several_machines_are_refused() -> None:
+    with pytest.raises(BadInputError, match="several machines"):
+        join({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0"})
+
+
+def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
+        join(OF_TORCHRUN)
+    assert "--nproc-per-node 1" in caught.value.hint
+
+
+@pytest.mark.parametrize("absent", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_world_size_that_torchrun_did_not_set_is_refused(absent: str) -> None:
+    """Containers of a cluster may set it without the other variables."""
+    with pytest.raises(BadInputError, match=f"asks for 2 ranks, but {absent} is not set") as caught:
+        join({name: value for name, value in OF_TORCHRUN.items() if name != absent})
+    assert "unset WORLD_SIZE" in caught.value.hint
+
+
+@pytest.mark.parametrize("word", ["two", "0", "-2", "1.5"])
+def test_a_world_size_that_is_no_number_is_refused(word: str) -> None:
+    with pytest.raises(BadInputError, match=f"^WORLD_SIZE='{word}' is not a number of processes"):
+        started({"WORLD_SIZE": word})
+
+
+def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
+    two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun ends the others meanwhile.  If it does not, only they have the error."""
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    first, second = ({"WORLD_SIZE": "2", "RANK": rank} for rank in "01")
+    monkeypatch.setattr(time, "sleep", interrupted)
+    assert (follows(first), follows(second), follows({})) == (False, True, False)
+    assert (first_tells(first), first_tells(second)) == (False, True)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert not first_tells(second)
+    monkeypatch.setattr(time, "sleep", interrupted)
+    two[1].share("ab")
+    assert not first_tells(second)

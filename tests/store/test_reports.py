@@ -1,0 +1,375 @@
+"""Folders of reports: what is on the disk after any end, two writers, the latest report, and damaged documents."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+from cases import case, failed, layer, of_answers, samples, timed
+
+from ssdprof.core.case import Case
+from ssdprof.core.report import LeftOut, Report
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
+from ssdprof.files import safe_name
+from ssdprof.progress import Unwatched
+from ssdprof.store.reports import RUNS, draft, dump, latest, listed, load, opened
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
+
+def header(kind: str = "run", subject: str = "org/model", **fields: Any) -> Report:
+    known = {"model": cases.checkpoint(), "environment": cases.environment(), "baseline": "unfused"}
+    return draft(kind, subject, ("ssdprof", kind), **(known | fields))
+
+
+def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Path:
+    with opened(RUNS / name if name else None, header(kind, **fields), Unwatched()) as writer:
+        for one in made or (case("unfused"), case()):
+            writer.case(one)
+    return writer.folder
+
+
+class Telling(Unwatched):
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+# --- writing and reading
+
+
+def test_a_report_is_read_back_as_it_was_written() -> None:
+    clocks, left = cases.clocks(), LeftOut(place="layer 9", reason="spent")
+    requested = tuple(map(cases.requested, (case("unfused"), case())))
+    with opened(None, header(requested=requested, notes=("Random weights.",)), Unwatched()) as writer:
+        writer.captured(layer(0), "Each key head was taken once.")
+        writer.captured(layer(1), "Each key head was taken once.")
+        writer.captured(layer(0))
+        writer.case(case())
+        writer.case(case("unfused"))
+        writer.update(clocks=clocks, left_out=(left,), seconds=2.5)
+        writer.peaked(7)
+        writer.peaked(5)
+        assert not load(writer.folder)[1].complete
+    path, report = load(writer.folder)
+    assert path == writer.folder
+    assert report.id == path.name
+    assert path.parent == RUNS
+    assert report.complete
+    assert [one.implementation for one in report.cases] == ["unfused", "fused"]  # in the requested order
+    assert report.changed(cases=writer.report.cases, id=writer.report.id) == writer.report.changed(id=report.id)
+    assert report.captured == (layer(0), layer(1))
+    assert report.remarks == ("Random weights.", "Each key head was taken once.")
+    assert (report.clocks, report.left_out, report.peak_bytes, report.seconds) == (clocks, (left,), 7, 2.5)
+    for where in (path.name, path / "run.json", str(path), None):
+        assert load(where) == (path, report)
+
+
+def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
+    verified, done = case(), case(samples=timed(50.0, 70.0))
+    with opened(None, header(), Unwatched()) as writer:
+        writer.case(verified)
+        assert load(writer.folder)[1].cases == (verified,)
+        writer.case(done)
+        assert load(writer.folder)[1].cases == writer.report.cases == (done,)
+    lines = [json.loads(line) for line in (writer.folder / "cases.0.jsonl").read_text().splitlines()]
+    assert ["accuracy" in line["case"] for line in lines if "case" in line] == [True, False]
+    assert load(None)[1].cases == (done,)
+
+
+def test_a_later_line_with_other_errors_or_a_fault_counts() -> None:
+    wrong = failed(case())
+    fault = case("unfused").changed(later_fault="after it was timed: head 3")
+    folder = store(None, case("unfused"), case(), wrong, fault)
+    assert load(folder)[1].cases == (fault, wrong)
+
+
+def test_a_process_line_is_written_at_most_twice_a_second() -> None:
+    with opened(None, header(), Unwatched()) as writer:
+        for seconds in range(200):
+            writer.update(seconds=float(seconds))
+    assert (writer.folder / "cases.0.jsonl").read_text().count("\n") < 10
+    assert load(writer.folder)[1].seconds == 199
+
+
+def test_samples_name_their_process() -> None:
+    with opened(None, header(), Unwatched()) as writer:
+        writer.case(case(samples=(samples("device", 50.0, process=writer.process),)))
+    (one,) = load(None)[1].cases
+    assert [each.process for each in one.samples] == [load(None)[1].first.process]
+
+
+@pytest.mark.parametrize(
+    "report", [cases.report(), cases.bench(), cases.prefill(), cases.answers()], ids=lambda r: r.kind
+)
+def test_a_printed_document_is_read_as_well(report: Report) -> None:
+    file = Path("printed.json")
+    file.write_text(dump(report))
+    json.loads(file.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert load(file) == (file, report)
+
+
+# --- folders
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("ibm-granite/granite-4.0-h-small", "granite-4.0-h-small"),
+        ("/data/my models/x y/", "x-y"),
+        ("../..", "model"),
+        ("a/$(rm -rf ~)\n", "rm--rf"),
+        ("m" * 300, "m" * 80),
+    ],
+)
+def test_a_folder_is_named_after_the_subject_in_harmless_letters(model: str, expected: str) -> None:
+    assert safe_name(model) == expected
+
+
+def test_names_sort_by_time_and_never_collide() -> None:
+    names = [store(None).name for _ in range(4)]
+    assert len(set(names)) == 4
+    assert all(name[15:].startswith("-model") for name in names)
+    assert latest("run") == RUNS / max(names)
+
+
+def test_the_latest_is_the_one_that_was_started_last_of_its_kind() -> None:
+    assert latest("run") is None
+    with pytest.raises(BadInputError, match="no run under") as caught:
+        load(None)
+    assert "ssdprof run" in caught.value.hint
+    for name, created in (("b", "2026-01-02"), ("a", "2026-01-03"), ("bench", "2026-01-04")):
+        folder = store(name, kind="bench" if name == "bench" else "run")
+        text = (folder / "run.json").read_text()
+        own = json.loads(text)["created"]
+        (folder / "run.json").write_text(text.replace(own, f"{created}T00:00:00+00:00"))
+    assert (latest("run"), latest("bench"), latest("prefill")) == (RUNS / "a", RUNS / "bench", None)
+    assert load(None)[0] == RUNS / "a"
+    assert load(None, "run", "bench")[0] == RUNS / "bench"
+    with pytest.raises(BadInputError, match=r"a is a report of ssdprof run\.") as caught:
+        load("a", "bench")
+    assert caught.value.hint == "Name one of ssdprof bench."
+
+
+def test_what_is_no_report_is_refused() -> None:
+    Path("empty").mkdir()
+    for where, complaint in (("empty", "empty is not a run"), ("nowhere", "nowhere is not a run"), (" ", "is empty")):
+        with pytest.raises(BadInputError, match=complaint):
+            load(where)
+
+
+def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> None:
+    assert listed(RUNS) == ()
+    for name in ("a", "b"):
+        store(name)
+    (RUNS / "c").mkdir()
+    (RUNS / "c" / "run.json").write_text("{")
+    (RUNS / "no-run").mkdir()
+    (RUNS / "a-file").write_text("")
+    (good, other, bad) = listed(RUNS)
+    assert [path.name for path, _ in (good, other)] == ["b", "a"]
+    assert bad[0].name == "c"
+    assert "not JSON" in str(bad[1])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_report_without_permission_is_listed() -> None:
+    (store("a") / "run.json").chmod(0)
+    assert isinstance(listed(RUNS)[0][1], BadInputError)
+
+
+# --- every end
+
+
+def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
+    folder = store("one")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(BadInputError, match="holds a run already"), opened(folder, header(), Unwatched()):
+        pytest.fail("the folder was handed out")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+SECOND = """
+import os, sys
+from pathlib import Path
+from ssdprof.errors import BadInputError
+from ssdprof.progress import Unwatched
+from ssdprof.store.reports import opened
+from test_reports import case, header
+try:
+    with opened(Path("shared"), header(), Unwatched()) as writer:
+        print("got it", flush=True)
+        writer.case(case())
+        if sys.argv[1:]:
+            writer._file.write(b'{"case": {"layer"')
+            writer._file.flush()
+            os.kill(os.getpid(), 9)
+except BadInputError as error:
+    print(error.message)
+"""
+
+
+def second(*words: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    command = [sys.executable, "-c", SECOND, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+
+
+def test_two_writers_at_once_into_one_folder() -> None:
+    """The second one is another process.  It fails, and does not affect the first."""
+    with opened(Path("shared"), header(), Unwatched()) as writer:
+        held = second()
+        assert held.stdout == "Another run is writing into shared.\n", held.stderr
+        writer.case(case())
+    assert load("shared")[1].complete
+    assert load("shared")[1].cases == (case(),)
+
+
+def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work() -> None:
+    killed = second("die")
+    assert (killed.returncode, killed.stdout) == (-9, "got it\n"), killed.stderr
+    _, report = load("shared")
+    assert (report.cases, report.complete) == ((case(),), False)
+    with pytest.raises(BadInputError, match="holds a run already"), opened(Path("shared"), header(), Unwatched()):
+        pytest.fail("the folder was handed out")
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "an empty folder of the user"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MissingCapabilityError("no memory")])
+def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseException, there: bool) -> None:
+    before, out = store("before"), Path("out")
+    if there:
+        out.mkdir()
+    with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, header(), Unwatched()) as writer:  # noqa: PT012
+        writer.captured(layer(0))
+        raise error
+    assert out.exists() == there
+    assert not there or not any(out.iterdir())
+    assert latest("run") == before
+
+
+@pytest.mark.parametrize(
+    ("made", "parts"),
+    [
+        ((case(),), "1 case of 1 layer."),
+        ((case(), case("unfused"), of_answers()), "2 cases of 1 layer and 1 case of answers."),
+        ((of_answers(),), "1 case of answers."),
+    ],
+)
+def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), header(), Unwatched()) as writer:  # noqa: PT012
+        writer.captured(layer(0))
+        for one in made:
+            writer.case(one)
+        raise KeyboardInterrupt
+    assert str(caught.value) == f"What was done is kept in out, marked as partial: {parts}"
+    _, report = load("out")
+    assert (report.complete, report.cases, report.first.ended) == (False, made, "interrupted")
+
+
+def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
+    watcher = Telling()
+    with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), header(), watcher) as writer:  # noqa: PT012
+        writer.case(case())
+        raise MissingCapabilityError("no memory")
+    assert watcher.said == ["What was done is kept in out, marked as partial: 1 case."]
+    assert load("out")[1].first.ended == "no memory"
+
+
+def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, _: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (  # noqa: PT012
+        pytest.raises(MissingCapabilityError, match="disk is full") as caught,
+        opened(Path("r"), header(), Unwatched()) as writer,
+    ):
+        writer.case(case())
+        monkeypatch.setattr(writer, "_file", Full())
+        writer.case(case("unfused"))
+    assert caught.value.exit_code == ExitCode.MISSING_CAPABILITY
+    assert load("r")[1].cases == (case(),)
+
+
+def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with (
+        pytest.raises(MissingCapabilityError, match=r"cannot be written: permission denied\."),
+        opened(Path("r"), header(), Unwatched()),
+    ):
+        pytest.fail("the folder was handed out")
+
+
+# --- damage
+
+GOOD = dump(cases.report(layers=(0,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not JSON"),
+        (GOOD[:100], "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "is no report of ssdprof"),
+        ("{}", "is no report of ssdprof"),
+        ('{"schema_version": 2}', "is no report of ssdprof"),
+        (GOOD.replace('"version": 3', '"version": 99'), "of version 99; this ssdprof reads 3"),
+        (GOOD.replace('"kind": "run"', '"kind": "sweep"'), "kind: "),
+        (GOOD.replace('"subject"', '"subjekt"'), "subject: Field required"),
+        (GOOD.replace('"elements": 1000', '"elements": 0', 1), r"cases\.0\.accuracy\.0"),
+        (GOOD.replace('"elements": 1000', '"elements": NaN', 1), r"cases\.0\.accuracy\.0"),
+    ],
+)
+def test_a_damaged_document_is_refused_with_the_place(text: str, words: str) -> None:
+    for file in (Path("printed.json"), store("one", case()) / "run.json"):
+        file.write_text(text)
+        with pytest.raises(BadInputError, match=words) as caught:
+            load(file)
+        assert caught.value.hint
+
+
+LINE = json.dumps({"case": case().model_dump(mode="json", exclude_defaults=True)})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: not JSON"),
+        ('{"cell": {}}', "line 2 is neither a case nor a process"),
+        ("7", "line 2 is neither a case nor a process"),
+        ('{"case": {}}', r"line 2: batch: Field required"),
+        (LINE.replace('"ran"', '"passed"'), "line 2: status"),
+        (LINE.replace('"rms_ratio": 0.002', '"rms_ratio": -1', 1), r"line 2: accuracy\.0\.vs_oracle\.rms_ratio"),
+        ('{"process": {"seconds": -1}}', "line 2: seconds"),
+        ("\ud800", "not UTF-8"),
+    ],
+)
+def test_a_damaged_line_is_refused_with_its_number(line: str, words: str) -> None:
+    folder = store("one", case("unfused"))
+    file = folder / "cases.0.jsonl"
+    first, *rest = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join((first, line.encode(errors="surrogatepass"), *rest, b"")))
+    with pytest.raises(BadInputError, match=words):
+        load(folder)
+
+
+def test_a_folder_without_its_lines_is_a_report_without_cases() -> None:
+    folder = store("one")
+    (folder / "cases.0.jsonl").unlink()
+    assert (load(folder)[1].cases, load(folder)[1].complete) == ((), False)
