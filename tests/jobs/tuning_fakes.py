@@ -12,7 +12,7 @@ import torch
 
 from ssdprof.core.case import Interval
 from ssdprof.core.subject import Environment, Gpu
-from ssdprof.core.tuned import KernelSettings, SearchOutcome, TunedCalls, TunedConfig
+from ssdprof.core.tuned import KernelSettings, SearchOutcome, Trial, TunedCalls, TunedConfig
 from ssdprof.environment.machine import installed_version
 from ssdprof.jobs.tune import Problem
 from ssdprof.kernels.precision import Precision
@@ -111,11 +111,20 @@ def outcome(nchunks: int = 16, segment: int | None = 4) -> SearchOutcome:
     )  # fmt: skip
     settings = KernelSettings(kernel="hopper", values=values)
     interval = Interval(low=1.09, high=1.11)
+    committed = Trial(change="", settings=settings, verdict="committed", device_us=100.0)
+    faster = Trial(
+        change="ring 2", settings=settings.changed(values=values | {"ring": 2}), verdict="faster", device_us=90.9,
+        device_ratio=1.1, device_interval=interval,
+    )  # fmt: skip
+    broken = Trial(change="ring 5", settings=settings, verdict="does not run", why="out of shared memory")
     created = "2026-11-20T12:00:00+00:00"
-    find = TunedConfig(calls=calls, settings=settings, device_ratio=1.1, device_interval=interval, created=created)
+    find = TunedConfig(
+        calls=calls, settings=faster.settings, device_ratio=1.1, device_interval=interval, created=created
+    )
     return SearchOutcome(
-        shape="mamba2-2.7b", tokens="1 x 1,024", calls=calls, committed=settings, trials=(),
-        find=find if segment else None, why="",
+        shape="mamba2-2.7b", tokens="1 x 1,024", calls=calls, committed=settings,
+        trials=(committed, faster, broken) if segment else (committed,), find=find if segment else None,
+        why="" if segment else "no candidate was faster",
     )  # fmt: skip
 
 
