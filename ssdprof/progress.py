@@ -32,7 +32,7 @@ class Unwatched:
     def say(self, text: str) -> None:
         """Ignores the text."""
 
-    def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:  # noqa: ARG002
+    def step(self, *_: object, **__: object) -> AbstractContextManager[Advance]:
         """Ignores the step."""
         return nullcontext(lambda _: None)
 

@@ -310,7 +310,7 @@ def _needs(case: Case, report: Report) -> dict[str, str]:
 
 
 def _inputs(case: Case, side: Side) -> str:
-    """Of a bench nothing: its draws have a fixed seed."""
+    """What the inputs came from; empty in a bench, whose draws have a fixed seed."""
     return "" if case.drawn else f"{side.subject}, prompt {case.inputs[:16]}"
 
 
