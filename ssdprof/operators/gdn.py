@@ -107,7 +107,7 @@ STAGES = Stages(
         "step_state",
         "step_output",
         "ahead",
-    ),  # fmt: skip
+    ),
     words={
         "setup.load": "loading the initial state",
         "setup.store": "storing the final state",
@@ -131,7 +131,7 @@ STAGES = Stages(
                 "_gdn_recompute_w_u_kernel",
                 "_gdn_chunk_state_kernel",
                 "_gdn_chunk_output_kernel",
-            ),  # fmt: skip
+            ),
             "fused": (
                 "_gdn_factors_kernel",
                 "_gdn_scan_kernel",
@@ -139,7 +139,7 @@ STAGES = Stages(
                 "_parts_kernel",
                 "_combine_kernel",
                 "_hopper_kernel",
-            ),  # fmt: skip
+            ),
             "recurrent": ("_gdn_recurrent_kernel",),
             "unfused_step": ("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
         }.items()

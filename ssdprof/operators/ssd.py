@@ -97,7 +97,7 @@ STAGES = Stages(
         "step_state",
         "step_output",
         "ahead",
-    ),  # fmt: skip
+    ),
     words={
         "setup.load": "loading the initial state",
         "setup.store": "storing the final state",
@@ -126,7 +126,7 @@ STAGES = Stages(
                 "_state_passing_kernel",
                 "_bmm_chunk_kernel",
                 "_chunk_scan_kernel",
-            ),  # fmt: skip
+            ),
             "recurrent": ("_ssd_recurrent_kernel",),
             "unfused_step": ("_ssd_step_state_kernel", "_ssd_step_output_kernel"),
         }.items()

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from prefill_fakes import FakeBench
+from ssdprof.schema import EXACT_FP32, Asked, Gates, PrecisionRecord, Prompt
+from ssdprof.schema.prefill import PrefillReport
+from ssdprof.schema.prefill_rows import broken_gates
 
 from ssdprof import kernels
-from ssdprof.commands.stored import runs
-from ssdprof.errors import MissingCapabilityError
 
 # TODO ssdprof.measure: rehearsal
 # TODO ssdprof.operators.drawing: Peer, PeerSource
 # TODO ssdprof.operators.ssd.peers: PEERS
 from ssdprof.capture.forward import prefill
+from ssdprof.commands.stored import runs
+from ssdprof.errors import MissingCapabilityError
 
 # TODO ssdprof.pipeline.lineup: line_up
 from ssdprof.jobs.prefill import PrefillRequest, find, time_prefills
@@ -27,9 +30,6 @@ from ssdprof.jobs.prefill import PrefillRequest, find, time_prefills
 from ssdprof.jobs.request import COMPARED, CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.progress import Unwatched
 from ssdprof.store.reports import draft
-from ssdprof.schema import EXACT_FP32, Asked, Gates, PrecisionRecord, Prompt
-from ssdprof.schema.prefill import PrefillReport
-from ssdprof.schema.prefill_rows import broken_gates
 
 
 class Stopwatch(FakeBench):
