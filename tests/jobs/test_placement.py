@@ -25,7 +25,7 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import PlacementKind
 from ssdprof.core.subject import Held, Placement, Serving
 from ssdprof.core.words import placement_words
-from ssdprof.environment import memory as memory_of
+from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits, model, placement
 from ssdprof.jobs.dry_run import check_start, plan
@@ -82,7 +82,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0) if gpus else torch.device("cpu"))
     monkeypatch.setattr(limits, "free_bytes", lambda: gpus[0] if gpus else host)
     monkeypatch.setattr(placement, "free_memory", lambda device: gpus[device.index])
-    monkeypatch.setattr(memory_of, "_available", lambda: host)
+    monkeypatch.setattr(machine, "_available", lambda: host)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
 
 
