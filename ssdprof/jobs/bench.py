@@ -189,6 +189,7 @@ class _Cells:
             process=self.writer.process,
             deadline=deadline,
             watcher=self.watcher,
+            oracle_must_fit=True,
         )
         checked = self._checked(cell)
         verdicts = None
@@ -208,6 +209,8 @@ class _Cells:
         entries = self._entries(cell, None if checked == cell else checked.tokens.seqlen)
         for case in comparer.compare(entries, str(cell), verdicts):
             self.writer.case(case)
+        if verdicts:  # later cells find all kernels compiled
+            self._verdicts[checked] = {key: case.changed(first_call=None) for key, case in verdicts.items()}
 
     def _entries(self, cell: Cell, checked: int | None) -> list[Entry]:
         """An entry for each implementation, precision and chunk size; all of a cell are timed together."""

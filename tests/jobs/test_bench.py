@@ -17,6 +17,7 @@ from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.jobs import bench as job
+from ssdprof.jobs import compare
 from ssdprof.jobs.bench import BenchRequest, bench, sampling_seconds
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
@@ -122,10 +123,12 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    """Also the memory of the oracle alone."""
+
+    def full(*_args: object, **_kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
-    monkeypatch.setattr(job._Cells, "_measure", full)
+    monkeypatch.setattr(compare, "compare_with_oracle", full)
     report = benched(*cells(36))
     assert (report.cases, report.missing) == ((), ())
     assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]

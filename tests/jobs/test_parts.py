@@ -8,11 +8,10 @@ from prefill_fakes import cpu_trace
 
 from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import find_mixers
-
-from ssdprof.measure.trace import Work, work
+from ssdprof.core.base import EXACT_FP32
 from ssdprof.jobs.parts import _modules, marking, part_times, parts_marked
 from ssdprof.jobs.substitute import implemented, substituted
-from ssdprof.core.base import EXACT_FP32
+from ssdprof.measure.trace import Work, work
 
 
 def names(model_name: str) -> dict[str, list[str]]:
