@@ -1,15 +1,14 @@
 """The output of every command in every format is what `tests/goldens/` holds: exit code, stdout, stderr, files.
 
 A golden is a transcript: its lines `$ ssdprof ...` are the cases.  The goldens of a folder run in the order of their
-names in one working directory.  After a change on purpose, `python tests/test_goldens.py --write` writes what follows
-each command anew, and the diff is the review.  It needs PYTHONPATH=tests.
+names in one working directory.  After a change on purpose, `python tests/test_goldens.py --write [GROUP ...]` writes
+what follows each command anew, and the diff is the review.  It needs PYTHONPATH=tests.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import inspect
 import json
 import lzma
 import os
@@ -17,7 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +24,25 @@ import pytest
 import tiny_models
 import torch
 import typer
-from ssdprof.bench import file as bench_file
-from ssdprof.commands.schemas import documents
-from ssdprof.runs import prefill_file
-from tuning import tuning_fakes
+from jobs import tuning_fakes
 from typer.testing import CliRunner
 
 from ssdprof import __version__
 from ssdprof.cli import app
-from ssdprof.tuning import store
-from ssdprof.tuning.records import TuneReport
+from ssdprof.commands.stored import SCHEMAS, schema
+from ssdprof.core.case import Case
+from ssdprof.core.report import Report
+from ssdprof.core.tuned import TuneReport
+from ssdprof.store import reports, tuned
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).with_name("goldens")
 LINES_SHOWN = 60  # of a diff
 GROUPS = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir() and folder.name != "reports")
 STALLS = ROOT / "tests" / "stalls" / "data" / "demo"
-RESULTS = {
-    "run": "results/h200-qwen3.5-9b-128k/report.json",
-    "bench": "reports/bench-ssd.json",
-    "prefill": "results/h200-prefill/qwen3.5-9b.json",
-}
+# Measured on an H200, in part with the times of an earlier form of the reports, which kept medians and intervals: the
+# samples were made to have these.
+REPORTS = {"run": "run-gdn", "bench": "bench-ssd", "prefill": "prefill"}
 MASKS = (  # in this order
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?([+]00:00| UTC)?", "DATE"),
     (r"\b\d{8}-\d{6}\b", "TIME"),
@@ -93,27 +90,37 @@ def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("torch.backends.mkldnn.enabled", False)  # its bf16 products depend on the processor
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / ".cache"))
-    Path("results").symlink_to(ROOT / "benchmarks" / "results")
     Path("reports").symlink_to(GOLDENS / "reports")
     Path("file").write_text("no report")
     Path("damaged").mkdir()
     Path("damaged/manifest.json").write_text("{")
 
 
+def stored(kind: str) -> Report:
+    return reports.load(f"reports/{REPORTS[kind]}.json", kind)[1]
+
+
+def slower(case: Case) -> Case:
+    """All of its times are 5 % longer."""
+    return case.changed(
+        samples=tuple(one.changed(us=tuple(tuple(us * 1.05 for us in turn) for turn in one.us)) for one in case.samples)
+    )
+
+
 def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
-    """A report of ncu, a run with stalls, and results in which all times are 5 % longer."""
+    """A report of ncu, a run with stalls, and reports in which all times are 5 % longer."""
     Path("fused.ncu-rep").write_bytes(lzma.decompress((STALLS / "fused.ncu-rep.xz").read_bytes()))
     Path("with-stalls/stalls").mkdir(parents=True)
-    shutil.copy("results/h200-granite-4.0-h-1b-32k-answers/report.json", "with-stalls")
+    shutil.copy("reports/answers.json", "with-stalls/run.json")
     shutil.copy(STALLS / "stalls.json", "with-stalls/stalls")
-    for name, file in RESULTS.items():
-        text = re.sub(r'(?<=_us": )[\d.]+', lambda time: repr(float(time[0]) * 1.05), Path(file).read_text())
-        Path(f"slower-{name}.json").write_text(text)
+    for kind in REPORTS:
+        report = stored(kind)
+        Path(f"slower-{kind}.json").write_text(reports.dump(report.changed(cases=tuple(map(slower, report.cases)))))
 
 
 def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     """Replaces what needs a GPU by functions that return stored reports."""
-    tuned = TuneReport(
+    found = TuneReport(
         operator="ssd",
         ssdprof_version=__version__,
         created="2026-01-01T00:00:00+00:00",
@@ -123,22 +130,26 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
         left_out=("4x16x16x1, 1 x 40, bf16, exact: the budget of 150 s was spent",),
     )
 
-    def returns(report: Any) -> Callable[..., Any]:
-        def job(*arguments: Any) -> Any:
-            for keep in arguments:
-                if inspect.isfunction(keep):
-                    keep(report)
-            return report
+    def job(kind: str) -> Callable[..., tuple[Path, Report]]:
+        def returns(request: Any, *_: Any) -> tuple[Path, Report]:
+            folder = request.out or Path("runs/kept")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "run.json").write_text(reports.dump(stored(kind)))
+            return folder, stored(kind)
 
-        return job
+        return returns
 
-    patch.setattr("ssdprof.bench.run.bench", returns(bench_file.read(Path(RESULTS["bench"]))))
-    patch.setattr("ssdprof.pipeline.prefill.time_prefills", returns(prefill_file.read(Path(RESULTS["prefill"]))))
-    patch.setattr("ssdprof.tuning.run.tune", returns(tuned))
-    patch.setattr("ssdprof.tuning.run.gpu_to_tune", lambda: torch.device("cpu"))
-    # the last: modules that the lines above import take the function with them
-    patch.setattr("ssdprof.environment.toolchain.require_gpu", lambda *_: torch.device("cpu"))
-    store.keep(tuned.environment, tuned.outcomes)
+    def tune(_request: Any, _device: Any, _watcher: Any, on_outcome: Callable[[TuneReport], None]) -> TuneReport:
+        on_outcome(found)
+        return found
+
+    patch.setattr("ssdprof.jobs.bench.bench", job("bench"))
+    patch.setattr("ssdprof.jobs.prefill.time_prefills", job("prefill"))
+    patch.setattr("ssdprof.jobs.tune.tune", tune)
+    patch.setattr("ssdprof.jobs.tune.gpu_to_tune", lambda: torch.device("cpu"))
+    for module in ("environment.toolchain", "commands.bench", "commands.model"):
+        patch.setattr(f"ssdprof.{module}.require_gpu", lambda *_: torch.device("cpu"))
+    tuned.keep(found.environment, found.outcomes)
 
 
 def prepare_machine(_patch: pytest.MonkeyPatch) -> None:
@@ -156,7 +167,7 @@ def files() -> dict[Path, str]:
     return {
         file: file.read_text() if file.suffix in shown else ""
         for file in sorted(Path().rglob("*"))
-        if file.is_file() and not {"results", "reports"} & set(file.parts)
+        if file.is_file() and "reports" not in file.parts
     }
 
 
@@ -230,10 +241,10 @@ def fields(schema: dict[str, Any], whole: dict[str, Any], path: str, remarks: st
 
 def schemas() -> Iterator[str]:
     """For each document that a command prints as JSON: a hash of its schema, and its fields."""
-    for name, one in documents().items():
-        text = json.dumps(one.schema, sort_keys=True)
-        yield f"{name}: {hashlib.sha256(text.encode()).hexdigest()[:16]}, printed by {', '.join(one.printed_by)}"
-        yield from sorted(set(fields(one.schema, one.schema, name.removesuffix(".json"))))
+    for name, (printed_by, _) in SCHEMAS.items():
+        text = json.dumps(one := schema(name), sort_keys=True)
+        yield f"{name}: {hashlib.sha256(text.encode()).hexdigest()[:16]}, printed by {printed_by}"
+        yield from sorted(set(fields(one, one, name)))
 
 
 def lists() -> dict[str, str]:
@@ -261,9 +272,9 @@ def test_options_and_schemas() -> None:
     compare(lists())
 
 
-def write() -> None:
+def write(groups: Sequence[str]) -> None:
     texts = lists()
-    for group in GROUPS:
+    for group in groups:
         with tempfile.TemporaryDirectory() as folder:
             texts |= outputs(group, Path(folder))
     for name, text in texts.items():
@@ -271,5 +282,5 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    assert sys.argv[1:] == ["--write"], "usage: python tests/test_goldens.py --write"
-    write()
+    assert sys.argv[1:2] == ["--write"], "usage: python tests/test_goldens.py --write [GROUP ...]"
+    write(sys.argv[2:] or GROUPS)

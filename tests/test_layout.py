@@ -14,13 +14,12 @@ from ssdprof import kernels, operators
 ROOT = Path(__file__).parent.parent
 # A part of ssdprof may import the parts below its row, and BASE; parts of one row do not know each other.
 ROWS = (
-    "cli", "commands", "compare", "pipeline", "tuning", "bench", "jobs", "stalls report",
-    "checkpoint capture measure store runs settings", "environment", "operators", "kernels",
+    "cli", "commands", "jobs", "stalls report", "capture measure store settings", "checkpoint",
+    "environment operators", "kernels",
 )  # fmt: skip
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}
-BASE = {"core", "schema", "progress", "files", "errors"}  # they import nothing else
+BASE = {"core", "progress", "files", "errors"}  # they import nothing else
 ONLY = {"report": BASE, "kernels": set(), **dict.fromkeys(BASE, BASE)}  # instead of what the rows allow
-ALSO = {"stalls": {"tuning"}, "jobs": {"pipeline"}}  # gone when `jobs` has them
 TREES = {file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "ssdprof").rglob("*.py"))}
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in TREES}
 
@@ -46,7 +45,7 @@ IMPORTS = {file: imports(file) for file in TREES}
 
 def allowed(name: str) -> set[str]:
     below = {other for other, rank in RANK.items() if rank > RANK.get(name, 0)}
-    return ONLY.get(name, below | BASE) | ALSO.get(name, set()) | {name, ""}
+    return ONLY.get(name, below | BASE) | {name, ""}
 
 
 @pytest.mark.parametrize("name", [*RANK, *sorted(BASE)])
@@ -67,7 +66,7 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 def test_only_its_own_rooms_know_an_operator() -> None:
     """The registries have a line for each; nothing else imports or compares with one by name."""
     for operator, (name, file) in product(operators.names(), MODULES.items()):
-        own = (f"ssdprof.kernels.{operator}", f"ssdprof.operators.{operator}")
+        own = (f"ssdprof.kernels.{operator}", f"ssdprof.operators.{operator}", f"ssdprof.operators.{operator}_tuning")
         if name not in ("ssdprof.kernels", "ssdprof.operators") and not within(name, own):
             foreign = {module for module in IMPORTS[file] if within(module, own)}
             assert not foreign, f"{file.relative_to(ROOT)} imports {foreign}"
@@ -94,8 +93,10 @@ def test_no_environment_variable_reaches_a_kernel() -> None:
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, ssdprof.cli, ssdprof.kernels, ssdprof.operators; ssdprof.operators.names()\n"
-        "print(*{'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy', 'pydantic'} & sys.modules.keys())"
+        "import sys, ssdprof.cli, ssdprof.kernels\n"
+        "print(*{'pydantic'} & sys.modules.keys())\n"
+        "import ssdprof.operators; ssdprof.operators.outlines()\n"
+        "print(*{'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy'} & sys.modules.keys())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not ran.stdout.split()

@@ -1,0 +1,684 @@
+"""`ssdprof tune`: candidates, searches, the stored configurations, and the command."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from command_line import call
+from tuning_fakes import COMMITTED_SEGMENT, GPU, FakeTimer, cell, environment, outcome, ssd_inputs, ssd_problem
+
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.subject import LayerRef, Prompt, Serving
+from ssdprof.core.tuned import KernelSettings, SearchOutcome, Trial, TunedConfigs, TuneReport
+from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.jobs import tune as job
+from ssdprof.jobs.tune import DECIDING, SCREENING, Problem, Workload, captured, difference, drawn, search
+from ssdprof.kernels import device, registry
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.gdn import fused as gdn_fused
+from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd import fused as ssd_fused
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.hopper import config as hopper_config
+from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.timing import Recording
+from ssdprof.operators.gdn import draw, parse
+from ssdprof.operators.gdn_tuning import TUNING as GDN
+from ssdprof.operators.gdn_tuning import settings_of as gdn_settings
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.ssd import OPERATOR
+from ssdprof.operators.ssd_tuning import TUNING as SSD
+from ssdprof.operators.ssd_tuning import config_of
+from ssdprof.operators.tensors import tensors
+from ssdprof.stalls import ncu
+from ssdprof.store import tuned as store
+
+CPU = torch.device("cpu")
+EXACT = Precision()
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of stored configurations; without a real GPU, this machine has the GPU `GPU`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr("ssdprof.environment.machine.gpu", lambda: GPU)
+    yield tmp_path / "cache" / "ssdprof" / "tuned"
+    for operator in ("ssd", "gdn"):
+        registry.use_overrides(operator, {})
+
+
+def gdn_inputs(length: int, *, shape: str = "1/2x16x16", sequences: int = 1, packed: bool = False) -> GDNInputs:
+    found = parse(shape)
+    assert found is not None
+    tokens = Tokens(sequences=sequences, seqlen=length, shortest=length if packed else None)
+    return draw(Cell(shape=found, dtype="bf16", layout="contiguous", tokens=tokens), CPU)
+
+
+# --- candidates
+
+
+def options(tuning: Any, committed: Any, inputs: Any) -> list[Any]:
+    return [option for axis in tuning.axes(committed) for option in axis(committed, inputs)]
+
+
+def test_hopper_candidates_cut_the_whole_sequence_and_are_as_exact_as_unfused() -> None:
+    """The short cut that is checked also covers its sequence, and has several segments if the whole cut does."""
+    problem = ssd_problem("hopper", 1280)
+    configs = options(SSD, problem.committed, problem.inputs[-1])
+    segments = {config.segment for config in configs}
+    assert {20, 10, 7, 5, 4, 3, 2, 1} <= segments
+    assert max(segments) == 20
+    assert any(config.long_count for config in configs)
+    assert any(config.recompute for config in configs)
+    for config in configs:
+        assert as_exact_as_unfused(config, 20)
+        assert sum(config.lengths(20)) == 20
+        assert min(config.lengths(20)) > 0
+        short = SSD.for_short(config, problem.inputs[-1])
+        assert isinstance(short, SSDHopperConfig)
+        assert (short.count(16) > 1) == (config.count(20) > 1)
+        assert (short.recompute, bool(short.long_count)) == (config.recompute, bool(config.long_count))
+
+
+def test_hopper_candidates_by_length() -> None:
+    inputs = ssd_inputs((LONGEST_RECOMPUTED + 1) * 64)
+    assert not any(one.recompute for one in options(SSD, SSDHopperConfig(segment=LONGEST_RECOMPUTED + 1), inputs))
+    nearby = options(SSD, SSDHopperConfig(segment=10, long_count=2, long_segment=100), ssd_inputs(240 * 64))
+    assert {92, 96, 104, 108} <= {config.long_segment for config in nearby}
+
+
+def test_rings_fit_shared_memory() -> None:
+    def rings(dstate: int) -> set[tuple[int, int]]:
+        configs = options(SSD, SSDHopperConfig(segment=4), ssd_inputs(1280, f"2x64x{dstate}x1"))
+        return {(config.ring, config.score_ring) for config in configs}
+
+    assert rings(128) == {(2, 2), (2, 3), (3, 2), (3, 3)}
+    assert (5, 2) in rings(64)
+
+
+def test_portable_candidates_are_ones_that_the_kernel_takes() -> None:
+    problem = ssd_problem("portable", 1024)
+    for config in options(SSD, problem.committed, problem.inputs[-1]):
+        assert config.chunk & (config.chunk - 1) == 0
+        assert config.chunk >= 16
+        assert config.block_p == 16  # all of P
+        assert 1 <= config.min_chunks <= config.max_chunks
+        assert config.max_segments >= 1
+
+
+@pytest.mark.parametrize(
+    ("headdim", "dtype", "committed"),
+    [
+        (64, torch.bfloat16, SSDPortableConfig()),
+        (64, torch.bfloat16, SSDPortableConfig(chunk=128)),
+        (32, torch.bfloat16, SSDPortableConfig(chunk=32, block_p=32)),
+        (16, torch.float32, SSDPortableConfig(chunk=16, block_p=16)),
+    ],
+)
+def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
+    headdim: int, dtype: torch.dtype, committed: SSDPortableConfig
+) -> None:
+    """benchmarks/log/ssd.md#row-57.  Neither longer chunks nor a smaller slice of P may lead to such rows."""
+    inputs = SSDInputs.unchecked(**vars(ssd_inputs(1024)) | {"x": torch.zeros(1, 1024, 2, headdim, dtype=dtype)})
+    configs = options(SSD, committed, inputs)
+    assert len(configs) > 10
+    assert all(config.chunk < 64 or config.block_p * dtype.itemsize >= 128 for config in configs)
+
+
+@pytest.mark.parametrize(("committed", "tried"), [(256, {64, 128, 256}), (64, {64})], ids=str)
+def test_no_portable_candidate_makes_longer_sums_over_n(committed: int, tried: set[int]) -> None:
+    """Longer sums would be less accurate: benchmarks/log/ssd.md#row-60."""
+    configs = options(SSD, SSDPortableConfig(block_n=committed), ssd_inputs(1024, "2x64x256x1"))
+    assert {config.block_n for config in configs} == tried
+
+
+def test_a_chunk_of_another_length_leaves_segments_as_long() -> None:
+    configs = options(SSD, SSDPortableConfig(), ssd_inputs(1024))
+    assert {one.chunk: one.max_chunks * one.chunk for one in configs if one.chunk != 64} == {32: 2048, 128: 2048}
+    inputs = gdn_inputs(4096, shape="1/1x128x128")
+    committed = replace(GDN.committed(inputs, "portable"), segment=16)
+    chunks = next(axis for axis in GDN.axes(committed) if axis.__name__ == "_chunks")
+    assert {one.segment * one.chunk for one in chunks(committed, inputs)} == {1024}
+
+
+def test_gdn_candidates_are_ones_that_the_kernel_takes() -> None:
+    inputs = gdn_inputs(8192, shape="1/1x128x128")
+    found = options(GDN, GDN.committed(inputs, "portable"), inputs)
+    assert {one.segment for one in found} >= {0, 64, 32, 16}
+    assert {one.factors_warps for one in found} == {2, 4, 8}
+    assert {(one.block_v, one.v_rows) for one in found} == set(product((16, 32, 64, 128), (True, False)))
+    assert {one.num_warps for one in found} == {2, 4, 8}
+    assert all(one.segment == 0 or one.segment * one.chunk * 32 >= 8192 for one in found)
+    narrow = gdn_inputs(256)
+    assert {one.block_v for one in options(GDN, GDN.committed(narrow, "portable"), narrow)} == {16}, "wider than V"
+
+
+def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence() -> None:
+    inputs = gdn_inputs(4100)
+    short = GDN.short(inputs)
+    assert short.length == 1024 + 4100 % 64
+    cut = replace(GDN.committed(inputs, "portable"), chunk=64, segment=32)
+    assert 0 < GDN.for_short(cut, inputs).segment < short.length / 64
+    assert GDN.for_short(replace(cut, segment=0), inputs).segment == 0
+
+
+def test_gdn_inputs_of_another_kernel_have_nothing_to_vary() -> None:
+    with pytest.raises(BadInputError, match="The recurrent kernel runs these inputs"):
+        GDN.kernel(gdn_inputs(1))
+    assert GDN.kernel(gdn_inputs(64)) == "portable"
+
+
+def test_a_difference_in_words() -> None:
+    committed = SSDHopperConfig(segment=10, reason="the model")
+    assert difference(SSDHopperConfig(segment=10), committed) == ""
+    assert difference(SSDHopperConfig(segment=4, ring=2), committed) == "segment 4, ring 2"
+
+
+# --- from shapes and stored captures to problems
+
+CELLS = (cell(100), cell(40, sequences=2))
+
+
+def made(sources: tuple[Workload, ...], intermediates: Any = "exact") -> list[Problem]:
+    return list(job.problems(OPERATOR, sources, intermediates))
+
+
+def test_the_portable_kernel_has_one_problem_for_all_lengths() -> None:
+    (problem,) = made(drawn(OPERATOR, CELLS, CPU))
+    assert isinstance(problem.committed, SSDPortableConfig)
+    assert [inputs.x.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
+    assert "nchunks" not in problem.calls.sizes
+    assert problem.calls.sizes["nheads"] == 2
+    assert problem.precision.state_dtype == torch.float32
+    (problem,) = made(drawn(OPERATOR, CELLS, CPU), "relaxed")
+    assert problem.precision.state_dtype == torch.bfloat16, "as in a bench"
+
+
+def test_the_hopper_kernel_has_one_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
+    monkeypatch.setattr(device, "sm_count", lambda _: 132)
+    found = made(drawn(OPERATOR, CELLS, CPU))
+    assert [(one.calls.sizes["sequences"], one.calls.sizes["nchunks"]) for one in found] == [(1, 2), (2, 1)]
+    assert all(isinstance(one.committed, SSDHopperConfig) for one in found)
+
+
+@pytest.fixture
+def captures(tmp_path: Path) -> str:
+    """Three layers at 20 tokens, the same at 40, and a decode step."""
+    kinds = dict(kind="random", source="ids", tokenizer="none", token_sha256="0" * 64)
+    prompts = [Prompt(seqlen=seqlen, **kinds) for seqlen in (20, 40)]
+    (step,) = Serving(decode=1).calls(40)[1:]
+    ref = tiny_models.checkpoint_ref("mamba2")
+    with CaptureWriter(tmp_path / "captures", checkpoint=ref, prompts=prompts, segment_length=40) as writer:
+        for index, seqlen, of_call in [*((i, n, None) for n in (20, 40) for i in range(3)), (2, 1, step)]:
+            inputs = ssd_inputs(seqlen)
+            strides = {name: tensor.stride() for name, tensor in tensors(inputs).items()}
+            layer = LayerRef(index=index, name=f"layers.{index}", operator="ssd")
+            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides, call=of_call))
+    return str(tmp_path / "captures")
+
+
+def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(captures: str) -> None:
+    (problem,) = made(captured(OPERATOR, captures, None, CPU))
+    assert problem.shape.endswith("layer 1")
+    assert problem.tokens == "20 tokens; 40 tokens"
+    torch.testing.assert_close(problem.inputs[1].x, ssd_inputs(40).x)
+    (problem,) = made(captured(OPERATOR, captures, (40, 80), CPU))
+    assert [inputs.x.shape[1] for inputs in problem.inputs] == [40]
+    with pytest.raises(BadInputError, match="no Mamba-2 layer of these lengths") as refused:
+        captured(OPERATOR, captures, (80,), CPU)
+    assert "20, 40" in refused.value.hint
+    with pytest.raises(BadInputError, match="nowhere is not a run"):
+        captured(OPERATOR, "nowhere", None, CPU)
+
+
+# --- the search: it finds faster configurations, names wrong ones, and keeps the committed one in doubt
+
+
+def found(fake: FakeTimer, problem: Problem | None = None, run: Any = None) -> SearchOutcome:
+    return search(problem or ssd_problem("hopper", 1280), fake, run or fake.run)
+
+
+def trials(outcome: SearchOutcome, verdict: str) -> list[Trial]:
+    return [trial for trial in outcome.trials if trial.verdict == verdict]
+
+
+def by_segment(config: SSDHopperConfig, _tokens: int) -> float:
+    """Equal segments of 4 chunks and rings of two are best."""
+    return 100 + abs(config.segment - 4) + config.long_count + 2 * config.ring + config.score_ring
+
+
+def test_it_goes_to_the_fastest_axis_by_axis() -> None:
+    """A configuration is written to the file and read back unchanged."""
+    fake = FakeTimer(by_segment)
+    outcome = found(fake)
+    assert outcome.find is not None
+    assert outcome.find.device_ratio == pytest.approx(by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01)
+    assert outcome.find.device_interval.low > 1.01
+    assert outcome.why == ""
+    (committed,) = trials(outcome, "committed")
+    assert committed.settings.values["segment"] == COMMITTED_SEGMENT
+    assert outcome.committed == committed.settings
+    kept = config_of(outcome.find.settings, outcome.find.reason)
+    assert kept == SSDHopperConfig(segment=4, ring=2, reason=outcome.find.reason)
+    assert kept.reason.startswith("tuned on this GPU, 20")
+    checked = {config.segment for config, tokens in fake.ran if tokens == 1024}
+    assert checked == {1, 2, 3, 4, 5, 16}, "with and without a carry"
+
+
+def test_the_committed_configuration_stays_unless_beaten_by_more_than_one_percent() -> None:
+    outcome = found(FakeTimer(lambda config, _tokens: 99.2 if config.segment == 4 else 100.0))
+    assert outcome.find is None
+    assert "not 1% faster with 95 % confidence" in outcome.why
+    assert trials(outcome, "faster") == []
+    ratios = {trial.settings.values["segment"]: trial.device_ratio for trial in trials(outcome, "no difference")}
+    assert ratios[4] == pytest.approx(100 / 99.2, rel=0.003)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_is_no_find(seed: int) -> None:
+    noise = random.Random(seed)
+    assert found(FakeTimer(lambda *_: 100.0, noise=iter(lambda: noise.gauss(1, 0.05), None))).find is None
+
+
+class PlacedTimer(FakeTimer):
+    """Within a recording a time does not vary; a graph's place in memory changes it by up to 4 %."""
+
+    generator: np.random.Generator
+    recordings = 0
+    factors: dict[object, float]
+
+    def reallocate(self, generator: np.random.Generator) -> None:
+        self.generator, self.factors = generator, {}
+        self.recordings += 1
+
+    def device_us(self, recording: Recording) -> float:
+        factor = self.factors.setdefault(recording.graph[0], float(self.generator.uniform(0.96, 1.04)))
+        return self.cost(*recording.graph) * factor
+
+
+def test_a_lucky_place_in_memory_is_no_find() -> None:
+    """The decision uses several recordings with fresh memory, as verdicts of `run` and `bench` do."""
+    fake = PlacedTimer(lambda _config, _tokens: 100.0)
+    assert found(fake).find is None
+    assert fake.recordings >= SCREENING.min_recordings + DECIDING.min_recordings >= 8
+    assert found(PlacedTimer(lambda config, _tokens: 70.0 if config.segment == 4 else 100.0)).find is not None
+
+
+def test_a_wrong_candidate_is_named_and_never_found() -> None:
+    def cost(config: SSDHopperConfig, _tokens: int) -> float:
+        return 50.0 if config.ring == 2 else 100.0 + config.segment
+
+    outcome = found(FakeTimer(cost, spoilt=lambda config, _tokens: config.ring == 2))
+    assert outcome.find is not None
+    assert outcome.find.settings.values["ring"] == 3
+    wrong = trials(outcome, "wrong")
+    assert {trial.settings.values["ring"] for trial in wrong} == {2}
+    assert all("budget" in trial.why and trial.device_us is None for trial in wrong)
+
+
+def test_what_is_wrong_only_at_length_is_not_kept() -> None:
+    """The short input has 1,024 of the 1,280 positions."""
+    outcome = found(FakeTimer(by_segment, spoilt=lambda config, tokens: tokens == 1280 and config.ring == 2))
+    assert outcome.find is None
+    assert outcome.why.startswith("the fastest was wrong: out, head")
+    assert [trial.settings.values["ring"] for trial in trials(outcome, "wrong")] == [2]
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [("refused", "RuntimeError: out of resources: shared memory"), ("uncapturable", "CaptureError: it synchronises")],
+)
+def test_what_does_not_run_is_named(broken: str, why: str) -> None:
+    outcome = found(FakeTimer(by_segment, **{broken: lambda config: config.segment == 4}))
+    assert {trial.why for trial in trials(outcome, "does not run")} == {why}
+    assert outcome.find is not None
+    assert outcome.find.settings.values["segment"] in (3, 5)
+    outcome = found(FakeTimer(by_segment, **{broken: lambda _config: True}))
+    assert outcome.find is None
+    assert outcome.why == f"the committed configuration: {why}"
+
+
+@pytest.mark.parametrize("broken", ["refused", "uncapturable", "faulty"])
+def test_a_candidate_that_costs_the_gpu_ends_the_search(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """Otherwise all other candidates would be reported as failing."""
+    monkeypatch.setattr("ssdprof.measure.first_run._answers", lambda _: False)
+    with pytest.raises(MissingCapabilityError, match="The candidate segment 4 left the GPU unusable"):
+        found(FakeTimer(by_segment, **{broken: lambda config: config.segment == 4}))
+
+
+def by_warps(better_at: tuple[int, ...]) -> FakeTimer:
+    """8 warps are 20 % faster at some lengths, and 5 % slower at others."""
+    return FakeTimer(
+        lambda config, tokens: tokens * (1.0 if config.num_warps < 8 else 0.8 if tokens in better_at else 1.05)
+    )
+
+
+def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_sequences() -> None:
+    problem = ssd_problem("portable", 128, 192)
+    outcome = found(by_warps((128, 192)), problem)
+    assert outcome.find is not None
+    assert outcome.find.settings.kernel == "portable"
+    assert outcome.find.settings.values["num_warps"] == 8
+    assert outcome.find.device_ratio == pytest.approx(1.25, rel=0.01)
+    outcome = found(by_warps((128,)), problem)
+    assert (outcome.find, outcome.why) == (None, "the fastest was slower at 192 tokens")
+
+    fake = by_warps((128, 192))
+
+    def wrong_if_packed(inputs: Any, config: Any) -> Any:
+        output = fake.run(inputs, config)
+        return output._replace(out=-output.out) if inputs.cu_seqlens is not None else output
+
+    outcome = found(fake, problem, wrong_if_packed)
+    assert outcome.find is None
+    assert outcome.why.startswith("the fastest was wrong")
+
+
+# --- stored configurations are used, unless they do not apply
+
+
+def used() -> list[str]:
+    """The message of a command, and the configurations that the kernels then use, as "segment N"."""
+    said: list[str] = []
+    store.use_saved(said.append)
+    return [*said, *(f"segment {config.segment}" for config in registry._overrides.values())]
+
+
+def test_what_is_stored_is_used_and_said(cache: Path) -> None:
+    assert used() == []
+    file = store.keep(environment(), [outcome()])
+    assert file == cache / "NVIDIA-Test.json"
+    said, segment = used()
+    assert said == "1 configuration tuned on this GPU will be used where they fit; --no-tuned takes the committed ones."
+    assert segment == "segment 4"
+    ((key, config),) = registry._overrides.items()
+    assert (key.gpu, key.operator, key.kernel) == ("NVIDIA Test", "ssd", "hopper")
+    assert dict(key.sizes) == dict(
+        nheads=80, headdim=64, dstate=128, ngroups=1, dtype=torch.bfloat16, gate=False, sequences=1, nchunks=16,
+        exact=True,
+    )  # fmt: skip
+    assert config.reason == "tuned on this GPU, 2026-11-20"
+    finds = TunedConfigs.model_validate_json(file.read_text())
+    assert finds.kernels.keys() == {"ssd"}
+    assert (finds.environment.gpu, bool(finds.environment.packages["triton"])) == (GPU, True)
+
+
+def test_without_a_gpu_nothing_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    store.keep(environment(), [outcome()])
+    monkeypatch.setattr("ssdprof.environment.machine.gpu", lambda: None)
+    assert used() == []
+
+
+def test_another_process_takes_the_same_file() -> None:
+    file = store.keep(environment(), [outcome()])
+    store.use_file(file)
+    assert [config.segment for config in registry._overrides.values()] == [4]
+    request = dict(folder="captures", cache="cache", layer=1, seqlen=512, implementation="fused", precision=EXACT_FP32)
+    command = ncu.target(ncu.Job.model_validate(request | {"tuned": file}), Path("launched.json"))
+    assert any(str(file) in word for word in command), "the process that ncu watches is told the file"
+
+
+def test_later_outcomes_replace_those_for_the_same_calls() -> None:
+    store.keep(environment(), [outcome(nchunks=16, segment=4), outcome(nchunks=32, segment=8)])
+    store.keep(environment(), [outcome(nchunks=16, segment=5)])
+    assert used()[1:] == ["segment 8", "segment 5"]
+    store.keep(environment(), [outcome(nchunks=16, segment=None)])
+    assert used()[1:] == ["segment 8"], "a search that finds nothing deletes what was found before"
+
+
+def test_a_find_holds_for_one_version_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    store.keep(environment(), [outcome()])
+    monkeypatch.setattr(store, "kernels_hash", lambda _operator: "another")
+    (said,) = used()
+    assert "ignored: the kernels have changed since" in said
+    assert "ssdprof tune" in said
+    store.keep(environment(), [outcome(nchunks=99)])  # the next find removes it
+    assert len(used()) == 2
+
+
+def test_a_find_holds_for_one_gpu_and_one_version_of_triton() -> None:
+    file = store.keep(environment(GPU.model_copy(update={"name": "NVIDIA Other"})), [outcome()])
+    assert used() == []
+    file.rename(file.with_name("NVIDIA-Test.json"))
+    (said,) = used()
+    assert "ignored: they are of NVIDIA Other, this is NVIDIA Test" in said
+    store.keep(environment(triton="3.5.0"), [outcome()])
+    (said,) = used()
+    assert "ignored: they were compiled by Triton 3.5.0, this is" in said
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: "", lambda _: "{", lambda _: "{}", lambda text: text.replace('"version": 3', '"version": 2'),
+        lambda text: text.replace('"segment": 4', '"segment": 0'),
+        lambda text: text.replace('"long_count": 0', '"long_count": 1'),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_said(damage: Callable[[str], str]) -> None:
+    file = store.keep(environment(), [outcome()])
+    before = file.read_text()
+    file.write_text(damage(before))
+    assert file.read_text() != before
+    (said,) = used()
+    assert "NVIDIA-Test.json is not what 'ssdprof tune' writes" in said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        KernelSettings(kernel="hopper", values={}),
+        KernelSettings(kernel="portable", values={}),
+        KernelSettings(kernel="portable", values=gdn_settings(GDNPortableConfig()).values | {"chunk": 48}),
+    ],
+)
+def test_settings_that_no_gdn_kernel_takes_are_not_read(settings: KernelSettings) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        GDN.check(settings)
+    GDN.check(gdn_settings(GDNPortableConfig()))
+
+
+def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.parent.parent.mkdir()
+    cache.parent.write_text("a file where a folder should be")
+    with pytest.raises(BadInputError, match="cannot be made: a file is in its place"):
+        store.keep(environment(), [outcome()])
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert store.folder() == Path.home() / ".cache" / "ssdprof" / "tuned", "a relative folder does not count"
+
+
+def test_a_find_is_for_its_own_calls_only() -> None:
+    def chosen(inputs: GDNInputs, precision: Precision = EXACT, *, batch_invariant: bool = False) -> GDNPortableConfig:
+        call = gdn_fused.VariantCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
+        return gdn_fused._portable_config(call)
+
+    inputs = gdn_inputs(200)
+    config = replace(GDN.committed(inputs, "portable"), chunk=16, reason="tuned on this GPU, today")
+    assert chosen(inputs) != config
+    registry.use_overrides("gdn", {call_key(inputs, EXACT): config})
+    assert chosen(inputs) == config
+    assert chosen(gdn_inputs(250)) == config, "as many chunks of 64"
+    batch = gdn_inputs(200, sequences=2)
+    assert chosen(batch) != config
+    assert chosen(batch, batch_invariant=True) == config
+    for other in (gdn_inputs(300), gdn_inputs(200, shape="2/2x16x16"), gdn_inputs(200, packed=True)):
+        assert chosen(other) != config
+    assert chosen(inputs, Precision(intermediates="relaxed")) != config
+    assert chosen(replace(inputs, use_qk_l2norm=False)) != config
+
+
+@needs_interpreter
+def test_a_call_that_was_prepared_before_is_prepared_again() -> None:
+    inputs = gdn_inputs(200)
+    before = gdn_fused.run(inputs)
+    assert "tuned" not in gdn_fused.plan(inputs).reason
+    config = replace(GDN.committed(inputs, "portable"), chunk=16, reason="tuned on this GPU, today")
+    registry.use_overrides("gdn", {call_key(inputs, EXACT): config})
+    assert "; tuned on this GPU, today" in gdn_fused.plan(inputs).reason
+    assert gdn_fused.plan(inputs).config["chunk"] == 16
+    assert not torch.equal(before.out, gdn_fused.run(inputs).out), "other chunks round otherwise"
+    registry.use_overrides("gdn", {})
+    assert torch.equal(before.out, gdn_fused.run(inputs).out)
+
+
+# --- the command
+
+
+def tune(*words: str) -> tuple[int, str, str]:
+    return call("tune", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("ssd --shape mamba3", "'mamba3' is not a known shape"),
+        ("ssd --seq many", "'many' is not a number of tokens"),
+        ("ssd --dtype int8", "does not know 'int8'"),
+        ("ssd --out nowhere/found.json", "There is no folder nowhere"),
+        ("ssd captures --shape mamba2-2.7b", "Leave out --shape"),
+    ],
+)
+def test_wrong_words_are_answered_before_a_gpu_is_missed(words: str, complaint: str) -> None:
+    code, out, err = tune(*words.split())
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("words", [(), ("--dry-run",)])
+def test_without_a_gpu_it_ends_with_3(words: tuple[str, ...]) -> None:
+    code, out, err = tune("ssd", *words)
+    assert (code, out) == (3, "")
+    assert "Tuning needs an NVIDIA GPU" in err
+
+
+def test_clear_needs_no_gpu() -> None:
+    kept = store.keep(environment(), [outcome()])
+    code, _, err = tune("--clear")
+    assert (code, kept.exists()) == (0, False)
+    assert "Removed" in err
+    assert "There is nothing in" in tune("--clear")[2]
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its timer 8 warps are twice as fast.  Kernels run in the interpreter, and their outputs are right."""
+    fake = FakeTimer(lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0))
+    run = Problem.run
+
+    def noted(problem: Problem, inputs: Any, config: Any) -> Any:
+        if isinstance(inputs, SSDInputs):
+            return fake.run(inputs, config)
+        fake.ran.append((config, inputs.length))
+        return run(problem, inputs, config)
+
+    gpu = GPU.model_copy(update={"name": "cpu"})  # the kernels' name for the device of their tensors
+    monkeypatch.setattr(job, "gpu_to_tune", lambda: CPU)
+    monkeypatch.setattr(job, "CudaTimer", lambda _: fake)
+    monkeypatch.setattr(job, "collect", lambda: environment(gpu))
+    monkeypatch.setattr(Problem, "run", noted)
+    monkeypatch.setattr("ssdprof.environment.machine.gpu", lambda: gpu)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize(
+    ("words", "tokens", "plan"),
+    [
+        ("ssd --shape 2x16x16x1 --seq 40,100", "1 x 40, bf16; 1 x 100, bf16", lambda: ssd_fused.plan(ssd_inputs(100))),
+        pytest.param(
+            "gdn --shape 1/2x16x16 --seq 70", "1 x 70, bf16", lambda: gdn_fused.plan(gdn_inputs(70)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_from_words_to_kernels_that_take_the_find(words: str, tokens: str, plan: Callable[[], Any]) -> None:
+    """The file is real: the next command reads it and says so, and its kernels use the configuration."""
+    code, out, err = tune(*words.split(), "--out", "found.json", "--json")
+    assert code == 0, err
+    report = TuneReport.model_validate_json(out)
+    assert report == TuneReport.model_validate_json(Path("found.json").read_text())
+    (found,) = report.outcomes
+    assert found.tokens == tokens
+    assert {trial.verdict for trial in found.trials} <= {"committed", "faster", "no difference", "slower"}
+    assert found.find is not None
+    assert found.find.settings.values["num_warps"] == 8
+    assert "1 of 1 searches found a faster configuration" in err
+    said: list[str] = []
+    store.use_saved(said.append)
+    assert "1 configuration tuned on this GPU" in said[0]
+    assert "tuned on this GPU" in plan().reason
+    assert plan().config["num_warps"] == 8
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_person_sees_what_was_tried_and_found(cache: Path) -> None:
+    code, out, _ = tune(*["ssd", "--shape", "2x16x16x1", "--seq", "40", "--dry-run", "--json"])
+    assert code == 0
+    assert any("num_warps 8" in row["candidates"] for row in json.loads(out))
+    assert not cache.exists(), "a dry run stores nothing"
+    code, out, _ = tune("ssd", "--shape", "2x16x16x1", "--seq", "40")
+    assert code == 0
+    words = " ".join(out.split())
+    for part in ("2x16x16x1, 1 x 40, bf16, exact: portable kernel", "num_warps 8", "2.00x [", "committed"):
+        assert part in words
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("pretended_gpu")
+def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    words = ["ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40"]
+    with monkeypatch.context() as patch:
+        seconds = iter(range(0, 10_000, 100))
+        patch.setattr(job.time, "monotonic", lambda: next(seconds))
+        report = TuneReport.model_validate_json(tune(*words, "--budget", "150", "--json")[1])
+    assert [one.shape for one in report.outcomes] == ["2x16x16x1"]
+    assert report.left_out == ("4x16x16x1, 1 x 40, bf16, exact: the budget of 150 s was spent",)
+    tune("--clear")
+
+    def interrupted(problem: Problem, timer: Any) -> Any:
+        if problem.shape == "4x16x16x1":
+            raise KeyboardInterrupt
+        return search(problem, timer)
+
+    monkeypatch.setattr(job, "search", interrupted)
+    assert tune(*words)[0] == 130
+    (file,) = cache.glob("*.json")
+    assert len(TunedConfigs.model_validate_json(file.read_text()).finds) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
+    """Two tunings, one for each kernel.  Every find has a right output and is used."""
+    code, out, err = tune("ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--json")
+    assert code == 0, err
+    report = TuneReport.model_validate_json(out)
+    assert {one.committed.kernel for one in report.outcomes} >= {"portable"}
+    for one in report.outcomes:
+        assert trials(one, "committed")
+        assert not trials(one, "wrong")
+    found = any(one.find is not None for one in report.outcomes)
+    words = ["bench", "ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--chunk-size", "128", "--json"]
+    code, out, err = call(*words)
+    assert (code, "tuned on this GPU" in err, "tuned on this GPU, " in out) == (0, found, found)
+    registry.use_overrides("ssd", {})  # as in a new process
+    assert "tuned on this GPU" not in "".join(call(*words, "--no-tuned")[1:])
