@@ -11,7 +11,7 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.jobs.parts import _modules, marking, part_times, parts_marked
 from ssdprof.jobs.substitute import implemented, substituted
-from ssdprof.measure.trace import Work, work
+from ssdprof.measure.trace import GpuWork, work
 
 
 def names(model_name: str) -> dict[str, list[str]]:
