@@ -13,8 +13,7 @@ import triton
 from stalls import synthetic
 
 import ssdprof
-from ssdprof.operators import outlines
-from ssdprof.operators import operator
+from ssdprof.operators import operator, outlines
 from ssdprof.operators.operator import KnownSource, Stages, known_sources
 from ssdprof.operators.ssd import STAGES as SSD_STAGES
 from ssdprof.report.stalls import compose
@@ -173,11 +172,11 @@ def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
 
 
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
-    sources, stage = Sources({}), KERNELS / "ssd" / "portable" / "states.py"
+    sources, stage = Sources({}), KERNELS / "ssd" / "portable" / "stages.py"
     number = next(i for i, line in enumerate(stage.read_text().splitlines(), 1) if "while tl.atomic_add" in line)
-    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/states.py", number)
+    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/stages.py", number)
     assert place == LineStage("wait_for_state", "state_passing.wait")
-    assert sources.not_recorded == {"states.py"}
+    assert sources.not_recorded == {"stages.py"}
     assert sources.place("/home/someone/kernel.py", 3) == LineStage("", "kernel.py")
 
 
