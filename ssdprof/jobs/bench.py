@@ -125,7 +125,7 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
         baseline=request.baseline,
         matched_with=request.match_with,
         smallest_difference=request.smallest_difference,
-        kernels=kernels_hash(operator.name) if kernels.names(operator.name) else "",
+        kernels=kernels_hash(operator.name),
         absent=tuple(one.absent for one in request.implementations if one.absent),
     )
     began = time.monotonic()

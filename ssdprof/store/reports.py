@@ -178,7 +178,11 @@ def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | No
                 _wait(path, ranks)
         except BaseException as error:
             with uninterrupted():
-                kept = _ended(writer, error, made) if first else _ended(writer, error)
+                # torchrun interrupts the other ranks after one has died
+                died = ranks.gone(FIRST) if ranks and not ranks.alive(FIRST) else None
+                kept = _ended(writer, died or error, made) if first else _ended(writer, died or error)
+            if died:
+                raise died from None
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(kept) from None
             if writer.begun:

@@ -133,10 +133,12 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
     known = implementations.resolve
     monkeypatch.setattr(implementations, "resolve", lambda of, word: library if word == "library" else known(of, word))
     report = timed(8, 12, names=(*COMPARED, "library"), conv_and_norm=("model", "bundled"))
-    assert [(case.prefill and case.prefill.conv_and_norm, case.seqlen, case.implementation) for case in report.cases] == [
-        *(("model", size, name) for size in (8, 12) for name in (*COMPARED, "library")),
-        *(("bundled", size, name) for size in (8, 12) for name in COMPARED),
-    ]  # fmt: skip
+    assert [case.name for case in report.cases] == [
+        f"prefill, {kind} convolution and norm, {size} tokens, {name}, exact, fp32 states"
+        for kind, names in (("model", (*COMPARED, "library")), ("bundled", COMPARED))
+        for size in (8, 12)
+        for name in names
+    ]
     assert all(case.samples for case in report.cases)
     ends = [one.what.removesuffix(", prefills in turns") for one in report.first.steps if one.what.endswith("turns")]
     assert ends == [f"{size} tokens, {kind} convolution and norm" for kind in ("model", "bundled") for size in (8, 12)]
@@ -151,7 +153,9 @@ def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsew
         return isolate.FirstCallVerdict(status="failed" if hangs else "ran", reason="it hangs" if hangs else "")
 
     monkeypatch.setattr(isolate, "_tried", tried)
-    text = "from ssdprof.measure.accuracy import oracle_output as first\ndef second(inputs):\n    raise AssertionError\n"
+    text = (
+        "from ssdprof.measure.accuracy import oracle_output as first\ndef second(inputs):\n    raise AssertionError\n"
+    )
     (users_folder / "own_of_prefill.py").write_text(text)
     relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
     names = ("fused", "own_of_prefill:first", "own_of_prefill:second")
