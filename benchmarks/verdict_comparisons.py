@@ -32,14 +32,14 @@ Place = tuple[str, int, str]  # shape, tokens, implementation
 
 @cache
 def inputs_of(shape: str, seqlen: int) -> Any:
-    generated = operators.get(OPERATOR).generated
+    generator = operators.get(OPERATOR).generator
     cell = Cell(
-        shape=parse_shapes(generated, shape)[0],
+        shape=parse_shapes(generator, shape)[0],
         dtype="bf16",
         layout="contiguous",
         tokens=Tokens(sequences=1, seqlen=seqlen),
     )
-    return generated.with_chunk_size(generated.draw(cell, torch.device("cuda")), CHUNK_SIZE)
+    return generator.with_chunk_size(generator.draw(cell, torch.device("cuda")), CHUNK_SIZE)
 
 
 @cache
