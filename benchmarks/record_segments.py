@@ -48,7 +48,7 @@ def main(file: Path) -> None:
     timer = CudaTimer(device)
     sm_count = properties.multi_processor_count
     cells = []
-    for shape in parse_shapes(OPERATOR.generator, SHAPES):
+    for shape in parse_shapes(OPERATOR.generated, SHAPES):
         for seqlen in LENGTHS:
             tokens = Tokens(sequences=1, seqlen=seqlen)
             inputs = replace(

@@ -114,7 +114,7 @@ def main() -> None:
     gdn = operators.get("gdn")
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
     request = BenchRequest(
-        operator=replace(gdn, generator=replace(gdn.generator, draw=draw)),
+        operator=replace(gdn, generator=replace(gdn.generated, draw=draw)),
         cells=tuple(cells()),
         precisions=lambda dtype: precisions_for(dtype, "exact", None),
         implementations=tuple(required(resolve(gdn, name)) for name in names),

@@ -32,7 +32,7 @@ Place = tuple[str, int, str]  # shape, tokens, implementation
 
 @cache
 def inputs_of(shape: str, seqlen: int) -> Any:
-    generator = operators.get(OPERATOR).generator
+    generator = operators.get(OPERATOR).generated
     cell = Cell(
         shape=parse_shapes(generator, shape)[0],
         dtype="bf16",

@@ -160,7 +160,7 @@ def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
         assert environment.gpu
         files.append(tmp_path / f"{number}.json")
         gpu = environment.gpu.changed(name=name)
-        files[-1].write_text(dump(timed(environment=environment.changed(gpu=gpu))))
+        files[-1].write_text(dump(timed().changed(environment=environment.changed(gpu=gpu))))
     ended = [
         subprocess.run(
             [sys.executable, check_bars.__file__, *map(str, given)], capture_output=True, text=True, check=False
@@ -177,7 +177,7 @@ def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
     tokens, _ = parse_tokens("1,1k,...,256k", "1", batches, "64x1k-4k", max_tokens=1 << 18)
     for bar in tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())["bar"]:
         cells = expand(
-            parse_shapes(operators.get("ssd").generator, ",".join(bar["shapes"])),
+            parse_shapes(operators.get("ssd").generated, ",".join(bar["shapes"])),
             (bar.get("dtype", "bf16"),),
             tokens,
             "contiguous",

@@ -21,7 +21,7 @@ from ssdprof.core.report import Report
 from ssdprof.jobs.grid import expand, parse_shapes, parse_tokens
 from ssdprof.store.reports import dump
 
-GENERATOR = operators.get("gdn").generator
+GENERATOR = operators.get("gdn").generated
 
 RECORDS = """
 yardstick = "fla"

@@ -57,14 +57,14 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
             option["--seq"], option["--batch"], option["--cells"], option["--packed"], max_tokens=1 << 18
         )
         assert not left_out
-        shapes = parse_shapes(record.generator, option["--shape"])
+        shapes = parse_shapes(record.generated, option["--shape"])
         theirs = [name for name in option["--against"].split(",") if name]
         theirs += ["published"] if option["--published"] else []
         also = [name for name in option["--also"].split(",") if name]
         assert set(theirs) | set(also) <= set(known(record))
         states = tuple(option["--states"].split(",")) if option["--states"] else None
         precisions = precisions_for(option["--dtype"], option["--dtypes"], states)  # type: ignore[arg-type]
-        drawn = tuple(word for word in record.generator.ways if word in option["--draw"].split(","))
+        drawn = tuple(word for word in record.generated.ways if word in option["--draw"].split(","))
         for cell in expand(shapes, (option["--dtype"],), tokens, "contiguous", drawn):  # type: ignore[arg-type]
             ours = [
                 f"{name} {one.intermediates} {one.state_dtype}" for name in ("unfused", "fused") for one in precisions
