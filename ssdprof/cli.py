@@ -103,20 +103,20 @@ app = typer.Typer(
 
 # options -> functions in `ssdprof.commands`, each called with the options and the result of the one before
 _COMMANDS: dict[type, tuple[str, ...]] = {
-    options.Run: ("requests:run", "model:run"),
-    options.Runs: ("stored:runs",),
-    options.Capture: ("requests:capture", "model:capture"),
-    options.Accuracy: ("stored:accuracy",),
-    options.Answers: ("requests:answers", "model:answers"),
-    options.Export: ("stored:export",),
-    options.Compare: ("stored:compare",),
-    options.Prefill: ("requests:prefill", "model:prefill"),
-    options.Stalls: ("requests:stalls", "stalls:stalls"),
-    options.Bench: ("requests:bench", "bench:bench"),
-    options.Tune: ("requests:tune", "tune:tune"),
-    options.Models: ("stored:models",),
-    options.Doctor: ("machine:doctor",),
-    options.Schemas: ("stored:schemas",),
+    options.RunOptions: ("requests:run", "model:run"),
+    options.RunsOptions: ("stored:runs",),
+    options.CaptureOptions: ("requests:capture", "model:capture"),
+    options.AccuracyOptions: ("stored:accuracy",),
+    options.AnswersOptions: ("requests:answers", "model:answers"),
+    options.ExportOptions: ("stored:export",),
+    options.CompareOptions: ("stored:compare",),
+    options.PrefillOptions: ("requests:prefill", "model:prefill"),
+    options.StallsOptions: ("requests:stalls", "stalls:stalls"),
+    options.BenchOptions: ("requests:bench", "bench:bench"),
+    options.TuneOptions: ("requests:tune", "tune:tune"),
+    options.ModelsOptions: ("stored:models",),
+    options.DoctorOptions: ("machine:doctor",),
+    options.SchemasOptions: ("stored:schemas",),
 }
 
 
@@ -141,7 +141,7 @@ def _help(kind: type) -> str:
 
 
 for _kind, _functions in _COMMANDS.items():
-    app.command(_kind.__name__.lower(), help=_help(_kind))(_command(_kind, _functions))
+    app.command(_kind.__name__.removesuffix("Options").lower(), help=_help(_kind))(_command(_kind, _functions))
 
 
 def _print_version(wanted: bool) -> None:

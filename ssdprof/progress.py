@@ -1,10 +1,14 @@
-"""Progress of long commands: stages call a Watcher, which the command line implements."""
+"""Progress of long commands: stages call a Watcher, which the command line implements; the times of their steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
+
+from ssdprof.core.report import StepTime
 
 Advance = Callable[[int], None]
 
@@ -28,6 +32,41 @@ class Unwatched:
     def say(self, text: str) -> None:
         """Ignores the text."""
 
-    def step(self, text: str, total: int | None = None, *, unit: str = "") -> AbstractContextManager[Advance]:  # noqa: ARG002
+    def step(self, *_: object, **__: object) -> AbstractContextManager[Advance]:
         """Ignores the step."""
         return nullcontext(lambda _: None)
+
+
+class StepClock:
+    """Times the steps of a job, and tracks its budget.
+
+    budget: seconds of wall clock from now on; None: no limit.  on_step: called after every step.
+    now: the clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        budget: float | None = None,
+        on_step: Callable[[StepTime], object] = lambda _: None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ends = math.inf if budget is None else now() + budget
+        self._on_step, self.now = on_step, now
+
+    def left(self) -> float:
+        """Remaining seconds of the budget; infinite without one, and 0 when it is spent."""
+        return max(0.0, self._ends - self.now())
+
+    def within(self, what: str) -> StepClock:
+        """The same clock for a part of the job."""
+        part = StepClock(None, lambda step: self._on_step(step.changed(what=f"{what}, {step.what}")), now=self.now)
+        part._ends = self._ends
+        return part
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[None]:
+        """Call `on_step` after the block, unless it raises."""
+        began = self.now()
+        yield
+        self._on_step(StepTime(what=what, seconds=round(self.now() - began, 3)))

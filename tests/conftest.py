@@ -54,7 +54,11 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def users_folder(in_empty_folder: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:  # noqa: ARG001
+def users_folder(
+    in_empty_folder: None,  # noqa: ARG001
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Path]:
     """The current folder of the test, for a user's modules.  Modules imported from it are removed after the test."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     known = set(sys.modules)

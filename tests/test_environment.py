@@ -54,12 +54,7 @@ def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
 
 def test_each_operators_kernels_have_a_hash_of_their_own() -> None:
     assert machine.kernels_hash("ssd") != machine.kernels_hash("gdn")
-
-
-@pytest.mark.parametrize("operator", ["sdd", ""])
-def test_an_operator_without_kernels_has_no_hash(operator: str) -> None:
-    with pytest.raises(ValueError, match="no kernels of an operator"):
-        machine.kernels_hash(operator)
+    assert machine.kernels_hash("toy") == "", "one from outside has no bundled kernels"
 
 
 # --- clocks
@@ -199,7 +194,7 @@ def test_the_interpreter_is_said() -> None:
 
 def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML finds the GPU, so kernels are not interpreted.  For example, its driver is too old."""
-    monkeypatch.setattr("ssdprof.kernels.device.INTERPRETED", False)
+    monkeypatch.setattr(doctor, "INTERPRETED", False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert check("kernels").status == "missing"
     assert "TRITON_INTERPRET=1" in check("kernels").hint

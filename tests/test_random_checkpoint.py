@@ -11,14 +11,14 @@ import pytest
 import torch
 from make_random_checkpoint import main, write_checkpoint
 from random_models import GRANITE_SMALL, MODELS, Mamba2
-from ssdprof.runs.notes import notes
-from ssdprof.schema import Prompt
 from transformers import AutoModelForCausalLM
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import known
+from ssdprof.core.subject import Prompt
+from ssdprof.jobs.notes import notes
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+
 from ssdprof.core.subject import CheckpointRef, LayerRef
 
 VOCAB = 128

@@ -10,7 +10,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.commands import output, terminal
-from ssdprof.commands.options import Bench
+from ssdprof.commands.options import BenchOptions
 from ssdprof.commands.requests import BenchWords
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
@@ -24,7 +24,7 @@ from ssdprof.store.ranks import join
 from ssdprof.store.tuned import use_saved
 
 
-def bench(options: Bench, asked: BenchWords) -> None:
+def bench(options: BenchOptions, asked: BenchWords) -> None:
     operator = operators.get(options.operator)
     if asked.chunk_sizes and not operator.generated.chunk_sizes:
         raise BadInputError(

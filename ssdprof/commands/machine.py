@@ -11,7 +11,7 @@ from ssdprof.environment import doctor as machine
 STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
-def doctor(options: options.Doctor) -> None:
+def doctor(options: options.DoctorOptions) -> None:
     checks = machine.doctor()
     if options.json:
         terminal.print_json([check.model_dump() for check in checks])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ssdprof.commands import output, terminal
-from ssdprof.commands.options import Answers, Capture, Prefill, Run
+from ssdprof.commands.options import AnswersOptions, CaptureOptions, PrefillOptions, RunOptions
 from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import KernelOrigin, PrecisionRecord, Record
 from ssdprof.core.report import Condition, Report
@@ -42,7 +42,7 @@ class StoredCapture(Record):
     manifest: CaptureManifest
 
 
-def run(options: Run, asked: tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]) -> None:
+def run(options: RunOptions, asked: tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]) -> None:
     request, wanted, found, ranks = asked
     reports = ranks is None or ranks.first  # the first rank reports for all
     if options.dry_run:
@@ -69,7 +69,7 @@ def run(options: Run, asked: tuple[CaptureRequest, ReplayRequest, Subject | Stor
     output.end(report)
 
 
-def _judged_here(conditions: tuple[Condition, ...], options: Run) -> tuple[Condition, ...]:
+def _judged_here(conditions: tuple[Condition, ...], options: RunOptions) -> tuple[Condition, ...]:
     """The conditions that this machine can judge: without a GPU nothing is timed.
 
     Raises MissingCapabilityError if a condition on times was given on the command line.
@@ -120,7 +120,7 @@ def _stalls(request: CaptureRequest, folder: Path, report: Report, tuned: Path |
     terminal.err().print(f"Stalls are in {folder / stall_files.FOLDER}.")
 
 
-def capture(options: Capture, asked: tuple[CaptureRequest, Subject]) -> None:
+def capture(options: CaptureOptions, asked: tuple[CaptureRequest, Subject]) -> None:
     request, subject = asked
     if options.dry_run:
         planned = plan(subject, request)
@@ -136,7 +136,7 @@ def capture(options: Capture, asked: tuple[CaptureRequest, Subject]) -> None:
         print(folder)
 
 
-def answers(options: Answers, asked: tuple[CaptureRequest, AnswersRequest, Subject]) -> None:
+def answers(options: AnswersOptions, asked: tuple[CaptureRequest, AnswersRequest, Subject]) -> None:
     request, wanted, subject = asked
     subject = answers_job.loaded_as(subject, wanted)
     if options.dry_run:
@@ -154,7 +154,9 @@ def answers(options: Answers, asked: tuple[CaptureRequest, AnswersRequest, Subje
     output.finish(report, shown, as_json=options.json, note=output.kept(folder))
 
 
-def prefill(options: Prefill, asked: tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]) -> None:
+def prefill(
+    options: PrefillOptions, asked: tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]
+) -> None:
     request, names, smallest, conditions = asked
     refuse_unknown("--impl", names)
     refuse_unknown("--baseline", (options.baseline,))

@@ -166,7 +166,7 @@ options = dataclass(frozen=True, kw_only=True)
 
 
 @options
-class Model:
+class ModelOptions:
     """The model, its layers, and the prompt."""
 
     model: ModelName
@@ -186,7 +186,7 @@ class Model:
 
 
 @options
-class PlacedModel(Model):
+class PlacedModelOptions(ModelOptions):
     """And where the weights are."""
 
     placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = option(
@@ -198,7 +198,7 @@ class PlacedModel(Model):
 
 
 @options
-class ServedModel(PlacedModel):
+class ServedModelOptions(PlacedModelOptions):
     """And how a server would run the prompt."""
 
     batch: int = option(1, "N", "Run N different prompts side by side.", shown=True, min=1, max=65536)
@@ -220,7 +220,7 @@ class ServedModel(PlacedModel):
 
 
 @options
-class Run(ServedModel):
+class RunOptions(ServedModelOptions):
     """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
 
     Exit code 0 says that all requested cases were compared and passed.  Exit code 1 says that a case was inaccurate,
@@ -258,7 +258,7 @@ class Run(ServedModel):
 
 
 @options
-class Runs:
+class RunsOptions:
     """List the runs, newest first: time, model, tokens, GPU and verdict."""
 
     folder: Path | None = argument(None, "DIR", "A folder of runs.", shown="runs", parser=path)
@@ -266,7 +266,7 @@ class Runs:
 
 
 @options
-class Capture(ServedModel):
+class CaptureOptions(ServedModelOptions):
     """Store the inputs of a model's SSD and GDN layers, for 'ssdprof run DIR'.
 
     One layer of a large model takes gigabytes at 128k tokens.
@@ -281,7 +281,7 @@ class Capture(ServedModel):
 
 
 @options
-class Accuracy:
+class AccuracyOptions:
     """Show the accuracy of each implementation in a run.
 
     Exit code 0 says that all requested cases at the precisions shown were compared and passed.  Exit code 1 says that
@@ -302,7 +302,7 @@ class Accuracy:
 
 
 @options
-class Answers(PlacedModel):
+class AnswersOptions(PlacedModelOptions):
     """Compare a model's next-token predictions between implementations of its operators.
 
     A prompt of your own (--prompt-file) is the best test.
@@ -346,7 +346,7 @@ class Answers(PlacedModel):
 
 
 @options
-class Export:
+class ExportOptions:
     """Write the report of a run, a bench, prefill times or answers in another format.
 
     github appends a summary and outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints
@@ -369,7 +369,7 @@ class Export:
 
 
 @options
-class Compare:
+class CompareOptions:
     """Compare two runs, two benches, two prefill results or two comparisons of answers, case by case.
 
     Absolute times are compared only between runs with the same GPU, driver and Triton; speedups over the baseline are
@@ -394,7 +394,7 @@ class Compare:
 
 
 @options
-class Prefill(Model):
+class PrefillOptions(ModelOptions):
     """Time a whole model up to its first token, with each implementation of its operators.
 
     Shows the share of each part of the model, and what Amdahl's law predicts from the operator's own times.  Needs an
@@ -427,7 +427,7 @@ class Prefill(Model):
 
 
 @options
-class Stalls:
+class StallsOptions:
     """Show where the warps of each implementation wait, stage by stage and line by line.
 
     Profiles one layer with NVIDIA Nsight Compute (ncu), or reads existing reports.  Exit code 3 says that this
@@ -454,7 +454,7 @@ class Stalls:
 
 
 @options
-class Bench:
+class BenchOptions:
     """Time the fused and the unfused kernels on random inputs, and compare them with other libraries.
 
     Outputs are compared with the fp64 oracle first.  Exit code 1 says that one of ssdprof's kernels was wrong or
@@ -512,7 +512,7 @@ class Bench:
 
 
 @options
-class Tune:
+class TuneOptions:
     """Search for faster configurations of the fused kernel on this GPU, and store them for later runs.
 
     A candidate is compared with the fp64 oracle before it is timed.  run, bench and stalls use the stored
@@ -535,7 +535,7 @@ class Tune:
 
 
 @options
-class Models:
+class ModelsOptions:
     """List the supported model families and their published checkpoints.
 
     Other checkpoints of a listed model type work too.
@@ -545,14 +545,14 @@ class Models:
 
 
 @options
-class Schemas:
+class SchemasOptions:
     """Print the JSON schema of what a command prints with --json."""
 
     name: str | None = argument(None, "NAME", "Which schema; without it, list them.", shown=True)
 
 
 @options
-class Doctor:
+class DoctorOptions:
     """Check what this machine can do, and name what is missing.
 
     Without a GPU, everything works except timing.

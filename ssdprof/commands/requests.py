@@ -9,16 +9,16 @@ from ssdprof import operators, settings
 from ssdprof.capture.prompt import parse_seq, parse_seqs
 from ssdprof.checkpoint.names import check_layers
 from ssdprof.commands.options import (
-    Answers,
-    Bench,
-    Capture,
-    Model,
-    PlacedModel,
-    Prefill,
-    Run,
-    ServedModel,
-    Stalls,
-    Tune,
+    AnswersOptions,
+    BenchOptions,
+    CaptureOptions,
+    ModelOptions,
+    PlacedModelOptions,
+    PrefillOptions,
+    RunOptions,
+    ServedModelOptions,
+    StallsOptions,
+    TuneOptions,
 )
 from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 from ssdprof.core.conditions import of_options, parse_percent
@@ -54,12 +54,12 @@ def refuse_ranks(*what: str) -> None:
         )
 
 
-def on_model(options: Model) -> CaptureRequest:
+def on_model(options: ModelOptions) -> CaptureRequest:
     """Raises BadInputError."""
     if options.prompt_file is not None and options.prompt == "random":
         raise BadInputError("--prompt random and --prompt-file cannot be combined.", "Give one of them.")
     serving = ServingRequest()
-    if isinstance(options, ServedModel):
+    if isinstance(options, ServedModelOptions):
         serving = parse_serving(
             options.batch,
             options.packed,
@@ -78,11 +78,11 @@ def on_model(options: Model) -> CaptureRequest:
         ),
         layers=options.layers,
         segment_length=None if options.segment is None else parse_seq(options.segment),
-        placement=options.placement if isinstance(options, PlacedModel) else None,
+        placement=options.placement if isinstance(options, PlacedModelOptions) else None,
     )
 
 
-def _gates(options: Run | Bench) -> tuple[Condition, ...]:
+def _gates(options: RunOptions | BenchOptions) -> tuple[Condition, ...]:
     given = of_options(
         min_speedup=options.min_speedup,
         min_match=options.min_match or (),
@@ -95,7 +95,7 @@ def _gates(options: Run | Bench) -> tuple[Condition, ...]:
 # --- run, capture, answers, prefill
 
 
-def run(options: Run) -> tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]:
+def run(options: RunOptions) -> tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]:
     """Raises BadInputError; ModelUnavailableError for a model that is not there."""
     request = on_model(options)
     replay = ReplayRequest(
@@ -136,13 +136,13 @@ def run(options: Run) -> tuple[CaptureRequest, ReplayRequest, Subject | Stored, 
     return request, replay, find_to_replay(request, save_captures=options.save_captures, whole=options.answers), ranks
 
 
-def capture(options: Capture) -> tuple[CaptureRequest, Subject]:
+def capture(options: CaptureOptions) -> tuple[CaptureRequest, Subject]:
     refuse_ranks("ssdprof capture")
     request = on_model(options)
     return request, find(request)
 
 
-def answers(options: Answers) -> tuple[CaptureRequest, AnswersRequest, Subject]:
+def answers(options: AnswersOptions) -> tuple[CaptureRequest, AnswersRequest, Subject]:
     refuse_ranks("ssdprof answers")
     request = on_model(options)
     states = None if options.states is None else parse_states(options.states)
@@ -171,7 +171,7 @@ def answers(options: Answers) -> tuple[CaptureRequest, AnswersRequest, Subject]:
     return request, wanted, subject
 
 
-def prefill(options: Prefill) -> tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]:
+def prefill(options: PrefillOptions) -> tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]:
     """The request, all implementations, the smallest difference that counts, and the conditions."""
     refuse_ranks("ssdprof prefill")
     request = on_model(options)
@@ -201,7 +201,7 @@ class BenchWords(NamedTuple):
     conditions: tuple[Condition, ...]
 
 
-def bench(options: Bench) -> BenchWords:
+def bench(options: BenchOptions) -> BenchWords:
     """Raises BadInputError."""
     most = parse_seq(options.max_tokens)
     tokens, too_large = parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
@@ -226,7 +226,7 @@ def bench(options: Bench) -> BenchWords:
     )
 
 
-def tune(options: Tune) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
+def tune(options: TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
     """The cells of drawn inputs, or none and the lengths of captured ones.  Raises BadInputError."""
     refuse_ranks("ssdprof tune")
     if options.clear:
@@ -245,7 +245,7 @@ def tune(options: Tune) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
     return expand(parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
 
 
-def stalls(options: Stalls) -> tuple[tuple[str, ...], int | None]:
+def stalls(options: StallsOptions) -> tuple[tuple[str, ...], int | None]:
     """The implementations, and tokens of the prompt.  Raises BadInputError."""
     refuse_ranks("ssdprof stalls")
     if options.where is not None and not options.where.strip():

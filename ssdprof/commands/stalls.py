@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from ssdprof.commands import output, terminal
-from ssdprof.commands.options import Stalls
+from ssdprof.commands.options import StallsOptions
 from ssdprof.core.base import PrecisionRecord
 from ssdprof.errors import ExitCode
 from ssdprof.jobs import stall_files
@@ -18,7 +18,7 @@ from ssdprof.report.terminal import render
 from ssdprof.store.tuned import use_saved
 
 
-def stalls(options: Stalls, asked: tuple[tuple[str, ...], int | None]) -> None:
+def stalls(options: StallsOptions, asked: tuple[tuple[str, ...], int | None]) -> None:
     implementations, seqlen = asked
     refuse_two_checkouts(implementations)
     refuse_unknown("--impl", implementations, besides=("reference",))

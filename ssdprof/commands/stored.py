@@ -79,7 +79,7 @@ def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
     )
 
 
-def runs(options: options.Runs) -> None:
+def runs(options: options.RunsOptions) -> None:
     folder = options.folder or reports.RUNS
     if options.folder is not None and not folder.is_dir():
         raise BadInputError(f"{folder} is not a folder.", "Name a folder that holds runs, or leave it out for runs/.")
@@ -95,7 +95,7 @@ def runs(options: options.Runs) -> None:
 # --- accuracy
 
 
-def accuracy(options: options.Accuracy) -> None:
+def accuracy(options: options.AccuracyOptions) -> None:
     given = of_options(min_match=options.min_match or (), max_rms_ratio=options.max_rms_ratio)
     limits = [one for one in settings.gates(options.config, given) if one.metric in ("match", "rms")]
     folder, report = reports.load(options.run, "run")
@@ -123,7 +123,7 @@ def accuracy(options: options.Accuracy) -> None:
 # --- export
 
 
-def export(options: options.Export) -> None:
+def export(options: options.ExportOptions) -> None:
     chosen = options.format or ("json" if options.json else "markdown")
     if options.json and chosen != "json":
         raise BadInputError(f"--json and --format {chosen} cannot be combined.", "Give one of them.")
@@ -197,7 +197,7 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 # --- compare
 
 
-def compare(options: options.Compare) -> None:
+def compare(options: options.CompareOptions) -> None:
     if options.json and options.format == "markdown":
         raise BadInputError("--json and --format markdown cannot be combined.", "Give one of them.")
     stored = settings.load(options.config).compare
@@ -224,7 +224,7 @@ def compare(options: options.Compare) -> None:
 # --- models
 
 
-def models(options: options.Models) -> None:
+def models(options: options.ModelsOptions) -> None:
     if options.json:
         terminal.print_json([asdict(row) for row in FAMILIES])
         return
@@ -283,7 +283,7 @@ def schema(name: str) -> dict[str, Any]:
     return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode="serialization"), "title": title}
 
 
-def schemas(options: options.Schemas) -> None:
+def schemas(options: options.SchemasOptions) -> None:
     if options.name is not None:
         print(json.dumps(schema(options.name), indent=1, sort_keys=True))
         return

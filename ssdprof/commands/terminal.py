@@ -20,7 +20,7 @@ WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
 
 
-class _Output(Console):
+class _Console(Console):
     def on_broken_pipe(self) -> None:
         reader_is_gone()
 
@@ -70,8 +70,8 @@ def _json_escape(error: UnicodeError) -> tuple[str, int]:
 
 def out() -> Console:
     """stdout, for data.  A pipe or a file has no width of its own."""
-    console = _Output(highlight=False)
-    return console if console.is_terminal else _Output(highlight=False, width=WIDTH_OF_A_PIPE)
+    console = _Console(highlight=False)
+    return console if console.is_terminal else _Console(highlight=False, width=WIDTH_OF_A_PIPE)
 
 
 def err() -> Console:

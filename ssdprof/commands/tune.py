@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ssdprof import files, operators
 from ssdprof.commands import output, terminal
-from ssdprof.commands.options import Tune
+from ssdprof.commands.options import TuneOptions
 from ssdprof.core.tuned import TuneReport
 from ssdprof.jobs import tune as job
 from ssdprof.operators.generate import Cell
@@ -13,7 +13,7 @@ from ssdprof.report import tuning
 from ssdprof.store import tuned as store
 
 
-def tune(options: Tune, asked: tuple[tuple[Cell, ...], tuple[int, ...] | None]) -> None:
+def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | None]) -> None:
     if options.clear:
         gone = store.clear()
         for file in gone:

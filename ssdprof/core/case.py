@@ -64,7 +64,7 @@ class Match(Record):
 class Deviation(Record):
     """The difference between two tensors.  Positions index the tensor's own shape.
 
-    scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs.
+    scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs; None in old records.
     along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; empty for a tensor
         without a position axis, and in a bench.
     """
@@ -78,7 +78,7 @@ class Deviation(Record):
     worst_position: tuple[int, ...]
     nonfinite: Count
     first_nonfinite: tuple[int, ...] | None = None
-    scale_max_abs: NotNegative
+    scale_max_abs: NotNegative | None = None
     along: tuple[float | None, ...] = ()
 
     def match_pct(self, tolerance: float) -> float | None:
@@ -151,6 +151,27 @@ class Samples(Record):
     process: str
     clock: Clock
     us: Annotated[tuple[Annotated[tuple[Microseconds, ...], Field(min_length=1)], ...], Field(min_length=2)]
+
+
+class Summary(Record):
+    """Times in microseconds with their 95 % intervals, of a case whose samples are not stored.
+
+    over: the speedup over the case's baseline, as it was measured in common rounds.
+    """
+
+    call: Estimate | None = None
+    device: Estimate | None = None
+    over: dict[Clock, Estimate] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Summary:
+        for one in filter(None, (self.call, self.device, *self.over.values())):
+            if not 0 < one.low <= one.value <= one.high:
+                raise ValueError(f"{one.value} is not within its interval, or not above 0")
+        return self
+
+    def time_us(self, clock: Clock) -> Estimate | None:
+        return self.call if clock == "call" else self.device
 
 
 class Launch(Record):
@@ -344,6 +365,7 @@ class Case(Record):
     reason: why it did not run, or a remark.  plan: the reason for this kernel and configuration.
     later_fault: an error after the first call, while it was timed; then there is no time.
     nonfinite: an element of an output that was not compared is not finite.
+    summary: the times, if there are no samples of them.
     chunk_size: the fastest of `trials`; None if the implementation chooses its own.
     """
 
@@ -369,6 +391,7 @@ class Case(Record):
     plan: str = ""
     accuracy: tuple[Accuracy, ...] = ()
     samples: tuple[Samples, ...] = ()
+    summary: Summary | None = None
     work: Work | None = None
     memory: Memory | None = None
     launches: tuple[Launch, ...] = ()
@@ -382,8 +405,10 @@ class Case(Record):
             raise ValueError("a case is of one layer, one draw, one comparison of answers, or one prefill")
         if (self.layer or self.drawn) and self.dims is None:
             raise ValueError("a case of a call has the sizes of the call")
-        if self.samples and (self.status != "ran" or self.later_fault or self.nonfinite):
+        if (self.samples or self.summary) and (self.status != "ran" or self.later_fault or self.nonfinite):
             raise ValueError("times belong only to a case that ran")
+        if self.samples and self.summary:
+            raise ValueError("times are either samples or a summary")
         return self
 
     # --- names
@@ -491,13 +516,18 @@ class Case(Record):
         """Microseconds of each recording of all processes; empty if there are none."""
         return tuple(own for one in self.samples if one.clock == clock for own in one.us)
 
+    def _time_us(self, clock: Clock) -> Estimate | None:
+        if found := self.rounds(clock):
+            return statistics.median(found)
+        return self.summary.time_us(clock) if self.summary else None
+
     @cached_property
     def call_us(self) -> Estimate | None:
-        return statistics.median(found) if (found := self.rounds("call")) else None
+        return self._time_us("call")
 
     @cached_property
     def device_us(self) -> Estimate | None:
-        return statistics.median(found) if (found := self.rounds("device")) else None
+        return self._time_us("device")
 
     @property
     def time_us(self) -> Estimate | None:
@@ -505,10 +535,18 @@ class Case(Record):
         return self.device_us or self.call_us
 
     def over(self, other: Case | None, clock: Clock = "device") -> Estimate | None:
-        """How many times as fast it is as `other`, timed in the same rounds; None if one of them was not timed."""
-        if other is None or other is self or not self.rounds(clock) or not other.rounds(clock):
+        """How many times as fast it is as `other`, timed in the same rounds; None if one of them was not timed.
+
+        Without samples the recorded speedup, or the quotient of the two times.
+        """
+        own, others = self._time_us(clock), other._time_us(clock) if other else None
+        if other is None or other is self or not own or not others:
             return None
-        return statistics.ratio(other.rounds(clock), self.rounds(clock))
+        if self.rounds(clock) and other.rounds(clock):
+            return statistics.ratio(other.rounds(clock), self.rounds(clock))
+        if self.summary and clock in self.summary.over and other.implementation == self.baseline:
+            return self.summary.over[clock]
+        return statistics.quotient(others, own)
 
     def floor_us(self, ceilings: Ceilings | None) -> float | None:
         """The least time in which this GPU can move the bytes and do the arithmetic."""

@@ -39,7 +39,7 @@ class Outcome:
 
 
 def outcome(report: Report) -> Outcome:
-    """Of any kind of report.  In a prefill, refusals fail nothing; in a bench, nothing of other libraries does."""
+    """The result of any kind of report.  Refusals do not fail a prefill, nor other libraries a bench."""
     bench = report.kind == "bench"
     own = [case for case in report.cases if case.kind != "library" or not (case.baseline or bench)]
     calls = [case for case in own if not case.answers]

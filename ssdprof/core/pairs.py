@@ -310,7 +310,7 @@ def _needs(case: Case, report: Report) -> dict[str, str]:
 
 
 def _inputs(case: Case, side: Side) -> str:
-    """Of a bench nothing: its draws have a fixed seed."""
+    """What the inputs came from; empty in a bench, whose draws have a fixed seed."""
     return "" if case.drawn else f"{side.subject}, prompt {case.inputs[:16]}"
 
 
@@ -382,7 +382,7 @@ def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
     assert base is not None
     assert new is not None
     metric = METRICS[SLOWER.get(condition.metric, condition.metric)]
-    if not metric.applies(new):
+    if not metric.applies(new) or not (condition.to_base or new.judged):
         return None
     if not condition.to_base:
         value = _number(metric.of(new, condition.at, report))

@@ -194,7 +194,7 @@ class Report(Record):
         """The case's baseline, or another implementation, in the same place: at exact intermediates and equal states if
         there is such a case, else its first one.  None if that is the case itself.
 
-        Of a bench the fastest case of the other implementation; other libraries have no rival there.
+        In a bench it is the fastest case of the other implementation; other libraries have no rival there.
         """
         name = implementation or case.baseline
         there = self._by_place.get((case.place, name), []) if name else []

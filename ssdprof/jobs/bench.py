@@ -125,7 +125,7 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
         baseline=request.baseline,
         matched_with=request.match_with,
         smallest_difference=request.smallest_difference,
-        kernels=kernels_hash(operator.name) if kernels.names(operator.name) else "",
+        kernels=kernels_hash(operator.name),
         absent=tuple(one.absent for one in request.implementations if one.absent),
     )
     began = time.monotonic()
@@ -189,6 +189,7 @@ class _Cells:
             process=self.writer.process,
             deadline=deadline,
             watcher=self.watcher,
+            oracle_must_fit=True,
         )
         checked = self._checked(cell)
         verdicts = None
@@ -208,6 +209,8 @@ class _Cells:
         entries = self._entries(cell, None if checked == cell else checked.tokens.seqlen)
         for case in comparer.compare(entries, str(cell), verdicts):
             self.writer.case(case)
+        if verdicts:  # later cells find all kernels compiled
+            self._verdicts[checked] = {key: case.changed(first_call=None) for key, case in verdicts.items()}
 
     def _entries(self, cell: Cell, checked: int | None) -> list[Entry]:
         """An entry for each implementation, precision and chunk size; all of a cell are timed together."""

@@ -18,7 +18,7 @@ import torch
 
 from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord
-from ssdprof.core.case import Accuracy, Case, ChunkTrial, FirstCall
+from ssdprof.core.case import Case, ChunkTrial, FirstCall
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.first_run import (
@@ -42,6 +42,7 @@ from ssdprof.progress import Unwatched, Watcher
 
 K = TypeVar("K")
 Verdicts = Mapping[Hashable, Case]  # by `Entry.key`, of the same entries on other inputs
+NOT_TIMED = "interrupted before it was timed"  # stands in a case until it is timed: an end of any kind leaves it
 TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)
 
 
@@ -73,6 +74,7 @@ class Comparer:
     """Compares entries of one call after another.
 
     timer: None: nothing is timed.  process: the name of this one in the samples.
+    oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
     """
 
     timer: Timer | None = None
@@ -80,6 +82,7 @@ class Comparer:
     process: str = ""
     deadline: Deadline = field(default_factory=Deadline)
     watcher: Watcher = field(default_factory=Unwatched)
+    oracle_must_fit: bool = False
 
     def compare(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None = None) -> Iterator[Case]:
         """Every case as soon as it is verified, and again with its samples or with a fault.
@@ -94,15 +97,17 @@ class Comparer:
                 if entry in verified:  # a baseline runs for every batch that needs it
                     continue
                 verified[entry] = one
-                if self.timer is None or len(_alternatives(entry, entries)) == 1:
+                if self.timer is None:
                     yield one.case
+                elif entry.case.chunk_size is None:
+                    yield one.untimed
         if self.timer is None:
             return
         chosen = dict.fromkeys(_alternatives(entry, entries) for entry in entries)
         ready = [self._fastest(each, verified, self.timer) for each in chosen]
         for one in ready:
             if one.case.trials:
-                yield one.case
+                yield one.untimed
         for turns in dict.fromkeys(one.entry.turns for one in ready):
             group = [one for one in ready if one.entry.turns == turns and one.case.result == "passed"]
             if group:
@@ -122,7 +127,7 @@ class Comparer:
         if verdicts is None:
             found = self._accuracies(outputs, label)
         else:
-            found = {entry: _borrowed(verdicts[entry.key], output) for entry, output in outputs.items()}
+            found = {entry: _borrowed(verdicts[entry.key], runs[entry][0], output) for entry, output in outputs.items()}
         return {
             entry: _Verified(
                 entry=entry,
@@ -186,6 +191,8 @@ class Comparer:
             ) as advance:
                 found = compare_with_oracle(inputs, candidates, on_progress=advance)
         except torch.OutOfMemoryError as error:
+            if self.oracle_must_fit:
+                raise
             reason = f"while compared with the oracle: {first_line(error)}"
             return {entry: {"status": "out of memory", "reason": reason} for entry in outputs}
         return {entry: {"accuracy": accuracy} for entry, accuracy in found.items()}
@@ -201,7 +208,7 @@ class Comparer:
         samples = device_times({one: [one.call] for one in passed}, timer, TRIALS) if len(passed) > 1 else {}
         times = {entry: statistics.median(values).value for entry, values in samples.items()}
         best = verified[min(passed, key=lambda entry: times.get(entry, math.inf), default=entries[0])]
-        if len(entries) == 1:
+        if best.case.chunk_size is None:
             return best
         trials = tuple(
             ChunkTrial(
@@ -259,12 +266,20 @@ class _Verified:
     case: Case
     bits: tuple[int, ...] | None
 
+    @property
+    def untimed(self) -> Case:
+        """The case for as long as it is not timed."""
+        return self.case.changed(reason=NOT_TIMED) if self.case.result == "passed" else self.case
 
-def _borrowed(verdict: Case, output: Output) -> dict[str, Any]:
-    """Fields of a case that is not compared: those of the same entry on other inputs."""
+
+def _borrowed(verdict: Case, case: Case, output: Output) -> dict[str, Any]:
+    """Fields of a case that is not compared: those of the same entry on other inputs.
+
+    Of its first calls on both the slower one counts, because the other found its kernels in Triton's cache.
+    """
+    slower = max(verdict.first_call, case.first_call, key=lambda first: first.seconds if first else 0.0)
     finite = all(bool(tensor.isfinite().all()) for tensor in output)
-    accuracy: tuple[Accuracy, ...] = verdict.accuracy
-    return {"accuracy": accuracy} if finite else {"accuracy": accuracy, "nonfinite": True}
+    return {"accuracy": verdict.accuracy, "first_call": slower} | ({} if finite else {"nonfinite": True})
 
 
 def _alternatives(entry: Entry, entries: Iterable[Entry]) -> tuple[Entry, ...]:

@@ -15,7 +15,7 @@ from ssdprof.checkpoint.meta import Mixer, is_attention
 from ssdprof.core.base import PartName
 from ssdprof.core.case import KernelTime, PartTime
 from ssdprof.jobs.substitute import Compute
-from ssdprof.measure.trace import Work, marked
+from ssdprof.measure.trace import GpuWork, marked
 
 _SHOWN = 3  # kernels of a part
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
@@ -48,16 +48,16 @@ def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
         yield
 
 
-def part_times(work: Sequence[Work]) -> tuple[PartTime, ...]:
+def part_times(work: Sequence[GpuWork]) -> tuple[PartTime, ...]:
     """The time of every part; the sum is the time of all work."""
     names: tuple[PartName, ...] = get_args(PartName)
-    by_part: dict[str, list[Work]] = {name: [] for name in names}
+    by_part: dict[str, list[GpuWork]] = {name: [] for name in names}
     for one in work:
         by_part[one.part if one.part in by_part else "rest"].append(one)
     return tuple(_part(name, by_part[name]) for name in names if by_part[name])
 
 
-def _part(name: PartName, work: Sequence[Work]) -> PartTime:
+def _part(name: PartName, work: Sequence[GpuWork]) -> PartTime:
     kernels: dict[str, list[float]] = {}
     for one in work:
         kernels.setdefault(one.name, []).append(one.us)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -53,7 +52,7 @@ from ssdprof.measure.timing import CudaTimer, Timer, record
 from ssdprof.measure.trace import Trace, traced, work
 from ssdprof.operators.dtypes import dtype_name, precision_of
 from ssdprof.operators.implementations import own_precisions
-from ssdprof.progress import Watcher
+from ssdprof.progress import StepClock, Watcher
 from ssdprof.store.reports import Writer, draft, opened
 from ssdprof.store.reports import load as load_report
 
@@ -88,41 +87,6 @@ class PrefillRequest:
     conditions: tuple[Condition, ...] = ()
     out: Path | None = None
     command: tuple[str, ...] = ()
-
-
-class StepClock:
-    """Times the steps of a job, and tracks its budget.
-
-    budget: seconds of wall clock from now on; None: no limit.  on_step: called after every step.
-    now: the clock, in seconds.
-    """
-
-    def __init__(
-        self,
-        budget: float | None = None,
-        on_step: Callable[[StepTime], object] = lambda _: None,
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ends = math.inf if budget is None else now() + budget
-        self._on_step, self.now = on_step, now
-
-    def left(self) -> float:
-        """Remaining seconds of the budget; infinite without one, and 0 when it is spent."""
-        return max(0.0, self._ends - self.now())
-
-    def within(self, what: str) -> StepClock:
-        """The same clock for a part of the job."""
-        part = StepClock(None, lambda step: self._on_step(step.changed(what=f"{what}, {step.what}")), now=self.now)
-        part._ends = self._ends
-        return part
-
-    @contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """Call `on_step` after the block, unless it raises."""
-        began = self.now()
-        yield
-        self._on_step(StepTime(what=what, seconds=round(self.now() - began, 3)))
 
 
 def find(request: CaptureRequest) -> Subject:
@@ -599,9 +563,9 @@ class _Length:
         return max(busy_s, self.clock.now() - began)
 
     def _call_us(self, contender: _Contender) -> float:
-        run = self.prompted.first_token
+        run: Any = self.prompted.first_token  # its result, unlike that of a kernel, is one tensor
         with self.prompted.running(contender):
-            return blaming(self.timer.device, contender.label, partial(self.timer.call_us, run))  # type: ignore[arg-type]
+            return blaming(self.timer.device, contender.label, partial(self.timer.call_us, run))
 
 
 def sampling_plan(round_s: float, seconds: float, smallest_difference: float) -> SamplingPlan:

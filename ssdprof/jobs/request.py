@@ -20,7 +20,7 @@ STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class Compared:
     """What is compared in a call.  precisions: empty: the requested ones."""
 
     implementations: tuple[str, ...]
@@ -29,7 +29,7 @@ class Steps:
 
 
 # A step is computed in fp32 throughout, whatever the precision of the prompt.
-STEPS = Steps(implementations=("unfused_step", "recurrent"), precisions=(EXACT_FP32,), baseline="unfused_step")
+STEPS = Compared(implementations=("unfused_step", "recurrent"), precisions=(EXACT_FP32,), baseline="unfused_step")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from ssdprof.jobs.answers import compare_answers
 from ssdprof.jobs.compare import Comparer, Entry, wanted_pairs
 from ssdprof.jobs.model import OnLayer, load, run_model, store_in
 from ssdprof.jobs.plan import refuse_sharding, stored_dims
-from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, CaptureRequest, OutputOptions, ReplayRequest, Steps
+from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, CaptureRequest, Compared, OutputOptions, ReplayRequest
 from ssdprof.jobs.subject import Stored, Subject, find_to_replay, refuse_larger
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
@@ -290,11 +290,11 @@ def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
     return stop - start
 
 
-def steps_of(replay: ReplayRequest, call: CallRef | None) -> Steps:
+def steps_of(replay: ReplayRequest, call: CallRef | None) -> Compared:
     """What is compared in a call: decode steps have implementations of their own."""
     if call is not None and call.kind == "decode":
         return STEPS
-    return Steps(implementations=replay.implementations, precisions=(), baseline=replay.baseline)
+    return Compared(implementations=replay.implementations, precisions=(), baseline=replay.baseline)
 
 
 @contextmanager

@@ -164,7 +164,7 @@ class _TensorSums(Generic[K]):
         )
 
     def _budget_use(self, key: K, eps: torch.Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
-        """Of the head that uses most of its budget.  None without a budget: the exact output is not finite."""
+        """Errors of the head that uses most of its budget.  None without a budget: the exact output is not finite."""
         deviation, high = self._from_oracle[key], self._floor.other
         low = self._low[self._candidates[key].precision]
 

@@ -27,7 +27,7 @@ Trace = list[Mapping[str, Any]]  # events as in the Chrome trace format, times i
 
 
 @dataclass(frozen=True)
-class Work:
+class GpuWork:
     """A kernel, copy or fill on the GPU.  part: None if no mark was open at its launch."""
 
     part: str | None
@@ -52,7 +52,7 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace:
     return events
 
 
-def work(trace: Trace) -> list[Work]:
+def work(trace: Trace) -> list[GpuWork]:
     """All work on the GPU, in the trace's order."""
     parts = {thread: _Timeline(marks) for thread, marks in _marks(trace).items()}
     launched = {
@@ -66,7 +66,7 @@ def work(trace: Trace) -> list[Work]:
             launch = launched.get(event.get("args", {}).get("correlation"))
             timeline = parts.get(launch["tid"]) if launch else None
             part = timeline.at(launch["ts"]) if launch and timeline else None
-            found.append(Work(part=part, name=event["name"], us=float(event["dur"])))
+            found.append(GpuWork(part=part, name=event["name"], us=float(event["dur"])))
     return found
 
 

@@ -8,15 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ssdprof.operators.lazy import LazyModule
+import torch
+
 from ssdprof.operators.operator import Gate, Span
 
 if TYPE_CHECKING:
-    import torch
-
     from ssdprof.kernels.precision import Precision
-else:
-    torch = LazyModule("torch")
 
 G = TypeVar("G", bound=Gate)
 _LOG2_E = math.log2(math.e)

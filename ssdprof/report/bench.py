@@ -301,7 +301,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         environment_versions(report.environment.packages | {"ssdprof": report.ssdprof_version} | libraries),
     )
     yield "not compared", "; ".join(reason.rstrip(".") for reason in report.absent)
-    yield "kernels", report.kernels and f"sources of sha256 {report.kernels[:12]}"
+    yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"
     if checked := sorted({case.drawn.checked for case in report.cases if case.drawn and case.drawn.checked}):
         lengths = fmt.words(f"{length:,}" for length in checked)
         yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"

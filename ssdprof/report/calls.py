@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -221,6 +222,10 @@ def _comparisons(
         yield f"{group.baseline} against fp64", errors, limit
 
 
+def _match(pooled: Pooled, *, tolerance: float) -> str:
+    return fmt.percent(pooled.match_pct(tolerance))
+
+
 def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, worst: str) -> list[tuple[str, ...]]:
     """worst: ", worst layer" or ", worst call"; empty if there is only one."""
 
@@ -228,10 +233,7 @@ def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, worst: str) -
         return (label, *(cell(one) if one else fmt.MISSING for one in pooled), cell(beside) if beside else "")
 
     return [
-        *(
-            row(f"match @ atol,rtol={fmt.tolerance(t)}", lambda one, t=t: fmt.percent(one.match_pct(t)))  # type: ignore[misc]
-            for t in TOLERANCES
-        ),
+        *(row(f"match @ atol,rtol={fmt.tolerance(t)}", partial(_match, tolerance=t)) for t in TOLERANCES),
         row(f"rms error{worst}", lambda one: fmt.small(one.rms_ratio)),
         row(f"largest error{worst}", lambda one: fmt.small(one.largest.max_abs)),
         row(f"largest value{worst.replace('worst', 'same')}", lambda one: fmt.small(one.largest.scale_max_abs)),

@@ -53,7 +53,7 @@ def subject(report: Report) -> str:
 
 
 def rows(report: Report) -> tuple[Case, ...]:
-    """Of a model's answers only those that are judged."""
+    """All cases, but of a model's answers only those that are judged."""
     return tuple(case for case in report.cases if not case.answers or case.judged)
 
 
@@ -190,7 +190,7 @@ def _prefill(report: Report, case: Case) -> Row:
 
 
 def _answers(case: Case) -> Row:
-    """Of all positions."""
+    """The answers at all positions."""
     band = _band(case)
     interval = band and band.perplexity_interval_pct
     return {

@@ -95,7 +95,7 @@ def _throttled(clocks: Clocks | None) -> Iterator[str]:
 
 def _of_calls(report: Report) -> Iterator[str]:
     cases = report.of_calls
-    timed = any(case.samples for case in cases)
+    timed = any(case.time_us for case in cases)
     if report.model and report.model.source == "demo" and timed:
         yield "The built-in demo model is too small to fill a GPU: its times do not represent a real model's."
     yield from _of_libraries(cases)

@@ -201,7 +201,7 @@ def prefill_times(report: Report) -> Table | None:
         return report.predicted(case) if report.speedup(case) else None
 
     def share(case: Case) -> float | None:
-        """Of the operators in the call, in percent, from the device time of one layer alone."""
+        """The share of the operators in the call, in percent, from the device time of one layer alone."""
         found = _prefill(case)
         if found.alone_us is None or case.call_us is None:
             return None

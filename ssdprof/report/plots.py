@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
 from ssdprof.core.case import Case
@@ -17,6 +12,9 @@ from ssdprof.core.report import Report
 from ssdprof.core.stalls import KernelStalls, StallReport
 from ssdprof.report.groups import Against, Group, Series, TotalSpeed, deviation, layer_of
 from ssdprof.report.stalls import StageShare, kernel_groups
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # readable on white and on black, and, as far as nine colours can be, distinct without colour vision
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933", "#bbbbbb")
@@ -31,7 +29,7 @@ _SETTINGS: dict[Any, Any] = {
 _PLACES = {"packed": "packed sequences", "chunk": "chunk"}  # of positions
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
-Paint = Callable[[Axes], None]
+Paint = Callable[["Axes"], None]
 
 
 def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> str:
@@ -39,6 +37,11 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
 
     size: width and height in inches.  legend: columns of the legend below the axes; 0: none.
     """
+    # late: it takes most of a second, and few commands draw
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context(_SETTINGS):
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()

@@ -196,7 +196,7 @@ def statements(report: Report) -> tuple[Statement, ...]:
 def nothing_timed(report: Report) -> str:
     """The reason why there are no times; empty if there are."""
     cases = report.of_calls
-    if not cases or any(case.samples for case in cases):
+    if not cases or any(case.time_us for case in cases):
         return ""
     if report.environment.gpu is not None:
         return "nothing was timed in this run."

@@ -35,7 +35,7 @@ def compose(report: TuneReport) -> Document:
 
 
 def candidates(searches: Iterable[PlannedSearch]) -> Table:
-    """Of a dry run."""
+    """The table of a dry run."""
     found = table(
         "Candidates, by what they change in the committed configuration",
         (

@@ -53,9 +53,13 @@ class Ranks:
         found: str = self.store.get(key).decode()
         return found
 
+    def alive(self, rank: int) -> bool:
+        """Whether the rank's process runs; one that has not yet joined lives."""
+        return not self.store.check([f"{rank}/process"]) or _runs(int(self.store.get(f"{rank}/process")))
+
     def require_alive(self, rank: int) -> None:
-        """MissingCapabilityError, with its name, if the rank's process has died; one that has not yet joined lives."""
-        if self.store.check([f"{rank}/process"]) and not _runs(int(self.store.get(f"{rank}/process"))):
+        """MissingCapabilityError, with its name, if the rank's process has died."""
+        if not self.alive(rank):
             raise self.gone(rank)
 
     def gone(self, rank: int) -> MissingCapabilityError:

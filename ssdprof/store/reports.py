@@ -141,11 +141,11 @@ def check_folder(out: Path | None) -> None:
 
 @contextmanager
 def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | None = None) -> Iterator[Writer]:
-    """Keep a report while the context is open; its files are removed if no case was written into them.
+    """Keep a report while the context is open.
 
     out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the first one makes the
     folder, and waits at the end for the others.
-    After an exception what was done stays, and the user is told where it is.
+    After an exception what was done stays, and the user is told where it is; without a case the files are removed.
 
     Raises BadInputError if `out` has a report, or another process is writing into it; MissingCapabilityError if it
     cannot be written, or if a rank died.
@@ -178,7 +178,11 @@ def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | No
                 _wait(path, ranks)
         except BaseException as error:
             with uninterrupted():
-                kept = _ended(writer, error, made) if first else _ended(writer, error)
+                # torchrun interrupts the other ranks after one has died
+                died = ranks.gone(FIRST) if ranks and not ranks.alive(FIRST) else None
+                kept = _ended(writer, died or error, made) if first else _ended(writer, died or error)
+            if died:
+                raise died from None
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(kept) from None
             if writer.begun:

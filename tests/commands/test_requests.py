@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from ssdprof.commands import requests
-from ssdprof.commands.options import Answers, Bench, Prefill, Run, ServedModel, Tune
+from ssdprof.commands.options import (
+    AnswersOptions,
+    BenchOptions,
+    PrefillOptions,
+    RunOptions,
+    ServedModelOptions,
+    TuneOptions,
+)
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.conditions import of_options
 from ssdprof.errors import BadInputError
@@ -26,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 def test_the_request_of_a_model() -> None:
-    options = ServedModel(
+    options = ServedModelOptions(
         model="demo",
         seq="1k,2k",
         layers="first:2",
@@ -45,12 +52,12 @@ def test_the_request_of_a_model() -> None:
         segment_length=1024,
         placement="cpu-offload",
     )
-    chunked = requests.on_model(ServedModel(model="demo", chunked_prefill="8k"))
+    chunked = requests.on_model(ServedModelOptions(model="demo", chunked_prefill="8k"))
     assert chunked.prompt.serving == ServingRequest(chunk=8192)
 
 
 def test_the_request_of_a_replay() -> None:
-    options = Run(
+    options = RunOptions(
         model="demo",
         tensor_parallel=2,
         dtypes="relaxed",
@@ -77,7 +84,7 @@ def test_the_request_of_a_replay() -> None:
 
 
 def test_the_request_of_answers() -> None:
-    options = Answers(
+    options = AnswersOptions(
         model="demo",
         dtypes="exact",
         states="fp32",
@@ -106,7 +113,7 @@ def test_the_request_of_answers() -> None:
 
 def test_the_cells_and_names_of_a_bench() -> None:
     asked = requests.bench(
-        Bench(
+        BenchOptions(
             operator="ssd",
             shape="4x16x16x1",
             seq="1k,4k",
@@ -138,10 +145,10 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
     file.write_text(
         "[gates]\nmin-speedup = 1.5\nmax-rms-ratio = 3\nmin-match = {0 = 50}\n[prefill]\nmin-speedup = 1.1\n"
     )
-    found = requests.bench(Bench(operator="ssd", min_speedup=2, min_match=["1e-3:99"], config=file)).conditions
+    found = requests.bench(BenchOptions(operator="ssd", min_speedup=2, min_match=["1e-3:99"], config=file)).conditions
     assert found == of_options(min_speedup=2, min_match=["1e-3:99"], max_rms_ratio=3)
-    assert requests.prefill(Prefill(model="demo", config=file))[3] == of_options(min_speedup=1.1)
-    given = requests.prefill(Prefill(model="demo", config=file, gate=["speedup:1.2"]))[3]
+    assert requests.prefill(PrefillOptions(model="demo", config=file))[3] == of_options(min_speedup=1.1)
+    given = requests.prefill(PrefillOptions(model="demo", config=file, gate=["speedup:1.2"]))[3]
     assert given == of_options(gates=["speedup:1.2"])
 
 
@@ -159,18 +166,18 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
 )
 def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInputError, match=words):
-        requests.run(Run(model="demo", **options))
+        requests.run(RunOptions(model="demo", **options))
 
 
 def test_stalls_go_with_a_batch() -> None:
-    assert requests.run(Run(model="demo", stalls=True, batch=2))[0].prompt.serving.batch == 2
+    assert requests.run(RunOptions(model="demo", stalls=True, batch=2))[0].prompt.serving.batch == 2
 
 
 def test_captured_inputs_of_tune_have_their_own_shape() -> None:
-    cells, lengths = requests.tune(Tune(operator="gdn"))
+    cells, lengths = requests.tune(TuneOptions(operator="gdn"))
     assert [cell.tokens.seqlen for cell in cells] == [1024, 8192, 65536]
     assert lengths is None
-    stored = Tune(operator="gdn", where="captures", seq="1k")
+    stored = TuneOptions(operator="gdn", where="captures", seq="1k")
     assert requests.tune(stored) == ((), (1024,))
     with pytest.raises(BadInputError, match="have their own shape"):
         requests.tune(replace(stored, batch="2"))

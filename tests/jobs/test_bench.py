@@ -17,9 +17,13 @@ from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.jobs import bench as job
+from ssdprof.jobs import compare
 from ssdprof.jobs.bench import BenchRequest, bench, sampling_seconds
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure import isolate
 from ssdprof.operators.gdn import GDNShape
 from ssdprof.operators.generate import Cell, Tokens
@@ -122,10 +126,12 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    """Also the memory of the oracle alone."""
+
+    def full(*_args: object, **_kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
-    monkeypatch.setattr(job._Cells, "_measure", full)
+    monkeypatch.setattr(compare, "compare_with_oracle", full)
     report = benched(*cells(36))
     assert (report.cases, report.missing) == ((), ())
     assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]
@@ -215,6 +221,32 @@ def test_the_bundled_kernels_pass_on_packed_views() -> None:
     assert {case.result for case in report.cases} == {"passed"}, [case.why for case in report.cases]
 
 
+def shape_of(operator: str) -> Any:
+    gdn = GDNShape(name="tiny", key_heads=1, value_heads=2, key_dim=16, value_dim=16)
+    return CELL.shape if operator == "ssd" else gdn
+
+
+def library(operator: str) -> Implementation:
+    """Another library, which computes the recurrence in 65 us."""
+
+    def run(inputs: Any, _precision: Any) -> Any:
+        RAN.append(("library", 65.0))
+        exact = ssd_recurrence(inputs) if operator == "ssd" else gdn_recurrence(inputs)
+        kind = inputs.x.dtype if operator == "ssd" else inputs.v.dtype
+        return type(exact)(exact.out.to(kind), exact.final_states.float())
+
+    plan = Plan(variant="triton", launches=1)
+    return Implementation(
+        operator=operator,
+        name="library",
+        run=run,
+        plan=lambda *_: plan,
+        kind="library",
+        version="9.9",
+        precisions=lambda _dtype: (EXACT_FP32,),
+    )
+
+
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
 def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_token_takes_part(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -222,19 +254,39 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     for one, cost in (("unfused", 300.0), ("fused", 100.0), ("recurrent", 50.0)):
         monkeypatch.setitem(registry._implementations, (name, one), noting(one, cost, name))
     operator = operators.get(name)
-    gdn = GDNShape(name="tiny", key_heads=1, value_heads=2, key_dim=16, value_dim=16)
-    shape: Any = CELL.shape if name == "ssd" else gdn
-    short, longer = (replace(CELL, shape=shape, tokens=Tokens(sequences=3, seqlen=seqlen)) for seqlen in (1, 33))
+    short, longer = (
+        replace(CELL, shape=shape_of(name), tokens=Tokens(sequences=3, seqlen=seqlen)) for seqlen in (1, 33)
+    )
     inputs: Any = operator.generated.draw(short, torch.device("cpu"))
     states = inputs.initial_states if name == "ssd" else inputs.initial_state
     assert states.abs().sum() > 0, "a step begins with a state"
-    report = benched(short, longer, operator=operator)
+    of = (library(name), *(resolve(operator, one) for one in ("unfused", "fused")))
+    report = benched(short, longer, operator=operator, implementations=of, baseline="library")
     assert report.kernels == kernels_hash(name)
     assert {case.result for case in report.cases} == {"passed"}, [case.why for case in report.cases]
-    assert [case.implementation for case in report.cases] == ["unfused", "fused", "recurrent", "unfused", "fused"]
-    over = report.speedup(report.cases[2])
+    assert [case.implementation for case in report.cases] == [
+        "library", "unfused", "fused", "recurrent", "library", "unfused", "fused",
+    ]  # fmt: skip
+    theirs, _, fused, by_token = report.cases[:4]
+    assert (theirs.version, fused.variant) == ("9.9", "recurrent"), "fused takes that kernel too"
+    for other, ratio in (("", 65 / 50), ("unfused", 6)):
+        over = report.speedup(by_token, over=other)
+        assert over is not None
+        assert over.value == pytest.approx(ratio)
+    assert report.speedup(theirs) is None
+
+
+def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = operators.get("gdn")
+    for one, cost in (("unfused", 300.0), ("fused_portable", 150.0)):
+        monkeypatch.setitem(registry._implementations, ("gdn", one), noting(one, cost, "gdn"))
+    cell = replace(CELL, shape=shape_of("gdn"), drawn=("normalised", "quarter-ungated"))
+    report = benched(cell, names=("unfused", "fused_portable"), operator=operator)
+    assert results(report) == [("unfused", "passed"), ("fused_portable", "passed")]
+    assert all(case.drawn and case.drawn.ways == cell.drawn for case in report.cases)
+    over = report.speedup(report.cases[1])
     assert over is not None
-    assert over.value == 6
+    assert over.value == 2
 
 
 def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:

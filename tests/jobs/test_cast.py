@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from ssdprof.capture.store import token_major
 from ssdprof.cli import app
-from ssdprof.operators.tensors import tensors
-from ssdprof.jobs.run import cast_inputs
 from ssdprof.core.pairs import compare
 from ssdprof.core.subject import Cast
+from ssdprof.jobs.run import cast_inputs
+from ssdprof.operators.tensors import tensors
 from ssdprof.store.reports import load
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -12,7 +12,7 @@ import torch
 from fakes import QUICK, RAN, FakeTimer, compared, entries, inputs, noisy, right
 
 from ssdprof.core.base import PrecisionRecord, precisions_for
-from ssdprof.core.case import Case
+from ssdprof.core.case import Case, FirstCall
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, device_times, wanted_pairs
@@ -97,6 +97,8 @@ def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.Monk
     assert {(case.result, case.why) for case in found.values()} == {
         ("out of memory", "while compared with the oracle: tried to allocate 4 GiB")
     }
+    with pytest.raises(torch.OutOfMemoryError):
+        compared(entries("a"), timer=FakeTimer(), oracle_must_fit=True)
 
 
 def test_nan_weights_fail_every_case_and_are_told_from_a_kernel_that_fails() -> None:
@@ -258,6 +260,9 @@ def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast() -> None:
     assert [(trial.result, trial.device_us) for trial in case.trials] == [("inaccurate", None), ("passed", None)]
     assert case.trials[0].reason
     assert (case.chunk_size, case.device_us) == (256, (256,) * 3)
+    (alone,) = compared(entries("alone", chunk_sizes=(128,)), timer=FakeTimer()).values()
+    assert [(trial.chunk_size, trial.device_us) for trial in alone.trials] == [(128, None)]
+    assert alone.samples
     (wrong,) = compared(entries("w", chunk_sizes=(128, 256), spoil=noisy(0.5)), timer=FakeTimer()).values()
     assert (wrong.chunk_size, wrong.result, len(wrong.trials)) == (128, "inaccurate", 2)
 
@@ -380,6 +385,13 @@ def test_verdicts_of_other_inputs_do_not_cover_what_is_not_finite() -> None:
     assert cases["good"].accuracy == right_ones[made[0].key].accuracy
 
 
+def test_of_the_first_calls_on_both_inputs_the_slower_one_is_told() -> None:
+    (entry,) = entries("a")
+    verdict = compared([entry])["a"].changed(first_call=FirstCall(seconds=3, compiled={"kernel": 2.5}))
+    (case,) = Comparer().compare([entry], "x", {entry.key: verdict})
+    assert case.first_call == verdict.first_call
+
+
 # --- first calls
 
 
@@ -416,9 +428,12 @@ def test_an_interruption_of_timing_keeps_the_errors_and_the_times_before() -> No
     seen: list[Case] = []
     with pytest.raises(KeyboardInterrupt):
         compared(entries("a", turns=1), entries("b", turns=2), timer=FakeTimer(stop_at=8), seen=seen)
-    assert [(case.implementation, bool(case.accuracy), bool(case.samples)) for case in seen] == [
-        ("a", True, False), ("b", True, False), ("a", True, True),
+    untimed = "interrupted before it was timed"
+    assert [(case.implementation, bool(case.accuracy), bool(case.samples), case.reason) for case in seen] == [
+        ("a", True, False, untimed), ("b", True, False, untimed), ("a", True, True, ""),
     ]  # fmt: skip
+    compared(entries("c", chunk_sizes=(16, 32)), entries("wrong", spoil=noisy(0.5)), timer=FakeTimer(), seen=seen)
+    assert [(case.implementation, case.reason) for case in seen[3:]] == [("wrong", ""), ("c", untimed), ("c", "")]
 
 
 # --- who is compared with whom

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from ssdprof.jobs.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_tokens
-from ssdprof.jobs.grid import parse_shapes
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.ssd import GENERATOR, draw
-from ssdprof.operators.ssd import SHAPES, SSDShape
+from ssdprof.operators.ssd import GENERATOR, SHAPES, SSDShape, draw
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ import pytest
 import torch
 import transformers as tf
 
+from ssdprof.core.base import PlacementKind
+from ssdprof.core.words import size_words
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits, placement
 from ssdprof.jobs.placement import choose
 from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
 from ssdprof.jobs.subject import find
-from ssdprof.core.words import size_words
-from ssdprof.core.base import PlacementKind
 
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 LAYERS = 4

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from ssdprof.core.subject import LayerRef
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
-from ssdprof.core.subject import LayerRef
 
 GB = 10**9
 

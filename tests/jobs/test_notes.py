@@ -6,8 +6,8 @@ import pytest
 from cases import checkpoint as make_checkpoint
 from cases import prompt as make_prompt
 
-from ssdprof.jobs.notes import notes
 from ssdprof.core.subject import Serving
+from ssdprof.jobs.notes import notes
 
 
 @pytest.mark.parametrize(

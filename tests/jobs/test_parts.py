@@ -8,11 +8,10 @@ from prefill_fakes import cpu_trace
 
 from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import find_mixers
-
-from ssdprof.measure.trace import Work, work
+from ssdprof.core.base import EXACT_FP32
 from ssdprof.jobs.parts import _modules, marking, part_times, parts_marked
 from ssdprof.jobs.substitute import implemented, substituted
-from ssdprof.core.base import EXACT_FP32
+from ssdprof.measure.trace import GpuWork, work
 
 
 def names(model_name: str) -> dict[str, list[str]]:
@@ -76,11 +75,11 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
 
 def test_parts_add_up_to_the_whole() -> None:
     some = [
-        Work("operator", "a", 5.0),
-        Work("operator", "a", 2.0),
-        Work("MLP", "b", 1.0),
-        Work(None, "c", 0.5),
-        Work("of another tool", "d", 0.25),
+        GpuWork("operator", "a", 5.0),
+        GpuWork("operator", "a", 2.0),
+        GpuWork("MLP", "b", 1.0),
+        GpuWork(None, "c", 0.5),
+        GpuWork("of another tool", "d", 0.25),
     ]
     found = part_times(some)
     assert [(part.name, part.gpu_us, part.launches) for part in found] == [
@@ -93,6 +92,6 @@ def test_parts_add_up_to_the_whole() -> None:
 
 
 def test_only_the_kernels_that_take_longest_are_named() -> None:
-    (part,) = part_times([Work("MLP", f"kernel {number}", float(number)) for number in range(10)])
+    (part,) = part_times([GpuWork("MLP", f"kernel {number}", float(number)) for number in range(10)])
     assert [kernel.name for kernel in part.kernels] == ["kernel 9", "kernel 8", "kernel 7"]
     assert part.gpu_us == 45

@@ -22,21 +22,19 @@ from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import LiveBytes, predict_memory
 from ssdprof.checkpoint.load import REWRITTEN
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.environment import memory as memory_of
+from ssdprof.core.base import PlacementKind
+from ssdprof.core.subject import Held, Placement, Serving
+from ssdprof.core.words import placement_words
+from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.operators.tensors import tensors
 from ssdprof.jobs import limits, model, placement
 from ssdprof.jobs.dry_run import check_start, plan
 from ssdprof.jobs.model import load, run_model
 from ssdprof.jobs.placement import Placed, choose, priced
 from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.jobs.subject import Subject
-from ssdprof.jobs.subject import find
+from ssdprof.jobs.subject import Subject, find
+from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Unwatched
-from ssdprof.core.words import placement_words
-from ssdprof.core.subject import Serving
-from ssdprof.core.base import PlacementKind
-from ssdprof.core.subject import Held, Placement
 
 GB = 10**9
 INPUTS = 2**20  # more than twice the captured inputs of a layer
@@ -84,7 +82,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0) if gpus else torch.device("cpu"))
     monkeypatch.setattr(limits, "free_bytes", lambda: gpus[0] if gpus else host)
     monkeypatch.setattr(placement, "free_memory", lambda device: gpus[device.index])
-    monkeypatch.setattr(memory_of, "_available", lambda: host)
+    monkeypatch.setattr(machine, "_available", lambda: host)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
 
 

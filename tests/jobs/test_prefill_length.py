@@ -21,10 +21,11 @@ from ssdprof.core.base import EXACT_FP32, KernelOrigin
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report, StepTime
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.prefill import PromptedModel, StepClock, _Contender, _Length, sampling_plan
+from ssdprof.jobs.prefill import PromptedModel, _Contender, _Length, sampling_plan
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.trace import Trace
+from ssdprof.progress import StepClock
 from ssdprof.store.reports import Writer, draft
 
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}

@@ -8,9 +8,9 @@ import torch
 
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.base import EXACT_FP32
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.substitute import implemented, substituted
-from ssdprof.core.base import EXACT_FP32
 
 LENGTH = 40  # more than a chunk
 

@@ -14,7 +14,7 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure import accuracy
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
 from ssdprof.operators.operator import Span
-from ssdprof.operators.ssd import RoundedSSD, SSDGate
+from ssdprof.operators.ssd_rounding import RoundedSSD, SSDGate
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssdprof.measure.trace import Trace, Work, marked, traced, work
+from ssdprof.measure.trace import GpuWork, Trace, marked, traced, work
 
 
 def mark(part: str, begin: float, end: float, tid: int = 1) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_copies_fills_and_kernels_without_a_launch_are_not_lost() -> None:
     ]
     bare = {"ph": "X", "cat": "kernel", "name": "bare", "ts": 5.0, "dur": 4.0, "tid": 7}
     found = work([mark("mixer", 0, 100), *memory, bare])
-    assert found == [Work(None, "gpu_memcpy", 1.0), Work(None, "gpu_memset", 1.0), Work(None, "bare", 4.0)]
+    assert found == [GpuWork(None, "gpu_memcpy", 1.0), GpuWork(None, "gpu_memset", 1.0), GpuWork(None, "bare", 4.0)]
 
 
 def test_without_a_gpus_work_there_is_none() -> None:

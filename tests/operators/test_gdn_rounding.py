@@ -11,7 +11,7 @@ from ssdprof.kernels.gdn.hopper.rings import CHUNK
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
-from ssdprof.operators.gdn import GDNGate, RoundedGDN
+from ssdprof.operators.gdn_rounding import GDNGate, RoundedGDN
 from ssdprof.operators.operator import Span
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -9,7 +9,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.operator import Span
-from ssdprof.operators.ssd import RoundedSSD, SSDGate
+from ssdprof.operators.ssd_rounding import RoundedSSD, SSDGate
 
 MakeInputs = Callable[..., SSDInputs]
 

@@ -8,23 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import CEILINGS, HOPPER, RAN, CudaFakeBench, UnreadClocks
+from command_line import Answer
+from fakes import RAN, pretend_gpu
 from operators import toy
-from ssdprof.schema import CheckpointRef, LayerRef, Prompt
-from ssdprof.schema.outcome import outcome
-from typer.testing import CliRunner
 
 from ssdprof import operators
 from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.capture.store import load as load_captures
-from ssdprof.cli import app
-from ssdprof.commands.stored import runs
+from ssdprof.core.outcome import outcome
+from ssdprof.core.subject import CheckpointRef, LayerRef, Prompt
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.model import load
-from ssdprof.jobs.run import run as bench_run
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import assert_passes
+from ssdprof.store.reports import load
 
 SEQLEN = 40
 LAYERS = tuple(LayerRef(index=i, name=f"layers.{i}.mixer", operator="toy") for i in (0, 3))
@@ -57,9 +54,9 @@ def captures() -> Path:
 
 
 def ssdprof(*words: str) -> str:
-    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    answer = Answer(*words)
+    assert answer.code == 0, answer.err
+    return answer.out
 
 
 def test_from_stored_captures_to_reports(captures: Path) -> None:
@@ -69,10 +66,10 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
 
     shown = ssdprof("run", str(captures), "--out", "run", "--states", "all")
     assert "toy" in shown
-    _, report = runs.read("run")
+    report = load("run")[1]
     assert outcome(report).passed
     assert len(report.cases) == len(LAYERS) * 2 * 6
-    assert {case.status for case in report.cases} == {"passed"}
+    assert {case.result for case in report.cases} == {"passed"}
     case = report.cases[0]
     assert [tensor.tensor for tensor in case.accuracy] == ["out", "final_states"]
     assert str(case.dims) == "2 heads x 8, bf16"
@@ -93,13 +90,12 @@ def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch: pyte
 
     right = registry.get("toy", "fused")
     monkeypatch.setitem(registry._implementations, ("toy", "fused"), replace(right, run=wrong))
-    result = CliRunner().invoke(app, ["run", str(captures), "--out", "run"], prog_name="ssdprof")
-    assert result.exit_code == 1
-    _, report = runs.read("run")
+    assert Answer("run", str(captures), "--out", "run").code == 1
+    report = load("run")[1]
     (out, states) = next(case for case in report.cases if case.implementation == "fused").accuracy
-    assert not out.passed
+    assert out.reason
     assert out.vs_oracle.worst_position == (1, 20, 1, 3)
-    assert states.passed
+    assert not states.reason
 
 
 def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,25 +107,18 @@ def test_it_is_benched(monkeypatch: pytest.MonkeyPatch) -> None:
 
         plain = registry.get("toy", name)
         monkeypatch.setitem(registry._implementations, ("toy", name), replace(plain, run=noted))
-    for module in (bench_run, "ssdprof.environment.present"):
-        target = f"{module}.require_gpu" if isinstance(module, str) else None
-        if target:
-            monkeypatch.setattr(target, lambda *_: torch.device("cpu"))
-        else:
-            monkeypatch.setattr(module, "require_gpu", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(bench_run, "measure_ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr(bench_run, "CudaBench", CudaFakeBench)
-    monkeypatch.setattr(bench_run, "ClockWatch", UnreadClocks)
-    monkeypatch.setattr(bench_run.Limits, "of", lambda _: HOPPER)
-    report = load(ssdprof("bench", "toy", "--shape", "toy-1b,3x16", "--seq", "40", "--json"))
-    assert report.operator == "toy"
-    assert [(cell.shape, cell.sizes) for cell in report.cells] == [("toy-1b", "2x8"), ("3x16", "3x16")]
-    for cell in report.cells:
-        unfused, fused = cell.cases
-        assert unfused.status == fused.status == "passed"
-        over = fused.over("unfused")
+    pretend_gpu(monkeypatch)
+    ssdprof("bench", "toy", "--shape", "toy-1b,3x16", "--seq", "40", "--out", "cells")
+    report = load("cells")[1]
+    assert (report.kind, report.subject) == ("bench", "toy")
+    assert [(case.drawn and (case.drawn.shape, case.drawn.shape_words), case.result) for case in report.cases] == [
+        (("toy-1b", "2x8"), "passed"), (("toy-1b", "2x8"), "passed"),
+        (("3x16", "3x16"), "passed"), (("3x16", "3x16"), "passed"),
+    ]  # fmt: skip
+    for fused in report.cases[1::2]:
+        over = report.speedup(fused)
         assert over is not None
-        assert over.device_ratio == pytest.approx(3.0)
+        assert over.value == pytest.approx(3.0)
 
 
 def test_the_comparator_knows_it_by_its_inputs() -> None:
@@ -141,9 +130,9 @@ def test_the_comparator_knows_it_by_its_inputs() -> None:
 
 def test_what_is_not_there_yet_is_refused_in_a_sentence(captures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._implementations, ("toy", "unfused"))
-    result = CliRunner().invoke(app, ["run", str(captures)], prog_name="ssdprof")
-    assert result.exit_code == 2
-    assert "no 'unfused' implementation of toy" in " ".join(result.stderr.split())
+    answer = Answer("run", str(captures))
+    assert answer.code == 2
+    assert "no 'unfused' implementation of toy" in answer.err
     with pytest.raises(BadInputError, match="There is no operator 'tay'"):
         operators.get("tay")
     with pytest.raises(ValueError, match="registered already"):

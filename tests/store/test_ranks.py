@@ -149,6 +149,23 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ra
     assert (kept().complete, indices(kept())) == (False, [0, 1])
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_other_ranks_name_a_first_rank_that_died(two: tuple[Ranks, Ranks], error: type[BaseException]) -> None:
+    """torchrun interrupts them then."""
+    Path("run").mkdir()
+    Path("run/run.json").write_text(header(ranks=2).model_dump_json())
+    two[0].tell("folder", "run")
+    with (  # noqa: PT012
+        pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died before its share was done\."),
+        opened(None, header(), Unwatched(), two[1]) as writer,
+    ):
+        writer.case(MADE[1])
+        two[1].store.set("0/process", dead_process())
+        raise error
+    assert indices(kept()) == [1]
+    assert [line.ended for line in kept().processes] == ["Rank 0 of 2 died before its share was done"]
+
+
 def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, Ranks]) -> None:
     two[0].store.set("1/process", dead_process())
     with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from inspect import getclosurevars
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -12,20 +13,22 @@ import pytest
 import torch
 import triton
 from fakes import CELL
+from torch.nn import functional as F
 from triton.runtime import Autotuner, _async_compile
 
-# TODO ssdprof.bench.contenders: line_up
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels.adapters import offsets
-from ssdprof.kernels.adapters.tuning import Tunings
+from ssdprof.jobs.bench import BenchRequest
+from ssdprof.kernels.adapters import Tunings, span
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import UnsupportedError
-from ssdprof.kernels.ssd.adapters import mamba_ssm, published
+from ssdprof.kernels.registry import Implementation, UnsupportedError
+from ssdprof.kernels.ssd.adapters import load_mamba_ssm, load_published, published_version
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.operators.implementations import resolve
+from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators.generate import Cell
+from ssdprof.operators.implementations import own_precisions, required, resolve
 from ssdprof.operators.ssd import CHUNK_SIZES
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.schema import EXACT_FP32
 
 SOFTPLUS = "mamba_ssm.ops.triton.softplus"
 
@@ -58,18 +61,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
 
 def test_mamba_ssm_is_called_as_its_users_call_it(calls: list[Any]) -> None:
     peer = resolve(SSD, "mamba_ssm")
-    assert (peer.name, peer.source) == ("mamba_ssm", "9.9")
+    assert (peer.name, peer.version) == ("mamba_ssm", "9.9")
     own = {"D": torch.ones(2), "z": None, "dt_bias": torch.ones(2), "initial_states": None}
     own |= {"dt_softplus": True, "dt_limit": (0.0, 1.0)}
     given = inputs(**own)
-    out, states = peer.present.run(given, Precision(state_dtype=torch.bfloat16))
+    out, states = peer.run(given, Precision(state_dtype=torch.bfloat16))
     ((x, dt, A, B, C, chunk_size), options) = calls[0]
     assert (x is given.x, dt is given.dt, A is given.A, B is given.B, C is given.C) == (True,) * 5
     assert chunk_size == 128
     assert all(options[name] is value for name, value in own.items())
     assert out is given.x
     assert bool((states == 1).all())
-    assert [str(precision) for precision in peer.precisions("bf16", ())] == ["exact, bf16 states"]
+    assert [str(precision) for precision in own_precisions(peer, "bf16", ())] == ["exact, bf16 states"]
 
 
 def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
@@ -84,16 +87,16 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
     module: Any = sys.modules["mamba_ssm.ops.triton.ssd_combined"]
     monkeypatch.setattr(module, "_mamba_chunk_scan_combined_fwd", forward)
     peer = resolve(SSD, "mamba_ssm")
-    found = {dtype: [str(one) for one in peer.precisions(dtype, ())] for dtype in ("fp16", "fp32")}
+    found = {dtype: [str(one) for one in own_precisions(peer, dtype, ())] for dtype in ("fp16", "fp32")}
     assert found == {"fp16": ["exact, fp16 states", "exact, fp32 states"], "fp32": ["exact, fp32 states"]}
     for states in (torch.float16, torch.float32):
-        peer.present.run(inputs(torch.float16), Precision(state_dtype=states))
+        peer.run(inputs(torch.float16), Precision(state_dtype=states))
     assert asked == [None, torch.float32]
     assert not calls
 
 
 def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
-    run = mamba_ssm.load().run
+    run = load_mamba_ssm().run
     for precision, given, words in (
         (Precision(intermediates="relaxed"), inputs(), "exact intermediates only"),
         (Precision(), inputs(), "this version"),
@@ -107,10 +110,10 @@ def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
 
 def test_offsets_of_32_bits_are_refused_before_they_wrap(calls: list[Any]) -> None:
     far = torch.empty_strided((1, 8, 2, 16), (0, 2**29, 16, 1), dtype=torch.bfloat16, device="meta")
-    assert offsets.span(far) == 7 * 2**29 + 16 + 15 + 1
+    assert span(far) == 7 * 2**29 + 16 + 15 + 1
     B, A = torch.empty(1, 8, 1, 16, dtype=torch.bfloat16, device="meta"), torch.empty(2, device="meta")
     with pytest.raises(UnsupportedError, match="32-bit offsets"):
-        mamba_ssm.load().plan(inputs(x=far, dt=far[..., 0], A=A, B=B, C=B), Precision(state_dtype=torch.bfloat16))
+        load_mamba_ssm().plan(inputs(x=far, dt=far[..., 0], A=A, B=B, C=B), Precision(state_dtype=torch.bfloat16))
     assert not calls
 
 
@@ -135,7 +138,7 @@ def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
 ) -> None:
     installed = ModuleType(SOFTPLUS)
     monkeypatch.setitem(sys.modules, SOFTPLUS, installed)
-    run = published.load(checkout).run
+    run = load_published(checkout).run
     assert sys.modules[SOFTPLUS] is installed
     softplus, options = run(inputs(torch.float16), Precision()).final_states
     assert softplus == "of the checkout"
@@ -148,7 +151,7 @@ def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_stat
     checkout: Path, intermediates: Literal["exact", "relaxed"], states: torch.dtype
 ) -> None:
     precision = Precision(intermediates=intermediates, state_dtype=states)
-    implementation = published.load(checkout)
+    implementation = load_published(checkout)
     _, options = implementation.run(inputs(torch.float16), precision).final_states
     assert options["states_in_fp32"] is (states == torch.float32)
     assert {options[name] for name in ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")} == {intermediates == "exact"}
@@ -161,12 +164,12 @@ def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_stat
 
 def test_the_published_kernel_leaves_no_trace_where_nothing_is_installed(checkout: Path) -> None:
     assert SOFTPLUS not in sys.modules
-    published.load(checkout)
+    load_published(checkout)
     assert SOFTPLUS not in sys.modules
 
 
 def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
-    plan = published.load(checkout).plan
+    plan = load_published(checkout).plan
     relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
     for precision, given, words in (
         (Precision(state_dtype=torch.bfloat16), inputs(torch.bfloat16), "fp32 and fp16 states only"),
@@ -184,17 +187,18 @@ def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
 
 def test_tries_of_the_published_kernel_do_not_find_flags_of_the_try_before(checkout: Path) -> None:
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
-    kernel: Any = published.load(checkout).run.__self__.launch.__globals__["inner"]  # type: ignore[attr-defined]
+    call: Any = load_published(checkout).run.args[1]  # type: ignore[attr-defined]
+    kernel = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
     flags = torch.ones(4)
     kernel.pre_hook({"sync_atomic": flags})
     assert not flags.any()
 
 
 def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
-    before = published.version(checkout)
+    before = published_version(checkout)
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(KERNEL + "\n")
     assert before.startswith("ssd_fused5.py, sha256 ")
-    assert published.version(checkout) != before
+    assert published_version(checkout) != before
 
 
 def of_size(batch: int, length: int, heads: int = 2, groups: int = 1) -> SSDInputs:
@@ -205,7 +209,7 @@ def of_size(batch: int, length: int, heads: int = 2, groups: int = 1) -> SSDInpu
 
 def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(checkout: Path) -> None:
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
-    run = published.load(checkout).run
+    run = load_published(checkout).run
     sizes = [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4), (1, 1024, 4, 2)]
     for size in sizes:
         assert run(of_size(*size), Precision()).final_states == []
@@ -220,7 +224,7 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
     module = ModuleType("mamba_ssm.ops.triton.ssd_chunk_scan")
     module.tuner = tuner  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    run = mamba_ssm.load().run
+    run = load_mamba_ssm().run
     seen = []
     for size in ((1, 8), (2, 4096), (1, 8200), (4, 4096), (1, 8)):
         run(of_size(*size), Precision(state_dtype=torch.float16))
@@ -309,20 +313,106 @@ def test_a_buffer_that_a_kernel_counts_in_is_zero_before_each_try() -> None:
 def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
-        _ = resolve(SSD, "mamba_ssm").present
+        required(resolve(SSD, "mamba_ssm"))
     with pytest.raises(MissingCapabilityError, match=r"there is no mamba_ssm/ops/triton/softplus\.py"):
-        _ = resolve(SSD, f"published={tmp_path}").present
+        required(resolve(SSD, f"published={tmp_path}"))
 
 
-def test_peers_line_up_before_ours(checkout: Path) -> None:
-    names = [resolve(SSD, "unfused"), resolve(SSD, f"published={checkout}")]
-    contenders = line_up(SSD, replace(CELL, dtype="fp16"), (EXACT_FP32,), names, CHUNK_SIZES)
-    assert [(one.name, str(one.precision), one.ours) for one in contenders] == [
-        ("published", "exact, fp32 states", False),
-        ("published", "exact, fp16 states", False),
-        ("published", "relaxed, fp32 states", False),
-        ("published", "relaxed, fp16 states", False),
-        ("unfused", "exact, fp32 states", True),
+def test_libraries_line_up_before_ours_at_their_own_precisions(checkout: Path) -> None:
+    of = tuple(resolve(SSD, name) for name in ("unfused", f"published={checkout}"))
+
+    def compared(cell: Cell, *precisions: PrecisionRecord) -> list[tuple[str, str]]:
+        request = BenchRequest(
+            operator=SSD, cells=(), precisions=lambda _: precisions, implementations=of, chunk_sizes=CHUNK_SIZES
+        )
+        assert all(request.sizes(one) == CHUNK_SIZES for one in of)
+        return [(one.name, str(precision)) for one, precision in request.compared(cell)]
+
+    assert compared(replace(CELL, dtype="fp16"), EXACT_FP32) == [
+        ("published", "exact, fp32 states"),
+        ("published", "exact, fp16 states"),
+        ("published", "relaxed, fp32 states"),
+        ("published", "relaxed, fp16 states"),
+        ("unfused", "exact, fp32 states"),
     ]
-    assert [one.chunk_sizes for one in contenders] == [(128, 256)] * 5
-    assert len(line_up(SSD, CELL, (), names, CHUNK_SIZES)) == 1
+    assert compared(CELL) == [("published", "exact, fp32 states")]
+
+
+# --- the decoding kernel of mamba_ssm, with a stand-in that computes a step by its conventions
+
+
+def step_inputs(length: int = 1, **fields: Any) -> SSDInputs:
+    torch.manual_seed(0)
+    B, C = torch.randn(2, 2, length, 2, 16)
+    made: dict[str, Any] = {
+        "x": torch.randn(2, length, 4, 8),
+        "dt": torch.randn(2, length, 4),
+        "A": -torch.rand(4),
+        "B": B,
+        "C": C,
+        "D": torch.randn(4),
+        "dt_bias": torch.randn(4),
+        "dt_softplus": True,
+        "initial_states": torch.randn(2, 4, 8, 16),
+        "chunk_size": 16,
+    }
+    return SSDInputs(**(made | fields))
+
+
+def step(
+    state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, dt_bias: Any = None,
+    dt_softplus: bool = False,
+) -> Any:  # fmt: skip
+    """state (b, h, p, n), overwritten; x, dt, z (b, h, p); A (h, p, n); B, C (b, g, n); D, dt_bias (h, p)."""
+    assert A.stride()[1:] == (0, 0), "one number a head, which the kernel's fast path wants to see"
+    dt = F.softplus(dt + dt_bias) if dt_softplus else dt + dt_bias
+    B, C = (one.repeat_interleave(x.shape[1] // one.shape[1], 1) for one in (B, C))
+    state.mul_(torch.exp(dt[..., None] * A)).add_((dt * x)[..., None] * B[:, :, None])
+    out = (state * C[:, :, None]).sum(-1) + D * x
+    return out if z is None else out * F.silu(z)
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    package, module = ModuleType("mamba_ssm"), ModuleType("mamba_ssm.ops.triton.selective_state_update")
+    package.__version__ = "9.9"  # type: ignore[attr-defined]
+    module.selective_state_update = step  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    loaded = resolve(SSD, "selective_state_update")
+    assert [str(precision) for precision in own_precisions(loaded, "bf16", ())] == ["exact, fp32 states"]
+    return loaded
+
+
+def test_a_step_is_taken_by_its_conventions_and_leaves_the_state_as_it_was(decoding: Implementation) -> None:
+    given = step_inputs(z=torch.randn(2, 1, 4, 8))
+    assert given.initial_states is not None
+    before = given.initial_states.clone()
+    for _ in range(2):
+        out, states = decoding.run(given, Precision())
+        expected = ssd_recurrence(given)
+        torch.testing.assert_close(out.double(), expected.out.double(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(given.initial_states, before)
+
+
+def test_a_sequence_may_begin_without_a_state(decoding: Implementation) -> None:
+    given = step_inputs(initial_states=None)
+    expected = ssd_recurrence(given).out.double()
+    torch.testing.assert_close(decoding.run(given, Precision())[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "precision", "words"),
+    [
+        (step_inputs(2), Precision(), "one token of each sequence"),
+        (step_inputs(), Precision(state_dtype=torch.float16), "fp32 states only"),
+        (step_inputs(dt_limit=(0.0, 1.0)), Precision(), "no dt_limit"),
+    ],
+)
+def test_what_the_decoding_kernel_does_not_do(
+    decoding: Implementation, given: SSDInputs, precision: Precision, words: str
+) -> None:
+    for call in (decoding.run, decoding.plan):
+        with pytest.raises(UnsupportedError, match=words):
+            call(given, precision)

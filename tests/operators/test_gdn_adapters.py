@@ -20,12 +20,12 @@ import torch
 
 from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.kernels.gdn.adapters import packages
+from ssdprof.kernels.adapters import package_version
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
-from ssdprof.operators.implementations import resolve
+from ssdprof.operators.implementations import required, resolve
 
 GDN = operators.get("gdn")
 Calls = list[dict[str, Any]]
@@ -122,8 +122,8 @@ def peer(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Implementa
             )
         return sys.modules[module]
 
-    monkeypatch.setattr("ssdprof.operators.gdn.peers.import_module", import_module)
-    return resolve(GDN, name).present
+    monkeypatch.setattr("ssdprof.operators.gdn.import_module", import_module)
+    return required(resolve(GDN, name))
 
 
 def precision_of(name: str) -> Precision:
@@ -167,7 +167,7 @@ def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
     assert calls[0]["backend"] == "flashinfer", "it does not choose another library"
     run(replace(given, scale=2.0), Precision())
     assert calls[2]["q"] is not calls[0]["q"]
-    held = run.__self__  # type: ignore[attr-defined]
+    held = run.args[1].__self__  # type: ignore[attr-defined]
     gc.collect()
     assert held._prepared == {}, "those inputs are gone"
 
@@ -175,7 +175,7 @@ def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
 def test_fla_that_may_call_other_libraries_is_not_taken(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, "fla.ops.gated_delta_rule", chunk_gated_delta_rule=as_fla(calls))
     with pytest.raises(MissingCapabilityError, match="may call other libraries"):
-        _ = resolve(GDN, "fla").present
+        required(resolve(GDN, "fla"))
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     for name, module in (("fla", "fla"), ("flash_qla", "flash_qla"), ("flashinfer", "flashinfer")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
-            _ = resolve(GDN, name).present
+            required(resolve(GDN, name))
 
 
 def test_a_library_from_a_checkout_has_no_version() -> None:
-    assert packages.version("torch") == metadata.version("torch")
-    assert packages.version("no-such-package") == "unknown"
+    assert package_version("torch") == metadata.version("torch")
+    assert package_version("no-such-package") == "unknown"
