@@ -18,10 +18,10 @@ from pathlib import Path
 import recorded
 from bars import Finding, check
 from rivals import Rivals
-from ssdprof.report.tables.table import Table, columns
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report import markdown
+from ssdprof.report.table import Table, aligned
 
 HERE = Path(__file__).parent
 
@@ -55,7 +55,7 @@ def summary(found: Sequence[Finding], operator: str) -> Table:
         title=f"Bars of {operator}",
         headers=("bar", "times as fast", "must", "least", "where", "verdict", "goal", "reached"),
         rows=tuple(_row(one) for one in found),
-        align=(*columns(2, 2), *columns(2, 2)),
+        align=aligned("llrrllrr"),
     )
 
 

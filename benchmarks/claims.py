@@ -22,16 +22,15 @@ from typing import Any
 
 import recorded
 from recorded import RESULTS, Cell, RecordedCase
-from ssdprof.pipeline import stall_files
-from ssdprof.report.tables.table import Table, columns
-from ssdprof.runs import document, prefill_file
-from ssdprof.schema.rows import of_run
-from ssdprof.schema.run import RunReport
-from ssdprof.schema.stalls import KernelStalls, Stage, StallReport
 
+from ssdprof.core import words as fmt
+from ssdprof.core.report import Report
+from ssdprof.core.stalls import KernelStalls, Samples, StallReport
 from ssdprof.files import write_text
-from ssdprof.report import format as fmt
+from ssdprof.jobs import stall_files
 from ssdprof.report import markdown
+from ssdprof.report.table import Table, aligned
+from ssdprof.store.reports import load
 
 FOLDER = Path(__file__).parent / "published"
 CLAIMS, PAGE = FOLDER / "claims.csv", FOLDER / "README.md"
@@ -116,7 +115,7 @@ def measured(row: Mapping[str, str]) -> float | None:
     if result.startswith("h200-prefill"):
         return _of_prefill(row)
     if result.endswith("report.json"):
-        return _of_run(row, document.load((RESULTS / result).read_text(encoding="utf-8")))
+        return _of_run(row, load(RESULTS / result, "run")[1])
     by_cell = {_label(cell): _of_cell(row, cell) for cell in _benches() if cell.bench.name == result}
     found = {label: value for label, value in by_cell.items() if value is not None}
     if row["at"] in PICKS:
@@ -160,23 +159,22 @@ def _us(case: RecordedCase, clock: str, chunk: str) -> float | None:
     return time and time[0]
 
 
-def _of_run(row: Mapping[str, str], report: RunReport) -> float | None:
+def _of_run(row: Mapping[str, str], report: Report) -> float | None:
     """Matches of the output, by implementation and precision."""
-    for case in of_run(report):
+    for case in report.of_calls:
         words = f"{case.implementation} {case.precision.intermediates} {case.precision.state_dtype}"
-        if words == row["of"] and case.out and case.status == "passed":
-            return case.out.match_pct(float(row["quantity"].removeprefix("match ")))
+        out = case.tensor("out")
+        if words == row["of"] and out and out.vs_baseline and case.result == "passed":
+            return out.vs_baseline.match_pct(float(row["quantity"].removeprefix("match ")))
     return None
 
 
 def _of_prefill(row: Mapping[str, str]) -> float | None:
     """Percent by which a prefill of `at` tokens is faster, with the bundled convolution and norm."""
-    report = prefill_file.read(RESULTS / row["result"])
     calls = {
-        case.implementation: case.call.median_us
-        for length in report.prefill.lengths
-        for case in length.cases
-        if f"{length.seqlen:,}" == row["at"] and case.surroundings == "bundled" and case.call
+        case.implementation: case.call_us.value
+        for case in load(RESULTS / row["result"], "prefill")[1].of_prefill
+        if f"{case.seqlen:,}" == row["at"] and case.prefill and case.prefill.conv_and_norm == "bundled" and case.call_us
     }
     return 100 * (calls[row["over"]] / calls[row["of"]] - 1) if {row["of"], row["over"]} <= calls.keys() else None
 
@@ -199,27 +197,23 @@ def _of_stalls(row: Mapping[str, str], report: StallReport) -> float | None:
     own = [kernel for kernel in report.kernels if kernel.implementation == row["of"]]
     if not own:
         return None
-    kernel = max(own, key=lambda one: one.throughput.duration_us or 0)
+    kernel = max(own, key=lambda one: one.duration_us or 0)
     if row["quantity"] != "samples_pct":
-        source = kernel.resources if row["quantity"] == "occupancy_pct" else kernel.throughput
-        found: float | None = getattr(source, row["quantity"])
+        found: float | None = getattr(kernel, row["quantity"])
         return found
-    stages = list(_stages(kernel, row["at"].split()))
-    reasons = row["over"].split()
-    samples = sum(
-        count for stage in stages for reason, count in stage.samples.items() if not reasons or reason in reasons
-    )
+    stages, reasons = list(_stages(kernel, row["at"].split())), row["over"].split()
+    samples = sum(count for stage in stages for reason, count in stage.items() if not reasons or reason in reasons)
     return 100 * samples / kernel.busy_samples if stages and kernel.busy_samples else None
 
 
-def _stages(kernel: KernelStalls, names: Sequence[str]) -> Iterator[Stage]:
-    """The busy stages of these names and their parts, except those after a minus."""
+def _stages(kernel: KernelStalls, names: Sequence[str]) -> Iterator[Samples]:
+    """Samples of the busy stages of these names and their parts, except those after a minus."""
     wanted = [name for name in names if not name.startswith("-")]
     without = [name[1:] for name in names if name.startswith("-")]
-    for stage in kernel.stages:
-        inside, outside = (any(f"{stage.name}.".startswith(f"{name}.") for name in some) for some in (wanted, without))
-        if inside and not outside and not stage.idle:
-            yield stage
+    for stage, samples in kernel.stages.items():
+        inside, outside = (any(f"{stage}.".startswith(f"{name}.") for name in some) for some in (wanted, without))
+        if inside and not outside and stage not in kernel.idle:
+            yield samples
 
 
 def gpu_of(result: str) -> str:
@@ -251,7 +245,7 @@ def counts(found: Sequence[Mapping[str, str]]) -> str:
             (study, about["title"], gpu, *(str(own.count(word)) for word in (HOLDS, FAILS, NOT_MEASURED)), numbers)
         )
     head = ("study", "about", "measured on", "holds", "does not hold", "cannot be said", "quoted numbers met")
-    return markdown.draw(Table(title="", headers=head, rows=tuple(lines), align=columns(3, 4))) + "\n"
+    return markdown.draw(Table(title="", headers=head, rows=tuple(lines), align=aligned("lllrrrr"))) + "\n"
 
 
 def _together(verdicts: Sequence[str]) -> str:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import recorded
 from recorded import Cell, RecordedCase
-from ssdprof.report.tables.table import Table, columns
 
-from ssdprof.report import format as fmt
+from ssdprof.core import words as fmt
 from ssdprof.report import markdown
+from ssdprof.report.table import Table, aligned
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = recorded.RESULTS / "README.md"
@@ -121,7 +121,7 @@ def _by_layout(of: Operator, title: str, cells: Sequence[Cell], baseline: str) -
         title=title,
         headers=("sequences x tokens", *models),
         rows=tuple(row for row in rows if set(row[1:]) - {fmt.MISSING}),
-        align=columns(1, len(models)),
+        align=aligned("l" + "r" * len(models)),
         note=WRONG if any(DAGGER in ratio for ratio in found.values()) else "",
     )
 
@@ -138,7 +138,7 @@ def _by_shape(of: Operator, title: str, cells: Sequence[Cell]) -> Table:
             (shape, _sizes(cell.one), *(found.get((shape, tokens), fmt.MISSING) for tokens in layouts))
             for shape, cell in {cell.one.shape: cell for cell in others}.items()
         ),
-        align=columns(2, len(layouts)),
+        align=aligned("ll" + "r" * len(layouts)),
     )
 
 

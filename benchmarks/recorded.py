@@ -1,8 +1,8 @@
 """The recorded results of `ssdprof bench`: a line per bench and per case in results/<gpu>.jsonl.
 
-    python benchmarks/recorded.py [NAME=]FILE.json ...
+    python benchmarks/recorded.py [NAME=]REPORT ...
 
-Adds what `ssdprof bench --out` wrote to the file of its GPU, under NAME or FILE's name, and removes what it supersedes:
+Adds a report of `ssdprof bench`, a folder or a JSON document, to the file of its GPU, under NAME or its own name, and removes what it supersedes:
 older cells with the same inputs whose cases were all measured again, with newer kernels.  Other scripts and the tests
 read these files.
 """
@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
-from ssdprof.bench import schema as bench
-from ssdprof.schema import Ceilings, Clocks, Environment, Gates, Launch, Memory, Record, TensorAccuracy
-from ssdprof.schema.accuracy import Deviation
-from ssdprof.schema.speed import Interval
 
+from ssdprof.core.base import Clock, Record
+from ssdprof.core.case import Case, Deviation, Launch, Memory
+from ssdprof.core.report import Report
+from ssdprof.core.statistics import Estimate
+from ssdprof.core.subject import Ceilings, Clocks, Environment
 from ssdprof.files import write_text
+from ssdprof.store.reports import load
 
 RESULTS = Path(__file__).parent / "results"
 ERROR_DIGITS, TIME_DIGITS = 4, 6
+CLOCKS: tuple[Clock, ...] = ("device", "call")
 Triple = tuple[float, float, float]  # the value, then its 95 % interval
 
 
@@ -51,7 +54,6 @@ class RecordedBench(Record):
     absent: tuple[str, ...] = ()
     baseline: str
     matched_with: str = ""
-    gates: Gates | None = None
     left_out: dict[str, str] = Field(default_factory=dict)
 
     @property
@@ -180,9 +182,10 @@ def cells_of(text: str) -> list[Cell]:
 
 
 def read(file: Path) -> list[Cell]:
-    """The cells of a JSONL file, or of a bench that `ssdprof bench --out` wrote."""
-    text = file.read_text(encoding="utf-8")
-    return cells_of(text) if file.suffix == ".jsonl" else recorded(file.stem, bench.load(text))
+    """The cells of a JSONL file, or of a report of `ssdprof bench`."""
+    if file.suffix == ".jsonl":
+        return cells_of(file.read_text(encoding="utf-8"))
+    return recorded(file.stem, load(file, "bench")[1])
 
 
 def committed(gpu: str = "*") -> list[Cell]:
@@ -198,84 +201,86 @@ def text_of(cells: Sequence[Cell]) -> str:
     return "".join(f"{one.model_dump_json(exclude_defaults=True)}\n" for one in records)
 
 
-def recorded(name: str, report: bench.BenchReport) -> list[Cell]:
+def recorded(name: str, report: Report) -> list[Cell]:
     """The cells of a report, in the form of the archive."""
     of_all = RecordedBench(
         kind="bench",
         name=name,
+        operator=report.subject,
         ssdprof=report.ssdprof_version,
-        gates=report.gates if report.gates.model_dump(exclude_defaults=True) else None,
-        left_out={one.cell: one.reason for one in report.left_out},
+        state="complete" if report.complete else "partial",
+        peers={case.implementation: case.version for case in report.cases if case.kind == "library"},
+        left_out={one.place: one.reason for one in report.left_out},
         **{
             field: getattr(report, field)
-            for field in ("operator", "created", "command", "kernels", "state", "seconds", "ranks", "environment",
-                          "clocks", "ceilings", "peers", "absent", "baseline", "matched_with")
+            for field in ("created", "command", "kernels", "seconds", "ranks", "environment", "clocks", "ceilings",
+                          "absent", "baseline", "matched_with")
         },
     )  # fmt: skip
-    return [
-        Cell(bench=of_all, cases=tuple(_case(of_all, cell, case) for case in cell.cases))
-        for cell in report.cells
-        if cell.cases
-    ]
+    places: dict[str, list[RecordedCase]] = {}
+    for case in report.cases:
+        places.setdefault(case.place, []).append(_case(of_all, report, case))
+    return [Cell(bench=of_all, cases=tuple(own)) for own in places.values()]
 
 
-def _case(of_all: RecordedBench, cell: bench.BenchCell, case: bench.BenchCase) -> RecordedCase:
-    timing, firsts = case.timing, (case.first_call, *(trial.first_call for trial in case.trials))
+def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
+    assert case.drawn
+    assert case.dims
+    firsts, floor_us = (case.first_call, *(trial.first_call for trial in case.trials)), case.floor_us(report.ceilings)
     return RecordedCase(
         kind="case",
         bench=of_all.name,
-        operator=cell.dims.operator,
-        sizes=dict(cell.dims.sizes),
-        batch=cell.dims.batch,
-        seqlen=cell.dims.seqlen,
-        dtype=cell.dims.dtype,
-        version=of_all.peers.get(case.implementation, ""),
+        operator=case.dims.operator,
+        sizes=case.dims.sizes,
+        dtype=case.dims.dtype,
+        drawn=case.drawn.ways,
         precision=f"{case.precision.intermediates} {case.precision.state_dtype}",
-        outside_budget=case.sloppy,
-        launches=tuple(kernel.launch for kernel in case.kernels),
+        status=case.result,
+        reason=case.why if case.result != "passed" else "",
+        outside_budget=case.outside_budget if case.result == "passed" else "",
         errors=dict(_errors(case)),
-        device_us=timing and _times(timing.device_median_us, timing.device_interval_us),
-        call_us=timing and _times(timing.call_median_us, timing.call_interval_us),
-        floor_us=case.roofline and _digits(case.roofline.floor_us, TIME_DIGITS),
+        device_us=case.device_us and _times(case.device_us),
+        call_us=case.call_us and _times(case.call_us),
+        floor_us=floor_us and _digits(floor_us, TIME_DIGITS),
         chunk_sizes={
             trial.chunk_size: _digits(trial.device_us, TIME_DIGITS)
             for trial in case.trials
             if trial.device_us and len(case.trials) > 1
         },
-        compiled={one.kernel: round(one.seconds, 3) for first in firsts if first for one in first.compiled},
-        over={
-            one.baseline: Speedup(
-                device=_times(one.device_ratio, one.device_interval), call=_times(one.call_ratio, one.call_interval)
-            )
-            for one in case.speedups
-        },
-        **{
-            name: getattr(cell, name)
-            for name in ("shape", "sequences", "tokens", "layout", "packed", "drawn", "checked")
-        },
+        compiled={name: round(seconds, 3) for first in firsts if first for name, seconds in first.compiled.items()},
+        over=dict(_over(report, case)),
+        **{name: getattr(case.drawn, name) for name in ("shape", "sequences", "tokens", "layout", "packed", "checked")},
         **{
             name: getattr(case, name)
-            for name in ("implementation", "variant", "chunk_size", "status", "reason", "plan", "memory")
+            for name in ("batch", "seqlen", "implementation", "variant", "version", "chunk_size", "plan", "launches",
+                         "memory")
         },
-    )
+    )  # fmt: skip
 
 
-def _errors(case: bench.BenchCase) -> Iterator[tuple[str, Error]]:
-    """The errors of out and final_states.  Older benches have RMS errors only."""
-    of: dict[str, TensorAccuracy] = {one.tensor: one for one in case.accuracy}
-    for name in ("out", "final_states") if case.error else ():
-        ratio, floor = getattr(case.error, name), getattr(case.error, f"{name}_floor")
-        found = of.get(name)
-        yield (
-            name,
-            Error(
-                rms_ratio=_digits(ratio, ERROR_DIGITS),
-                floor=_digits(floor, ERROR_DIGITS),
-                max_abs=found and _digits(found.vs_oracle.max_abs, ERROR_DIGITS),
-                matches=_matches(found.vs_baseline) if found and found.vs_baseline else None,
-                matches_fp64=_matches(found.vs_oracle) if found else None,
-            ),
-        )
+def _over(report: Report, case: Case) -> Iterator[tuple[str, Speedup]]:
+    """The speedups over the fastest case of each other implementation in the cell."""
+    for name in dict.fromkeys(one.implementation for one in report.cases if one.place == case.place):
+        device, call = (report.speedup(case, clock, name) for clock in CLOCKS)
+        if device and call:
+            yield name, Speedup(device=_times(device), call=_times(call))
+
+
+def _errors(case: Case) -> Iterator[tuple[str, Error]]:
+    """The errors of out and final_states."""
+    for one in case.accuracy:
+        ratio, floor = one.vs_oracle.rms_ratio, one.floor.rms_ratio
+        if ratio is not None and floor is not None:
+            yield (
+                one.tensor,
+                Error(
+                    rms_ratio=_digits(ratio, ERROR_DIGITS),
+                    floor=_digits(floor, ERROR_DIGITS),
+                    max_abs=_digits(one.vs_oracle.max_abs, ERROR_DIGITS),
+                    matches=one.vs_baseline and _matches(one.vs_baseline),
+                    matches_fp64=_matches(one.vs_oracle),
+                ),
+            )
 
 
 def _matches(deviation: Deviation) -> Triple:
@@ -283,8 +288,8 @@ def _matches(deviation: Deviation) -> Triple:
     return zero, small, large
 
 
-def _times(value: float, interval: Interval) -> Triple:
-    return _digits(value, TIME_DIGITS), _digits(interval.low, TIME_DIGITS), _digits(interval.high, TIME_DIGITS)
+def _times(found: Estimate) -> Triple:
+    return _digits(found.value, TIME_DIGITS), _digits(found.low, TIME_DIGITS), _digits(found.high, TIME_DIGITS)
 
 
 def _digits(value: float, digits: int) -> float:
@@ -313,7 +318,7 @@ def main(words: Sequence[str]) -> None:
     for word in words:
         name, _, file = word.rpartition("=")
         name = name or Path(file).stem
-        new = recorded(name, bench.load(Path(file).read_text(encoding="utf-8")))
+        new = recorded(name, load(file, "bench")[1])
         target = file_of(new[0].bench.gpu)
         before = read(target) if target.is_file() else []
         write_text(target, text_of(current([*(cell for cell in before if cell.bench.name != name), *new])))

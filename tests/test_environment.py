@@ -194,7 +194,7 @@ def test_the_interpreter_is_said() -> None:
 
 def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVML finds the GPU, so kernels are not interpreted.  For example, its driver is too old."""
-    monkeypatch.setattr("ssdprof.kernels.device.INTERPRETED", False)
+    monkeypatch.setattr(doctor, "INTERPRETED", False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert check("kernels").status == "missing"
     assert "TRITON_INTERPRET=1" in check("kernels").hint

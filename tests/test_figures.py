@@ -18,6 +18,9 @@ import pytest
 import recorded
 from recorded import RESULTS, Cell
 
+from ssdprof.core.report import Report
+from ssdprof.store.reports import load
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SHAPES = {
@@ -149,15 +152,12 @@ def test_the_times_of_ssd() -> None:
 
 
 def test_the_times_of_prefills() -> None:
-    report: Any = None
-    library = ""
+    file = library = ""
     for row in table_with("prefill.md", "Amdahl over unfused"):
         if link := re.search(r"\(\.\./(benchmarks/results/.*\.json)\)", row["model"]):
-            report = json.loads((ROOT / link[1]).read_text(encoding="utf-8"))
+            file = Path(link[1]).stem
             library = row["over the library"].split("`")[1]
-        (length,) = [one for one in report["prefill"]["lengths"] if f"{one['seqlen']:,}" == row["tokens"]]
-        bundled = [case for case in length["cases"] if case["surroundings"] == "bundled" and case["call"]]
-        us = {case["implementation"]: case["call"]["median_us"] for case in bundled}
+        us = prefill(file, int(row["tokens"].replace(",", "")))
         value, unit = row["fused"].split()
         assert float(value) == float(f"{us['fused'] / {'ms': 1e3, 's': 1e6}[unit]:.3g}"), row
         for head, name in (("over unfused", "unfused"), ("over the library", library)):
@@ -224,28 +224,27 @@ def result(file: str) -> Any:
     return json.loads((RESULTS / file).read_text(encoding="utf-8"))
 
 
-def prefill(model: str, seqlen: int, surroundings: str = "bundled") -> dict[str, float]:
-    (length,) = [one for one in result(f"h200-prefill/{model}.json")["prefill"]["lengths"] if one["seqlen"] == seqlen]
-    own = [case for case in length["cases"] if case["surroundings"] == surroundings and case["call"]]
-    return {case["implementation"]: case["call"]["median_us"] for case in own}
+def run(file: str) -> Report:
+    return load(RESULTS / file)[1]
+
+
+def prefill(model: str, seqlen: int, origin: str = "bundled") -> dict[str, float]:
+    """Microseconds of each implementation."""
+    own = [case for case in run(f"h200-prefill/{model}.json").of_prefill if case.seqlen == seqlen]
+    return {case.implementation: case.call_us.value for case in own if case.prefill.conv_and_norm == origin}
 
 
 def capture_s(gpu: str) -> dict[str, float]:
     return {kind: run["capture_s"] for kind, run in result(f"placement-2-{gpu}.json")["runs"].items()}
 
 
-def match_pct(run: str) -> float:
+def match_pct(name: str) -> float:
     """Mean match of relaxed outputs within 1e-3."""
-    found = [
-        match["match_pct"]
-        for case in result(f"{run}/report.json")["cases"]
-        if case["implementation"] == "fused" and case["precision"]["intermediates"] == "relaxed"
-        for accuracy in case["accuracy"]
-        if accuracy["tensor"] == "out"
-        for match in accuracy["vs_baseline"]["matches"]
-        if match["tolerance"] == 1e-3
-    ]
-    return fmean(found)
+    return fmean(
+        case.tensor("out").vs_baseline.match_pct(1e-3)
+        for case in run(f"{name}/report.json").of_calls
+        if case.implementation == "fused" and case.precision.intermediates == "relaxed"
+    )
 
 
 def held() -> dict[tuple[str, str], float]:

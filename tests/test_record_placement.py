@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import record_placement
 from random_models import GRANITE_SMALL, MODELS, Mamba2
-from ssdprof.pipeline import limits
-from ssdprof.pipeline.subject import find
+from ssdprof.jobs import limits
+from ssdprof.jobs.subject import find
 
 TINY = replace(
     GRANITE_SMALL,

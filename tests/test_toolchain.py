@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from fake_nvml import FakeNvml
-from ssdprof.pipeline import limits
-from ssdprof.pipeline.capture import capture
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest
+from ssdprof.jobs import limits
+from ssdprof.jobs.capture import capture
+from ssdprof.jobs.request import CaptureRequest, ModelRequest
 from triton import knobs
 
 from ssdprof.environment import doctor, machine, toolchain

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from study import Judge
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import DOT_PRECISION, ptr_offset
+from ssdprof.kernels.functions import DOT_PRECISION, ptr_offset
+from ssdprof.kernels.launch import launch
 
 FLAG_STRIDE = 8  # int32 numbers: flags of different programs are in different sectors
 LEAST_INNER = 16  # the least inner size of tl.dot

@@ -35,16 +35,15 @@ from inter_chunk import (
     low_rank,
     one_launch_a_chunk,
 )
-from ssdprof.measure.faults import first_line, refuse_if_lost
-from ssdprof.measure.launches import counted_launches, recorded_launches
-from ssdprof.schema import Launch
-from ssdprof.stalls.raw import RawKernel
 from study import Judge, Study, end, options_of, timed
 
+from ssdprof.core.case import Launch
 from ssdprof.errors import MissingCapabilityError, SsdprofError
-from ssdprof.kernels.adapters.tuning import Tunings
+from ssdprof.kernels.adapters import Tunings
+from ssdprof.measure.first_run import counted_launches, first_line, recorded_launches, refuse_if_lost
 from ssdprof.stalls import facts as ncu_facts
 from ssdprof.stalls import ncu, read
+from ssdprof.stalls.read import RawKernel
 
 BATCH, HEADS = 4, 16
 DIMS, CHUNKS, RANKS, RANK_CHUNKS = (64, 128), (8, 16, 32, 64, 128), (1, 2, 4, 8, 16), 64
@@ -164,7 +163,7 @@ class StatePassing(Study[Cell]):
                     with counted_launches() as launched:
                         found[name] = kernel(inputs)
                 except Exception as error:  # any error of its compiler or its launch; the others continue
-                    refuse_if_lost(self.bench.device, name, error)
+                    refuse_if_lost(self.timer.device, name, error)
                     self.wrong.append(f"{name} at {cell}: {first_line(error)}")
                     continue
                 counts[name] = len(launched)
@@ -189,7 +188,7 @@ class StatePassing(Study[Cell]):
         def changed(name: str, out: torch.Tensor) -> str:
             return "" if torch.equal(out, firsts[name]) else "other bits after the timed loop"
 
-        times, missing = timed(runs, self.bench, CELL_SECONDS, changed)
+        times, missing = timed(runs, self.timer, CELL_SECONDS, changed)
         self.missing |= {f"{name} at {cell}": why for name, why in missing.items()}
         for name, own in facts.items():
             self.rows.append({**cell, "contender": name, **times.get(name, {}), **own, "floor_us": floor_us})
@@ -209,7 +208,7 @@ class StatePassing(Study[Cell]):
             with recorded_launches() as launches, counted_launches() as launched:
                 out = self.peer.run(own)
         except Exception as error:
-            refuse_if_lost(self.bench.device, PEER, error)
+            refuse_if_lost(self.timer.device, PEER, error)
             self.missing[f"{PEER} at {cell}"] = first_line(error)
             return None, {}
         known = facts_of(launches[0], len(launched), judge(own), out)

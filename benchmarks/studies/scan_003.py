@@ -19,15 +19,14 @@ from typing import Any, Literal
 
 import torch
 from selective_scan import PARALLEL, ScanInputs, ScanLayer, draw_layer, judge, parallel, run_both, scan, sequential
-from ssdprof.measure.events import cuda_event
-from ssdprof.measure.faults import first_line, refuse_if_lost
-from ssdprof.measure.gpu_trace import traced, work
-from ssdprof.measure.launches import counted_launches, recorded_launches
 from study import Study, end, options_of, timed
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.adapters import mamba_ssm
+from ssdprof.kernels.ssd.adapters import load_mamba_ssm
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.first_run import counted_launches, first_line, recorded_launches, refuse_if_lost
+from ssdprof.measure.timing import cuda_event
+from ssdprof.measure.trace import traced, work
 
 BATCH, HEADS, DSTATE = 16, 8, 64  # the sizes of the source
 FORWARD_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -107,7 +106,7 @@ class MambaSsm:
     """
 
     def __init__(self) -> None:
-        self._forward = mamba_ssm.load()
+        self._forward = load_mamba_ssm()
         self._combined = import_module("mamba_ssm.ops.triton.ssd_combined").mamba_chunk_scan_combined
 
     def call(self, layer: ScanLayer, dy: torch.Tensor | None) -> Run:
@@ -157,7 +156,7 @@ class SelectiveScan(Study[Cell]):
             same = all(torch.equal(found[key], tensor) for key, tensor in outputs[name].items())
             return "" if same else "other bits after the timed loop"
 
-        times, missing = timed(runs, self.bench, CELL_SECONDS, changed)
+        times, missing = timed(runs, self.timer, CELL_SECONDS, changed)
         self.missing |= {f"{name}, {words(cell)}": why for name, why in missing.items()}
         for name, own in facts.items():
             if name in runs and name not in missing:
@@ -170,7 +169,7 @@ class SelectiveScan(Study[Cell]):
 
     def kernel_time(self, run: Run) -> dict[str, float]:
         """Kernel time by the source's clock, for the contenders with such a time in the source."""
-        us = kernel_us(run, self.bench.device)
+        us = kernel_us(run, self.timer.device)
         if us:
             return {"kernel_us": us}
         self.missing["times of kernels by torch's profiler"] = "it sees no kernel here"
@@ -200,7 +199,7 @@ class SelectiveScan(Study[Cell]):
             try:
                 found, facts[name] = self.first_call(cell, name, run)
             except Exception as error:  # any error of its compiler or its launch; the others continue
-                refuse_if_lost(self.bench.device, name, error)
+                refuse_if_lost(self.timer.device, name, error)
                 self.wrong.append(f"{name}, {words(cell)}: {first_line(error)}")
                 continue
             facts[name]["excess"] = max(exact.excess(found).values())
@@ -222,7 +221,7 @@ class SelectiveScan(Study[Cell]):
                     found = run()
                 facts[PEER] = {"launches": len(launched)}
             except Exception as error:  # any error of the library; the others continue
-                refuse_if_lost(self.bench.device, PEER, error)
+                refuse_if_lost(self.timer.device, PEER, error)
                 self.missing[f"{PEER}, {words(cell)}"] = first_line(error)
                 return runs, facts
             errors = judge(layer.scan_inputs(torch.float64), None if dy is None else dy.double()).rms_errors(found)

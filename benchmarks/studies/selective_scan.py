@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from study import Judge
 
-from ssdprof.kernels._launch import launch
-from ssdprof.kernels._triton import ptr_offset
+from ssdprof.kernels.functions import ptr_offset
+from ssdprof.kernels.launch import launch
 
 GRADIENTS = ("dx", "ddecay", "dB", "dC")
 Form = Literal["sequential", "parallel"]

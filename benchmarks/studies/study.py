@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
-from ssdprof.measure.bench import CudaBench
-from ssdprof.measure.faults import first_line
 
-from ssdprof import __version__, environment
+from ssdprof import __version__
 from ssdprof.cli import INTERNAL_ERROR, INTERRUPTED
+from ssdprof.core import statistics
+from ssdprof.environment import machine
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.files import write_text
+from ssdprof.measure.first_run import first_line
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import time_in_turns
+from ssdprof.measure.timing import CudaTimer, Timer, time_in_turns
 
 Cell = TypeVar("Cell")
 T = TypeVar("T")
@@ -51,8 +52,8 @@ class Study(ABC, Generic[Cell]):
         self.more: dict[str, Any] = {}
 
     @cached_property
-    def bench(self) -> CudaBench:
-        return CudaBench(torch.device(self.device))
+    def timer(self) -> Timer:
+        return CudaTimer(torch.device(self.device))
 
     @property
     def seconds(self) -> float:
@@ -74,7 +75,7 @@ class Study(ABC, Generic[Cell]):
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": f"python benchmarks/studies/{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}",
             "ssdprof_version": __version__,
-            "environment": environment.collect().model_dump(mode="json"),
+            "environment": machine.collect().model_dump(mode="json"),
             "seconds": round(self.seconds, 1),
             **{name: getattr(self, name) for name in ("values", "missing", "wrong", "rows")},
             **self.more,
@@ -84,7 +85,7 @@ class Study(ABC, Generic[Cell]):
 
     def measure_all(self, cells: Iterable[Cell], words: Callable[[Cell], str], *, seconds: float) -> None:
         """Measures the GPU's limits, then every cell while `seconds` of the budget are left; the others are named."""
-        self.values["copy_gb_per_s"] = measure_ceilings(self.bench.device).copy_gb_per_s
+        self.values["copy_gb_per_s"] = measure_ceilings(self.timer.device).copy_gb_per_s
         for cell in cells:
             if self.budget - self.seconds < seconds:
                 self.missing[words(cell)] = f"the budget of {self.budget:.0f} s was spent"
@@ -161,22 +162,21 @@ def _largest(difference: torch.Tensor) -> torch.Tensor:
 
 
 def timed(
-    runs: Mapping[str, Callable[[], Any]], bench: CudaBench, seconds: float, wrong: Callable[[str, Any], str]
+    runs: Mapping[str, Callable[[], Any]], timer: Timer, seconds: float, wrong: Callable[[str, Any], str]
 ) -> tuple[dict[str, Times], dict[str, str]]:
     """Times of calls, sampled in turns for about `seconds` (see docs/measuring.md), and the reasons for missing ones.
 
     wrong(key, output): the defect, or "" if the output is right; called after the timed loop.
     """
-    session = time_in_turns(runs, bench, SamplingPlan(seconds=seconds), check=wrong)
+    session = time_in_turns(runs, timer, SamplingPlan(seconds=seconds), check=wrong)
     found = {}
     for key, sampled in session.sampled.items():
-        timing = sampled.timing()
-        interval = timing.device_interval_us
+        device = statistics.median(sampled.device)
         found[key] = {
-            "device_us": timing.device_median_us, "device_low_us": interval.low, "device_high_us": interval.high,
-            "call_us": timing.call_median_us,
+            "device_us": device.value, "device_low_us": device.low, "device_high_us": device.high,
+            "call_us": statistics.median(sampled.call).value,
         }  # fmt: skip
-    return found, session.untimed | {key: spoilt.reason for key, spoilt in session.spoilt.items()}
+    return found, session.untimed | {key: failed.reason for key, failed in session.failed_later.items()}
 
 
 def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:

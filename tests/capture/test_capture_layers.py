@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from ssdprof.quantities import size_words
-from ssdprof.schema import LayerRef
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import CaptureSummary, capture_layers
 from ssdprof.capture.memory import capture_bytes_per_token
 from ssdprof.capture.store import CapturedLayer, PromptBuffer, token_major
 from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.subject import LayerRef
+from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs

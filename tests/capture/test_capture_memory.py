@@ -9,8 +9,6 @@ import pytest
 import tiny_models
 import torch
 import transformers as tf
-from ssdprof.environment.machine import free_memory, host_memory
-from ssdprof.quantities import size_words
 
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import (
@@ -21,7 +19,9 @@ from ssdprof.capture.memory import (
     estimate_memory,
 )
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.environment import memory
+from ssdprof.core.words import size_words
+from ssdprof.environment import machine
+from ssdprof.environment.machine import free_memory, host_memory
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.operators.tensors import tensors
 
@@ -195,7 +195,7 @@ def test_free_memory_of_the_host() -> None:
 
 def test_ranks_share_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each rank would use half of it for captured inputs, and all of it for a model without a GPU."""
-    monkeypatch.setattr(memory, "_available", lambda: 8000)
+    monkeypatch.setattr(machine, "_available", lambda: 8000)
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert host_memory() == free_memory(torch.device("cpu")) == 1000
 
@@ -222,9 +222,9 @@ def test_a_control_group_limits_what_is_free_and_files_in_its_cache_do_not_count
 
     (tmp_path / "meminfo").write_text("MemFree:  1 kB\nMemAvailable:     100 kB\nHugePages_Total:  0\n")
     (tmp_path / "own").write_text(f"3:cpuset:/\n0:{controller}:/jobs/mine\n")
-    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path)
     assert host_memory() == 100 * 1024
     group("jobs/mine", "90000" if version == 1 else "max", 60000, 0)
     assert host_memory() == (30000 if version == 1 else 100 * 1024)

@@ -16,11 +16,12 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from ssdprof.schema import SCHEMA_VERSION, CaptureManifest, Prompt, Serving
 
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.manifest import MANIFEST, is_capture
 from ssdprof.capture.store import CapturedLayer, CaptureWriter, check_folder, default_folder, load
+from ssdprof.core.base import VERSION
+from ssdprof.core.subject import CaptureManifest, Prompt, Serving, scalars_hash
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.tensors import tensors
@@ -231,36 +232,18 @@ def test_a_capture_with_the_dims_of_another_operator(tmp_path: Path) -> None:
         read_all(tmp_path)
 
 
-@pytest.mark.parametrize("version", [0, SCHEMA_VERSION + 1, None, "1"])
-def test_another_schema_version(stored: Path, version: Any) -> None:
-    edit(stored, lambda manifest: manifest.update(schema_version=version, new_field=1))
-    with pytest.raises(
-        BadInputError, match=f"schema version {version}; this ssdprof reads versions 1 and {SCHEMA_VERSION}"
-    ):
+@pytest.mark.parametrize("version", [0, VERSION + 1, None, "1"])
+def test_another_version(stored: Path, version: Any) -> None:
+    edit(stored, lambda manifest: manifest.update(version=version, new_field=1))
+    with pytest.raises(BadInputError, match=f"has version {version}; this ssdprof reads version {VERSION}"):
         load(stored)
-
-
-def test_a_manifest_of_version_1_is_read(stored: Path) -> None:
-    """Version 1 had no hash of the scalars."""
-    before = load(stored)[0]
-
-    def older(manifest: dict[str, Any]) -> None:
-        manifest["schema_version"] = 1
-        for layer in manifest["layers"]:
-            del layer["scalars_sha256"]
-
-    edit(stored, older)
-    found = load(stored)[0]
-    assert found.schema_version == SCHEMA_VERSION
-    assert [layer.tensors for layer in found.layers] == [layer.tensors for layer in before.layers]
-    read_all(stored)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"[]", "schema version None"),
-        (b"{}", "schema version None"),
+        (b"[]", "has version None"),
+        (b"{}", "has version None"),
         (b"{", "it is not JSON"),
         (b"\xff\xfe", "it is not JSON"),
         (b"[" * 10**5, "it is not JSON: maximum recursion depth"),
@@ -295,14 +278,11 @@ def test_files_have_the_users_permissions(tmp_path: Path, mamba2: list[CapturedL
     ],
 )
 def test_a_scalar_of_another_type(stored: Path, change: dict[str, Any], message: str) -> None:
-    """In a capture of schema version 1, which has no hash of the scalars."""
 
     def damage(manifest: dict[str, Any]) -> None:
-        manifest["layers"][0]["scalars"].update(change)
-        manifest["layers"][0].pop("scalars_sha256")
-        manifest["schema_version"] = 1
-        for layer in manifest["layers"][1:]:
-            layer.pop("scalars_sha256")
+        scalars = manifest["layers"][0]["scalars"]
+        scalars.update(change)
+        manifest["layers"][0]["scalars_sha256"] = scalars_hash(scalars)
 
     edit(stored, damage)
     with pytest.raises(BadInputError, match=message):

@@ -7,8 +7,6 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
-from ssdprof.operators.ssd.door import bind_step
-from ssdprof.schema import Serving
 
 from ssdprof import operators
 from ssdprof.capture.forward import cache_name
@@ -16,8 +14,10 @@ from ssdprof.capture.intercept import intercept
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.store import CapturedLayer, token_major
 from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.operators.ssd import bind_step
 
 LENGTH = 40
 STEPS = 2
@@ -59,7 +59,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
     sites = find_mixers(model)
     ids = tiny_models.prompt(LENGTH, batch=2)
     tokens, logits = greedy(model, ids, STEPS)
-    namespace, step = sites[0].namespace, operators.get(sites[0].operator).door.step
+    namespace, step = sites[0].namespace, operators.get(sites[0].operator).binding.step
     original, computed, seen = namespace[step], [], []
 
     def recording(*args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from ssdprof.schema.serving import split_prompt
 from transformers import AttentionInterface
 
 from ssdprof.capture.forward import (
@@ -22,6 +21,7 @@ from ssdprof.capture.intercept import intercept
 from ssdprof.checkpoint.load import fetch, load_model
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.checkpoint.model import open_model
+from ssdprof.core.subject import split_prompt
 from ssdprof.errors import BadInputError
 
 FP32_ROUNDING = 5e-5

@@ -12,7 +12,6 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
-from ssdprof.schema import Serving
 from torch import nn
 
 from ssdprof import kernels, operators
@@ -21,6 +20,7 @@ from ssdprof.capture.intercept import OperatorCall, Result, bind, intercept
 from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.store import CapturedLayer, PromptBuffer, token_major
 from ssdprof.checkpoint.meta import find_mixers
+from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -184,7 +184,7 @@ def test_a_long_prompt_on_a_gpu_runs_on_the_fused_kernel(name: str, monkeypatch:
 def test_it_is_counted_and_left_to_the_model(name: str) -> None:
     model = tiny_models.shared(name)
     sites = find_mixers(model)
-    step = sites[0].namespace[operators.get(sites[0].operator).door.step]
+    step = sites[0].namespace[operators.get(sites[0].operator).binding.step]
     ids = tiny_models.prompt(LENGTH + 1)
     with torch.no_grad():
         cached = model(ids[:, :-1], use_cache=True)
@@ -194,7 +194,7 @@ def test_it_is_counted_and_left_to_the_model(name: str) -> None:
             observed = model(ids[:, -1:], use_cache=True, **{key: cached[key]}).logits
     assert (count.calls, count.steps) == (0, len(sites))
     assert torch.equal(observed, alone)
-    assert sites[0].namespace[operators.get(sites[0].operator).door.step] is step
+    assert sites[0].namespace[operators.get(sites[0].operator).binding.step] is step
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
@@ -305,9 +305,9 @@ def test_packed_sequences_of_a_gdn_call_are_taken_as_they_are() -> None:
     bounds = torch.tensor([0, 3, 3, BATCH * TOKENS], dtype=torch.int32)
     bound = bind("gdn", Mixer(), tuple(one_row), {**kwargs, **gates, "cu_seqlens": bounds, "output_final_state": True})
     assert bound.inputs.cu_seqlens is bounds
-    out, final_states = operators.get("gdn").door.stand_in(bound.inputs)
+    out, final_states = operators.get("gdn").binding.replacement(bound.inputs)
     first = {name: getattr(bound.inputs, name)[:, :3] for name in ("q", "k", "v", "g", "beta")}
-    alone, _ = operators.get("gdn").door.stand_in(replace(bound.inputs, cu_seqlens=None, **first))
+    alone, _ = operators.get("gdn").binding.replacement(replace(bound.inputs, cu_seqlens=None, **first))
     assert final_states.shape[0] == 3
     torch.testing.assert_close(out[:, :3], alone)
     with pytest.raises(BadInputError, match="packs sequences"):

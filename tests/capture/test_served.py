@@ -9,12 +9,12 @@ import tiny_models
 import torch
 from capture.exact import FP32_ROUNDING, difference, oracle
 from operators import toy
-from ssdprof.schema import Prompt, Serving
 
 from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.layers import CaptureSummary, capture_layers
 from ssdprof.capture.store import CapturedLayer, packed
+from ssdprof.core.subject import Prompt, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.tensors import tensors
@@ -96,8 +96,8 @@ def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
         assert one.call is not None
         assert (one.call.kind, one.call.sequences, one.call.prompt_seqlen) == ("packed", 3, LENGTH)
         assert "went through the model one by one" in one.remark
-        door = operators.of(one.inputs).door
-        for argument in (*door.views, *door.per_position):
+        binding = operators.of(one.inputs).binding
+        for argument in (*binding.views, *binding.per_position):
             if argument in tensors(one.inputs):
                 together = torch.cat([tensors(layers[number].inputs)[argument] for layers in alone], 1)
                 assert torch.equal(tensors(one.inputs)[argument], together)

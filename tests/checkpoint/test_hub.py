@@ -15,9 +15,6 @@ import torch
 from huggingface_hub import constants
 from minihub import TOKEN, MiniHub
 from safetensors.torch import save_file
-from ssdprof.pipeline.dry_run import check_start, plan
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.pipeline.subject import find
 
 from ssdprof.checkpoint import hub as hub_module
 from ssdprof.checkpoint.config import DEFAULT_TOKENIZER, PICKLE
@@ -25,6 +22,9 @@ from ssdprof.checkpoint.load import LocalCheckpoint, fetch, fetch_tokenizer, loa
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.jobs.dry_run import check_start, plan
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs.subject import find
 
 Save = Callable[[str], Path]
 

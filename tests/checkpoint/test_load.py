@@ -15,7 +15,6 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from ssdprof.pipeline.placement import weights_file
 from transformers import AutoTokenizer
 
 from ssdprof.checkpoint.config import PICKLE
@@ -23,6 +22,7 @@ from ssdprof.checkpoint.load import fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.meta import meta_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.jobs.placement import weights_file
 
 Save = Callable[[str], Path]
 

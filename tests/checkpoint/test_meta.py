@@ -11,7 +11,6 @@ import tiny_models
 import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
-from ssdprof.schema import LayerRef, Serving
 from torch import nn
 
 from ssdprof.capture.forward import Feed, logits
@@ -28,6 +27,7 @@ from ssdprof.checkpoint.meta import (
     weights_by_place,
 )
 from ssdprof.checkpoint.model import Model, open_model
+from ssdprof.core.subject import LayerRef, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.operators.tensors import tensors
 

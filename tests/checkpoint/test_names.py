@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from ssdprof.schema import LayerRef
 
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import (
@@ -19,6 +18,7 @@ from ssdprof.checkpoint.names import (
     select_layers,
     siblings_that_fit,
 )
+from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError
 
 TINY = "ibm-granite/granite-4.0-h-tiny"

@@ -5,7 +5,7 @@
 ptx:      Triton's PTX, with the calls that led to each .loc in remarks
 plain:    (instruction, file, line) of that PTX's machine code
 inlined:  (instruction, line of the PTX) of the same machine code
-called:   (instruction, file, line) of the machine code that Triton compiled with `call_sites` installed
+called:   (instruction, file, line) of the machine code that Triton compiled with `target` installed
 """
 
 import json
@@ -31,7 +31,7 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
 from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
 from ssdprof.kernels.ssd.unfused.pipeline import five_stages
-from ssdprof.stalls import call_sites
+from ssdprof.stalls import target
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -63,8 +63,8 @@ def listing(cubin: bytes, lines: str) -> list[tuple[str, str, int]]:
 
 def main() -> None:
     triton.runtime.driver.set_active(_AbsentGpu(90))
-    call_sites.install()
-    rename, run = call_sites.name_call_sites, JITFunction.run
+    target.install()
+    rename, run = target.name_call_sites, JITFunction.run
     made: list[str] = []
     found: dict[str, Any] = {}
 
@@ -82,7 +82,7 @@ def main() -> None:
             "called": listing(compiled.asm["cubin"], "-g"),
         }
 
-    call_sites.name_call_sites = remember
+    target.name_call_sites = remember
     JITFunction.run = compile_only
     case = Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
     gated = on_meta(Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())

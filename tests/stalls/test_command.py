@@ -7,24 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from cases import report as run_report
 from kernels.ssd_cases import Case
-from report.make import make_report as run_report
-from ssdprof.pipeline import limits
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest
-from ssdprof.schema import EXACT_FP32, Asked, Cast, Launch, LayerRef
-from ssdprof.schema.stalls import Launched, StallReport
 from stalls import synthetic
 from stalls.captures import store_layers
 from typer.testing import CliRunner, Result
 
-from ssdprof import runs
 from ssdprof.cli import app
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.case import Launch
+from ssdprof.core.report import Report
+from ssdprof.core.stalls import Launched, StallReport
+from ssdprof.core.subject import Cast, LayerRef
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
-from ssdprof.jobs import stall_files
+from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import stalls as stalls_job
+from ssdprof.jobs.request import CaptureRequest, ModelRequest
 from ssdprof.progress import Unwatched
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
+from ssdprof.store.reports import HEADER, dump
 
 
 def call(*words: str) -> Result:
@@ -112,10 +114,10 @@ def captured(tmp_path: Path) -> Path:
 
 
 def pretended(name: str, *kernels: str) -> Launched:
-    launches = tuple(Launch(kernel=one, config={}, registers=96, spills=0, shared_bytes=1024) for one in kernels)
+    facts: dict[str, Any] = {"registers": 96, "spills": 0, "shared_bytes": 1024, "warps_pct": 31.0}
+    launches = tuple(Launch(kernel=one, config={}, **facts) for one in kernels)
     return Launched(
         implementation=name, variant="v", precision=EXACT_FP32, launch_count=len(kernels), launches=launches,
-        occupancy_pct=(31.0,) * len(kernels),
     )  # fmt: skip
 
 
@@ -270,11 +272,15 @@ def test_where_ncu_cannot_work_triton_is_asked(
 # --- stalls of a run
 
 
+def keep(folder: Path, report: Report) -> None:
+    folder.mkdir(parents=True)
+    (folder / HEADER).write_text(dump(report))
+
+
 def test_stalls_of_a_run_are_part_of_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "a"
-    with runs.opened(folder, "m") as opened:
-        opened.write(run_report())
+    keep(folder, run_report())
     without = CliRunner().invoke(app, ["export", str(folder)]).stdout
     assert "stall" not in without
     (folder / stall_files.FOLDER).mkdir()
@@ -306,7 +312,8 @@ def test_a_record_can_be_read_again(tmp_path: Path) -> None:
 
 def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
     layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in (2, 5, 7))
-    run = run_report().model_copy(update={"captured_layers": layers})
+    run = run_report()
+    run = run.changed(processes=(run.first.changed(captured=layers),))
     asked = CaptureRequest(model=ModelRequest(model=str(captured)))
     (tmp_path / "run").mkdir()
     report = stalls_job.profile_run(asked, tmp_path / "run", run, Unwatched())
@@ -327,9 +334,7 @@ def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = Asked(implementations=(), precisions=(), layers=(), **changed)
-    with runs.opened(tmp_path / "runs" / "a", "m") as opened:
-        opened.write(run_report().model_copy(update={"asked": asked}))
+    keep(tmp_path / "runs" / "a", run_report(**changed))
     result = call("a")
     assert result.exit_code == ExitCode.BAD_INPUT
     assert words in " ".join(result.stderr.split())

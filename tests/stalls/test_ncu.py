@@ -14,18 +14,18 @@ import pytest
 import torch
 import triton
 from kernels.ssd_cases import Case
-from ssdprof.capture.store import strides
-from ssdprof.operators.named import Named
 from stalls.captures import store_layers
 from stalls.test_facts import launched
 
 from ssdprof import kernels
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter, strides
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.stalls import Launched
 from ssdprof.core.subject import CheckpointRef, LayerRef, Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.implementations import required
 from ssdprof.stalls import ncu, target
 
 
@@ -210,7 +210,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def counting(seen: list[str]) -> Named:
+def counting(seen: list[str]) -> Implementation:
     """The fused implementation, which says when it runs."""
     real = kernels.get("ssd", "fused")
 
@@ -218,7 +218,7 @@ def counting(seen: list[str]) -> Named:
         seen.append("run")
         return real.run(inputs, precision)
 
-    return Named(name="fused", kind="bundled", implementation=replace(real, run=run))
+    return replace(real, run=run)
 
 
 @pytest.fixture
@@ -294,15 +294,15 @@ def test_an_implementation_that_lacks_the_precision_runs_at_the_one_that_is_most
     """A library has a fixed set of precisions.  A missing library gives an error."""
     inputs = target.load(folder, 2, 32, "cpu")
     both = tuple(PrecisionRecord(intermediates="exact", state_dtype=states) for states in ("bf16", "fp32"))
-    library = Named(name="them", kind="library", implementation=kernels.get("ssd", "fused"), fixed=lambda _: both)
+    library = replace(kernels.get("ssd", "fused"), name="them", kind="library", precisions=lambda _: both)
     assert target.call_at(library, inputs, EXACT_FP32).precision.state_dtype == torch.float32
-    fixed = replace(library, fixed=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),))
+    fixed = replace(library, precisions=lambda dtype: (PrecisionRecord(intermediates="exact", state_dtype=dtype),))
     call = target.call_at(fixed, inputs, EXACT_FP32)
     assert call.precision.state_dtype == torch.bfloat16
     found = target.warm_up(fixed, call)
     assert (found.implementation, str(found.precision)) == ("them", "exact, bf16 states")
     with pytest.raises(MissingCapabilityError, match="is not there"):
-        target.call_at(replace(library, implementation=None, absent="It is not there."), inputs, EXACT_FP32)
+        required(replace(library, absent="It is not there."))
 
 
 def test_a_library_has_tuned_itself_before_its_launches_are_counted(

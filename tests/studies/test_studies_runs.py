@@ -16,17 +16,18 @@ import scan_003
 import study
 import torch
 from recorded import RESULTS
-from ssdprof.environment.doctor import find_ncu
-from ssdprof.measure.bench import Recording
-from ssdprof.schema import Launch
-from ssdprof.stalls.raw import RawKernel
 
-from ssdprof import cli, environment
+from ssdprof import cli
+from ssdprof.core.case import Launch
+from ssdprof.environment import machine
+from ssdprof.environment.toolchain import find_ncu
 from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.measure.timing import Recording
+from ssdprof.stalls.read import RawKernel
 
 STUDIES: dict[ModuleType, type[study.Study[Any]]] = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
 BROKEN = {scan_002: scan_002.PROPOSED, scan_003: scan_003.SEQUENTIAL}
-ENVIRONMENT = environment.collect()  # before torch is patched to have a GPU
+ENVIRONMENT = machine.collect()  # before torch is patched to have a GPU
 TIMES = {"device_us": 2.0, "device_low_us": 1.0, "device_high_us": 3.0, "call_us": 4.0}
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted here")
 
@@ -52,7 +53,7 @@ class Launches:
 
 
 def timed(
-    runs: Mapping[str, Callable[[], Any]], _bench: Any, _seconds: float, wrong: Callable[[str, Any], str]
+    runs: Mapping[str, Callable[[], Any]], _timer: Any, _seconds: float, wrong: Callable[[str, Any], str]
 ) -> tuple[dict[str, study.Times], dict[str, str]]:
     reasons = {name: reason for name, run in runs.items() if (reason := wrong(name, run()))}
     return {name: TIMES for name in runs if name not in reasons}, reasons
@@ -69,9 +70,9 @@ def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_
     module: Any = request.param
     monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "9999"])
     monkeypatch.setattr(study.Study, "device", "cpu")
-    monkeypatch.setattr(study, "CudaBench", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(study, "CudaTimer", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(study, "measure_ceilings", lambda _: SimpleNamespace(copy_gb_per_s=4000.0))
-    monkeypatch.setattr("study.environment.collect", lambda: ENVIRONMENT)
+    monkeypatch.setattr("study.machine.collect", lambda: ENVIRONMENT)
     launches = Launches()
     monkeypatch.setattr(module, "recorded_launches", launches.recorded)
     monkeypatch.setattr(module, "counted_launches", launches.counted)
@@ -217,10 +218,10 @@ def test_the_state_pass_of_mamba_ssm(right: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_times_are_those_of_calls_that_stay_right() -> None:
-    class FakeBench:
+    class FakeTimer:
         device = torch.device("cpu")
 
-        def relocate(self, _generator: np.random.Generator) -> None:
+        def reallocate(self, _generator: np.random.Generator) -> None:
             """Does nothing: there is no memory to move."""
 
         def record(self, run: Callable[[], Any]) -> Recording:
@@ -234,7 +235,7 @@ def test_times_are_those_of_calls_that_stay_right() -> None:
 
     runs = {"right": lambda: "right", "wrong": lambda: "wrong"}
     times, missing = study.timed(
-        runs, FakeBench(), 0.01, lambda key, output: "" if output == "right" else f"{key} is wrong"
+        runs, FakeTimer(), 0.01, lambda key, output: "" if output == "right" else f"{key} is wrong"
     )
     assert times == {"right": {"device_us": 2.0, "device_low_us": 2.0, "device_high_us": 2.0, "call_us": 4.0}}
     assert missing["wrong"].endswith("wrong is wrong")
