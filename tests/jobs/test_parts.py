@@ -75,11 +75,11 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
 
 def test_parts_add_up_to_the_whole() -> None:
     some = [
-        Work("operator", "a", 5.0),
-        Work("operator", "a", 2.0),
-        Work("MLP", "b", 1.0),
-        Work(None, "c", 0.5),
-        Work("of another tool", "d", 0.25),
+        GpuWork("operator", "a", 5.0),
+        GpuWork("operator", "a", 2.0),
+        GpuWork("MLP", "b", 1.0),
+        GpuWork(None, "c", 0.5),
+        GpuWork("of another tool", "d", 0.25),
     ]
     found = part_times(some)
     assert [(part.name, part.gpu_us, part.launches) for part in found] == [
@@ -92,6 +92,6 @@ def test_parts_add_up_to_the_whole() -> None:
 
 
 def test_only_the_kernels_that_take_longest_are_named() -> None:
-    (part,) = part_times([Work("MLP", f"kernel {number}", float(number)) for number in range(10)])
+    (part,) = part_times([GpuWork("MLP", f"kernel {number}", float(number)) for number in range(10)])
     assert [kernel.name for kernel in part.kernels] == ["kernel 9", "kernel 8", "kernel 7"]
     assert part.gpu_us == 45
