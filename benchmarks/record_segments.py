@@ -18,17 +18,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import triton
-
 from ssdprof.bench.shapes import parse_shapes
+from ssdprof.measure.bench import CudaBench
+from ssdprof.operators.drawing import Cell, Tokens
+from ssdprof.operators.ssd.drawing import DRAWING, draw
+
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, candidates, n_split, program_count
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.bench import CudaBench
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.ssd.drawing import DRAWING, draw
 
 SHAPES = "mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano,falcon-h1-3b,10x64x128x1,4x64x128x1"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)

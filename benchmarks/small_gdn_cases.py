@@ -19,7 +19,6 @@ import torch
 from ssdprof.bench.render import as_markdown
 from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
 from ssdprof.bench.schema import BenchReport, dump
-from ssdprof.commands.output import TerminalWatcher
 from ssdprof.operators.drawing import Cell, Tokens
 from ssdprof.operators.gdn.shapes import GDNShape
 from ssdprof.operators.named import resolve
@@ -27,6 +26,7 @@ from ssdprof.schema import precisions_for
 from torch.nn import functional as F
 
 from ssdprof import operators
+from ssdprof.commands.output import TerminalWatcher
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import SsdprofError
 from ssdprof.files import write_text

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import record_placement
 from random_models import GRANITE_SMALL, MODELS, Mamba2
+
 from ssdprof.jobs import limits
 from ssdprof.jobs.subject import find
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 from fake_nvml import FakeNvml
-from ssdprof.jobs import limits
-from ssdprof.jobs.capture import capture
-from ssdprof.jobs.request import CaptureRequest, ModelRequest
 from triton import knobs
 
 from ssdprof.environment import doctor, machine, toolchain
 from ssdprof.environment.toolchain import Need, needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
+from ssdprof.jobs import limits
+from ssdprof.jobs.capture import capture
+from ssdprof.jobs.request import CaptureRequest, ModelRequest
 from ssdprof.progress import Unwatched
 
 

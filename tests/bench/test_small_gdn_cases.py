@@ -6,15 +6,16 @@ import pytest
 import small_gdn_cases as cases
 import torch
 from fakes import contender, measured, report
+from ssdprof.kernels._triton import INTERPRETED
+from ssdprof.schema import precisions_for
 
 from ssdprof import operators
+
 # TODO ssdprof.bench.contenders: line_up
 # TODO ssdprof.bench.judge: judge
 # TODO ssdprof.bench.schema: BenchReport
 from ssdprof.errors import BadInputError
-from ssdprof.kernels._triton import INTERPRETED
 from ssdprof.operators.implementations import resolve
-from ssdprof.schema import precisions_for
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssdprof.measure.trace import Trace, GpuWork, marked, traced, work
+from ssdprof.measure.trace import GpuWork, Trace, marked, traced, work
 
 
 def mark(part: str, begin: float, end: float, tid: int = 1) -> dict[str, Any]:

@@ -13,8 +13,7 @@ import triton
 from stalls import synthetic
 
 import ssdprof
-from ssdprof.operators import outlines
-from ssdprof.operators import operator
+from ssdprof.operators import operator, outlines
 from ssdprof.operators.operator import KnownSource, Stages, known_sources
 from ssdprof.operators.ssd import STAGES as SSD_STAGES
 from ssdprof.report.stalls import compose
