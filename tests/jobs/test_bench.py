@@ -126,12 +126,17 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the memory of the oracle alone."""
+    """Also if the oracle alone lacks memory, and if an output was compared before."""
+    whole, passes = compare.compare_with_oracle, list[None]()
 
-    def full(*_args: object, **_kwargs: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+    def full(*given: Any, **rest: Any) -> Any:
+        passes.append(None)
+        if len(passes) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return whole(*given, **rest)
 
     monkeypatch.setattr(compare, "compare_with_oracle", full)
+    monkeypatch.setattr(compare, "outputs_that_fit", lambda _: 1)
     report = benched(*cells(36))
     assert (report.cases, report.missing) == ((), ())
     assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]
