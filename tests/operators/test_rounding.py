@@ -1,44 +1,91 @@
 """`lo` computes the operator, and rounds exactly where the precision allows it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from ssdprof.kernels.gdn.hopper.rings import CHUNK
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.operators.operator import Span
+from ssdprof.operators.gdn_rounding import GDNGate, RoundedGDN
+from ssdprof.operators.operator import Output, Span
 from ssdprof.operators.ssd_rounding import RoundedSSD, SSDGate
 
-MakeInputs = Callable[..., SSDInputs]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Make = Callable[..., Any]
 
 
-def rounded(inputs: SSDInputs, precision: Precision, *, block: int = 10**6) -> SSDOutput:
+def make_gdn(seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, seqlen, *shape, generator=generator)
+
+    made: dict[str, Any] = {
+        "q": normal(2, 32).to(dtype),
+        "k": normal(2, 32).to(dtype),
+        "v": normal(4, 24).to(dtype),
+        "g": -gate * normal(4).abs(),
+        "beta": normal(4).sigmoid().to(dtype),
+        "use_qk_l2norm": True,
+    }
+    return GDNInputs(**(made | fields))
+
+
+@pytest.fixture(params=["ssd", "gdn"])
+def make(request: pytest.FixtureRequest, make_inputs: Make) -> Make:
+    """Makes the inputs of an operator."""
+    return make_inputs if request.param == "ssd" else make_gdn
+
+
+def begun(inputs: Any, precision: Precision) -> Any:
+    return RoundedGDN(inputs, precision) if isinstance(inputs, GDNInputs) else RoundedSSD(inputs, precision)
+
+
+def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
+    span = Span(sequence=batch, batch=batch, start=start, stop=stop)
+    gate = GDNGate if isinstance(inputs, GDNInputs) else SSDGate
+    found: Output = lo.advance(span, gate.of(inputs, span))
+    return found
+
+
+def size(inputs: Any) -> tuple[int, int]:
+    """Sequences, and the tokens of each."""
+    batch, length = (inputs.q if isinstance(inputs, GDNInputs) else inputs.x).shape[:2]
+    return batch, length
+
+
+def rounded(inputs: Any, precision: Precision, *, block: int = 10**6) -> Output:
     outs, states = [], []
-    for batch in range(inputs.x.shape[0]):
-        ssd, pieces = RoundedSSD(inputs, precision), []
-        for start in range(0, inputs.x.shape[1], block):
-            span = Span(sequence=batch, batch=batch, start=start, stop=min(start + block, inputs.x.shape[1]))
-            out, state = ssd.advance(span, SSDGate.of(inputs, span))
+    sequences, length = size(inputs)
+    for batch in range(sequences):
+        lo, pieces = begun(inputs, precision), []
+        for start in range(0, length, block):
+            out, state = advanced(lo, inputs, batch, start, min(start + block, length))
             pieces.append(out)
         outs.append(torch.cat(pieces))
         states.append(state)
-    return SSDOutput(torch.stack(outs), torch.stack(states))
+    return torch.stack(outs), torch.stack(states)
 
 
-def rms_ratio(ours: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((ours.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt())
-
-
-def errors(inputs: SSDInputs, precision: Precision) -> tuple[float, float]:
+def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
     """RMS ratio of out and of final_states against the oracle."""
-    ours, exact = rounded(inputs, precision), ssd_chunked(inputs)
-    return rms_ratio(ours.out, exact.out), rms_ratio(ours.final_states, exact.final_states)
+    exact: Any = (gdn_chunked if isinstance(inputs, GDNInputs) else ssd_chunked)(inputs)  # type: ignore[operator]
+    out, states = (
+        float((ours.double() - theirs).square().mean().sqrt() / theirs.square().mean().sqrt())
+        for ours, theirs in zip(rounded(inputs, precision), exact, strict=True)
+    )
+    return out, states
 
 
 @pytest.mark.parametrize("variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"])
-def test_in_fp32_it_is_the_operator(make_inputs: MakeInputs, variant: str) -> None:
+def test_in_fp32_it_is_ssd(make_inputs: Make, variant: str) -> None:
     changes = {
         "plain": {},
         "gated": {"z": torch.randn(2, 100, 4, 32)},
@@ -47,57 +94,75 @@ def test_in_fp32_it_is_the_operator(make_inputs: MakeInputs, variant: str) -> No
         "D per channel": {"D": torch.randn(4, 32)},
         "limit": {"dt_limit": (1e-3, 1e-2)},
     }[variant]
-    inputs = make_inputs(dtype=torch.float32, batch=2, **changes)
-    assert max(errors(inputs, Precision())) < 2e-6
+    assert max(errors(make_inputs(dtype=FP32, batch=2, **changes), Precision())) < 2e-6
 
 
-def test_spans_carry_the_state(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(seqlen=150, batch=2)
-    whole, pieces = rounded(inputs, Precision()), rounded(inputs, Precision(), block=64)
-    assert torch.equal(whole.out, pieces.out)
-    assert torch.equal(whole.final_states, pieces.final_states)
+@pytest.mark.parametrize("variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"])
+def test_in_fp32_it_is_gdn(variant: str) -> None:
+    changes: dict[str, Any] = {
+        "plain": {},
+        "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
+        "not normalised": {"k": torch.randn(2, 150, 2, 32) / 32**0.5, "use_qk_l2norm": False},
+        "scale": {"scale": 3.0},
+        "no gate": {"gate": 0.0},
+        "all forgotten": {"g": torch.full((2, 150, 4), -torch.inf)},
+    }[variant]  # fmt: skip
+    assert max(errors(make_gdn(batch=2, **changes), Precision())) < 2e-6
 
 
-def test_every_sequence_begins_with_its_own_state(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(batch=2, initial_states=torch.randn(2, 4, 32, 16))
-    apart, together = rounded(inputs, Precision()), RoundedSSD(inputs, Precision())
+def test_spans_carry_the_state(make: Make) -> None:
+    inputs = make(seqlen=150, batch=2)
+    whole, pieces = rounded(inputs, Precision()), rounded(inputs, Precision(), block=CHUNK)
+    assert all(torch.equal(one, other) for one, other in zip(whole, pieces, strict=True))
+
+
+def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
+    gdn = make is make_gdn
+    states = {"initial_state": torch.randn(2, 4, 32, 24)} if gdn else {"initial_states": torch.randn(2, 4, 32, 16)}
+    inputs = make(batch=2, **states)
+    apart, together = rounded(inputs, Precision()), begun(inputs, Precision())
     for batch in range(2):
-        span = Span(sequence=batch, batch=batch, start=0, stop=inputs.x.shape[1])
-        out, state = together.advance(span, SSDGate.of(inputs, span))
-        assert torch.equal(out, apart.out[batch])
-        assert torch.equal(state, apart.final_states[batch])
+        found = advanced(together, inputs, batch, 0, size(inputs)[1])
+        assert all(torch.equal(one, other[batch]) for one, other in zip(found, apart, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_states_are_numbers_of_their_dtype(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
-    states = rounded(make_inputs(dtype=torch.float32), Precision(state_dtype=dtype)).final_states
+def test_an_empty_sequence_keeps_its_state() -> None:
+    inputs = make_gdn(initial_state=torch.randn(1, 4, 32, 24))
+    out, state = advanced(begun(inputs, Precision()), inputs, 0, 0, 0)
+    assert out.shape == (0, 4, 24)
+    assert torch.equal(state, inputs.initial_state[0])
+    gate = GDNGate.of(inputs, Span(sequence=0, batch=0, start=0, stop=0))
+    assert torch.equal(gate.largest_exponent(), torch.zeros(4))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_the_states_are_numbers_of_their_dtype(make: Make, dtype: torch.dtype) -> None:
+    states = rounded(make(dtype=FP32), Precision(state_dtype=dtype))[1]
     assert torch.equal(states.to(dtype).float(), states)
 
 
-@pytest.mark.parametrize(("dtype", "unit_roundoff"), [(torch.float16, 2**-11), (torch.bfloat16, 2**-8)], ids=str)
-def test_the_error_is_that_of_a_few_roundings(
-    make_inputs: MakeInputs, dtype: torch.dtype, unit_roundoff: float
-) -> None:
-    exact_out, exact_states = errors(make_inputs(dtype=dtype), Precision())
-    relaxed_out, relaxed_states = errors(make_inputs(dtype=dtype), Precision(intermediates="relaxed"))
+@pytest.mark.parametrize(("dtype", "unit_roundoff"), [(FP16, 2**-11), (BF16, 2**-8)], ids=str)
+def test_the_error_is_that_of_a_few_roundings(make: Make, dtype: torch.dtype, unit_roundoff: float) -> None:
+    exact_out, exact_states = errors(make(dtype=dtype), Precision())
+    relaxed_out, relaxed_states = errors(make(dtype=dtype), Precision(intermediates="relaxed"))
     # one rounding: uniform within half a spacing, rms between 0.29 and 0.58 of the unit roundoff
-    assert 0.29 * unit_roundoff < exact_out < relaxed_out < unit_roundoff
-    assert 0.29 * unit_roundoff < exact_states < relaxed_states < unit_roundoff
+    most = (3 if make is make_gdn else 1) * unit_roundoff
+    assert 0.29 * unit_roundoff < exact_out < relaxed_out < most
+    assert 0.29 * unit_roundoff < exact_states < relaxed_states < most
 
 
-def test_coarser_states_lose_more(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(dtype=torch.float32)
-    fp32, fp16, bf16 = (
-        errors(inputs, Precision(state_dtype=dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16)
-    )
-    assert 100 * fp32[1] < fp16[1] < bf16[1] / 4
-    assert 100 * fp32[0] < fp16[0] < bf16[0] / 4
+def test_coarser_states_lose_more(make: Make) -> None:
+    gdn = make is make_gdn
+    inputs = make(dtype=FP32, **({"gate": 0.01} if gdn else {}))
+    fp32, fp16, bf16 = (errors(inputs, Precision(state_dtype=dtype)) for dtype in (FP32, FP16, BF16))
+    for tensor in range(2):
+        assert (50 if gdn else 100) * fp32[tensor] < fp16[tensor] < bf16[tensor] / 4
 
 
-def test_the_products_stay_fp32_when_the_process_allows_tf32(make_inputs: MakeInputs) -> None:
+def test_the_products_stay_fp32_when_the_process_allows_tf32(make_inputs: Make) -> None:
     torch.set_float32_matmul_precision("high")
     try:
-        rounded(make_inputs(dtype=torch.float32), Precision())
+        rounded(make_inputs(dtype=FP32), Precision())
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")

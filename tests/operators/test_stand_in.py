@@ -17,14 +17,14 @@ DEVICE = torch.device("cuda")
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Implementations by name that replace the bundled ones: an exception is raised, a result is returned."""
+    """Implementations by name that replace the bundled ones: an exception is raised, another value is the output."""
     found: dict[str, Any] = {}
 
     def get(_operator: str, name: str) -> SimpleNamespace:
         def run(_inputs: Any, _precision: Any) -> Any:
             if isinstance(found[name], Exception):
                 raise found[name]
-            return found[name]
+            return found[name], None
 
         return SimpleNamespace(run=run)
 
@@ -34,23 +34,27 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_fused_is_preferred(registered: dict[str, Any]) -> None:
-    registered.update(reference=("reference", None), unfused=("unfused", None), fused=("fused", None))
-    assert run_kernels("gdn", None, DEVICE) == ("fused", None)
+REFUSED = UnsupportedError("K of 7")
 
 
-def test_what_fused_refuses_unfused_computes(registered: dict[str, Any]) -> None:
-    registered.update(unfused=("unfused", None), fused=UnsupportedError("K of 7"))
-    assert run_kernels("gdn", None, DEVICE) == ("unfused", None)
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ({"reference": "reference", "unfused": "unfused", "fused": "fused"}, "fused"),
+        ({"unfused": "unfused", "fused": REFUSED}, "unfused"),
+    ],
+)
+def test_fused_is_preferred_and_unfused_computes_what_it_refuses(
+    registered: dict[str, Any], kernels: dict[str, Any], expected: str
+) -> None:
+    registered.update(kernels)
+    assert run_kernels("gdn", None, DEVICE) == (expected, None)
 
 
-def test_what_none_computes_is_refused_with_every_reason(registered: dict[str, Any]) -> None:
-    registered.update(reference=("reference", None), fused=UnsupportedError("K of 7"))
+def test_what_none_computes_is_refused_with_every_reason_and_other_errors_pass(registered: dict[str, Any]) -> None:
+    registered.update(reference="reference", fused=REFUSED)
     with pytest.raises(BadInputError, match=r"No GDN .*\(fused: K of 7; unfused: there is none\)"):
         run_kernels("gdn", None, DEVICE)
-
-
-def test_errors_that_are_no_refusals_pass(registered: dict[str, Any]) -> None:
-    registered.update(fused=RuntimeError("broken"), unfused=("unfused", None))
+    registered.update(fused=RuntimeError("broken"), unfused="unfused")
     with pytest.raises(RuntimeError, match="broken"):
         run_kernels("gdn", None, DEVICE)

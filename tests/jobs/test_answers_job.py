@@ -1,0 +1,119 @@
+"""`answers` as a job: its reference, and the noise below which nothing can be told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import inputs
+
+from ssdprof.capture.intercept import OperatorCall
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.conditions import broken, of_options
+from ssdprof.core.report import Report
+from ssdprof.jobs import answers as job
+from ssdprof.jobs.request import AnswersRequest, CaptureRequest, ModelRequest, OutputOptions, PromptRequest
+from ssdprof.jobs.subject import find
+from ssdprof.kernels import registry
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.accuracy import oracle_output
+from ssdprof.progress import Unwatched
+from ssdprof.store.reports import load
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+
+
+@pytest.fixture
+def plain_baseline(registries_of_its_own: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    """It is slow in the interpreter."""
+    plan = registry.Plan(variant="torch", launches=0)
+    for name in ("unfused", "fused"):
+        plain = registry.Implementation(
+            operator="ssd", name=name, run=lambda given, _precision: oracle_output(given), plan=lambda *_: plan
+        )
+        monkeypatch.setitem(registry._implementations, ("ssd", name), plain)
+
+
+def answered(seqlen: int = 24, **wanted: Any) -> Report:
+    request = CaptureRequest(
+        model=ModelRequest(model="demo"), prompt=PromptRequest(text="random", seqlens=(seqlen,)), layers="first:1"
+    )
+    asked = AnswersRequest(precisions=lambda _: (EXACT_FP32,), **({"weights": "fp32"} | wanted))
+    subject = job.loaded_as(find(request, whole=True), asked)
+    folder, report = job.answers(request, asked, OutputOptions(), Unwatched(), subject)
+    assert load(folder)[1] == report
+    return report
+
+
+def reference(report: Report) -> tuple[str, str]:
+    """Its name and the remark on it, the same in all cases."""
+    (found,) = {(case.answers.reference, case.answers.remark) for case in report.of_answers if case.answers}
+    return found
+
+
+@pytest.mark.usefixtures("plain_baseline")
+def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
+    report = answered(generate=2, conditions=of_options(max_kl=1e-30))
+    assert (report.kind, report.complete, report.baseline) == ("answers", True, "unfused")
+    assert [(case.implementation, case.answers and case.answers.change, case.judged) for case in report.cases] == [
+        ("unfused", "last bit of its inputs moved", False),
+        ("unfused", "in chunks of half the length", False),
+        ("unfused", "", True),
+        ("fused", "", True),
+    ]
+    assert {case.result for case in report.cases} == {"passed"}
+    assert reference(report) == ("fp64 oracle", "")
+    moved, _, same, _ = (case.answers for case in report.cases)
+    assert moved is not None
+    assert same is not None
+    assert moved.bands[0].kl_mean > same.bands[0].kl_mean == 0
+    assert same.generated is not None
+    assert (same.generated.tokens, same.generated.first_difference) == (2, None)
+    assert broken(report) == ()
+
+
+@pytest.mark.usefixtures("plain_baseline")
+def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = answered(implementations=("fused",), reference="unfused")
+    assert reference(named) == ("unfused exact, fp32 states", "--reference names it.")
+    monkeypatch.setattr(job, "PIECE", 8)
+    assert reference(answered(implementations=("fused",)))[0] == "fp64 oracle"
+    monkeypatch.setattr(job, "LONGEST_S", 0.0)
+    name, remark = reference(answered(implementations=("fused",)))
+    assert name == "unfused exact, fp32 states"
+    assert remark.startswith("The fp64 oracle would take about 0 min, estimated from 8 tokens")
+    assert reference(answered(seqlen=16, implementations=("fused",)))[0] == "fp64 oracle", "too short to matter"
+    assert reference(answered(implementations=("fused",), reference="oracle"))[0] == "fp64 oracle"
+
+
+def seen_by(noise: Any, given: SSDInputs) -> SSDInputs:
+    """The inputs that an operator gets."""
+    seen: list[SSDInputs] = []
+    mixer: Any = SimpleNamespace(operator="ssd")
+    call = OperatorCall(mixer=mixer, inputs=given, wants_final_state=True, remark="", original=lambda: None)
+    noise(lambda call: seen.append(call.inputs))(call)
+    return seen[0]
+
+
+@pytest.mark.parametrize(("chunk", "halved"), [(64, 32), (32, 16), (16, 16)])
+def test_noise_of_other_chunks(chunk: int, halved: int) -> None:
+    assert seen_by(job.in_other_chunks, replace(inputs(), chunk_size=chunk)).chunk_size == halved
+
+
+def test_noise_of_the_last_bit_is_half_of_each_sign_and_leaves_zeros() -> None:
+    given = inputs()
+    given.x[0, 3] = 0
+    found = seen_by(job.with_moved_bits, given)
+    for name in ("x", "B", "C"):
+        before, after = getattr(given, name).float(), getattr(found, name).float()
+        changed = before != 0
+        assert torch.equal(after != before, changed)
+        assert ((after - before)[changed] / before[changed]).abs().max() <= 2**-7  # a unit in the last place of bf16
+        assert 0.4 < (after > before)[changed].float().mean() < 0.6
+    assert found.dt is given.dt
+    assert found.A is given.A

@@ -1,0 +1,144 @@
+"""`run` as a job, on stored captures of two tiny layers: what is requested, compared, timed, and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import checkpoint, layer, prompt
+from fakes import QUICK, FakeTimer, inputs, noting
+
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.core.base import precisions_for
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Report
+from ssdprof.core.subject import Serving
+from ssdprof.jobs import limits
+from ssdprof.jobs import run as job
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, OutputOptions, ReplayRequest
+from ssdprof.kernels import registry
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.operators.tensors import tensors
+from ssdprof.progress import Unwatched
+from ssdprof.store.reports import load
+
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+LAYERS = (layer(0), layer(3))
+TOKENS = "5" * 64
+
+
+def captured(*chosen: int) -> CaptureRequest:
+    """The request to replay captures, which this stores."""
+    ref = checkpoint(layers=LAYERS, layer_count=4)
+    of = prompt(40, token_sha256=TOKENS)
+    with CaptureWriter(Path("captures"), checkpoint=ref, prompts=[of], segment_length=40) as writer:
+        for one in LAYERS:
+            given = inputs()
+            strides = {name: tensor.stride() for name, tensor in tensors(given).items()}
+            writer.add(CapturedLayer(layer=one, inputs=given, model_strides=strides))
+    layers = ",".join(map(str, chosen)) or "all"
+    return CaptureRequest(model=ModelRequest(model="captures"), layers=layers)
+
+
+def replayed(*layers: int, **wanted: Any) -> Report:
+    folder, report = job.run(
+        captured(*layers), ReplayRequest(**wanted), OutputOptions(out=Path("kept"), command=("ssdprof", "run")),
+        Unwatched(),
+    )  # fmt: skip
+    assert load(folder)[1] == report
+    return report
+
+
+def names(report: Report) -> list[str]:
+    return [case.name for case in report.cases]
+
+
+@needs_interpreter
+def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> None:
+    report = replayed(states=("fp32", "fp16"))
+    assert (report.kind, report.id, report.command, report.complete) == ("run", "kept", ("ssdprof", "run"), True)
+    assert [one.name for one in report.requested] == names(report)
+    assert names(report)[:5] == [
+        "layer 0, 40 tokens, unfused, exact, fp32 states",
+        "layer 0, 40 tokens, fused, exact, fp32 states",
+        "layer 0, 40 tokens, unfused, relaxed, fp32 states",
+        "layer 0, 40 tokens, fused, relaxed, fp32 states",
+        "layer 0, 40 tokens, unfused, exact, fp16 states",
+    ]
+    assert len(report.cases) == 16
+    assert report.captured == LAYERS
+    assert outcome(report).passed
+    assert {(case.inputs, case.samples, case.memory, case.reason) for case in report.cases} == {(TOKENS, (), None, "")}
+
+
+@needs_interpreter
+def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
+    report = replayed(3, implementations=("unfused",), states=("fp32", "fp16", "bf16"))
+    assert [case.result for case in report.cases] == ["passed"] * 6, [case.why for case in report.cases]
+    assert {case.precision for case in report.cases} == {*precisions_for("bf16", "all", ("fp32", "fp16", "bf16"))}
+    for case in report.cases:
+        assert case.layer == LAYERS[1]
+        assert case.dims is not None
+        assert case.dims.sizes["nheads"] == 2
+        assert all((case.variant, case.plan, case.launches))
+        exact = case.precision.intermediates == "exact"
+        for accuracy in case.accuracy:
+            against = None if exact else f"unfused exact, {case.precision.state_dtype} states"
+            assert (accuracy.vs_baseline and accuracy.vs_baseline.against) == against
+
+
+@needs_interpreter
+def test_an_interrupted_run_keeps_the_errors_of_what_was_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
+        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
+    # two implementations, two recordings of three rounds: the third group is not reached
+    timer, plain = FakeTimer(stop_at=13), job.Comparer
+    monkeypatch.setattr(job, "Comparer", lambda **own: plain(**(own | {"timer": timer, "sampling": QUICK})))
+    with pytest.raises(KeyboardInterrupt, match="marked as partial: 4 cases of 1 layer"):
+        replayed(intermediates="exact", states=("fp32", "fp16"))
+    report = load("kept")[1]
+    assert (report.complete, outcome(report).passed) == (False, False)
+    assert {case.result for case in report.cases} == {"passed"}
+    assert [(case.precision.state_dtype, bool(case.samples), case.reason) for case in report.cases] == [
+        *[("fp32", True, "")] * 2,
+        *[("fp16", False, "interrupted before it was timed")] * 2,
+    ]
+    assert [one.place for one in report.missing] == ["layer 3, 40 tokens"] * 4
+    over = report.speedup(report.cases[1])
+    assert over is not None
+    assert over.value == 3
+
+
+def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
+    replay = ReplayRequest(implementations=("fused",), intermediates="exact", states=("fp32", "bf16"))
+    resolved = job.resolve_implementations(replay.implementations, replay.baseline, LAYERS[:1])
+    of = prompt(50, serving=Serving(chunk=40, decode=1))
+    requested = [one.name for one in job._requested(LAYERS[:1], [of], replay, resolved, "bf16")]
+    assert requested == [
+        *(
+            f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, {states} states"
+            for number, size in ((1, 40), (2, 10))
+            for states in ("fp32", "bf16")
+            for name in ("unfused", "fused")
+        ),
+        "layer 0, 1 token, decode step 1 of 1 after 50 tokens, unfused_step, exact, fp32 states",
+        "layer 0, 1 token, decode step 1 of 1 after 50 tokens, recurrent, exact, fp32 states",
+    ]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_everything_is_measured() -> None:
+    report = replayed(3, implementations=("unfused",), intermediates="exact", states=("fp32",))
+    (case,) = report.cases
+    assert limits.device() == torch.device("cuda", 0)
+    assert (case.result, report.ceilings is None) == ("passed", False), case.why
+    assert case.call_us is not None
+    assert case.device_us is not None
+    assert case.call_us.value > case.device_us.value > 0
+    assert case.memory is not None
+    assert case.memory.peak_bytes > case.memory.workspace_bytes > 0
+    assert {launch.kernel for launch in case.launches} >= {"_chunk_scan_kernel", "_state_passing_kernel"}
+    assert all(launch.registers for launch in case.launches)
