@@ -9,6 +9,7 @@ Two numbers are counted with `sys.setprofile` on a run of the SSD demo in Triton
 
 - A value is *followed* by its identity.  What is made of it is followed too: an object of a class of ours that a
   function returns, or whose `__init__` or method was given a followed value, and the objects of ours that it holds.
+  A report that is read from its files is made of the cases that were written to them.
 - A *stop* is a function of ours (its file is under ssdprof/) that is called from another file of ours with an argument
   that is followed, or that directly holds a followed value as an attribute or as an element.  The receiver of a method
   is no argument.  A function counts once, however often it is called.
@@ -201,6 +202,14 @@ class Walk:
         for one in made:
             self.follow(one)
 
+    def read(self, returned: object) -> None:
+        """A function of the store ends: a report with a case of the name of a followed one is followed."""
+        written = {one.name for one in self._followed.values() if type(one).__name__ == "Case"}  # type: ignore[attr-defined]
+        for one in _held(returned) if written else ():
+            cases = [part for part in _held(one) if _ours(one) and type(part).__name__ == "Case"]
+            if any(case.name in written for case in cases):  # type: ignore[attr-defined]
+                self.follow(one)
+
     def _followed_or_held(self, value: object) -> bool:
         inner = _held(value) if _ours(value) or isinstance(value, tuple | list | dict) else ()
         return id(value) in self._followed or any(id(part) in self._followed for part in inner)
@@ -266,6 +275,8 @@ def walks() -> Details:
         else:
             for walk in way.values():
                 walk.leave(frame, returned)
+                if place == "store/reports.py":
+                    walk.read(returned)
             if not begun and place.startswith("capture/intercept") and _is_captured(returned):
                 begun = True
                 of_call.follow(returned)
