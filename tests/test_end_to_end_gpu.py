@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from ssdprof.schema import RunReport
 from typer.testing import CliRunner
 
-from ssdprof import runs
 from ssdprof.cli import app
+from ssdprof.core.report import Report
+from ssdprof.store import reports
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_empty_folder")]
 
 
-def run(*words: str) -> RunReport:
+def run(*words: str) -> Report:
     result = CliRunner().invoke(app, ["run", "demo", *words, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
-    return RunReport.model_validate_json(result.stdout)
+    return Report.model_validate_json(result.stdout)
 
 
 def test_everything_that_passed_is_timed() -> None:
@@ -28,13 +28,12 @@ def test_everything_that_passed_is_timed() -> None:
     assert report.environment.gpu is not None
     assert report.ceilings is not None
     assert report.clocks is not None
-    assert report.model_peak_bytes
+    assert report.peak_bytes
     assert len(report.cases) == 24
     for case in report.cases:
         assert case.variant != "interpreter"
-        assert case.timing is not None, case.reason
-        assert case.roofline is not None
-        assert (case.speedup is None) == (str(case.precision) in BASELINES and case.implementation == "unfused")
+        assert case.device_us is not None, case.why
+        assert (report.speedup(case) is None) == (str(case.precision) in BASELINES and case.implementation == "unfused")
 
 
 BASELINES = {f"exact, {state} states" for state in ("fp32", "fp16", "bf16")}
@@ -63,7 +62,7 @@ def test_interrupted_while_timing() -> None:
     )
     try:
         for _ in range(2400):
-            if Path("run/report.json").exists() and runs.read("run")[1].cases:
+            if Path("run/run.json").exists() and reports.load("run")[1].cases:
                 break
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.05)
@@ -73,6 +72,6 @@ def test_interrupted_while_timing() -> None:
         process.kill()
     assert process.returncode == 130
     assert "marked as partial" in error
-    report = runs.read("run")[1]
-    assert report.state == "partial"
+    report = reports.load("run")[1]
+    assert not report.complete
     assert report.cases

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from documented_kernels import write_example
-from ssdprof.schema import CaseResult
 from typer.testing import CliRunner
 
-from ssdprof import runs
 from ssdprof.cli import app
+from ssdprof.core.case import Case
+from ssdprof.core.report import Report
+from ssdprof.store import reports
 
 pytestmark = pytest.mark.gpu
 
@@ -68,8 +69,9 @@ def here(users_folder: Path) -> Path:
     return users_folder
 
 
-def cases() -> dict[str, CaseResult]:
-    return {case.implementation: case for case in runs.read(None)[1].cases}
+def newest() -> tuple[Report, dict[str, Case]]:
+    report = reports.load(None, "run")[1]
+    return report, {case.implementation: case for case in report.cases}
 
 
 @pytest.mark.parametrize(("model", "function"), [("demo", "my_ssd"), ("demo-gdn", "my_gdn")])
@@ -79,11 +81,12 @@ def test_the_example_of_the_documents_is_timed(here: Path, model: str, function:
     words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--impl", f"unfused,fused,{name}")
     code, shown = call("run", model, *words)
     assert code == 0, shown
-    case = cases()[name]
-    assert case.status == "passed", case.reason
-    assert case.timing is not None, case.reason
-    assert case.speedup is not None
-    assert case.speedup.baseline == "unfused exact, fp32 states"
+    report, found = newest()
+    case = found[name]
+    assert case.result == "passed", case.why
+    assert case.device_us is not None, case.why
+    assert report.speedup(case) is not None
+    assert case.baseline == "unfused"
     assert [launch.kernel for launch in case.launches] == [function.replace("my_", "") + "_scan"]
     assert case.memory is not None
 
@@ -102,12 +105,12 @@ def test_a_faulty_kernel_is_named_and_the_others_are_timed(here: Path, function:
     words = ("--seq", "512", "--layers", "0", "--dtypes", "exact", "--first-call", "20")
     code, shown = call("run", "demo", *words, "--impl", f"{name},unfused,fused,faulty_kernels:right")
     assert code == 1
-    found = cases()
-    assert re.search(reason, found[name].reason), found[name].reason
-    assert found[name].timing is None
+    _, found = newest()
+    assert re.search(reason, found[name].why), found[name].why
+    assert found[name].device_us is None
     for other in ("unfused", "fused", "faulty_kernels:right"):
-        assert found[other].status == "passed", found[other].reason
-        assert found[other].timing is not None, found[other].reason
+        assert found[other].result == "passed", found[other].why
+        assert found[other].device_us is not None, found[other].why
     assert name in shown
     torch.cuda.synchronize()
 
