@@ -30,14 +30,14 @@ from typing import Any
 
 import torch
 from make_random_checkpoint import write_checkpoint
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.pipeline import limits, placement
-from ssdprof.pipeline.model import load, run_model
-from ssdprof.pipeline.request import CaptureRequest, ModelRequest, PromptRequest
-from ssdprof.pipeline.subject import Subject, find
-from ssdprof.schema.placement import PlacementKind
 
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.core.base import PlacementKind
 from ssdprof.environment import machine
+from ssdprof.jobs import limits, placement
+from ssdprof.jobs.model import load, run_model
+from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Unwatched
 

@@ -3,7 +3,7 @@
     python benchmarks/record_prefill.py FOLDER [--budget SECONDS] [--only NAME ...] [--scratch DIR]
 
 Makes the checkpoints of `RUNS` in DIR, all at once (27 GB, removed again), runs `ssdprof prefill` on each against every
-library that is installed, one after the other, and writes <run>.json into FOLDER.  The runs share the
+library that is installed, one after the other, and keeps its report in FOLDER/<run>.  The runs share the
 budget, the most important ones first; results name the runs that did not fit.  A run that hangs is stopped, and
 its results so far are kept.  No network is needed.
 """
@@ -32,22 +32,20 @@ TO_NOTICE_S = 5  # time for a command to end after the user interrupts both proc
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """limit_s: seconds of wall clock that are reserved for this run.  seconds: seconds of sampling for each length and
-    surroundings."""
+    origin of the convolution and the norm: the model's, then the bundled ones."""
 
     name: str
     seq: str
     peers: tuple[str, ...]
-    surroundings: str
     seconds: float = 4
     limit_s: float
 
 
 SSD_PEERS, GDN_PEERS = ("mamba_ssm",), ("fla", "flash_qla", "flashinfer")
 RUNS = (
-    Run(name="mamba2-2.7b", seq="1k,16k,128k", peers=SSD_PEERS, surroundings="both", limit_s=130),
-    Run(name="granite-4.0-h-1b", seq="1k,16k,128k", peers=SSD_PEERS, surroundings="both", limit_s=90),
-    # a prefill of 128K tokens takes about six seconds: only the bundled surroundings
-    Run(name="qwen3.5-9b", seq="16k,128k", peers=GDN_PEERS, surroundings="bundled", limit_s=150),
+    Run(name="mamba2-2.7b", seq="1k,16k,128k", peers=SSD_PEERS, limit_s=130),
+    Run(name="granite-4.0-h-1b", seq="1k,16k,128k", peers=SSD_PEERS, limit_s=90),
+    Run(name="qwen3.5-9b", seq="16k,128k", peers=GDN_PEERS, limit_s=150),
 )
 
 
@@ -65,12 +63,12 @@ def allowance(run: Run, later: Sequence[Run], left_s: float) -> float:
     return min(left_s, max(run.limit_s, left_s - sum(one.limit_s for one in later)))
 
 
-def command(run: Run, checkpoint: Path, file: Path, allowed_s: float) -> list[str]:
+def command(run: Run, checkpoint: Path, out: Path, allowed_s: float) -> list[str]:
     peers = ",".join(name for name in run.peers if find_spec(name) is not None)
     words = [
         sys.executable, "-m", "ssdprof", "prefill", checkpoint, "--seq", run.seq, "--batch", "1",
-        "--surroundings", run.surroundings, "--seconds", f"{run.seconds:g}",
-        "--budget", f"{allowed_s - TO_START_S:.0f}", "--out", file, "--force", "--no-tuned",
+        "--conv-and-norm", "bundled", "--seconds", f"{run.seconds:g}",
+        "--budget", f"{allowed_s - TO_START_S:.0f}", "--out", out, "--no-tuned",
         *(["--against", peers] if peers else []),
     ]  # fmt: skip
     return list(map(str, words))
@@ -124,9 +122,8 @@ def main() -> None:
                 say(f"{run.name}: left out, {allowed_s:.0f} s were left")
                 continue
             say(f"{run.name}: begins, {allowed_s:.0f} s allowed")
-            file = arguments.folder / f"{run.name}.json"
-            file.unlink(missing_ok=True)
-            code = run_within(command(run, Path(scratch) / run.name, file, allowed_s), allowed_s)
+            words = command(run, Path(scratch) / run.name, arguments.folder / run.name, allowed_s)
+            code = run_within(words, allowed_s)
             say(f"{run.name}: exit code {code}")
 
 

@@ -18,37 +18,37 @@ from pathlib import Path
 import numpy as np
 import torch
 import triton
-from ssdprof.bench.shapes import parse_shapes
-from ssdprof.measure.bench import CudaBench
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.ssd.drawing import DRAWING, draw
 
+from ssdprof.jobs.grid import parse_shapes
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, candidates, n_split, program_count
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.timing import CudaTimer, Timer
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.ssd import OPERATOR, draw
 
 SHAPES = "mamba2-2.7b,granite-4.0-h-small,nemotron-3-nano,falcon-h1-3b,10x64x128x1,4x64x128x1"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)
 REPEATS = 5
 
 
-def device_us(bench: CudaBench, inputs: SSDInputs, segments: Cut, sm_count: int) -> float:
+def device_us(timer: Timer, inputs: SSDInputs, segments: Cut, sm_count: int) -> float:
     chosen = SSDHopperConfig.choose(inputs, sm_count, batch_invariant=False)
     config = replace(chosen, **asdict(segments))
-    recording = bench.record(partial(ssd_fused_hopper, inputs, Precision(), config=config))
-    return float(np.median([bench.device_us(recording) for _ in range(REPEATS)]))
+    recording = timer.record(partial(ssd_fused_hopper, inputs, Precision(), config=config))
+    return float(np.median([timer.device_us(recording) for _ in range(REPEATS)]))
 
 
 def main(file: Path) -> None:
     device = torch.device("cuda")
     properties = torch.cuda.get_device_properties(device)
-    bench = CudaBench(device)
+    timer = CudaTimer(device)
     sm_count = properties.multi_processor_count
     cells = []
-    for shape in parse_shapes(DRAWING, SHAPES):
+    for shape in parse_shapes(OPERATOR.generated, SHAPES):
         for seqlen in LENGTHS:
             tokens = Tokens(sequences=1, seqlen=seqlen)
             inputs = replace(
@@ -64,7 +64,7 @@ def main(file: Path) -> None:
                     "pairs": pairs,
                     "halves": n_split(inputs.B.shape[3]),
                     "cuts": [
-                        {**asdict(s), "device_us": round(device_us(bench, inputs, s, sm_count), 2)}
+                        {**asdict(s), "device_us": round(device_us(timer, inputs, s, sm_count), 2)}
                         for s in cuts.values()
                     ],
                 }

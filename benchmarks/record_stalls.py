@@ -19,11 +19,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from ssdprof.capture.captured import CapturedLayer
-from ssdprof.schema import EXACT_FP32, CheckpointRef, LayerRef
-from ssdprof.schema.stalls import Launched
 
-from ssdprof.capture.store import CaptureWriter
+from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.stalls import Launched
+from ssdprof.core.subject import CheckpointRef, LayerRef
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.stalls import ncu
 

@@ -2,9 +2,9 @@
 
     python benchmarks/recorded.py [NAME=]REPORT ...
 
-Adds a report of `ssdprof bench`, a folder or a JSON document, to the file of its GPU, under NAME or its own name, and removes what it supersedes:
-older cells with the same inputs whose cases were all measured again, with newer kernels.  Other scripts and the tests
-read these files.
+Adds a report of `ssdprof bench`, a folder or a JSON document, to the file of its GPU, under NAME or its own name, and
+removes what it supersedes: older cells with the same inputs whose cases were all measured again, with newer kernels.
+Other scripts and the tests read these files.
 """
 
 from __future__ import annotations

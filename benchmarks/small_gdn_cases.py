@@ -1,10 +1,10 @@
 """Time small calls of the gated delta rule, compared with flash-linear-attention: 15 batches and 12 packs.
 
-    python benchmarks/small_gdn_cases.py FILE.json [--budget SECONDS] [--no-fla]
+    python benchmarks/small_gdn_cases.py FOLDER [--budget SECONDS] [--no-fla]
 
 The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, equally many key and
 value heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
-in `ssdprof bench gdn`.  Writes FILE.json, in the form of `ssdprof bench --out`.  Needs a GPU.
+in `ssdprof bench gdn`.  Keeps its report in FOLDER, as `ssdprof bench --out` does.  Needs a GPU.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from ssdprof.bench.render import as_markdown
-from ssdprof.bench.run import NEEDS_GPU, BenchRequest, bench
-from ssdprof.bench.schema import BenchReport, dump
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.operators.gdn.shapes import GDNShape
-from ssdprof.operators.named import resolve
-from ssdprof.schema import precisions_for
 from torch.nn import functional as F
 
 from ssdprof import operators
 from ssdprof.commands.output import TerminalWatcher
-from ssdprof.environment.toolchain import require_gpu
+from ssdprof.core.base import precisions_for
 from ssdprof.errors import SsdprofError
-from ssdprof.files import write_text
+from ssdprof.jobs.bench import BenchRequest, bench
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.gdn import GDNShape
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.implementations import required, resolve
+from ssdprof.report import document, markdown
 
 BATCHES = (  # sequences, tokens of each, heads, K = V, divisor of the gate, share of gates that are 0
     (1, 63, 1, 64, 1.0, 0.0), (2, 500, 3, 60, 1.0, 0.0), (2, 1000, 3, 64, 1.0, 0.5), (3, 1024, 4, 100, 0.1, 0.0),
@@ -110,30 +107,24 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--budget", type=float, help="seconds of wall clock")
     parser.add_argument("--no-fla", action="store_true", help="ours alone")
     arguments = parser.parse_args()
     gdn = operators.get("gdn")
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
-    require_gpu(*NEEDS_GPU)
-    named = tuple(resolve(gdn, name) for name in names)
-    _ = named[0].present  # raises if fla is requested and not installed
-
-    def keep(partial: BenchReport) -> None:
-        write_text(arguments.file, dump(partial) + "\n")
-
     request = BenchRequest(
-        operator=replace(gdn, bench=replace(gdn.drawing, draw=draw)),
+        operator=replace(gdn, generator=replace(gdn.generated, draw=draw)),
         cells=tuple(cells()),
         precisions=lambda dtype: precisions_for(dtype, "exact", None),
-        named=named,
+        implementations=tuple(required(resolve(gdn, name)) for name in names),
         baseline=names[0],
         budget=arguments.budget,
         first_call=60,
-        command=("python", "benchmarks/small_gdn_cases.py", str(arguments.file)),
+        out=arguments.folder,
+        command=("python", "benchmarks/small_gdn_cases.py", str(arguments.folder)),
     )
-    print(as_markdown(bench(request, TerminalWatcher(), keep)))
+    print(markdown.render(document.compose(bench(request, TerminalWatcher())[1])))
 
 
 if __name__ == "__main__":

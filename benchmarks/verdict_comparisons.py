@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from ssdprof.bench.shapes import parse_shapes
-from ssdprof.measure.bench import CudaBench
-from ssdprof.measure.call import Run
-from ssdprof.operators.drawing import Cell, Tokens
-from ssdprof.schema import Speedup
 
 from ssdprof import kernels, operators
+from ssdprof.core import statistics
+from ssdprof.core.statistics import Estimate
+from ssdprof.jobs.grid import parse_shapes
 from ssdprof.kernels.precision import Precision
+from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import time_in_turns
+from ssdprof.measure.timing import Timer, time_in_turns
+from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.operator import Output
 
 OPERATOR = "ssd"
@@ -32,14 +32,14 @@ Place = tuple[str, int, str]  # shape, tokens, implementation
 
 @cache
 def inputs_of(shape: str, seqlen: int) -> Any:
-    drawing = operators.get(OPERATOR).drawing
+    generator = operators.get(OPERATOR).generated
     cell = Cell(
-        shape=parse_shapes(drawing, shape)[0],
+        shape=parse_shapes(generator, shape)[0],
         dtype="bf16",
         layout="contiguous",
         tokens=Tokens(sequences=1, seqlen=seqlen),
     )
-    return drawing.with_chunk_size(drawing.draw(cell, torch.device("cuda")), CHUNK_SIZE)
+    return generator.with_chunk_size(generator.draw(cell, torch.device("cuda")), CHUNK_SIZE)
 
 
 @cache
@@ -51,27 +51,29 @@ def run_of(place: Place) -> Run:
     return call
 
 
-def same(bench: CudaBench, place: Place, seed: int) -> Row:
-    return compare(bench, place, (run_of(place), run_of(place)), seed)
+def same(timer: Timer, place: Place, seed: int) -> Row:
+    return compare(timer, place, (run_of(place), run_of(place)), seed)
 
 
-def different(bench: CudaBench, place: Place, seed: int) -> Row:
-    call, (cycles, host_us) = run_of(place), longer_waits(bench, place)
+def different(timer: Timer, place: Place, seed: int) -> Row:
+    call, (cycles, host_us) = run_of(place), longer_waits(timer, place)
     short = waiting(call, cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
-    return compare(bench, place, (short, waiting(call, cycles=cycles, host_us=host_us)), seed)
+    return compare(timer, place, (short, waiting(call, cycles=cycles, host_us=host_us)), seed)
 
 
-def compare(bench: CudaBench, place: Place, runs: tuple[Run, Run], seed: int) -> Row:
+def compare(timer: Timer, place: Place, runs: tuple[Run, Run], seed: int) -> Row:
     """The speedup of the first over the second, and the cost of measuring it."""
     plan = SamplingPlan(seed=seed)
     began = time.monotonic()
-    session = time_in_turns(dict(zip("ab", runs, strict=True)), bench, plan, check=lambda _key, _output: "")
+    session = time_in_turns(dict(zip("ab", runs, strict=True)), timer, plan, check=lambda _key, _output: "")
     seconds = time.monotonic() - began
     first, second = (session.sampled[key] for key in "ab")
-    speedup = first.speedup(second, "b", plan.smallest_difference)
+    ratios = {
+        "device": statistics.ratio(second.device, first.device), "call": statistics.ratio(second.call, first.call)
+    }  # fmt: skip
     return {
         **named(place),
-        **{kind: told(speedup, kind) for kind in ("device", "call")},
+        **{clock: told(ratio, plan.smallest_difference) for clock, ratio in ratios.items()},
         "seconds": round(seconds, 3),
         "recordings": len(first.device),
         "replays": sum(map(len, first.device)),
@@ -84,13 +86,10 @@ def named(place: Place) -> Row:
     return {"shape": shape, "tokens": seqlen, "implementation": implementation}
 
 
-def told(speedup: Speedup, kind: str) -> Row:
-    """A ratio, its interval and its verdict; kind: "device" or "call"."""
-    ratio, interval, verdict = {
-        "device": (speedup.device_ratio, speedup.device_interval, speedup.verdict),
-        "call": (speedup.call_ratio, speedup.call_interval, speedup.call_verdict),
-    }[kind]
-    return {"ratio": round(ratio, 5), "interval": [round(interval.low, 5), round(interval.high, 5)], "verdict": verdict}
+def told(ratio: Estimate, smallest_difference: float) -> Row:
+    """A ratio, its interval and its verdict."""
+    value, low, high = (round(one, 5) for one in ratio)
+    return {"ratio": value, "interval": [low, high], "verdict": ratio.verdict(smallest_difference)}
 
 
 def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
@@ -112,14 +111,14 @@ def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
 
 
 @cache
-def longer_waits(bench: CudaBench, place: Place) -> tuple[int, float]:
+def longer_waits(timer: Timer, place: Place) -> tuple[int, float]:
     """The waits, in cycles and in microseconds, that increase device time and call time by DIFFERENCE."""
     short = waiting(run_of(place), cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
-    recording = bench.record(short)
-    device_us, call_us = median_of(lambda: bench.device_us(recording)), median_of(lambda: bench.call_us(short))
+    recording = timer.record(short)
+    device_us, call_us = median_of(lambda: timer.device_us(recording)), median_of(lambda: timer.call_us(short))
     cycles = int(1500 * device_us)  # about as long again, for a clock of 1.5 GHz
-    twice = bench.record(waiting(run_of(place), cycles=SHORT_WAIT + cycles, host_us=SHORT_WAIT_US))
-    cycles_per_us = cycles / (median_of(lambda: bench.device_us(twice)) - device_us)
+    twice = timer.record(waiting(run_of(place), cycles=SHORT_WAIT + cycles, host_us=SHORT_WAIT_US))
+    cycles_per_us = cycles / (median_of(lambda: timer.device_us(twice)) - device_us)
     return SHORT_WAIT + round(DIFFERENCE * device_us * cycles_per_us), SHORT_WAIT_US + DIFFERENCE * call_us
 
 

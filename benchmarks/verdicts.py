@@ -27,13 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from ssdprof.measure.bench import CudaBench
-from ssdprof.pipeline.request import COMPARED
 from tabulate import tabulate
 from verdict_comparisons import DIFFERENCE, OPERATOR, Place, Row, different, same
 
 from ssdprof import __version__
 from ssdprof.environment.machine import collect, kernels_hash
+from ssdprof.jobs.request import COMPARED
+from ssdprof.measure.timing import CudaTimer
 
 SHAPES = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
-    bench = CudaBench(torch.device("cuda"))
+    timer = CudaTimer(torch.device("cuda"))
     end = time.monotonic() + seconds
     found: dict[str, list[Row]] = {"same": [], "different": []}
     wanted, began = list(jobs(counts)), time.monotonic()
@@ -71,7 +71,7 @@ def measure(counts: dict[str, int], seconds: float) -> dict[str, list[Row]]:
         if time.monotonic() > end:
             print("The time is up.", file=sys.stderr)
             break
-        row = {"same": same, "different": different}[kind](bench, place, number)
+        row = {"same": same, "different": different}[kind](timer, place, number)
         found[kind].append(row)
         if number % 20 == 19:
             now = time.monotonic()

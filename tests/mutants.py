@@ -29,19 +29,20 @@ from queue import Queue
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.jsonl"
-# Files and folders of the tests of each room, in today's layout and in the one that the moves lead to.
-TESTS = {"kernels": "kernels", "stalls": "stalls", "report": "report stalls compare bench runs test_cli.py"} | {
-    "pipeline": "pipeline jobs compare test_cli.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
-    "operators": "operators kernels/test_legal_sizes.py",
+# Files and folders of the tests of each room.
+TESTS = {
+    "kernels": "kernels",
+    "operators": "operators kernels/test_legal_sizes.py jobs/test_tune.py",
     "checkpoint": "checkpoint test_hub_end_to_end.py",
-    "measure": "measure test_implementations.py",
-    "commands": "commands test_cli.py compare bench settings stalls runs tuning jobs test_end_to_end.py",
+    "environment": "test_environment.py test_toolchain.py test_ranks.py",
     "capture": "capture test_served_run.py",
-    "schema": "schema core report compare measure capture bench stalls test_schemas.py",
-    "bench": "bench jobs",
-    "environment": "environment test_environment.py test_toolchain.py test_ranks.py",
-    "tuning": "tuning jobs",
-    "store": "store settings compare runs core",
+    "measure": "measure jobs test_implementations.py",
+    "store": "store settings jobs test_ranks.py",
+    "stalls": "stalls",
+    "report": "report stalls test_cli.py",
+    "core": "core report measure capture jobs stalls test_schemas.py",
+    "jobs": "jobs test_cli.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
+    "commands": "commands test_cli.py report store stalls jobs test_end_to_end.py",
 }
 Mutant = dict[str, str]
 

@@ -67,13 +67,22 @@ MASKS = (  # in this order
     (r"(?s)<svg.*?</svg>", lambda found: "<svg>" + " ".join(re.findall(r"<!-- (.*?) -->", found[0])) + "</svg>"),
     (r"\d\.\d+e-(0?[89]|[1-9]\d)\b", r"SMALL"),  # of rounding in fp64, which depends on the processor
     (r"\d+\.\d{11,}(e-\d+)?|\d\.\d{9,}e-\d+", lambda found: f"{float(found[0]):.5g}"),
+    (r'("process": )"[0-9a-f]{8}"', r'\1"ID"'),
     (r"[ \t]+(?=\n|$)", ""),
 )
+# What the rounding of another processor changes where numbers are computed here, with the widths of their columns.
+HERE = re.compile(r"\$ ssdprof (run demo|answers demo|export answers)\b")
+ROUNDED = (
+    (r'("(?:worst_)?position": )\[[^\]]*\]', r"\1POSITION"),
+    (r"(?m)^(\|? *(?:un)?fused +\|? *relaxed, bf16  ).*", r"\1 NUMBERS"),
+)
+WIDTHS = ((r"─+", "─"), (r"(?<=[|:])-+", "-"), (r"(?<=\S) {2,}", "  "))
 
 
 def masked(text: str) -> str:
-    """Without times, paths, versions, and what else depends on the machine."""
-    for pattern, put in MASKS:
+    """Without times, paths, versions, and what else depends on the machine.  text: begins with its command."""
+    here = HERE.match(text)
+    for pattern, put in (*MASKS, *(ROUNDED if here else ()), *(WIDTHS if here and "answers" in here[0] else ())):
         text = re.sub(pattern, put, text)
     return text
 

@@ -11,11 +11,8 @@ import pytest
 
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "package lines": 46_416, "test lines": 42_500, "script lines": 7_332, "other package text lines": 11_096,
-    "generated schema lines": 10_575, "result lines": 753_953, "result bytes": 19_880_000, "docs words": 33_335,
-    "README words": 1_468, "lines over 120 characters": 23, "files in the package": 466, "classes": 440,
-    "homonyms": 31, "one-importer modules": 107, "late imports": 264, "functions over 12 parameters": 40,
-    "call to row": 19, "name to kernel": 70,
+    "package lines": 39_500, "test lines": 39_100, "lines over 120 characters": 10, "files in the package": 211,
+    "classes": 372,
 }  # fmt: skip
 
 

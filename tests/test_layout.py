@@ -66,7 +66,8 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 def test_only_its_own_rooms_know_an_operator() -> None:
     """The registries have a line for each; nothing else imports or compares with one by name."""
     for operator, (name, file) in product(operators.names(), MODULES.items()):
-        own = (f"ssdprof.kernels.{operator}", f"ssdprof.operators.{operator}", f"ssdprof.operators.{operator}_tuning")
+        beside = (f"ssdprof.operators.{operator}{suffix}" for suffix in ("", "_rounding", "_tuning"))
+        own = (f"ssdprof.kernels.{operator}", *beside)
         if name not in ("ssdprof.kernels", "ssdprof.operators") and not within(name, own):
             foreign = {module for module in IMPORTS[file] if within(module, own)}
             assert not foreign, f"{file.relative_to(ROOT)} imports {foreign}"

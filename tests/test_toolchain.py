@@ -46,7 +46,7 @@ def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(toolchain, "_LDCONFIG", str(tmp_path / "bin" / "ldconfig"))
-    monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"include": str(tmp_path / "include")})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": str(tmp_path / "include")})
     return tmp_path
 
 
@@ -187,7 +187,7 @@ def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypat
     monkeypatch.setenv("HOME", f"{furnished}/root")
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{furnished}/root/lib:{furnished}/lib")
     assert [one.name for one in needs() if not one.found] == ["Triton's cache"]
-    monkeypatch.setattr(sysconfig, "get_paths", lambda *_: {"include": f"{furnished}/root/include"})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": f"{furnished}/root/include"})
     assert need("Python headers").found == ""
 
 

@@ -283,19 +283,17 @@ def records(watched: Sequence[Mapping[str, Any]], kernels: Sequence[RawKernel]) 
         own, left = left[: len(one["kernels"])], left[len(one["kernels"]) :]
         sums: defaultdict[str, float] = defaultdict(float)
         for kernel in own:
-            speed = ncu_facts.throughput(kernel)
-            for name, value in (
-                ("l2_read_sectors", kernel.number(L2_READS)), ("dram_read_bytes", speed.dram_read_bytes),
-                ("dram_write_bytes", speed.dram_write_bytes), ("l2_bytes", speed.l2_bytes),
-                ("ncu_us", speed.duration_us),
-            ):  # fmt: skip
+            facts = ncu_facts.numbers(kernel)
+            counted = {name: facts[name] for name in ("dram_read_bytes", "dram_write_bytes", "l2_bytes")}
+            counted |= {"l2_read_sectors": kernel.number(L2_READS), "ncu_us": facts["duration_us"]}
+            for name, value in counted.items():
                 sums[name] += float("nan") if value is None else value
-        used = ncu_facts.resources(own[0])
+        used = ncu_facts.numbers(own[0])
         found.append({
             "contender": one["contender"], "chunks": one["chunks"], "dim": one["dim"],
             **{name: value for name, value in sums.items() if value == value},  # NaN: not collected
-            "occupancy_pct": used.occupancy_pct, "occupancy_limit_pct": used.occupancy_limit_pct,
-            "limited_by": list(used.limited_by), "registers": used.registers, "shared_bytes": used.shared_bytes,
+            **{name: used[name] for name in ("occupancy_pct", "occupancy_limit_pct", "registers", "shared_bytes")},
+            "limited_by": list(used["limited_by"]),
         })  # fmt: skip
     return found
 

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 
 from ssdprof.errors import unreadable
+
+Kind = TypeVar("Kind")
 
 
 def path(text: str) -> Path:
@@ -162,7 +164,10 @@ _LENGTHS = "Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."
 _BATCHES = "Batch sizes, each combined with every length."
 _DTYPES = "Dtypes of the inputs: bf16, fp16, fp32."
 
-options = dataclass(frozen=True, kw_only=True)
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def options(kind: type[Kind]) -> type[Kind]:
+    return dataclass(frozen=True, kw_only=True)(kind)
 
 
 @options

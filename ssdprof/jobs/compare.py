@@ -275,7 +275,7 @@ class _Verified:
 def _borrowed(verdict: Case, case: Case, output: Output) -> dict[str, Any]:
     """Fields of a case that is not compared: those of the same entry on other inputs.
 
-    Of its first calls on both the slower one counts, because the other found its kernels in Triton's cache.
+    The slower of its two first calls counts, because the other found its kernels in Triton's cache.
     """
     slower = max(verdict.first_call, case.first_call, key=lambda first: first.seconds if first else 0.0)
     finite = all(bool(tensor.isfinite().all()) for tensor in output)

@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import bars
+import cases
 import check_bars
 import pytest
 import recorded
-from fakes import contender, measured, report
-from ssdprof.bench.grid import expand, parse_tokens
-from ssdprof.bench.schema import BenchReport, Compiled, FirstCall, dump
-from ssdprof.bench.shapes import parse_shapes
-from ssdprof.operators.ssd.drawing import DRAWING
+from bench.benches import measured, report
 
-from ssdprof import schema
+from ssdprof import operators
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.case import FirstCall
+from ssdprof.core.report import Report
+from ssdprof.jobs.grid import expand, parse_shapes, parse_tokens
+from ssdprof.store.reports import dump
 
-RELAXED = schema.PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
+RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
 RULES = tomllib.loads("""
 [[bar]]
 name = "exact"
@@ -48,19 +50,19 @@ seconds = 2.0
 
 
 @cache
-def timed(fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields: Any) -> BenchReport:
+def timed(fused_us: float = 100.0, relaxed_us: float = 80.0, seconds: float = 1.5, **fields: Any) -> Report:
     """mamba_ssm takes 300 us and has two precisions, one of them slower.  A call costs 10 us more."""
-    cases = measured(
-        contender("mamba_ssm", lambda _: 300.0, ours=False),
-        contender("mamba_ssm", lambda _: 400.0, ours=False, precision=RELAXED),
-        contender("fused", lambda _: fused_us),
-        contender("fused", lambda _: relaxed_us, precision=RELAXED),
+    first = FirstCall(seconds=9.0, compiled={"one": seconds})
+    times = (
+        ("mamba_ssm", 300.0, EXACT_FP32),
+        ("mamba_ssm", 400.0, RELAXED),
+        ("fused", fused_us, EXACT_FP32),
+        ("fused", relaxed_us, RELAXED),
     )
-    first = FirstCall(seconds=9.0, compiled=(Compiled(kernel="one", seconds=seconds),))
-    return report(*(case.model_copy(update={"first_call": first}) for case in cases), **fields)
+    return report(*(measured(*one, first_call=first) for one in times), **fields)
 
 
-def check(*reports: BenchReport) -> dict[tuple[str, str], Any]:
+def check(*reports: Report) -> dict[tuple[str, str], Any]:
     cells = [cell for one in reports for cell in recorded.recorded("bench", one)]
     return {(one.name, one.what): one for one in bars.check(RULES, cells)}
 
@@ -77,7 +79,7 @@ def test_what_holds_and_what_does_not() -> None:
 
 
 def test_what_was_not_measured_does_not_hold() -> None:
-    alone = report(*measured(contender("fused", lambda _: 1.0)))
+    alone = report(measured("fused", 1.0))
     device = check(alone)["exact", "as mamba_ssm, device"]
     assert (device.holds, device.missed, len(device.unmeasured)) == (False, (), 1)
     assert not check(alone)["first call", "as 2 s, compiling"].holds
@@ -85,7 +87,7 @@ def test_what_was_not_measured_does_not_hold() -> None:
 
 def test_of_several_results_that_have_both_the_least_counts() -> None:
     less, more = timed(200.0), timed(100.0, created="2026-01-02T00:00:00+00:00")
-    alone = report(*measured(contender("fused", lambda _: 1.0)), created="2026-01-03T00:00:00+00:00")
+    alone = report(measured("fused", 1.0), created="2026-01-03T00:00:00+00:00")
     for order in ((less, more, alone), (alone, more, less)):
         assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 1.5
 
@@ -94,7 +96,7 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
     older = timed(200.0, kernels="01")
     newer = timed(150.0, kernels="02", created="2026-01-02T00:00:00+00:00")
     alone = report(
-        *measured(contender("fused", lambda _: 1.0)), kernels="03", created="2026-01-03T00:00:00+00:00"
+        measured("fused", 1.0), kernels="03", created="2026-01-03T00:00:00+00:00"
     )  # without a baseline it does not make the others older
     for order in ((older, newer, alone), (alone, newer, older)):
         assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 2.0
@@ -104,14 +106,12 @@ def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured
 @pytest.mark.parametrize("status", ["inaccurate", "refused", "failed"])
 def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status: str, *, rival: bool) -> None:
     good, new = timed(), timed(created="2026-01-02T00:00:00+00:00")
-    (cell,) = new.cells
-    cases = tuple(
-        case.model_copy(update={"status": status, "timing": None}) if case.name.startswith("fused, exact") else case
-        for case in cell.cases
+    made = tuple(
+        cases.failed(case, status) if case.label.startswith("fused, exact") else case
+        for case in new.cases
         if rival or case.implementation == "fused"
     )
-    failed = new.model_copy(update={"cells": (cell.model_copy(update={"cases": cases}),)})
-    found = check(good, failed)
+    found = check(good, new.changed(cases=made))
     device = found["exact", "as mamba_ssm, device"]
     assert [reading.ratio for reading in device.missed] == [0]
     assert "exact (as mamba_ssm, device): tiny, 1 x 40: failed" in check_bars.remarks(found.values())
@@ -120,12 +120,8 @@ def test_a_kernel_that_failed_has_missed_whatever_another_result_says(status: st
 
 def test_a_rival_that_failed_once_is_taken_from_where_it_was_timed() -> None:
     good, new = timed(), timed(fused_us=1.0)
-    (cell,) = new.cells
-    cases = tuple(
-        case.model_copy(update={"status": "failed", "timing": None}) if case.implementation == "mamba_ssm" else case
-        for case in cell.cases
-    )
-    failed = new.model_copy(update={"cells": (cell.model_copy(update={"cases": cases}),)})
+    made = (cases.failed(one, "failed") if one.implementation == "mamba_ssm" else one for one in new.cases)
+    failed = new.changed(cases=tuple(made))
     assert check(failed, good)["exact", "as mamba_ssm, device"].least.ratio == 3.0
     assert len(check(failed)["exact", "as mamba_ssm, device"].unmeasured) == 1
 
@@ -160,14 +156,11 @@ def test_the_script_prints_a_table_and_ends_with_1(tmp_path: Path) -> None:
 def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
     files = []
     for number, name in enumerate(("NVIDIA H200", "NVIDIA H200", "NVIDIA H100")):
-        gpu = schema.Gpu(
-            name=name, compute_capability="9.0", sm_count=132, memory_bytes=number, l2_bytes=1, driver="1", cuda="1"
-        )
-        done = timed()
+        environment = cases.environment()
+        assert environment.gpu
         files.append(tmp_path / f"{number}.json")
-        files[-1].write_text(
-            dump(done.model_copy(update={"environment": done.environment.model_copy(update={"gpu": gpu})}))
-        )
+        gpu = environment.gpu.changed(name=name)
+        files[-1].write_text(dump(timed().changed(environment=environment.changed(gpu=gpu))))
     ended = [
         subprocess.run(
             [sys.executable, check_bars.__file__, *map(str, given)], capture_output=True, text=True, check=False
@@ -184,7 +177,10 @@ def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
     tokens, _ = parse_tokens("1,1k,...,256k", "1", batches, "64x1k-4k", max_tokens=1 << 18)
     for bar in tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())["bar"]:
         cells = expand(
-            parse_shapes(DRAWING, ",".join(bar["shapes"])), (bar.get("dtype", "bf16"),), tokens, "contiguous"
+            parse_shapes(operators.get("ssd").generated, ",".join(bar["shapes"])),
+            (bar.get("dtype", "bf16"),),
+            tokens,
+            "contiguous",
         )
         named = {(shape, layout) for shape in bar["shapes"] for layout in bar["tokens"]}
         assert {(cell.shape.name, str(cell.tokens)) for cell in cells} >= named

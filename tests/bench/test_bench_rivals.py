@@ -11,14 +11,17 @@ from typing import Any
 import bars
 import check_bars
 import pytest
+from bench.benches import measured, report
 from check_bars import against, summary
-from fakes import contender, measured, report
 from recorded import recorded
 from rivals import Rivals
-from ssdprof.bench.grid import expand, parse_tokens
-from ssdprof.bench.schema import BenchReport, dump
-from ssdprof.bench.shapes import parse_shapes
-from ssdprof.operators.gdn.drawing import DRAWING
+
+from ssdprof import operators
+from ssdprof.core.report import Report
+from ssdprof.jobs.grid import expand, parse_shapes, parse_tokens
+from ssdprof.store.reports import dump
+
+GENERATOR = operators.get("gdn").generated
 
 RECORDS = """
 yardstick = "fla"
@@ -48,16 +51,13 @@ def rivals(tmp_path: Path) -> Rivals:
     return Rivals.load(tmp_path / "rivals.toml")
 
 
-def timed(*, drawn: tuple[str, ...] = (), checked: int | None = None, **costs: float) -> BenchReport:
+def timed(*, drawn: tuple[str, ...] = (), checked: int | None = None, **costs: float) -> Report:
     """A report of implementations with given device times; a call takes 10 us more."""
-    ours = ("fused", "unfused", "recurrent")
-    done = report(*measured(*(contender(name, lambda _, us=us: us, ours=name in ours) for name, us in costs.items())))
-    (cell,) = done.cells
-    return done.model_copy(update={"cells": (cell.model_copy(update={"drawn": drawn, "checked": checked}),)})
+    return report(*(measured(name, us, drawn=drawn, checked=checked) for name, us in costs.items()))
 
 
 def check(
-    rules: dict[str, Any], reports: list[BenchReport], rivals: Rivals = bars.NO_RIVALS, *, partial: bool = False
+    rules: dict[str, Any], reports: list[Report], rivals: Rivals = bars.NO_RIVALS, *, partial: bool = False
 ) -> tuple[bars.Finding, ...]:
     return bars.check(rules, [cell for one in reports for cell in recorded("b", one)], rivals, partial=partial)
 
@@ -122,7 +122,7 @@ def test_the_committed_records_are_of_cells_that_a_bar_speaks_of() -> None:
     places = {(shape, tokens) for _, shape, tokens, _ in rivals.records}
     assert {name for name, *_ in rivals.records} == set(rivals.names)
     assert ("qwen3.5-9b", "1 x 65,536") in places & spoken
-    assert {drawn for *_, drawn in rivals.records} <= {"", *DRAWING.ways}
+    assert {drawn for *_, drawn in rivals.records} <= {"", *GENERATOR.ways}
     assert rivals.records["flashinfer", "qwen3.5-9b", "1 x 65,536", ""].ratio == pytest.approx(1521 / 3871)
 
 
@@ -133,10 +133,10 @@ def test_over_microseconds_and_over_the_floor() -> None:
     result = timed(fused=50.0)
     (found,) = check(rule(over=100), [result])
     assert (found.readings[0].ratio, found.what) == (2.0, "as 100 us, device")
-    (case,) = result.cells[0].cases
-    assert case.roofline is not None
+    floor_us = result.cases[0].floor_us(result.ceilings)
+    assert floor_us
     (found,) = check(rule(over="floor", device={"goal": 0.77}), [result])
-    assert found.readings[0].ratio == pytest.approx(case.roofline.floor_us / 50, rel=1e-5)
+    assert found.readings[0].ratio == pytest.approx(floor_us / 50, rel=1e-5)
     assert (found.must, found.holds, found.at_goal) == (0.0, True, 0)
 
 
@@ -268,11 +268,11 @@ def test_every_bar_of_gdn_speaks_of_cells_that_a_bench_can_measure() -> None:
         "1,1k,...,256k", "1", "4x1,16x1,64x1,256x1,32x1k,8x4k,8x1k", "64x1k-4k", max_tokens=1 << 18
     )
     for bar in bars_of("gdn"):
-        shapes = parse_shapes(DRAWING, ",".join(bar["shapes"]))
+        shapes = parse_shapes(GENERATOR, ",".join(bar["shapes"]))
         cells = expand(shapes, ("bf16",), tokens, "contiguous")
         assert {(cell.shape.name, str(cell.tokens)) for cell in cells} >= {
             (shape, layout) for shape in bar["shapes"] for layout in bar["tokens"]
         }
-        assert set(bar.get("drawn", [])) <= DRAWING.ways.keys()
+        assert set(bar.get("drawn", [])) <= GENERATOR.ways.keys()
         implementation = bar["of"].split()[0]
-        assert implementation in {"fused", "unfused", "recurrent", *DRAWING.alternatives}
+        assert implementation in {"fused", "unfused", "recurrent", *GENERATOR.alternatives}

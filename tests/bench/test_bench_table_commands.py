@@ -11,14 +11,12 @@ from string import Template
 from typing import Any
 
 import pytest
-from ssdprof.bench.contenders import ways
-from ssdprof.bench.grid import expand, parse_tokens
-from ssdprof.bench.shapes import parse_shapes
-from ssdprof.operators.named import known
-from ssdprof.schema import precisions_for
 
 from ssdprof import operators
 from ssdprof.cli import app
+from ssdprof.core.base import precisions_for
+from ssdprof.jobs.grid import expand, parse_shapes, parse_tokens
+from ssdprof.operators.implementations import known
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {  # options of the commands, with the defaults of `ssdprof bench`
@@ -59,14 +57,14 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
             option["--seq"], option["--batch"], option["--cells"], option["--packed"], max_tokens=1 << 18
         )
         assert not left_out
-        shapes = parse_shapes(record.drawing, option["--shape"])
+        shapes = parse_shapes(record.generated, option["--shape"])
         theirs = [name for name in option["--against"].split(",") if name]
         theirs += ["published"] if option["--published"] else []
         also = [name for name in option["--also"].split(",") if name]
         assert set(theirs) | set(also) <= set(known(record))
         states = tuple(option["--states"].split(",")) if option["--states"] else None
         precisions = precisions_for(option["--dtype"], option["--dtypes"], states)  # type: ignore[arg-type]
-        drawn = ways(record, option["--draw"])
+        drawn = tuple(word for word in record.generated.ways if word in option["--draw"].split(","))
         for cell in expand(shapes, (option["--dtype"],), tokens, "contiguous", drawn):  # type: ignore[arg-type]
             ours = [
                 f"{name} {one.intermediates} {one.state_dtype}" for name in ("unfused", "fused") for one in precisions

@@ -172,11 +172,11 @@ def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
 
 
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
-    sources, stage = Sources({}), KERNELS / "ssd" / "portable" / "states.py"
+    sources, stage = Sources({}), KERNELS / "ssd" / "portable" / "stages.py"
     number = next(i for i, line in enumerate(stage.read_text().splitlines(), 1) if "while tl.atomic_add" in line)
-    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/states.py", number)
+    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/stages.py", number)
     assert place == LineStage("wait_for_state", "state_passing.wait")
-    assert sources.not_recorded == {"states.py"}
+    assert sources.not_recorded == {"stages.py"}
     assert sources.place("/home/someone/kernel.py", 3) == LineStage("", "kernel.py")
 
 

@@ -1,0 +1,221 @@
+"""The recorded benches: a line per case, what a newer bench replaces, and the tables of speeds next to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import readme_table
+import recorded
+import small_gdn_cases
+import torch
+from recorded import Cell, RecordedBench, RecordedCase, Speedup
+
+from ssdprof import kernels
+from ssdprof.core.report import Report
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.precision import Precision
+from ssdprof.store.reports import dump
+
+DONE = cases.bench(*cases.cell(1024), *cases.cell(4096), baseline="fla", matched_with="unfused")
+
+
+def test_a_line_has_the_numbers_of_its_case() -> None:
+    first, second = recorded.recorded("b", DONE)
+    assert (first.bench.peers, first.bench.state, first.bench.baseline) == ({"fla": "0.4"}, "complete", "fla")
+    assert [cell.one.tokens for cell in (first, second)] == ["1 x 1,024", "1 x 4,096"]
+    for line, case in zip((*first.cases, *second.cases), DONE.cases, strict=True):
+        assert line.words == [case.implementation, case.precision.intermediates, case.precision.state_dtype]
+        assert case.device_us
+        assert case.call_us
+        assert line.device_us == pytest.approx(case.device_us, rel=1e-5)
+        assert line.call_us == pytest.approx(case.call_us, rel=1e-5)
+        assert line.floor_us == pytest.approx(case.floor_us(DONE.ceilings), rel=1e-5)
+        for one in case.accuracy:
+            error = line.errors[one.tensor]
+            assert error.rms_ratio == pytest.approx(one.vs_oracle.rms_ratio, rel=1e-3)
+            assert error.floor == pytest.approx(one.floor.rms_ratio, rel=1e-3)
+            assert error.matches_fp64 == pytest.approx([each.match_pct for each in one.vs_oracle.matches], rel=1e-5)
+        assert line.launches == case.launches
+    fused = first.fastest("fused")
+    assert fused
+    assert {name: over.device[0] for name, over in fused.over.items()} == pytest.approx({"fla": 1.6, "unfused": 2.0})
+    assert not first.cases[0].over
+
+
+def test_a_case_that_failed_says_why_and_has_no_time() -> None:
+    bad = cases.failed(cases.cell(1024)[2])
+    (cell,) = recorded.recorded("b", cases.bench(*cases.cell(1024)[:2], bad, baseline="fla"))
+    assert (cell.cases[2].status, cell.cases[2].device_us, cell.cases[2].over) == ("inaccurate", None, {})
+    assert "its budget" in cell.cases[2].reason
+
+
+def test_a_new_bench_is_added_to_the_file_of_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "file_of", lambda _: tmp_path / "gpu.jsonl")
+    (tmp_path / "b.json").write_text(dump(DONE))
+    assert recorded.read(tmp_path / "b.json") == recorded.recorded("b", DONE)
+    for _ in range(2):
+        recorded.main([str(tmp_path / "b.json")])
+        assert recorded.read(tmp_path / "gpu.jsonl") == recorded.recorded("b", DONE)
+    assert (tmp_path / "gpu.jsonl").read_text().count("\n") == 1 + len(DONE.cases)
+    recorded.main([f"a={tmp_path / 'b.json'}"])
+    assert [cell.bench.name for cell in recorded.read(tmp_path / "gpu.jsonl")] == ["a", "a", "b", "b"]
+
+
+def test_a_cell_is_superseded_when_all_of_it_was_measured_with_newer_kernels() -> None:
+    both = cases.cell(1024)[1:]
+    first, later = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"
+
+    def kept(older: Report, newer: Report) -> list[str]:
+        cells = [*recorded.recorded("older", older), *recorded.recorded("newer", newer)]
+        return sorted(cell.bench.name for cell in recorded.current(cells))
+
+    one = cases.bench(*both, created=first, kernels="1")
+    assert kept(one, cases.bench(*both, created=later, kernels="2")) == ["newer"]
+    assert kept(one, cases.bench(*both, created=later, kernels="1")) == ["newer", "older"]
+    assert kept(one, cases.bench(both[1], created=later, kernels="2")) == ["newer", "older"]
+
+
+def test_the_committed_lines_are_whole_and_none_is_superseded() -> None:
+    files = sorted(recorded.RESULTS.glob("*.jsonl"))
+    assert [file.name for file in files] == ["h100.jsonl", "h200.jsonl"]
+    for file in files:
+        cells = recorded.read(file)
+        assert recorded.text_of(cells) == file.read_text(encoding="utf-8")
+        assert recorded.current(cells) == cells
+        assert {recorded.file_of(cell.bench.gpu) for cell in cells} == {file}
+
+
+# --- the tables of results/README.md
+
+
+def cell(shape: str, tokens: str, times: float = 3.0, *, without: str = "", gpu: str = "A", **fields: Any) -> Cell:
+    """Cases of mamba_ssm, unfused and fused, which is `times` as fast.  fields: of the bench, or of its cases."""
+    environment = cases.environment()
+    assert environment.gpu
+    of_bench = {name: fields.pop(name) for name in set(fields) & set(RecordedBench.model_fields)}
+    library = of_bench.get("baseline", "mamba_ssm")
+    bench = RecordedBench(
+        kind="bench", name="b", operator="ssd", command=("ssdprof",), ssdprof="0.1.0", seconds=1.0,
+        environment=environment.changed(gpu=environment.gpu.changed(name=gpu)),
+        **({"created": "2026-01-01T00:00:00+00:00", "baseline": library} | of_bench),
+    )  # fmt: skip
+    common: dict[str, Any] = {
+        "kind": "case", "bench": "b", "operator": "ssd", "shape": shape, "tokens": tokens, "batch": 1, "seqlen": 1024,
+        "sizes": {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1}, "sequences": 1, "dtype": "bf16",
+        "packed": "packed" in tokens, "precision": "exact fp32", "status": "passed",
+    }  # fmt: skip
+    made = []
+    for name, us in ((library, 300.0), ("unfused", 310.0), ("fused", 300.0 / times)):
+        others = (library, "unfused") if name == "fused" else ()
+        over = {one: Speedup(device=(times, times, times), call=(times - 0.2,) * 3) for one in others if one != without}
+        time = {"device_us": (us, us, us), "call_us": (us, us, us)}
+        if name != without:
+            made.append(
+                RecordedCase(**(common | {"implementation": name, "variant": "v", "over": over} | time | fields))
+            )
+    return Cell(bench=bench, cases=tuple(made))
+
+
+def rows_of(made: str) -> list[list[str]]:
+    lines = made.replace("\u00a0", " ").splitlines()
+    return [[word.strip() for word in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+
+
+def test_models_have_a_table_and_other_shapes_another() -> None:
+    made = readme_table.selection([
+        cell("mamba2-2.7b", "1 x 1,024"),
+        cell("nemotron-3-nano", "1 x 1,024", without="mamba_ssm"),
+        cell("mamba2-2.7b", "1 x 1,025"),
+        cell("zamba2-7b", "1 x 4,096"),
+        cell("zamba2-7b", "2 packed x 1k-4k", 3.1, without="mamba_ssm"),
+    ])  # fmt: skip
+    assert rows_of(made) == [
+        ["sequences x tokens", "mamba2-2.7b", "nemotron-3-nano"], ["1 x 1,024", "3.00x / 2.80x", "-"],
+        ["shape", "heads x P, N, groups", "1 x 4,096", "2 packed x 1k-4k, over unfused"],
+        ["zamba2-7b", "2 x 16, 16, 1", "3.00x / 2.80x", "3.10x / 2.90x"],
+    ]  # fmt: skip
+
+
+def test_the_published_kernel_has_a_table_of_its_own() -> None:
+    one = cell("mamba2-2.7b", "1 x 1,024", baseline="published", dtype="fp16")
+    made = readme_table.selection([one]).replace("\u00a0", " ")
+    assert "over the published kernel" in made
+    assert "| 3.00x / 2.80x |" in made
+    assert "wrong results" not in made
+    wrong = one.cases[0].changed(status="inaccurate", reason="715 off", device_us=None, call_us=None)
+    made = readme_table.selection([Cell(bench=one.bench, cases=(wrong, *one.cases))]).replace("\u00a0", " ")
+    assert "| 3.00x / 2.80x \u2020 |" in made
+    assert "<sub>\u2020 Another setting of that kernel gave wrong results" in made
+
+
+def test_of_results_that_have_the_same_cell_the_newest_counts() -> None:
+    """Only with inputs of the table's dtype, the default draw, and the table's baseline."""
+    later = [f"2026-01-01T0{hour}:00:00+00:00" for hour in range(5)]
+    made = readme_table.selection([
+        *(cell("mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 8,192", "1 x 16,384")),
+        cell("mamba2-2.7b", "1 x 1,024", 6.0, created=later[1]),
+        cell("mamba2-2.7b", "1 x 16,384", 6.0, created=later[2], drawn=("normalised",)),
+        cell("mamba2-2.7b", "1 x 16,384", 6.0, created=later[3], dtype="fp32"),
+        cell("mamba2-2.7b", "1 x 16,384", 6.0, created=later[4], baseline="selective_state_update"),
+    ])  # fmt: skip
+    assert (made.count("6.00x"), made.count("3.00x")) == (1, 2)
+
+
+def test_each_gpu_has_tables_of_its_own() -> None:
+    """A newer result of one GPU does not replace another GPU's."""
+    made = readme_table.selection([
+        cell("mamba2-2.7b", "1 x 1,024", 6.0, gpu="A few", created="2026-01-01T02:00:00+00:00"),
+        cell("nemotron-3-nano", "1 x 1,024", gpu="A few"),
+        *(cell("mamba2-2.7b", tokens, gpu="B more") for tokens in ("1 x 1,024", "1 x 4,096", "1 x 16,384")),
+    ])  # fmt: skip
+    of_b, of_a = made.replace("\u00a0", " ").split("**B more: over mamba_ssm")[1].split("**A few: over mamba_ssm")
+    assert (of_b.count("3.00x"), of_b.count("6.00x"), "nemotron-3-nano" in of_b) == (3, 0, False)
+    assert of_a.count("6.00x") == of_a.count("3.00x") == 1
+
+
+def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    of_ssd, of_gdn = (f"<!-- bench-{name}:start -->\nold\n<!-- bench-{name}:end -->\n" for name in ("ssd", "gdn"))
+    readme.write_text(f"before\n{of_ssd}between\n{of_gdn}after\n")
+    for _ in range(2):
+        readme_table.write(readme, readme_table.GDN, "new\n")
+        assert readme.read_text() == f"before\n{of_ssd}between\n{of_gdn.replace('old', 'new')}after\n"
+
+
+@pytest.mark.parametrize("operator", [readme_table.SSD, readme_table.GDN], ids=lambda one: one.name)
+def test_the_tables_say_what_the_recorded_results_say(operator: readme_table.Operator) -> None:
+    cells = readme_table.committed(operator)
+    assert cells
+    assert readme_table.selection(cells, operator) == readme_table.current(readme_table.PAGE, operator)
+
+
+# --- the small cases that are timed against flash-linear-attention
+
+
+def test_there_are_15_batches_and_12_packs() -> None:
+    found = list(small_gdn_cases.cells())
+    assert [one.tokens.packed for one in found] == [False] * 15 + [True] * 12
+    assert len({str(one) for one in found}) == 27
+    for one in found:
+        inputs = small_gdn_cases.draw(one, torch.device("cpu"))
+        assert (inputs.q.dtype, inputs.sequences) == (torch.float16, one.tokens.sequences)
+        if one.tokens.packed:
+            assert inputs.cu_seqlens is not None
+            assert inputs.cu_seqlens.diff().min() > 0
+            assert inputs.cu_seqlens[-1] == inputs.length == one.shape.total  # type: ignore[attr-defined]
+        else:
+            assert inputs.length == one.tokens.seqlen
+    half = small_gdn_cases.draw(found[2], torch.device("cpu")).g
+    assert 0.4 < (half == 0).float().mean() < 0.6
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
+@pytest.mark.parametrize("number", [0, 15])
+def test_ours_compute_them(number: int) -> None:
+    inputs = small_gdn_cases.draw(list(small_gdn_cases.cells())[number], torch.device("cpu"))
+    ours, theirs = (kernels.get("gdn", name).run(inputs, Precision()) for name in ("fused", "unfused"))
+    torch.testing.assert_close(ours.out.float(), theirs.out.float(), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(ours.final_states.float(), theirs.final_states.float(), atol=2e-2, rtol=2e-2)
