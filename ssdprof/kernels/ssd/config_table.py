@@ -208,6 +208,8 @@ BMM_CHUNK = (
 _FEW_ROW_BLOCKS = "a whole head, so that no score is computed twice; each block of rows reads the entering state again"
 _WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
 _SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
+# 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6 to 3.8 overwrites
+# registers of a product's operand while the product may still read them (`tests/kernels/test_operand_races.py`).
 CHUNK_SCAN = (
     Row(
         wide=True, take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2), why=_LARGE
@@ -216,33 +218,33 @@ CHUNK_SCAN = (
         gate=False,
         headdim=64,
         dstate=128,
-        take=ScanTile(block_q=128, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
+        take=ScanTile(block_q=128, block_p=64, block_s=16, block_n=128, num_warps=4, num_stages=3),
         why=_FEW_ROW_BLOCKS,
     ),
     Row(
         gate=False,
         headdim=64,
-        take=ScanTile(block_q=128, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
+        take=ScanTile(block_q=128, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
         why=_FEW_ROW_BLOCKS + _SLICED,
     ),
     Row(
         headdim=64,
         dstate=128,
-        take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
+        take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=1),
         why=_WOULD_SPILL,
     ),
     Row(
         headdim=64,
-        take=ScanTile(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
+        take=ScanTile(block_q=64, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
         why=_WOULD_SPILL + _SLICED,
     ),
     Row(
         dstate=128,
-        take=ScanTile(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=3),
+        take=ScanTile(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=1),
         why=_WOULD_SPILL,
     ),
     Row(
-        take=ScanTile(block_q=64, block_p=128, block_s=32, block_n=32, num_warps=8, num_stages=3),
+        take=ScanTile(block_q=64, block_p=128, block_s=16, block_n=32, num_warps=8, num_stages=3),
         why=_WOULD_SPILL + _SLICED,
     ),
 )
