@@ -58,18 +58,16 @@ class Segment:
 
     sequence: Sequence
     head: gl.tensor
-    value_head: gl.tensor  # head of v to load; HEADS, one past the last, reads zeros
     first: gl.tensor  # its first chunk
     back: gl.tensor  # chunks of the first pass, directly before `first`
     nchunks: gl.tensor
     last: gl.tensor  # whether it ends its sequence
     row: gl.tensor  # row, among the states of slow heads, of the state that enters or that it computes; -1: none
-    MAKES_PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, sequence, head, value_head, first, back, nchunks, last, row):
-        self.sequence, self.head, self.value_head, self.first, self.back = sequence, head, value_head, first, back
-        self.nchunks, self.last, self.row, self.MAKES_PARTS = nchunks, last, row, gl.constexpr(False)
+    def __init__(self, sequence, head, first, back, nchunks, last, row):
+        self.sequence, self.head, self.first, self.back, self.nchunks = sequence, head, first, back, nchunks
+        self.last, self.row = last, row
 
     @gluon.jit
     def segments(self):
@@ -100,13 +98,11 @@ class Wholes:
     seqlen: gl.tensor
     nchunks: gl.tensor
     HEADS: gl.constexpr
-    MAKES_PARTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, program, programs, pairs, seqlen, nchunks, HEADS):
         self.program, self.programs, self.pairs = program, programs, pairs
         self.seqlen, self.nchunks, self.HEADS = seqlen, nchunks, gl.constexpr(HEADS)
-        self.MAKES_PARTS = gl.constexpr(False)
 
     @gluon.jit
     def segments(self):
@@ -119,7 +115,7 @@ class Wholes:
         i = pair // self.HEADS
         sequence = Sequence(i, gl.to_tensor(0), self.seqlen, i, gl.to_tensor(0), i * self.nchunks)
         zero, head = gl.to_tensor(0), pair % self.HEADS
-        return Segment(sequence, head, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
+        return Segment(sequence, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
 
     @gluon.jit
     def chunks(self):
@@ -187,7 +183,7 @@ def segment_of(
         of_segment = program - sequences * HEADS
         back = gl.load(backs_ptr + of_segment, mask=(first > 0) & exists, other=0)
         row, back = gl.where(back < 0, of_segment, -1), gl.maximum(back, 0)
-    return Segment(sequence, head, head, first, back, nchunks, first + nchunks >= length, row), exists
+    return Segment(sequence, head, first, back, nchunks, first + nchunks >= length, row), exists
 
 
 @gluon.jit

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import Wholes, segment_of
-from ssdprof.kernels.gdn.hopper.parts import parts_of
+from ssdprof.kernels.gdn.hopper.parts import part_gates, part_loads, part_states, parts_of
 from ssdprof.kernels.gdn.hopper.rings import CHUNK, allocate, begin_barriers
 from ssdprof.kernels.gdn.hopper.role_copies import copies
 from ssdprof.kernels.gdn.hopper.role_gates import gates, gates_of_inputs
@@ -46,20 +46,21 @@ def run_roles(
 ):  # fmt: skip
     """Run the roles until each has done its part of `work`."""
     q_desc, k_desc, v_desc, A_desc, out_desc = descs
-    initial_ptr, entering_ptr, to_ptr, decays_ptr, norms_ptr = pointers
+    initial_ptr, entering_ptr, final_ptr, decays_ptr, norms_ptr = pointers
     AHEAD: gl.constexpr = rings.keys.SIZE - rings.queries.SIZE
     # 512 registers for four groups of 128 threads, of which the first role, `states`, has two
     SCORE_REGISTERS: gl.constexpr = 512 - 2 * STATE_REGISTERS - OTHER_REGISTERS
     gl.warp_specialize(
         [
-            (states, (rings, work, initial_ptr, entering_ptr, to_ptr, STATE_STRIDES, HEADS)),
+            (states, (rings, work, initial_ptr, entering_ptr, final_ptr, STATE_STRIDES, 0)),
+            (states, (rings, work, initial_ptr, entering_ptr, final_ptr, STATE_STRIDES, 1)),
             (scores, (rings, work)),
             (gates, (rings, work, decays_ptr, norms_ptr, scale, HEADS, KEY_HEADS)),
             (loads, (rings, work, (q_desc, k_desc, v_desc, A_desc), AHEAD, HEADS, HEADS // KEY_HEADS)),
             (stores, (rings, work, out_desc)),
         ],
-        [4, 2, 1, 1],
-        [SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+        [4, 4, 2, 1, 1],
+        [STATE_REGISTERS, SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )  # fmt: skip
 
 
@@ -77,14 +78,15 @@ def run_inverting_roles(
     SCORE_REGISTERS: gl.constexpr = 512 - 2 * STATE_REGISTERS - OTHER_REGISTERS
     gl.warp_specialize(
         [
-            (states, (rings, work, initial_ptr, None, final_ptr, STATE_STRIDES, HEADS)),
+            (states, (rings, work, initial_ptr, None, final_ptr, STATE_STRIDES, 0)),
+            (states, (rings, work, initial_ptr, None, final_ptr, STATE_STRIDES, 1)),
             (scores_and_lower, (rings, inversion, work)),
             (inverses, (rings, inversion, work)),
             (copies, (rings, work, (q_desc, k_desc, v_desc), out_desc, HEADS // KEY_HEADS)),
             (gates_of_inputs, (rings, work, inputs, scale, PACKED)),
         ],
-        [4, 2, 1, 1],
-        [SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
+        [4, 4, 2, 1, 1],
+        [STATE_REGISTERS, SCORE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
     )  # fmt: skip
 
 
@@ -132,24 +134,29 @@ def _hopper_kernel(
         )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["rows", "limit", "seqlen", "sequences", "slots", "K"])
+@gluon.jit(do_not_specialize=["rows", "limit", "least", "seqlen", "sequences", "slots", "K"])
 def _parts_kernel(
-    q_desc, k_desc, v_desc, A_desc, out_desc, initial_ptr, cu_seqlens_ptr, parts_ptr, backs_ptr,
+    k_desc, v_desc, A_desc, cu_seqlens_ptr, parts_ptr, moves_ptr, backs_ptr,
     decays_ptr, bounds_ptr, norms_ptr,
-    STATE_STRIDES: gl.constexpr, cu_strides, scale, enough, seqlen, sequences, slots, K, rows, limit,
+    cu_strides, scale, enough, seqlen, sequences, slots, K, rows, limit, least,
     KEY_HEADS: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
     KEY_RING: gl.constexpr, RING: gl.constexpr, STATE_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Computes the parts of `parts.py`, (rows, PARTS, 2, V, K), and backs (rows).  A program computes several parts."""
+    """Computes the parts of `parts.py` and backs (rows).  A program computes several parts."""
     rings = allocate(k_desc.dtype, KEY_RING, RING)
     begin_barriers(rings, False)
     work = parts_of(
         gl.program_id(0), gl.num_programs(0), rows, seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr,
-        slots, K, limit, enough, backs_ptr, HEADS, ROWS, PARTS, MOST,
+        slots, K, limit, least, enough, backs_ptr, HEADS, ROWS, PARTS, MOST,
     )  # fmt: skip
     if work.count > 0:
-        run_roles(
-            rings, work, (q_desc, k_desc, v_desc, A_desc, out_desc),
-            (initial_ptr, None, parts_ptr, decays_ptr, norms_ptr), scale, STATE_STRIDES, KEY_HEADS, HEADS,
-            STATE_REGISTERS, OTHER_REGISTERS,
+        gl.warp_specialize(
+            [
+                (part_states, (rings, work, parts_ptr, moves_ptr, 0)),
+                (part_states, (rings, work, parts_ptr, moves_ptr, 1)),
+                (part_gates, (rings, work, decays_ptr, norms_ptr, scale, HEADS, KEY_HEADS)),
+                (part_loads, (rings, work, k_desc, v_desc, A_desc, HEADS, HEADS // KEY_HEADS)),
+            ],
+            [4, 2, 1],
+            [STATE_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS],
         )  # fmt: skip

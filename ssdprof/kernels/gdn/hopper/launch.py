@@ -93,7 +93,7 @@ class HopperLaunch:
             "RING": config.ring,
             "STATE_REGISTERS": config.state_registers,
             "OTHER_REGISTERS": config.other_registers,
-            "num_warps": 8,
+            "num_warps": 4,
         }
         self._slow_heads = SlowHeads(inputs, config, self._places, scalars, options)
         self._main = Launcher(

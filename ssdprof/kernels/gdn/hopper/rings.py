@@ -93,11 +93,12 @@ class Rings:
     weights: Ring  # W (i, j)
     outputs: Ring  # out (i, V)
     vectors: gl.shared_memory_descriptor  # (slots of keys * VECTORS, CHUNK)
+    turns: gl.shared_memory_descriptor  # mbarriers: the role `states` of each lane waits for the other's products
 
     @gluon.constexpr_function
-    def __init__(self, keys, values, queries, inverses, updates, weights, outputs, vectors):
+    def __init__(self, keys, values, queries, inverses, updates, weights, outputs, vectors, turns):
         self.keys, self.values, self.queries, self.inverses = keys, values, queries, inverses
-        self.updates, self.weights, self.outputs, self.vectors = updates, weights, outputs, vectors
+        self.updates, self.weights, self.outputs, self.vectors, self.turns = updates, weights, outputs, vectors, turns
 
     @gluon.jit
     def vector(self, n, which: gl.constexpr):
@@ -129,6 +130,7 @@ def allocate(dtype: gl.constexpr, KEY_RING: gl.constexpr, RING: gl.constexpr):
         weights=allocate_ring(dtype, RING, CHUNK),
         outputs=allocate_ring(dtype, 1, DIM),
         vectors=gl.allocate_shared_memory(gl.float32, [KEY_RING * VECTORS, CHUNK], vector),
+        turns=gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),
     )
 
 
@@ -143,14 +145,22 @@ def begin_ring(ring, FULL: gl.constexpr, EMPTY: gl.constexpr):
 def begin_barriers(rings, SECOND_PASS: gl.constexpr):
     """Initialise the barriers with their arrival counts.  In `states` every thread arrives, in other roles one thread.
 
+    Without a second pass, the lanes also have the role of `scores` (`parts.py`).
+
     Only barriers that the roles use are initialised.  Triton may place the arguments of the roles in the memory of an
     idle barrier, and PTX forbids another use of that memory before mbarrier.inval.
     """
-    begin_ring(rings.keys, 2, STATE_THREADS + 1)  # full: loads and gates; empty: states and scores
     begin_ring(rings.values, 1, STATE_THREADS)
-    begin_ring(rings.queries, 1, STATE_THREADS + 1)
-    begin_ring(rings.inverses, 1, 1)
-    begin_ring(rings.updates, 1, STATE_THREADS)
     if SECOND_PASS:
+        for lane in gl.static_range(2):
+            mbarrier.init(rings.turns.index(lane), count=STATE_THREADS // 2)
+        begin_ring(rings.keys, 2, STATE_THREADS + 1)  # full: loads and gates; empty: states and scores
+        begin_ring(rings.queries, 1, STATE_THREADS + 1)
+        begin_ring(rings.inverses, 1, 1)
+        begin_ring(rings.updates, 1, STATE_THREADS)
         begin_ring(rings.weights, 1, STATE_THREADS)
         begin_ring(rings.outputs, STATE_THREADS, 1)
+    else:
+        begin_ring(rings.keys, 2, STATE_THREADS)
+        begin_ring(rings.inverses, 1, STATE_THREADS)
+        begin_ring(rings.updates, STATE_THREADS, STATE_THREADS)

@@ -38,7 +38,7 @@ def load_chunk(rings, segment, j, n, m, descs, AHEAD: gl.constexpr, HEADS: gl.co
         row = ((segment.sequence.slot + chunk) * HEADS + segment.head) * CHUNK
         async_load(A_desc, [row, 0], rings.inverses.full_at(n), rings.inverses.tile(n))
     if j >= AHEAD:
-        load_tile(rings.values, n - AHEAD, v_desc, segment.value_head, segment, chunk - AHEAD)
+        load_tile(rings.values, n - AHEAD, v_desc, segment.head, segment, chunk - AHEAD)
     if j - AHEAD >= segment.back:
         load_tile(rings.queries, m - AHEAD, q_desc, segment.head // GROUP, segment, chunk - AHEAD)
 
