@@ -21,6 +21,9 @@ from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.quantities import size_words
 from ssdprof.schema import Record
 
+# Triton versions under which matrix products of a chunk scan read registers that are overwritten too early on Hopper:
+# all 8 configurations of mamba_ssm that use WGMMA under 3.6, and by our own kernel 3.7 and 3.8; not 3.9
+_RACY_TRITON = ("3.6.", "3.7.", "3.8.")
 _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 _NCU_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*")
@@ -125,6 +128,17 @@ def _company(gpu_name: str) -> Iterator[Check]:
         yield Check(name="gpu sharing", status="ok", detail="no other process computes on it")
 
 
+def _compiler() -> str:
+    """Versions of Triton and its ptxas, and whether mamba_ssm's kernel has the race that ours avoid."""
+    import triton
+    from triton import knobs
+
+    detail = f"Triton {triton.__version__} with ptxas {knobs.nvidia.ptxas.version}"
+    if triton.__version__.startswith(_RACY_TRITON):
+        detail += " (mamba_ssm's _chunk_scan_fwd_kernel overwrites operands of matrix products in flight)"
+    return detail
+
+
 def _kernels() -> Check:
     import torch
 
@@ -132,7 +146,7 @@ def _kernels() -> Check:
 
     usable = torch.cuda.is_available()
     if not INTERPRETED and usable:
-        return Check(name="kernels", status="ok", detail="compiled by Triton for the GPU")
+        return Check(name="kernels", status="ok", detail=f"compiled by {_compiler()} for the GPU")
     if not INTERPRETED:
         detail = "compiled by Triton for a GPU that torch cannot use"
         hint = unusable_gpu() or "Set TRITON_INTERPRET=1 to run them on the CPU."
