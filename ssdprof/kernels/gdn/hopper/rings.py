@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.
 
-    states      8 warps   holds the transposed state in registers; computes outputs   role_states.py
+    states      2 x 4     holds half of the transposed state (a lane); computes outputs   role_states.py
     scores      4 warps   computes X and W of a chunk from its inverse                role_scores.py
     gates       2 warps   computes vectors of decays                                  role_gates.py
     loads       1 warp    loads q, k, v and the inverse of a chunk through TMA        role_loads.py

@@ -8,7 +8,9 @@ From the state S that enters a chunk, its keys K, and X and W of `role_scores.py
     S' = 2^G_end S + X^T Y
     O  = scale 2^G / |q| (Q S) + W Y
 
-From one state to the next, two products depend on each other: K S and X^T Y.  Shared memory: `rings.py`.
+From one state to the next, two products depend on each other: K S and X^T Y.  Two roles, the lanes, have half of the
+rows of V each.  They take turns in issuing products, so that one's products run beside the other's sums and
+conversions.  Shared memory: `rings.py`.
 """
 
 from triton.experimental import gluon
