@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import triton
+from operand_races import racy_writes
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -37,6 +38,7 @@ class Compiled:
 
     spilled_bytes: stack of one thread; metadata: the launch metadata that a profiler receives
     product_waits: instructions that wait for an asynchronous matrix product, including those that ptxas added
+    racy_writes: writes to a register of an operand of such a product that may still read it (`operand_races.py`)
     lost_addresses: operands of such products whose register does not hold an address in shared memory
     single_loads: loads of one 16-bit number per thread from global memory
     loads_ahead: single loads in a loop whose value is first read in the next iteration
@@ -54,6 +56,7 @@ class Compiled:
     shared_bytes: int
     num_warps: int
     product_waits: int
+    racy_writes: int
     lost_addresses: int
     single_loads: int
     loads_ahead: int
@@ -157,6 +160,7 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
         product_waits=code.count("WARPGROUP.DEPBAR"),
+        racy_writes=len(racy_writes(code)),
         lost_addresses=_lost_addresses(code),
         single_loads=code.count("LDG.E.U16"),
         loads_ahead=_loads_ahead(code),

@@ -32,7 +32,7 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
 from ssdprof.kernels.tensors import Part
 
-THREADS = 256  # of the first role
+THREADS = 128  # of a role, or of a lane of the first role
 PATIENCE = 60.0  # seconds
 ENOUGH = 100_000  # thread switches: far more than any test needs
 SLOW = 0.02  # probability weight of a slow thread; others have 1
@@ -70,8 +70,8 @@ SSD = Source.of(
 GDN = Source.of(
     gdn_launch, slow_heads,
     files=(
-        "rings", "assignment", "parts", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores",
-        "role_states", "role_copies", "hopper_kernel",
+        "rings", "assignment", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores", "role_states",
+        "role_copies", "parts", "hopper_kernel",
     ),
     lanes=1,
 )  # fmt: skip
@@ -473,7 +473,7 @@ class Machine:
 
         def arrive_of_lane(barrier: Barrier, increment_count: bool) -> None:
             assert not increment_count
-            arrive(barrier, count=THREADS // self.source.lanes)
+            arrive(barrier, count=THREADS)
 
         mbarrier = SimpleNamespace(
             init=init, wait=wait, arrive=arrive, invalidate=lambda _barrier: None,

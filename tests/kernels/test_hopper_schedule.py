@@ -271,8 +271,8 @@ SSD_FIELDS = (
 )  # fmt: skip
 GDN_FIELDS = (
     "segment", "persistent_programs", "truncation_log2", "first_segment_extra", "transition_parts",
-    "longest_first_pass", "transition_programs", "fused_inverse", "key_ring", "ring", "state_registers",
-    "other_registers", "reason",
+    "longest_first_pass", "least_first_pass", "transition_programs", "fused_inverse", "key_ring", "ring",
+    "state_registers", "other_registers", "reason",
 )  # fmt: skip
 
 
@@ -304,7 +304,7 @@ CHOICES = {
     ),
     "gdn": (
         gdn_inputs, GDNHopperConfig, GDN_SIZES, GDN_FIELDS,
-        "99d5adffa0fc6d4eb701ed7d9ae48334ef4278aed75744a10ff2eee439e2fe8b",
+        "29685b3c1bbb167efe7985022504134ad61f29b25b263241933551164c69c28a",
     ),
 }  # fmt: skip
 

@@ -348,6 +348,8 @@ BMM_CHUNK = (
 _FEW_ROW_BLOCKS = "a whole head, so that no score is computed twice; each block of rows reads the entering state again"
 _WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
 _SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
+# 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6 to 3.8 overwrites
+# registers of a product's operand while the product may still read them (`tests/kernels/test_operand_races.py`).
 CHUNK_SCAN = (
     Rule(
         wide=True,
@@ -358,33 +360,33 @@ CHUNK_SCAN = (
         gate=False,
         headdim=64,
         dstate=128,
-        take=ChunkScanConfig(block_q=128, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
+        take=ChunkScanConfig(block_q=128, block_p=64, block_s=16, block_n=128, num_warps=4, num_stages=3),
         why=_FEW_ROW_BLOCKS,
     ),
     Rule(
         gate=False,
         headdim=64,
-        take=ChunkScanConfig(block_q=128, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
+        take=ChunkScanConfig(block_q=128, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
         why=_FEW_ROW_BLOCKS + _SLICED,
     ),
     Rule(
         headdim=64,
         dstate=128,
-        take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=3),
+        take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=1),
         why=_WOULD_SPILL,
     ),
     Rule(
         headdim=64,
-        take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=4, num_stages=3),
+        take=ChunkScanConfig(block_q=64, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
         why=_WOULD_SPILL + _SLICED,
     ),
     Rule(
         dstate=128,
-        take=ChunkScanConfig(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=3),
+        take=ChunkScanConfig(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=1),
         why=_WOULD_SPILL,
     ),
     Rule(
-        take=ChunkScanConfig(block_q=64, block_p=128, block_s=32, block_n=32, num_warps=8, num_stages=3),
+        take=ChunkScanConfig(block_q=64, block_p=128, block_s=16, block_n=32, num_warps=8, num_stages=3),
         why=_WOULD_SPILL + _SLICED,
     ),
 )

@@ -47,13 +47,11 @@ class GDNSegment:
 
     sequence: Sequence
     head: gl.tensor
-    value_head: gl.tensor  # head of v to load; HEADS, one past the last, reads zeros
     first: gl.tensor  # its first chunk
     back: gl.tensor  # chunks of the first pass, directly before `first`
     nchunks: gl.tensor
     last: gl.tensor  # whether it ends its sequence
     row: gl.tensor  # row, among the states of slow heads, of the state that enters or that it computes; -1: none
-    MAKES_PARTS: gl.constexpr = False
 
     segments, segment_at, chunks = OneSegment.segments, OneSegment.segment_at, OneSegment.chunks
 
@@ -73,7 +71,6 @@ class Persistent:
     seqlen: gl.tensor
     nchunks: gl.tensor
     HEADS: gl.constexpr
-    MAKES_PARTS: gl.constexpr = False
 
     @gluon.jit
     def segments(self):
@@ -85,7 +82,7 @@ class Persistent:
         i = pair // self.HEADS
         sequence = Sequence(i, gl.to_tensor(0), self.seqlen, i, gl.to_tensor(0), i * self.nchunks)
         zero, head = gl.to_tensor(0), pair % self.HEADS
-        return GDNSegment(sequence, head, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
+        return GDNSegment(sequence, head, zero, zero, self.nchunks, k >= 0, zero - 1), k * self.nchunks
 
     @gluon.jit
     def chunks(self):
@@ -154,7 +151,7 @@ def segment_of(
         of_segment = program - sequences * S.HEADS
         back = gl.load(warmup_lengths_ptr + of_segment, mask=(first > 0) & exists, other=0)
         row, back = gl.where(back < 0, of_segment, -1), gl.maximum(back, 0)
-    return GDNSegment(sequence, head, head, first, back, nchunks, first + nchunks >= length, row), exists
+    return GDNSegment(sequence, head, first, back, nchunks, first + nchunks >= length, row), exists
 
 
 @gluon.jit

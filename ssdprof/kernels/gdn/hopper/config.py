@@ -24,10 +24,14 @@ MOST_WAVES = 3  # programs that run on an SM one after the other
 WORTH_WAVES = 0.96  # more than one wave only below this share of the time of one: more segments, more first passes
 # Slow heads are computed in parts if more chunks than this precede the last segment.  This takes two more launches,
 # whatever the gates.
-WORTH_PARTS = 128
-PART = 32  # least chunks of a part
+WORTH_PARTS = 64
 MOST_PARTS_OF_SEGMENT, MOST_PARTS = 8, 2048  # MOST_PARTS: of all rows, 256 MiB
+# Microseconds on an H200: a chunk of a part, a part, both launches, a step of the second one
+PART_CHUNK, PART_START, PART_LAUNCHES, PART_STEP = 1.9, 6.0, 5.0, 1.9
+LEAST_PART = 8  # chunks
 LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # bounds of longest_first_pass, in chunks
+SHORT_SEGMENTS_FIRST_PASS = 64  # the same for segments that are not longer
+NEVER = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,9 @@ class GDNHopperConfig:
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins; -inf: none
     first_segment_extra: the first segment of a sequence has no first pass, and is longer than the others by the cost of
         theirs, which the device computes for each head; `segment` is then the mean length
-    transition_parts: equal parts of a segment, for heads whose first pass would be longer than longest_first_pass
+    transition_parts: equal parts of a segment, for heads whose first pass would be longer than longest_first_pass; in
+        heads that forget that slowly before the last segment, all segments after more than least_first_pass chunks have
+        parts
         (`parts.py`); 0: first passes may have any length
     transition_programs: number of programs that compute those parts
     fused_inverse: the main launch also inverts the chunks, for segments that are whole sequences
@@ -51,6 +57,7 @@ class GDNHopperConfig:
     first_segment_extra: bool = False
     transition_parts: int = 0
     longest_first_pass: int = 0
+    least_first_pass: int = NEVER
     transition_programs: int = 132
     fused_inverse: bool = False
     key_ring: int = 2
@@ -115,13 +122,24 @@ def _with_parts(config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_cou
     rows = row_count(inputs, config.segment)
     if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
         return config
-    most = max(1, min(config.segment // PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows))
-    parts = 1 << most.bit_length() - 1  # a power of two
+    most = min(config.segment // LEAST_PART, MOST_PARTS_OF_SEGMENT, MOST_PARTS // rows)
+    boundaries = rows // (inputs.sequences * inputs.v.shape[2])
+
+    def time(parts: int, share: int = 1) -> float:
+        """Microseconds if one of `share` heads is slow."""
+        rounds = ceil_div(ceil_div(rows, share) * parts, sm_count)
+        each = ceil_div(config.segment, parts) * PART_CHUNK + PART_START
+        return rounds * each + PART_LAUNCHES + boundaries * parts * PART_STEP
+
+    parts = min((1 << k for k in range(max(most, 1).bit_length())), key=lambda parts: 3 * time(parts) + time(parts, 4))
     segment = parts * ceil_div(config.segment, parts)
-    longest = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS)
+    longest, least = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS), NEVER
+    if segment <= longest:  # the whole past of the second segment is a short first pass
+        longest, least = SHORT_SEGMENTS_FIRST_PASS, 3 * segment // 4
     return replace(
-        config, segment=segment, transition_parts=parts, longest_first_pass=longest, transition_programs=sm_count
-    )
+        config, segment=segment, transition_parts=parts, longest_first_pass=longest, least_first_pass=least,
+        transition_programs=sm_count,
+    )  # fmt: skip
 
 
 def row_count(inputs: GDNInputs, segment: int) -> int:

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Persistent, segment_of
-from ssdprof.kernels.gdn.hopper.parts import Parts, parts_of
+from ssdprof.kernels.gdn.hopper.parts import Parts, part_gates, part_loads, part_states, parts_of
 from ssdprof.kernels.gdn.hopper.rings import Rings, allocate, begin_barriers
 from ssdprof.kernels.gdn.hopper.role_copies import copies, loads, stores
 from ssdprof.kernels.gdn.hopper.role_gates import gates, gates_of_inputs
@@ -38,16 +38,16 @@ class GDNEnv:
     """All that the roles share."""
 
     rings: Rings
-    inversion: Inversion | gl.constexpr  # None after a launch of `prep_kernel.py`, as `gates`
     work: GDNSegment | Persistent | Parts
+    initial_ptr: gl.tensor | gl.constexpr
+    entering_ptr: gl.tensor | gl.constexpr
+    to: gl.tuple  # pointers to final states; or to N and M of parts
+    inversion: Inversion | gl.constexpr  # None after a launch of `prep_kernel.py`, as `gates`
     decays_ptr: gl.tensor | gl.constexpr
     norms_ptr: gl.tensor | gl.constexpr
     scale: gl.tensor | gl.constexpr  # None without such a launch: then it is in `gates`
-    descs: gl.tuple  # of q, k, v, the inverse if there is one, out
+    descs: gl.tuple  # of q, k, v, the inverse if there is one, out; of k, v and the inverse for parts
     gates: gl.tuple | gl.constexpr  # pointers to g and beta, their strides, scale
-    initial_ptr: gl.tensor | gl.constexpr
-    entering_ptr: gl.tensor | gl.constexpr
-    to_ptr: gl.tensor  # final states, or parts
     S: gl.constexpr  # compile-time arguments
 
 
@@ -57,23 +57,27 @@ def run_roles(env):
 
     The roles that invert need work without first passes.
     """
-    # 512 registers for four groups of 128 threads, of which the first role, `states`, has two
+    # 512 registers for four groups of 128 threads, of which both lanes of `states` have one each
+    STATES: gl.constexpr = env.S.STATE_REGISTERS
     OTHERS: gl.constexpr = env.S.OTHER_REGISTERS
-    SCORES: gl.constexpr = 512 - 2 * env.S.STATE_REGISTERS - OTHERS
+    SCORES: gl.constexpr = 512 - 2 * STATES - OTHERS
     if env.inversion is None:
         gl.warp_specialize(
-            [(states, (env,)), (scores, (env,)), (gates, (env,)), (loads, (env,)), (stores, (env,))],
-            [4, 2, 1, 1],
-            [SCORES, OTHERS, OTHERS, OTHERS],
-        )
+            [
+                (states, (env, 0)), (states, (env, 1)), (scores, (env,)), (gates, (env,)), (loads, (env,)),
+                (stores, (env,)),
+            ],
+            [4, 4, 2, 1, 1],
+            [STATES, SCORES, OTHERS, OTHERS, OTHERS],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (states, (env,)), (scores_and_lower, (env,)), (inverses, (env,)), (copies, (env,)),
-                (gates_of_inputs, (env,)),
+                (states, (env, 0)), (states, (env, 1)), (scores_and_lower, (env,)), (inverses, (env,)),
+                (copies, (env,)), (gates_of_inputs, (env,)),
             ],
-            [4, 2, 1, 1],
-            [SCORES, OTHERS, OTHERS, OTHERS],
+            [4, 4, 2, 1, 1],
+            [STATES, SCORES, OTHERS, OTHERS, OTHERS],
         )  # fmt: skip
 
 
@@ -114,34 +118,38 @@ def _hopper_kernel(
         role_barrier()
         inputs = (g_ptr, beta_ptr, as_tensors(strides[0]), as_tensors(strides[1]), scale)
         env = GDNEnv(
-            rings, inversion, work, None, None, None, (q_desc, k_desc, v_desc, out_desc), inputs, initial_ptr, None,
-            final_ptr, S,
+            rings, work, initial_ptr, None, (final_ptr,), inversion, None, None, None,
+            (q_desc, k_desc, v_desc, out_desc), inputs, S,
         )  # fmt: skip
         run_roles(env)
     else:
         env = GDNEnv(
-            rings, None, work, decays_ptr, norms_ptr, scale, (q_desc, k_desc, v_desc, A_desc, out_desc), None,
-            initial_ptr, entering_ptr, final_ptr, S,
+            rings, work, initial_ptr, entering_ptr, (final_ptr,), None, decays_ptr, norms_ptr, scale,
+            (q_desc, k_desc, v_desc, A_desc, out_desc), None, S,
         )  # fmt: skip
         run_roles(env)
 
 
-@gluon.jit(do_not_specialize=["rows", "limit", "seqlen", "sequences", "slots", "K"])
+@gluon.jit(do_not_specialize=["rows", "limit", "least", "seqlen", "sequences", "slots", "K"])
 def _parts_kernel(
-    q_desc, k_desc, v_desc, A_desc, out_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots, K,
-    rows, limit, S: gl.constexpr,
+    k_desc, v_desc, A_desc, tensors, cu_strides, scale, truncation_log2, seqlen, sequences, slots, K, rows, limit,
+    least, S: gl.constexpr,
 ):  # fmt: skip
-    """Computes the parts of `parts.py`, (rows, PARTS, 2, V, K), and lengths of first passes (rows).
-
-    A program computes several parts.
-    """
-    initial_ptr, cu_seqlens_ptr, parts_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
+    """Computes the parts of `parts.py`, and lengths of first passes (rows).  A program computes several parts."""
+    cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
     rings = allocate(k_desc.dtype, S.KEY_DEPTH, S.DEPTH)
     begin_barriers(rings, False)
     work = parts_of(
         gl.program_id(0), gl.num_programs(0), rows, seqlen, sequences, cu_seqlens_ptr, cu_strides[0], bounds_ptr,
-        slots, K, limit, truncation_log2, warmup_lengths_ptr, S.HEADS, S.ROWS, S.PARTS, S.MOST,
+        slots, K, limit, least, truncation_log2, warmup_lengths_ptr, S.HEADS, S.ROWS, S.PARTS, S.MOST,
     )  # fmt: skip
     if work.count > 0:
-        descs = (q_desc, k_desc, v_desc, A_desc, out_desc)
-        run_roles(GDNEnv(rings, None, work, decays_ptr, norms_ptr, scale, descs, None, initial_ptr, None, parts_ptr, S))
+        env = GDNEnv(
+            rings, work, None, None, (parts_ptr, moves_ptr), None, decays_ptr, norms_ptr, scale,
+            (k_desc, v_desc, A_desc), None, S,
+        )  # fmt: skip
+        gl.warp_specialize(
+            [(part_states, (env, 0)), (part_states, (env, 1)), (part_gates, (env,)), (part_loads, (env,))],
+            [4, 2, 1],
+            [S.STATE_REGISTERS, S.OTHER_REGISTERS, S.OTHER_REGISTERS],
+        )

@@ -84,7 +84,7 @@ class GDNHopperLaunch:
             KEY_HEADS=key_heads, HEADS=heads, GROUP=heads // key_heads, PACKED=packed,
             PERSISTENT=config.persistent_programs > 0, FIRST_SEGMENT_EXTRA=config.first_segment_extra,
             STATE_STRIDES=(*initial, *final), KEY_DEPTH=config.key_ring, DEPTH=config.ring,
-            STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers, num_warps=8,
+            STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers, num_warps=4,
         )  # fmt: skip
         scalars = inputs.scale_or_default, config.truncation_log2, *sizes, config.segment
         self._long_memory = LongMemory(inputs, config, self._places, (cu_strides, *scalars), options)

@@ -1,14 +1,16 @@
 # mypy: ignore-errors
 """Segments of heads that forget too slowly for a first pass, and the parts of a sequence that replace it.
 
-If a first pass would have more than `limit` chunks, the state that enters the segment is computed from the parts of the
-preceding segment.  A part has two matrices, computed as two items of work: N, its final state from a zero state, and M,
-its transition matrix, computed with the identity as the initial state and zeros as values:
+If a first pass would be too long (`first_passes`), the state that enters the segment is computed from the parts of the
+preceding segment.  A part has two matrices: N, its final state from a zero state, and M, its transition matrix, which
+is the final state from the identity with zeros as values:
 
     state after a part = M (state before it) + N
 
-The state before a segment's first part is known at the sequence's start, or if a first pass can compute it.  N of that
-part then starts from the known state, and M is not computed.  `combine_kernel.py` combines the parts.
+The state before a segment's first part is known at the sequence's start, or if a first pass can compute it.  Then N and
+M of that part start where that first pass begins, and the state before that is the initial one or negligible.
+`combine_kernel.py` combines the parts.  It multiplies by M as the sum of two bf16 numbers, which have 16 bits of its
+mantissa together.
 
 A row is a pair of a head and a segment that does not begin its sequence.  Heads vary fastest, then sequences, then
 segments, as programs of `hopper_kernel.py` do.  All programs find the same rows, and program p of n computes items p,
@@ -17,20 +19,29 @@ p + n, p + 2n and so on.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.core import _aggregate as aggregate
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ssdprof.kernels._gluon import add, role_barrier, scalar
+from ssdprof.kernels._gluon import add, arrive, product_layout, role_barrier, scalar
 from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Sequence, sequence_at
+from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_END
+from ssdprof.kernels.gdn.hopper.role_copies import load_keys, load_tile
+from ssdprof.kernels.gdn.hopper.role_gates import chunk_gates
+from ssdprof.kernels.gdn.hopper.role_states import ROWS, by_i, by_k, i_operand, k_operand, own_rows, row_tile
 from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.hopper.work import aggregate
 
 LEAST_ROWS, MOST_ROWS = 128, 512
-LOOKS = gl.constexpr(4096)  # bounds that one iteration reads, for all rows together
-FIELDS = gl.constexpr(12)  # table entries per part
+LOOKS = gl.constexpr(2048)  # bounds that one iteration reads, for all rows together
+FIELDS = gl.constexpr(11)  # table entries per part
+by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 
 STAGES = {
-    "segments": "ticket", "segment_at": "ticket", "first_passes": "ticket", "write_part": "ticket",
-    "parts_of": "ticket", "field": "ticket",
+    "segments": "ticket", "segment_at": "ticket", "reach_back": "ticket", "first_passes": "ticket",
+    "write_part": "ticket", "parts_of": "ticket", "field": "ticket", "begin_update": "state_factor",
+    "store_update": "state_factor", "pass_pair": "warm_up", "store_rows": "setup", "part_states": "setup",
+    "part_gates": "gate_cumsum", "part_loads": "loads",
 }  # fmt: skip
+WAITS = {"keys": "waiting.chunk", "values": "waiting.chunk", "inverses": "waiting.inverse", "updates": "waiting.update"}
 
 
 @aggregate
@@ -39,11 +50,6 @@ class Parts:
 
     table: gl.shared_memory_descriptor  # (parts * FIELDS, 1)
     count: gl.tensor
-    MAKES_PARTS: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, table, count):
-        self.table, self.count, self.MAKES_PARTS = table, count, gl.constexpr(True)
 
     @gluon.jit
     def segments(self):
@@ -60,61 +66,70 @@ class Parts:
             self.field(k, 0), self.field(k, 1), self.field(k, 2), self.field(k, 3), self.field(k, 4), self.field(k, 5)
         )  # fmt: skip
         segment = GDNSegment(
-            sequence, self.field(k, 6), self.field(k, 7), self.field(k, 8), self.field(k, 9), gl.to_tensor(0), k < 0,
-            self.field(k, 10),
+            sequence, self.field(k, 6), self.field(k, 7), self.field(k, 8), gl.to_tensor(0), k < 0, self.field(k, 9)
         )  # fmt: skip
-        return segment, self.field(k, 11)
+        return segment, self.field(k, 10)
+
+
+@gluon.jit
+def reach_back(first, wanted, bounds, limit, enough, LOOK: gl.constexpr, layout: gl.constexpr):
+    """Chunks of a first pass before chunk `first` of each row; all chunks before it if the state stays relevant."""
+    o_c = gl.arange(0, LOOK, gl.SliceLayout(0, layout))
+    back, left = gl.where(wanted, -1, 0), wanted.to(gl.float32) * 0.0
+    seen = gl.to_tensor(0)
+    go = gl.max(wanted.to(gl.int32), 0) > 0
+    while go:
+        c = (first - 1 - seen)[:, None] - o_c[None, :]
+        inside = (back < 0)[:, None] & (c >= 0)
+        bound = gl.load(bounds[:, None] + gl.maximum(c, 0), mask=inside, other=0.0)
+        sums = left[:, None] + gl.associative_scan(bound, 1, add)
+        reached = gl.min(gl.where(inside & (sums <= enough), o_c[None, :], LOOK), 1)
+        back = gl.where((back < 0) & (reached < LOOK), seen + reached + 1, back)
+        left += gl.sum(bound, 1)
+        seen += LOOK
+        go = (seen < limit) & (gl.max((back < 0).to(gl.int32), 0) > 0)
+    return gl.where(back < 0, first, back)
 
 
 @gluon.jit
 def first_passes(
-    rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough,
+    rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least, enough,
     HEADS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if the segment does not exist."""
+    """Chunks of each row's first pass; -1 if the head forgets too slowly, 0 if the segment does not exist.
+
+    A head forgets too slowly if a first pass would have more than `limit` chunks.  If that is so at its sequence's last
+    segment, segments that begin after more than `least` chunks have parts, too.
+    """
     LOOK: gl.constexpr = LOOKS // ROWS
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // LOOK, LOOK // 4], [gl.num_warps(), 1], [1, 0])
-    by_row: gl.constexpr = gl.SliceLayout(1, layout)
-    row, o_c = gl.arange(0, ROWS, by_row), gl.arange(0, LOOK, gl.SliceLayout(0, layout))
+    layout: gl.constexpr = gl.BlockedLayout([1, LOOK], [32, 1], [gl.num_warps(), 1], [1, 0])  # a row a thread
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
-    first = (row // HEADS // sequences + 1) * K
-    exists = (row < rows) & (first < gl.cdiv(sequence.length, CHUNK))
+    first, length = (row // HEADS // sequences + 1) * K, gl.cdiv(sequence.length, CHUNK)
+    exists = (row < rows) & (first < length)
     bounds = bounds_ptr + (row % HEADS).to(gl.int64) * slots + sequence.slot
-    back, left = gl.full([ROWS], -1, gl.int32, by_row), gl.full([ROWS], 0.0, gl.float32, by_row)
-    seen = gl.to_tensor(0)
-    go = gl.max(exists.to(gl.int32), 0) > 0
-    while go:
-        c = (first - 1 - seen)[:, None] - o_c[None, :]
-        wanted = (exists & (back < 0))[:, None] & (c >= 0)
-        bound = gl.load(bounds[:, None] + gl.maximum(c, 0), mask=wanted, other=0.0)
-        sums = left[:, None] + gl.associative_scan(bound, 1, add)
-        reached = gl.min(gl.where(wanted & (sums <= enough), o_c[None, :], LOOK), 1)
-        back = gl.where(reached < LOOK, seen + reached + 1, back)
-        left += gl.sum(bound, 1)
-        seen += LOOK
-        go = (seen < limit) & (gl.max((exists & (back < 0)).to(gl.int32), 0) > 0)
-    back = gl.where(back < 0, first, back)  # without a negligible state: all chunks before the segment
-    return gl.where(exists, gl.where(back > limit, -1, back), 0)
+    late = exists & (first > least)
+    at_last = reach_back(gl.where(late, (length - 1) // K * K, 0), late, bounds, limit, enough, LOOK, layout)
+    slow = late & (at_last > limit)
+    back = reach_back(first, exists & (slow == 0), bounds, limit, enough, LOOK, layout)
+    return gl.where(exists, gl.where(slow | (back > limit), -1, back), 0)
 
 
 @gluon.jit
 def write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl.constexpr, PARTS: gl.constexpr):
-    """Write item t % (2 PARTS) of a row as the program's k-th part.  Returns `before` plus the chunks of the part.
+    """Write item t % PARTS of a row as the program's k-th part.  Returns `before` plus the chunks of the part.
 
     before: the program's chunks before this part
     previous: chunks of the preceding segment's first pass, -1 if the head forgets too slowly for one
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    part, transition = t % PARTS, t // PARTS % 2
-    begin = row // pairs * K + part * (K // PARTS)
-    known = (part == 0) & (previous >= 0)
-    # if the state before is known: N with the first pass before it, and no chunks for M
-    chunks = K // PARTS + gl.where(known, gl.where(transition == 1, -(K // PARTS), previous), 0)
-    head = row % HEADS
+    part = t % PARTS
+    end = row // pairs * K + (part + 1) * (K // PARTS)
+    # if the state before is known: with the first pass before it
+    chunks = K // PARTS + gl.where((part == 0) & (previous >= 0), previous, 0)
     fields = (
-        sequence.index, sequence.begin, sequence.length, sequence.tile, sequence.row, sequence.slot,
-        head, gl.where(transition == 1, HEADS, head), begin + K // PARTS, chunks, (row * PARTS + part) * 2 + transition,
-        before,
+        sequence.index, sequence.begin, sequence.length, sequence.tile, sequence.row, sequence.slot, row % HEADS, end,
+        chunks, row * PARTS + part, before,
     )  # fmt: skip
     for i in gl.static_range(FIELDS):
         table.index(k * FIELDS + i).store(gl.full([1], 0, gl.int32, layout) + fields[i])
@@ -123,13 +138,13 @@ def write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS: gl
 
 @gluon.jit
 def parts_of(
-    program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough,
-    backs_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
+    program, programs, rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least,
+    enough, backs_ptr, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, MOST: gl.constexpr,
 ):  # fmt: skip
     """The program's parts, at most MOST.  Program 0 stores the lengths of first passes for the next launches."""
     vector: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     backs = first_passes(
-        rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, enough, HEADS, ROWS
+        rows, seqlen, sequences, cu_seqlens_ptr, cu_stride, bounds_ptr, slots, K, limit, least, enough, HEADS, ROWS
     )  # fmt: skip
     backs, o_r = gl.convert_layout(backs, vector), gl.arange(0, ROWS, vector)
     if program == 0:
@@ -137,14 +152,134 @@ def parts_of(
     slow = (backs < 0).to(gl.int32)
     upto = gl.associative_scan(slow, 0, add)
     table = gl.allocate_shared_memory(gl.int32, [MOST * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    count = gl.maximum(gl.cdiv(gl.sum(slow, 0) * (2 * PARTS) - program, programs), 0)
+    count = gl.maximum(gl.cdiv(gl.sum(slow, 0) * PARTS - program, programs), 0)
     pairs = sequences * HEADS
     before = gl.to_tensor(0)
     for k in range(count):
         t = program + k * programs
-        row = gl.sum((upto <= t // (2 * PARTS)).to(gl.int32), 0)
+        row = gl.sum((upto <= t // PARTS).to(gl.int32), 0)
         previous = gl.sum(gl.where(o_r == row - pairs, backs, 0), 0)  # 0 if that segment begins its sequence
         sequence = sequence_at(row // HEADS % sequences, seqlen, cu_seqlens_ptr, cu_stride)
         before = write_part(table, k, t, before, row, previous, sequence, K, pairs, HEADS, PARTS)
     role_barrier()
     return Parts(table, count)
+
+
+@gluon.jit
+def begin_update(rings, n, LANE: gl.constexpr):
+    """Begin the lane's columns of B^T K of the program's n-th chunk (`role_scores.py`)."""
+    zero = gl.full([CHUNK, DIM // 2], 0.0, gl.float32, by_j)
+    k = rings.keys.tile(n).slice(LANE * (DIM // 2), DIM // 2, dim=1)
+    return warpgroup_mma(rings.inverses.tile(n), k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def store_update(rings, n, product, LANE: gl.constexpr):
+    """Store the lane's columns of X."""
+    to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, by_j))
+    rings.updates.wait_empty(n)
+    X = rings.updates.tile(n).slice(LANE * (DIM // 2), DIM // 2, dim=1)
+    X.store((product * to_end[:, None]).to(X.dtype))
+    fence_async_shared()
+    arrive(rings.updates.full_at(n))
+    arrive(rings.inverses.empty_at(n))
+
+
+@gluon.jit
+def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
+    """The lane's rows of N and M after the program's n-th chunk.  Also computes the lane's columns of the next X.
+
+    entered: N as an operand.  The order of products is such that sums and conversions of one run beside products of
+    the other.
+    """
+    dtype: gl.constexpr = rings.keys.tiles.dtype
+    zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
+    k = rings.keys.tile(n).permute((1, 0))
+    KN = warpgroup_mma(entered, k, zero, use_acc=False, is_async=True)
+    KN = warpgroup_mma_wait(0, deps=[KN])
+    rings.values.wait_full(n)  # only now, to limit registers
+    v = own_rows(rings.values.tile(n), LANE).load(i_operand)
+    from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
+    Y = (v.to(gl.float32) - gl.convert_layout(KN, i_operand) * from_state[None, :]).to(dtype)
+    rings.updates.wait_full(n)
+    decay = scalar(rings.vector(n, DECAY).slice(0, 1))
+    N_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), N * decay, is_async=True)
+    KM = warpgroup_mma(
+        gl.convert_layout(M.to(dtype), i_operand), k, zero, use_acc=False, is_async=True
+    )  # fmt: skip
+    N, KM = warpgroup_mma_wait(0, deps=[N_begun, KM])
+    arrive(rings.values.empty_at(n))
+    rings.keys.wait_full(n + 1)
+    rings.inverses.wait_full(n + 1)
+    from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
+    Z = (gl.convert_layout(KM, i_operand) * -from_state[None, :]).to(dtype)
+    X_begun = begin_update(rings, n + 1, LANE)
+    M_begun = warpgroup_mma(gl.convert_layout(Z, k_operand), rings.updates.tile(n), M * decay, is_async=True)
+    X = warpgroup_mma_wait(1, deps=[X_begun])
+    store_update(rings, n + 1, X, LANE)
+    entered = gl.convert_layout(N.to(dtype), i_operand)
+    role_barrier()  # as in `role_states.py`
+    M = warpgroup_mma_wait(0, deps=[M_begun])
+    arrive(rings.keys.empty_at(n))
+    arrive(rings.updates.empty_at(n))
+    return N, M, entered
+
+
+@gluon.jit
+def store_rows(moves_ptr, row, value, lane):
+    """Store rows of a matrix of 16-bit numbers, 16 bytes a thread.  lane: the first of them"""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    o_v, o_k = lane + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, DIM, gl.SliceLayout(0, layout))
+    tile = moves_ptr + row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
+    gl.store(tile, gl.convert_layout(value, layout))
+
+
+@gluon.jit
+def part_states(env, LANE: gl.constexpr):
+    """Role of a lane: compute its rows of N and M of each part.  Stores M as the sum of two bf16 numbers."""
+    parts_ptr, moves_ptr = env.to
+    rings, work = env.rings, env.work
+    o_v, o_k = gl.arange(0, ROWS, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    rings.keys.wait_full(gl.to_tensor(0))
+    rings.inverses.wait_full(gl.to_tensor(0))
+    X = warpgroup_mma_wait(0, deps=[begin_update(rings, gl.to_tensor(0), LANE)])
+    store_update(rings, gl.to_tensor(0), X, LANE)
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
+        # The compiler does not know that the minimum is 0, so it computes addresses here and keeps none in registers.
+        lane = LANE * ROWS + gl.minimum(segment.row, 0)
+        N = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
+        M = gl.where((lane + o_v)[:, None] == o_k[None, :], 1.0, 0.0)
+        role_barrier()
+        entered = gl.convert_layout(N.to(rings.keys.tiles.dtype), i_operand)
+        for j in range(segment.back):
+            N, M, entered = pass_pair(rings, N, M, entered, n + j, LANE)
+        gl.store(row_tile(parts_ptr, segment.row, lane), N)
+        high = M.to(gl.bfloat16)
+        low = (M - high.to(gl.float32)).to(gl.bfloat16)
+        store_rows(moves_ptr, 2 * segment.row, high, lane)
+        store_rows(moves_ptr, 2 * segment.row + 1, low, lane)
+
+
+@gluon.jit
+def part_gates(env):
+    """Role: as `gates`.  After the last chunk come its vectors once more, for an X that nobody uses."""
+    work = env.work
+    for k in range(work.segments()):
+        segment, n = work.segment_at(k)
+        for j in range(segment.back + (k + 1 == work.segments()).to(gl.int32)):
+            chunk_gates(env, segment, gl.minimum(j, segment.back - 1), n + j)
+
+
+@gluon.jit
+def part_loads(env):
+    """Role: load k, v and the inverse of each chunk, and after the last chunk its k and inverse once more."""
+    k_desc, v_desc, A_desc = env.descs
+    for k in range(env.work.segments()):
+        segment, n = env.work.segment_at(k)
+        first = segment.first - segment.back
+        for j in range(segment.back):
+            load_keys(env, segment, first + j, n + j, k_desc, A_desc)
+            load_tile(env.rings.values, n + j, v_desc, segment.head, segment, first + j)
+        if k + 1 == env.work.segments():
+            load_keys(env, segment, segment.first - 1, n + segment.back, k_desc, A_desc)

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.
 
-    states      8 warps   holds the transposed state in registers; computes outputs   role_states.py
+    states      2 x 4     holds half of the transposed state (a lane); computes outputs   role_states.py
     scores      4 warps   computes X and W of a chunk from its inverse                role_scores.py
     gates       2 warps   computes vectors of decays                                  role_gates.py
     loads       1 warp    loads q, k, v and the inverse of a chunk through TMA        role_copies.py
@@ -12,9 +12,10 @@ TMA is the Tensor Memory Accelerator.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels._gluon import place_in
-from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, begin_ring
+from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, barriers, begin_ring
 from ssdprof.kernels.hopper.work import aggregate
 
 DIM = gl.constexpr(128)  # K and V
@@ -45,6 +46,7 @@ class Rings:
     weights: Ring  # W (i, j)
     outputs: Ring  # out (i, V)
     vectors: gl.shared_memory_descriptor  # (slots of keys * VECTORS, CHUNK)
+    turns: gl.shared_memory_descriptor  # mbarriers: the role `states` of each lane waits for the other's products
 
     @gluon.jit
     def vector(self, n, which: gl.constexpr):
@@ -64,6 +66,7 @@ def allocate(dtype: gl.constexpr, KEY_DEPTH: gl.constexpr, DEPTH: gl.constexpr):
         weights=allocate_ring(dtype, DEPTH, CHUNK),
         outputs=allocate_ring(dtype, 1, DIM),
         vectors=gl.allocate_shared_memory(gl.float32, [KEY_DEPTH * VECTORS, CHUNK], vector),
+        turns=barriers(2),
     )
 
 
@@ -71,14 +74,22 @@ def allocate(dtype: gl.constexpr, KEY_DEPTH: gl.constexpr, DEPTH: gl.constexpr):
 def begin_barriers(rings, SECOND_PASS: gl.constexpr):
     """Initialise the barriers with their arrival counts.  In `states` every thread arrives, in other roles one thread.
 
+    Without a second pass, the lanes also have the role of `scores` (`parts.py`).
+
     Only barriers that the roles use are initialised.  Triton may place the arguments of the roles in the memory of an
     idle barrier, and PTX forbids another use of that memory before mbarrier.inval.
     """
-    begin_ring(rings.keys, 2, STATE_THREADS + 1)  # full: loads and gates; empty: states and scores
     begin_ring(rings.values, 1, STATE_THREADS)
-    begin_ring(rings.queries, 1, STATE_THREADS + 1)
-    begin_ring(rings.inverses, 1, 1)
-    begin_ring(rings.updates, 1, STATE_THREADS)
     if SECOND_PASS:
+        for lane in gl.static_range(2):
+            mbarrier.init(rings.turns.index(lane), count=STATE_THREADS // 2)
+        begin_ring(rings.keys, 2, STATE_THREADS + 1)  # full: loads and gates; empty: states and scores
+        begin_ring(rings.queries, 1, STATE_THREADS + 1)
+        begin_ring(rings.inverses, 1, 1)
+        begin_ring(rings.updates, 1, STATE_THREADS)
         begin_ring(rings.weights, 1, STATE_THREADS)
         begin_ring(rings.outputs, STATE_THREADS, 1)
+    else:
+        begin_ring(rings.keys, 2, STATE_THREADS)
+        begin_ring(rings.inverses, 1, STATE_THREADS)
+        begin_ring(rings.updates, STATE_THREADS, STATE_THREADS)

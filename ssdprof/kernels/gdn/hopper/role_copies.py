@@ -14,8 +14,8 @@ from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
-    "load_tile": "loads", "load_chunk": "loads", "loads": "loads", "store_chunk": "chunk_output",
-    "stores": "chunk_output", "copies": "loads",
+    "load_tile": "loads", "load_keys": "loads", "load_chunk": "loads", "loads": "loads",
+    "store_chunk": "chunk_output", "stores": "chunk_output", "copies": "loads",
 }  # fmt: skip
 WAITS = {"keys": "ahead", "values": "ahead", "queries": "ahead", "inverses": "ahead", "outputs": "chunk_output"}
 
@@ -30,6 +30,17 @@ def load_tile(ring, n, desc, head, segment, chunk):
 
 
 @gluon.jit
+def load_keys(env, segment, chunk, n, k_desc, A_desc):
+    """Load k and the inverse of a chunk of the segment's sequence, the program's n-th."""
+    rings = env.rings
+    load_tile(rings.keys, n, k_desc, segment.head // env.S.GROUP, segment, chunk)
+    rings.inverses.wait_empty(n)
+    mbarrier.expect(rings.inverses.full_at(n), 2 * CHUNK * CHUNK)
+    row = ((segment.sequence.slot + chunk) * env.S.HEADS + segment.head) * CHUNK
+    async_load(A_desc, [row, 0], rings.inverses.full_at(n), rings.inverses.tile(n))
+
+
+@gluon.jit
 def load_chunk(env, segment, j, n, m, AHEAD: gl.constexpr):
     """Load k and the inverse of the segment's j-th chunk, and v and q of chunk j - AHEAD.
 
@@ -41,13 +52,9 @@ def load_chunk(env, segment, j, n, m, AHEAD: gl.constexpr):
     nchunks = segment.back + segment.nchunks
     chunk = segment.first - segment.back + j
     if j < nchunks:
-        load_tile(rings.keys, n, k_desc, segment.head // env.S.GROUP, segment, chunk)
-        rings.inverses.wait_empty(n)
-        mbarrier.expect(rings.inverses.full_at(n), 2 * CHUNK * CHUNK)
-        row = ((segment.sequence.slot + chunk) * env.S.HEADS + segment.head) * CHUNK
-        async_load(A_desc, [row, 0], rings.inverses.full_at(n), rings.inverses.tile(n))
+        load_keys(env, segment, chunk, n, k_desc, A_desc)
     if j >= AHEAD:
-        load_tile(rings.values, n - AHEAD, v_desc, segment.value_head, segment, chunk - AHEAD)
+        load_tile(rings.values, n - AHEAD, v_desc, segment.head, segment, chunk - AHEAD)
     if j - AHEAD >= segment.back:
         load_tile(rings.queries, m - AHEAD, q_desc, segment.head // env.S.GROUP, segment, chunk - AHEAD)
 

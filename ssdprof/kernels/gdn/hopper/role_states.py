@@ -8,43 +8,71 @@ From the state S that enters a chunk, its keys K, and X and W of `role_scores.py
     S' = 2^G_end S + X^T Y
     O  = scale 2^G / |q| (Q S) + W Y
 
-From one state to the next, two products depend on each other: K S and X^T Y.  Shared memory: `rings.py`.
+From one state to the next, two products depend on each other: K S and X^T Y.  Two roles, the lanes, have half of the
+rows of V each.  They take turns in issuing products, so that one's products run beside the other's sums and
+conversions.  Shared memory: `rings.py`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ssdprof.kernels._gluon import arrive, product_layout, role_barrier, scalar
 from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_OUTPUT
 from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
-    "unknown_values": "chunk_state.residual", "pass_chunk": "warm_up", "scan_chunk": "chunk_output",
-    "state_tile": "caller", "row_tile": "caller", "pass_part": "setup", "scan_segment": "setup", "states": "setup",
+    "take_turn": "caller", "end_turn": "caller", "own_rows": "caller", "unknown_values": "chunk_state.residual",
+    "pass_chunk": "warm_up", "scan_chunk": "chunk_output", "state_tile": "caller", "row_tile": "caller",
+    "scan_segment": "setup", "states": "setup",
 }  # fmt: skip
 WAITS = {
     "keys": "waiting.chunk", "values": "waiting.chunk", "queries": "waiting.chunk", "updates": "waiting.update",
     "weights": "waiting.weights", "outputs": "chunk_output",
 }  # fmt: skip
 INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)  # offsets of the strides of these states in STATE_STRIDES
-by_k = gl.constexpr(product_layout(128, 8))  # (V, K)
-by_i = gl.constexpr(product_layout(64, 8))  # (V, i)
-k_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(128, 8), 2))
-i_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(64, 8), 2))
+ROWS = gl.constexpr(64)  # of V in a role
+by_k = gl.constexpr(product_layout(128, 4))  # (V, K)
+by_i = gl.constexpr(product_layout(64, 4))  # (V, i)
+k_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(128, 4), 2))
+i_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(64, 4), 2))
 
 
 @gluon.jit
-def unknown_values(rings, state, n):
+def own_rows(tile, LANE: gl.constexpr):
+    """The transposed tile (V, i) of this role's rows of V."""
+    return tile.slice(LANE * ROWS, ROWS, dim=1).permute((1, 0))
+
+
+@gluon.jit
+def take_turn(rings, TURN: gl.constexpr, LANE: gl.constexpr):
+    """Wait until the other lane has issued the products of its turn before this one.  A chunk has an even number."""
+    mbarrier.wait(rings.turns.index(LANE), (TURN + 1 - LANE) % 2)
+
+
+@gluon.jit
+def end_turn(rings, LANE: gl.constexpr):
+    arrive(rings.turns.index(1 - LANE))
+
+
+@gluon.jit
+def unknown_values(rings, state, n, LANE: gl.constexpr):
     """Y (V, i) of the program's n-th chunk and the state that enters it, both as operands, and the chunk's decay."""
     dtype: gl.constexpr = rings.keys.tiles.dtype
     rings.keys.wait_full(n)
     decay = scalar(rings.vector(n, DECAY).slice(0, 1))
     entered = gl.convert_layout(state.to(dtype), i_operand)
-    zero = gl.full([DIM, CHUNK], 0.0, gl.float32, by_i)
+    zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
+    take_turn(rings, 0, LANE)
     KS = warpgroup_mma(entered, rings.keys.tile(n).permute((1, 0)), zero, use_acc=False, is_async=True)
+    end_turn(rings, LANE)
     rings.values.wait_full(n)
-    v = rings.values.tile(n).permute((1, 0)).load(i_operand)
+    v = own_rows(rings.values.tile(n), LANE).load(i_operand)
     from_state = rings.vector(n, FROM_STATE).load(gl.SliceLayout(0, i_operand))
     KS = warpgroup_mma_wait(0, deps=[KS])
     Y = (v.to(gl.float32) - gl.convert_layout(KS, i_operand) * from_state[None, :]).to(dtype)
@@ -52,11 +80,13 @@ def unknown_values(rings, state, n):
 
 
 @gluon.jit
-def pass_chunk(rings, state, n):
+def pass_chunk(rings, state, n, LANE: gl.constexpr):
     """The state after the program's n-th chunk, one of the first pass."""
-    Y, _, decay = unknown_values(rings, state, n)
+    Y, _, decay = unknown_values(rings, state, n, LANE)
     rings.updates.wait_full(n)
+    take_turn(rings, 1, LANE)
     begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True)
+    end_turn(rings, LANE)
     role_barrier()  # a loop that waits at an mbarrier needs one barrier per iteration; here it costs least
     state = warpgroup_mma_wait(0, deps=[begun])
     arrive(rings.keys.empty_at(n))
@@ -66,15 +96,17 @@ def pass_chunk(rings, state, n):
 
 
 @gluon.jit
-def scan_chunk(rings, state, n, m):
+def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
     """The state after the program's n-th chunk, the m-th of the second pass.  Passes the output to `stores`."""
     dtype: gl.constexpr = rings.keys.tiles.dtype
-    Y, entered, decay = unknown_values(rings, state, n)
+    Y, entered, decay = unknown_values(rings, state, n, LANE)
     rings.updates.wait_full(n)
-    state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True)
     rings.queries.wait_full(m)
-    zero = gl.full([DIM, CHUNK], 0.0, gl.float32, by_i)
+    zero = gl.full([ROWS, CHUNK], 0.0, gl.float32, by_i)
+    take_turn(rings, 1, LANE)
+    state_begun = warpgroup_mma(gl.convert_layout(Y, k_operand), rings.updates.tile(n), state * decay, is_async=True)
     QS = warpgroup_mma(entered, rings.queries.tile(m).permute((1, 0)), zero, use_acc=False, is_async=True)
+    end_turn(rings, LANE)
     QS = warpgroup_mma_wait(0, deps=[QS])
     to_output = rings.vector(n, TO_OUTPUT).load(gl.SliceLayout(0, by_i))
     rings.weights.wait_full(m)
@@ -87,16 +119,16 @@ def scan_chunk(rings, state, n, m):
     arrive(rings.queries.empty_at(m))
     arrive(rings.weights.empty_at(m))
     rings.outputs.wait_empty(m)
-    rings.outputs.tile(m).permute((1, 0)).store(out.to(dtype))
+    own_rows(rings.outputs.tile(m), LANE).store(out.to(dtype))
     fence_async_shared()
     arrive(rings.outputs.full_at(m))
     return state
 
 
 @gluon.jit
-def state_tile(ptr, segment, WHICH: gl.constexpr, S: gl.constexpr):
-    """Pointers (V, K) to the state of a segment's sequence and head among (sequences, HV, K, V)."""
-    o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+def state_tile(ptr, segment, lane, WHICH: gl.constexpr, S: gl.constexpr):
+    """Pointers (V from `lane` on, K) to the state of a segment's sequence and head among (sequences, HV, K, V)."""
+    o_v, o_k = lane + gl.arange(0, ROWS, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
     STRIDES: gl.constexpr = S.STATE_STRIDES
     own = segment.sequence.index.to(gl.int64) * STRIDES[WHICH] + segment.head.to(gl.int64) * STRIDES[WHICH + 1]
     rows = ptr + own + o_v.to(gl.int64) * STRIDES[WHICH + 3]
@@ -104,55 +136,37 @@ def state_tile(ptr, segment, WHICH: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def row_tile(ptr, segment):
-    """Pointers (V, K) to the state of a segment's row among (rows, V, K)."""
-    o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
-    return ptr + segment.row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
+def row_tile(ptr, row, lane):
+    """Pointers (V from `lane` on, K) to a row's matrix among (rows, V, K)."""
+    o_v, o_k = lane + gl.arange(0, ROWS, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
+    return ptr + row.to(gl.int64) * (DIM * DIM) + (o_v * DIM)[:, None] + o_k[None, :]
 
 
 @gluon.jit
-def pass_part(env, segment, n):
-    """Compute N or M of a part of a slow head's sequence (`parts.py`)."""
-    o_v, o_k = gl.arange(0, DIM, gl.SliceLayout(1, by_k)), gl.arange(0, DIM, gl.SliceLayout(0, by_k))
-    state = gl.where((o_v[:, None] == o_k[None, :]) & (segment.value_head == env.S.HEADS), 1.0, 0.0)
-    if env.initial_ptr is not None:  # noqa: SIM102
-        if segment.back == segment.first:
-            state = gl.load(state_tile(env.initial_ptr, segment, INITIAL, env.S)).to(gl.float32)
-    role_barrier()
-    for j in range(segment.back):
-        state = pass_chunk(env.rings, state, n + j)
-    if segment.back > 0:
-        gl.store(row_tile(env.to_ptr, segment), state)
-
-
-@gluon.jit
-def scan_segment(env, segment, n):
+def scan_segment(env, segment, n, LANE: gl.constexpr):
     """Compute the outputs of a segment, and the final state if it ends its sequence.
 
     n: the program's chunks before this segment
     """
-    state = gl.full([DIM, DIM], 0.0, gl.float32, by_k)
+    state = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
     if env.entering_ptr is not None:  # noqa: SIM102
         if segment.row >= 0:
-            state = gl.load(row_tile(env.entering_ptr, segment))
+            state = gl.load(row_tile(env.entering_ptr, segment.row, LANE * ROWS))
     if env.initial_ptr is not None:  # noqa: SIM102
         if segment.back == segment.first:  # the state that enters is the initial state
-            state = gl.load(state_tile(env.initial_ptr, segment, INITIAL, env.S)).to(gl.float32)
+            state = gl.load(state_tile(env.initial_ptr, segment, LANE * ROWS, INITIAL, env.S)).to(gl.float32)
     role_barrier()
     for j in range(segment.back):
-        state = pass_chunk(env.rings, state, n + j)
+        state = pass_chunk(env.rings, state, n + j, LANE)
     for m in range(n, n + segment.nchunks):
-        state = scan_chunk(env.rings, state, m + segment.back, m)
+        state = scan_chunk(env.rings, state, m + segment.back, m, LANE)
     if segment.last:
-        gl.store(state_tile(env.to_ptr, segment, FINAL, env.S), state)
+        gl.store(state_tile(env.to[0], segment, LANE * ROWS, FINAL, env.S), state)
 
 
 @gluon.jit
-def states(env):
-    """The role of the program's first threads."""
+def states(env, LANE: gl.constexpr):
+    """The role of the lane's threads."""
     for k in range(env.work.segments()):
         segment, n = env.work.segment_at(k)
-        if env.work.MAKES_PARTS:
-            pass_part(env, segment, n)
-        else:
-            scan_segment(env, segment, n)
+        scan_segment(env, segment, n, LANE)

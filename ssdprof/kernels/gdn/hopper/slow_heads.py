@@ -18,7 +18,10 @@ from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.tensors import Part, part
 
-BLOCK_V = 16  # rows of a transposed state in one program of `combine_kernel.py`
+AHEAD = 3  # parts of which `combine_kernel.py` has loads under way, or uses them
+RING = 3  # slots of the rings of `parts.py`
+STATE_REGISTERS = 240  # of two matrices
+WIDE = 16  # most pairs with 16 rows of V in a program of `combine_kernel.py`; with more, 32 fill the GPU, too
 
 
 class LongMemory:
@@ -45,24 +48,32 @@ class LongMemory:
             )
         pairs = inputs.sequences * inputs.v.shape[2]
         boundaries = self._rows // pairs
-        tasks = 2 * config.transition_parts * self._rows
+        tasks = config.transition_parts * self._rows
         self._programs = min(config.transition_programs, tasks)
-        self._combining = pairs * DIM.value // BLOCK_V
+        block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
+        self._combining = pairs * DIM.value // block_v
         most = ceil_div(tasks, self._programs)
         parts_options = options | {
             "ROWS": max(LEAST_ROWS, next_power_of_2(self._rows)),
             "PARTS": config.transition_parts,
             "MOST": next_power_of_2(most),
+            "KEY_DEPTH": RING,
+            "DEPTH": RING,
+            "STATE_REGISTERS": STATE_REGISTERS,
         }
-        self._make_parts = Launcher(_parts_kernel, (*scalars, self._rows, config.longest_first_pass), parts_options)
+        limits = config.longest_first_pass, config.least_first_pass
+        self._make_parts = Launcher(_parts_kernel, (*scalars, self._rows, *limits), parts_options)
         combine_options = {
+            "HEADS": inputs.v.shape[2],
             "PARTS": config.transition_parts,
             "BOUNDARIES": next_power_of_2(boundaries),
             "DIM": DIM.value,
-            "BLOCK_V": BLOCK_V,
-            "num_warps": 8,
+            "BLOCK_V": block_v,
+            "AHEAD": AHEAD,
+            "num_warps": warps,
         }
-        self._combine = Launcher(_combine_kernel, (pairs, boundaries), combine_options)
+        strides = options["STATE_STRIDES"][:4]
+        self._combine = Launcher(_combine_kernel, (strides, pairs, boundaries, config.segment), combine_options)
 
     def __call__(
         self,
@@ -78,9 +89,9 @@ class LongMemory:
         if not self._rows:
             return None, None
         places = self._places
-        backs, parts, entering = (part(memory, place) for place in (places.backs, places.parts, places.entering))
-        self._make_parts(
-            self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, parts, backs, *gates
-        )  # fmt: skip
-        self._combine(self._combining, parts, backs, entering)
+        backs, parts, moves = (part(memory, place) for place in (places.backs, places.parts, places.moves))
+        entering = part(memory, places.entering)
+        _, k, v, inverse, _ = descriptors
+        self._make_parts(self._programs, k, v, inverse, inputs.cu_seqlens, parts, moves, backs, *gates)
+        self._combine(self._combining, parts, moves, backs, inputs.initial_state, entering)
         return entering, backs

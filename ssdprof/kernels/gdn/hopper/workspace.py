@@ -19,7 +19,8 @@ class HopperWorkspace:
 
     `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 | bounds (HV, slots) fp32
         norms (slots, H, 2, 64) fp32, if it normalises q and k
-    `slow_heads.py`: backs (rows) int32 | parts (rows, parts, 2, V, K) fp32 | entering (rows, V, K) fp32
+    `slow_heads.py`: backs (rows) int32 | parts (rows, parts, V, K) fp32 | moves (rows, parts, 2, K, K) bf16
+        entering (rows, V, K) fp32
     `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
     """
 
@@ -30,6 +31,7 @@ class HopperWorkspace:
     norms: Place | None
     backs: Place | None
     parts: Place | None
+    moves: Place | None
     entering: Place | None
     padded: Place | None
 
@@ -46,7 +48,8 @@ class HopperWorkspace:
             bounds=layout.add(single, heads, slots) if first else None,
             norms=layout.add(single, slots, inputs.q.shape[2], 2, chunk) if first and inputs.use_qk_l2norm else None,
             backs=layout.add(torch.int32, rows) if rows else None,
-            parts=layout.add(single, rows, config.transition_parts, 2, dim, dim) if rows else None,
+            parts=layout.add(single, rows, config.transition_parts, dim, dim) if rows else None,
+            moves=layout.add(torch.bfloat16, rows, config.transition_parts, 2, dim, dim) if rows else None,
             entering=layout.add(single, rows, dim, dim) if rows else None,
             padded=layout.add(single, inputs.sequences, heads, dim, dim) if padded else None,
         )
