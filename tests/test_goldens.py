@@ -184,8 +184,8 @@ def output(command: str, patch: pytest.MonkeyPatch) -> str:
     """What a command does, as a golden shows it."""
     words = command.split()
     patch.setattr(sys, "argv", ["ssdprof", *words])
-    for file in ("summary.md", "output.txt"):
-        Path(file).unlink(missing_ok=True)
+    for name in ("summary.md", "output.txt"):
+        Path(name).unlink(missing_ok=True)
     before = files()
     result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
     text = f"{f'$ ssdprof {command}'.rstrip()}\nexit code {result.exit_code}\n{result.stdout.rstrip()}\n"

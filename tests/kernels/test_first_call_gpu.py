@@ -117,7 +117,7 @@ def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
     ):
         triton.knobs.cache.dir = folder
         _, first = timed_first_call(run, torch.device("cuda"), Deadline())
-    return [(one.kernel, round(one.seconds, 3)) for one in first.compiled]
+    return [(kernel, round(seconds, 3)) for kernel, seconds in first.compiled.items()]
 
 
 def _made(label: str, call: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -297,7 +298,7 @@ def gdn_inputs(size: tuple[int, int, bool], seqlen: int, batch: int, packed: boo
     return GDNInputs.unchecked(q=q, k=q, v=v, cu_seqlens=cu_seqlens, use_qk_l2norm=normalise)
 
 
-CHOICES = {
+CHOICES: dict[str, tuple[Any, ...]] = {
     "ssd": (
         ssd_inputs, SSDHopperConfig, SSD_SIZES, SSD_FIELDS,
         "57e5d324889150b3877ec14308d74e518cec9e35a4d67025eca32e7c6e871c5c",

@@ -172,7 +172,7 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
 def test_tensors_and_constants_are_one_argument_each_where_a_kernel_takes_them_so() -> None:
     class Grouped(Kernel):
         @staticmethod
-        def fn(desc: Any, tensors: Any, strides: Any, size: Any, S: Any) -> None:
+        def fn(desc: Any, tensors: Any, strides: Any, size: Any, S: Any) -> None:  # type: ignore[override]
             """Has the names of its arguments."""
 
     kernel = Grouped()

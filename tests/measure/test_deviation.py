@@ -97,7 +97,7 @@ def test_sums_are_the_same_bits_each_time() -> None:
     ours, other = torch.randn(2, *shape, device="cuda")
     place = Region(shape=shape, row=0, positions=(0, shape[1]))
 
-    def along() -> tuple[float, ...]:
+    def along() -> tuple[float | None, ...]:
         running = RunningDeviation("other", shape, shape[2], ours.device)
         running.add(place.cut(ours), place.cut(other), place)
         return running.result().along

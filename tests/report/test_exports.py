@@ -82,7 +82,7 @@ def entries(found: Report, *, bigger: bool = False) -> dict[str, dict[str, objec
     return named
 
 
-def annotations(found: Report, kind: str = "error") -> list[str]:
+def annotation_lines(found: Report, kind: str = "error") -> list[str]:
     return [line for line in exports.workflow_commands(found) if line.startswith(f"::{kind}")]
 
 
@@ -233,16 +233,16 @@ def test_a_step_summary_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_annotations() -> None:
-    assert annotations(small()) == annotations(prefill()) == annotations(bench()) == []
-    assert annotations(ending("inaccurate")) == [
+    assert annotation_lines(small()) == annotation_lines(prefill()) == annotation_lines(bench()) == []
+    assert annotation_lines(ending("inaccurate")) == [
         "::error title=ssdprof%3A ibm-granite/granite-4.0-h-small::FAILED: 1 of 8 cases: fused (exact, fp32 states) "
         "inaccurate in layer 0."
     ]
-    (gate,) = annotations(small(conditions=of_options(min_match=["0:89"])))
+    (gate,) = annotation_lines(small(conditions=of_options(min_match=["0:89"])))
     assert "GATE FAILED: min-match 0:89: layer 0, 131,072 tokens, fused, relaxed, fp32 states: 60%25; " in gate
-    (line,) = annotations(prefill(conditions=of_options(min_speedup=2.5)))
+    (line,) = annotation_lines(prefill(conditions=of_options(min_speedup=2.5)))
     assert line.endswith(f"::GATE FAILED: min-speedup 2.5: {PREFILL}: 2x over unfused")
-    assert annotations(prefill(complete=False))[0].endswith("::The command did not reach its end.")
+    assert annotation_lines(prefill(complete=False))[0].endswith("::The command did not reach its end.")
     lines = list(exports.workflow_commands(small(notes=tuple(f"note {n}\nof many" for n in range(14)))))
     assert len(lines) == exports.MOST_ANNOTATIONS
     assert "\n" not in "".join(lines)
@@ -260,7 +260,7 @@ def test_annotations() -> None:
 )
 def test_a_limit_of_answers_that_does_not_hold(limit: dict[str, str], name: str, why: str) -> None:
     found = answers(of_answers(bands=(band(),)), conditions=of_options(**limit))  # type: ignore[arg-type]
-    (line,) = annotations(found)
+    (line,) = annotation_lines(found)
     assert "::FAILED: the answers of fused (exact, fp32 states) at 1,100 tokens: " in line
     suite = parsed(found)
     assert suite["all requested cases are present"].is_passed
@@ -269,7 +269,7 @@ def test_a_limit_of_answers_that_does_not_hold(limit: dict[str, str], name: str,
     assert answer.message.startswith(f"{name}: {ANSWERS}: ")
     assert answer.message.endswith(why)
     held = answers(conditions=of_options(max_kl=1.0))
-    assert annotations(held) == []
+    assert annotation_lines(held) == []
     assert all(case.is_passed for case in parsed(held).values())
 
 
