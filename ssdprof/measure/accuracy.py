@@ -363,7 +363,7 @@ class RunningDeviation:
         """
         ratios = rms_ratio(self.error.square_sum, self.other.square_sum)
         nonfinite = int(self._nonfinite)
-        matches = (100.0 * self._matches.double() / max(self.elements, 1)).tolist()
+        matches = [100.0 * count / max(self.elements, 1) for count in self._matches.tolist()]
         return Deviation(
             against=self.against,
             elements=self.elements,
