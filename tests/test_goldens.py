@@ -176,7 +176,7 @@ def files() -> dict[Path, str]:
     return {
         file: file.read_text() if file.suffix in shown else ""
         for file in sorted(Path().rglob("*"))
-        if file.is_file() and "reports" not in file.parts
+        if file.is_file() and file.parts[0] not in ("reports", ".cache")
     }
 
 
