@@ -244,6 +244,8 @@ def racy_writes(disassembly: str) -> list[str]:
     found = []
     for _, code in functions(disassembly):
         operands = {place: operand_a(one) for place, one in enumerate(code) if one.wgmma}
+        if not any(operands.values()):  # none, or all of them in shared memory
+            continue
         for one, state in zip(code, in_flight(code), strict=True):
             if state and not one.wgmma and any(written(one) & operands[product] for product in state):
                 found.append(one.text)
