@@ -204,7 +204,8 @@ class Walk:
 
     def read(self, returned: object) -> None:
         """A function of the store ends: a report with a case of the name of a followed one is followed."""
-        written = {one.name for one in self._followed.values() if type(one).__name__ == "Case"}  # type: ignore[attr-defined]
+        found: list[Any] = [one for one in self._followed.values() if type(one).__name__ == "Case"]
+        written = {one.name for one in found}
         for one in _held(returned) if written else ():
             cases = [part for part in _held(one) if _ours(one) and type(part).__name__ == "Case"]
             if any(case.name in written for case in cases):  # type: ignore[attr-defined]

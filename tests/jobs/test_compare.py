@@ -459,7 +459,7 @@ def test_the_baseline_is_there_even_if_nobody_requested_it() -> None:
 
 
 def test_a_library_is_the_baseline_at_equal_states_where_it_has_them() -> None:
-    fp32, fp16, bf16 = (PrecisionRecord(intermediates="exact", state_dtype=one) for one in ("fp32", "fp16", "bf16"))  # type: ignore[arg-type]
+    fp32, fp16, bf16 = (PrecisionRecord(intermediates="exact", state_dtype=one) for one in ("fp32", "fp16", "bf16"))
     wanted = [fp32, RELAXED_FP16]
     assert wanted_pairs(wanted, ("fused",), "them", {"them": (fp16, fp32)}) == [
         ("them", fp32, fp32), ("fused", fp32, fp32), ("them", fp16, fp16), ("fused", RELAXED_FP16, fp16),

@@ -16,9 +16,13 @@ GB = 10**9
 def subject(repo_id: str, gb_per_layer: float, wanted: int = 4) -> Any:
     """The first `wanted` layers of a checkpoint of four; the weights grow with the deepest one."""
     layers = tuple(LayerRef(index=i, name=f"model.layers.{i}.mamba", operator="ssd") for i in range(4))
+
+    def weight_bytes(deepest: int, dtype: object) -> int:  # noqa: ARG001
+        return int((deepest + 1) * gb_per_layer * GB)
+
     return SimpleNamespace(
         ref=SimpleNamespace(repo_id=repo_id, layers=layers),
-        located=SimpleNamespace(weight_bytes=lambda deepest, dtype: int((deepest + 1) * gb_per_layer * GB)),  # noqa: ARG005
+        located=SimpleNamespace(weight_bytes=weight_bytes),
         weight_bytes=int(wanted * gb_per_layer * GB),
         whole=False,
         dtype=None,

@@ -50,7 +50,7 @@ def test_the_interpreters_cases(case: str, config: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size: str, dtype: torch.dtype, lengths: tuple[int, ...] | None) -> None:
-    inputs = cuda(Case(length=2000, lengths=lengths, initial_state=True, dtype=dtype, **SIZES[size]).inputs())  # type: ignore[arg-type]
+    inputs = cuda(Case(length=2000, lengths=lengths, initial_state=True, dtype=dtype, **SIZES[size]).inputs())
     expected = gdn_chunked(inputs)
     assert_close(fused(inputs), expected, LIMITS[dtype])
     assert_close(gdn_recurrent(inputs), expected, LIMITS[dtype])

@@ -44,7 +44,7 @@ class Clock:
 
 
 def plan(**fields: float) -> SamplingPlan:
-    return SamplingPlan(**({"min_recordings": 3, "warmup_rounds": 0, "min_rounds": 4} | fields))  # type: ignore[arg-type]
+    return SamplingPlan(**({"min_recordings": 3, "warmup_rounds": 0, "min_rounds": 4} | fields))
 
 
 def shape(samples: Samples) -> list[int]:

@@ -62,7 +62,8 @@ class SimulatedGpu:
         is_first = self._samples % 2 == 0
         self._samples += 1
         drift = DRIFT * math.sin(self._samples / 100)
-        return run.us * math.exp(placement + drift - FIRST * is_first + self._draw.normal(0, noise))  # type: ignore[attr-defined]
+        us: float = run.us  # type: ignore[attr-defined]
+        return us * math.exp(placement + drift - FIRST * is_first + self._draw.normal(0, noise))
 
 
 @cache

@@ -17,7 +17,7 @@ SMALL = GDNShape(name="small", key_heads=2, value_heads=4, key_dim=16, value_dim
 
 
 def drawn(tokens: Tokens, layout: str = "contiguous") -> GDNInputs:
-    inputs = OPERATOR.generated.draw(Cell(shape=SMALL, dtype="bf16", layout=layout, tokens=tokens), CPU)  # type: ignore[arg-type]
+    inputs = OPERATOR.generated.draw(Cell(shape=SMALL, dtype="bf16", layout=layout, tokens=tokens), CPU)
     assert isinstance(inputs, GDNInputs)
     return inputs
 

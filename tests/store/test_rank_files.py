@@ -76,7 +76,7 @@ def indices(report: Report) -> list[int]:
 def interrupt(stack: ExitStack) -> str:
     """The message of a rank that is interrupted now."""
     error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt) as caught:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt) as caught:
         assert not stack.__exit__(KeyboardInterrupt, error, None)
         raise error
     return str(caught.value)
@@ -137,7 +137,7 @@ def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
 def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ranks]) -> None:
     """Its lock is free, and its line says nothing of its end."""
     ranks, other = two
-    with (  # noqa: PT012
+    with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\.") as caught,
         opened(Path("run"), header(), Unwatched(), ranks) as writer,
     ):
@@ -155,7 +155,7 @@ def test_other_ranks_name_a_first_rank_that_died(two: tuple[Ranks, Ranks], error
     Path("run").mkdir()
     Path("run/run.json").write_text(header(ranks=2).model_dump_json())
     two[0].tell("folder", "run")
-    with (  # noqa: PT012
+    with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died before its share was done\."),
         opened(None, header(), Unwatched(), two[1]) as writer,
     ):
@@ -195,7 +195,7 @@ def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.Mo
     process = subprocess.Popen([sys.executable, "-c", ""])
     two[0].store.set("1/process", str(process.pid))
     deadline = time.monotonic() + 30
-    with pytest.raises(MissingCapabilityError, match="Rank 1 of 2 died"):  # noqa: PT012
+    with pytest.raises(MissingCapabilityError, match="Rank 1 of 2 died"):
         while time.monotonic() < deadline:  # its exit code has not been read
             two[0].require_alive(1)
             time.sleep(0.01)

@@ -251,7 +251,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     before, out = store("before"), Path("out")
     if there:
         out.mkdir()
-    with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, header(), Unwatched()) as writer:  # noqa: PT012
+    with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, header(), Unwatched()) as writer:
         writer.captured(layer(0))
         raise error
     assert out.exists() == there
@@ -268,7 +268,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     ],
 )
 def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str) -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), header(), Unwatched()) as writer:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), header(), Unwatched()) as writer:
         writer.captured(layer(0))
         for one in made:
             writer.case(one)
@@ -280,7 +280,7 @@ def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts
 
 def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
     watcher = Telling()
-    with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), header(), watcher) as writer:  # noqa: PT012
+    with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), header(), watcher) as writer:
         writer.case(case())
         raise MissingCapabilityError("no memory")
     assert watcher.said == ["What was done is kept in out, marked as partial: 1 case."]
@@ -292,7 +292,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPa
         def write(self, _: bytes) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with (  # noqa: PT012
+    with (
         pytest.raises(MissingCapabilityError, match="disk is full") as caught,
         opened(Path("r"), header(), Unwatched()) as writer,
     ):
