@@ -96,7 +96,7 @@ def portable(operator: str, _name: str, inputs: Any, draw: random.Random) -> Any
 
 DRAWN: dict[str, Callable[[random.Random], Any]] = {"ssd": ssd_inputs, "gdn": gdn_inputs}
 FROZEN = {
-    ("ssd", "unfused"): "665c45881eca995e",
+    ("ssd", "unfused"): "25aacd5d480f591b",
     ("ssd", "fused"): "4b97231989d95d35",
     ("ssd", "portable"): "7cea9281dbb30a6d",
     ("ssd", "recurrent"): "d534f25ac8ca1043",
