@@ -94,7 +94,7 @@ def _rest(sections: list[Section], name: str, limit_bytes: int) -> str:
     which = titles[0] if len(titles) == 1 else f"from {titles[0]} to {titles[-1]}"
     return (
         f"\nLeft out to stay below {limit_bytes:,} bytes (GitHub drops a job summary beyond 1 MiB): "
-        f"{fmt.plural(len(sections), 'section')}, {escape(which)}.  All of it is in report.json of run "
+        f"{fmt.plural(len(sections), 'section')}, {escape(which)}.  All of it is in the files of run "
         f"{escape(name)}; `ssdprof export --format json` prints it.\n"
     )
 

@@ -23,7 +23,7 @@ must() { "$@" || { echo "does not hold: $*" >&2; exit 1; }; }
 play "on main"
 must [ "$status" -eq 0 ]
 must grep -q "^::notice title=ssdprof::There is no run in baseline/run" log
-must [ -f "$STORE/artifacts/ssdprof-$job/run/report.json" ]
+must [ -f "$STORE/artifacts/ssdprof-$job/run/run.json" ]
 for report in report.md junit.xml report.csv benchmark-action.json; do
   must [ -s "$STORE/artifacts/ssdprof-$job/$report" ]
 done

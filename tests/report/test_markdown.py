@@ -109,7 +109,7 @@ def test_any_limit_is_kept_and_the_last_line_says_what_is_missing(limit: int) ->
     last = text.splitlines()[-1]
     assert last.startswith(f"Left out to stay below {limit:,} bytes")
     assert 'to "Accuracy of layer 27 (model.layers.27.mamba) at 131,072 tokens"' in last
-    assert "report.json of run 20260102-030405-run" in last
+    assert "the files of run 20260102-030405-run" in last
     whole = render(report())
     assert "Left out" not in whole
     assert whole.count("<summary>Accuracy of layer") == 4
