@@ -222,7 +222,7 @@ def test_two_gpus_write_the_report_of_one_but_for_times(start: Start, tmp_path: 
 def test_a_rank_that_dies_ends_the_run_and_is_named(start: Start, tmp_path: Path, killed: int) -> None:
     process = start("run", "demo", "--seq", "256", "--out", "run")
     file = tmp_path / "run" / f"cases.{killed}.jsonl"
-    ranks = wait_for(lambda: ranks_of(process.pid) if file.exists() and file.stat().st_size else None)
+    ranks = wait_for(lambda: ranks_of(process.pid) if file.exists() and b'"case"' in file.read_bytes() else None)
     os.kill(ranks[killed], signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
