@@ -179,7 +179,7 @@ def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | No
         except BaseException as error:
             with uninterrupted():
                 # torchrun interrupts the other ranks after one has died
-                died = ranks.gone(FIRST) if ranks and not ranks.alive(FIRST) else None
+                died = _dead(path, ranks) if ranks else None
                 kept = _ended(writer, died or error, made) if first else _ended(writer, died or error)
             if died:
                 raise died from None
@@ -237,6 +237,16 @@ def _wait(path: Path, ranks: Ranks) -> None:
             if last and last.ended:
                 raise MissingCapabilityError(f"Rank {rank} of {ranks.count} ended: {last.ended}.", error.hint)
             raise error
+
+
+def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
+    """The error for another rank that died; None if there is none.  One that noted its end has a message of its own."""
+    for rank in range(ranks.count):
+        if rank != ranks.rank and not ranks.alive(rank):
+            last = _lines(path / f"cases.{rank}.jsonl")[1]
+            if rank == FIRST or last is None or not (last.complete or last.ended):
+                return ranks.gone(rank)
+    return None
 
 
 def _free(file: BinaryIO) -> bool:
