@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import signal
@@ -49,15 +48,6 @@ def uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def has_key(file: Path, key: str) -> bool:
-    """Whether the file holds a JSON object with this key.  False for a file that cannot be read or is not JSON."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError):
-        return False
-    return isinstance(document, dict) and key in document
 
 
 def append_text(file: Path, text: str) -> None:
