@@ -26,43 +26,26 @@ if TYPE_CHECKING:
     from ssdprof.kernels.ssd.inputs import SSDOutput as SSDOutput
     from ssdprof.kernels.ssd.recurrent import ssd_recurrent as ssd_recurrent
     from ssdprof.kernels.ssd.reference import ssd_reference as ssd_reference
-    from ssdprof.kernels.ssd.unfused.pipeline import ssd_unfused as ssd_unfused
+    from ssdprof.kernels.ssd.unfused import ssd_unfused as ssd_unfused
 
 _HOME = {
-    "GDNInputs": "gdn.inputs",
-    "GDNOutput": "gdn.inputs",
-    "Precision": "precision",
-    "SSDInputs": "ssd.inputs",
-    "SSDOutput": "ssd.inputs",
-    "UnsupportedError": "registry",
-    "gdn_fused": "gdn.fused",
-    "gdn_recurrent": "gdn.recurrent",
-    "gdn_reference": "gdn.reference",
-    "gdn_unfused": "gdn.unfused.pipeline",
-    "ssd_fused": "ssd.fused",
-    "ssd_recurrent": "ssd.recurrent",
-    "ssd_reference": "ssd.reference",
-    "ssd_unfused": "ssd.unfused.pipeline",
-}
+    "GDNInputs": "gdn.inputs", "GDNOutput": "gdn.inputs", "Precision": "precision", "SSDInputs": "ssd.inputs",
+    "SSDOutput": "ssd.inputs", "UnsupportedError": "registry", "gdn_fused": "gdn.fused",
+    "gdn_recurrent": "gdn.recurrent", "gdn_reference": "gdn.reference", "gdn_unfused": "gdn.unfused.pipeline",
+    "ssd_fused": "ssd.fused", "ssd_recurrent": "ssd.recurrent", "ssd_reference": "ssd.reference",
+    "ssd_unfused": "ssd.unfused",
+}  # fmt: skip
 # operator -> name -> the module that registers it, in the order of `names`
 _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "ssd": {
-        "reference": "reference",
-        "unfused": "unfused.pipeline",
-        "fused": "fused",
-        "recurrent": "recurrent",
-        "unfused_step": "unfused_step",
-        "recurrent_in_place": "alternatives",
+        "reference": "reference", "unfused": "unfused", "fused": "fused", "recurrent": "recurrent",
+        "unfused_step": "recurrent", "recurrent_in_place": "recurrent",
     },
     "gdn": {
-        "reference": "reference",
-        "unfused": "unfused.pipeline",
-        "fused": "fused",
-        "recurrent": "recurrent",
-        "unfused_step": "unfused_step",
-        "fused_portable": "alternatives",
+        "reference": "reference", "unfused": "unfused.pipeline", "fused": "fused", "recurrent": "recurrent",
+        "unfused_step": "unfused_step", "fused_portable": "alternatives",
     },
-}
+}  # fmt: skip
 
 __all__ = ["get", "names", *_HOME]
 

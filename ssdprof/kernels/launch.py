@@ -64,7 +64,7 @@ class Launcher:
             wrap = (lambda value: value) if INTERPRETED else tl.constexpr  # Triton takes no attribute for a constant
             constants = {name: wrap(value) for name, value in options.items() if name.isupper()}
             options = {"S": Constants(**constants)} | {n: v for n, v in options.items() if n not in constants}
-        self._kernel, self._scalars, self._options = kernel, scalars, options
+        self.kernel, self._scalars, self._options = kernel, scalars, options
         self._constants = (*scalars, *(options[name] for name in names if name in options))
         self._descriptors = names.index("tensors") if "tensors" in names else None
         self._compiled: Any = None
@@ -82,7 +82,7 @@ class Launcher:
         wait_for_hash()
         # compiling creates so many objects that garbage collection would take a twentieth of the time
         with no_garbage_collection():
-            self._compiled = self._kernel[grid](*grouped, *self._scalars, **self._options, **_FIXED)
+            self._compiled = self.kernel[grid](*grouped, *self._scalars, **self._options, **_FIXED)
         if self._compiled is not None:
             self._direct = direct_launch(self._compiled, grouped, self._constants)
 

@@ -14,7 +14,7 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count, ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
 
 Kernel = Callable[..., SSDOutput]  # arguments: inputs, and a precision if not EXACT
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

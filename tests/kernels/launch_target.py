@@ -25,7 +25,7 @@ from ssdprof.kernels import launch as launching
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.unfused.pipeline import five_stages
+from ssdprof.kernels.ssd.unfused import five_stages
 
 CALLS, SEEDS = 1500, 30
 

@@ -23,8 +23,8 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused import run as run_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL = Case(heads=2, headdim=64, dstate=64, chunk_size=32, dtype=torch.bfloat16)

@@ -15,12 +15,10 @@ from ssdprof.kernels.ssd.config import (
     CHUNK_STATE,
     HOPPER,
     PORTABLE,
-    BmmChunkConfig,
-    ChunkScanConfig,
-    ChunkStateConfig,
     Rule,
     SSDPortableConfig,
     first_fit,
+    unfused_blocks,
 )
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 
@@ -108,19 +106,20 @@ def test_a_reason_goes_with_the_choice() -> None:
         ({"headdim": 80}, (64, 128, 128, 8)),
         ({"dstate": 256}, (128, 64, 32, 4)),
         ({"dtype": torch.float32}, (64, 64, 32, 8)),
-        ({"chunk_size": 16, "headdim": 8, "dstate": 24}, (16, 16, 32, 4)),
+        ({"chunk": 16, "headdim": 8, "dstate": 24}, (16, 16, 32, 4)),
     ],
 )
 def test_chunk_scan_by_sizes(sizes: dict[str, Any], expected: tuple[int, ...]) -> None:
-    case = Case(**({"headdim": 64, "dstate": 128, "chunk_size": 256, "dtype": torch.bfloat16} | sizes))
-    config = ChunkScanConfig.choose(case.inputs())
-    assert (config.block_q, config.block_p, config.block_n, config.num_warps) == expected
+    blocks = unfused_blocks(
+        "chunk_scan", **({"headdim": 64, "dstate": 128, "chunk": 256, "dtype": torch.bfloat16} | sizes)
+    )
+    assert tuple(blocks[name] for name in ("block_q", "block_p", "block_n", "num_warps")) == expected
 
 
 def test_chunk_state_holds_a_whole_state_where_it_can() -> None:
     def tile(headdim: int, dstate: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, ...]:
-        config = ChunkStateConfig.choose(headdim=headdim, dstate=dstate, chunk_size=256, dtype=dtype)
-        return config.block_p, config.block_n, config.num_warps
+        blocks = unfused_blocks("chunk_state", dtype, chunk=256, headdim=headdim, dstate=dstate)
+        return blocks["block_p"], blocks["block_n"], blocks["num_warps"]
 
     assert tile(64, 128) == (64, 128, 4)
     assert tile(80, 64) == (128, 64, 4)
@@ -130,8 +129,8 @@ def test_chunk_state_holds_a_whole_state_where_it_can() -> None:
 
 def test_bmm_chunk_reads_half_as_many_fp32_numbers_at_a_time() -> None:
     for dtype, block_n in ((torch.bfloat16, 64), (torch.float32, 32)):
-        config = BmmChunkConfig.choose(dstate=128, chunk_size=256, dtype=dtype)
-        assert (config.block_q, config.block_s, config.block_n) == (64, 64, block_n)
+        blocks = unfused_blocks("bmm_chunk", dtype, chunk=256, dstate=128)
+        assert (blocks["block_q"], blocks["block_s"], blocks["block_n"]) == (64, 64, block_n)
 
 
 @pytest.mark.parametrize(("major", "gate", "stages"), [(9, True, 2), (9, False, 3), (10, True, 3), (8, True, 3)])

@@ -54,7 +54,7 @@ def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monk
     def watched(self: Launcher, programs: int, *tensors: Any) -> None:
         launch(self, programs, *tensors)
         if self._direct is None:
-            left.append(self._kernel.fn.__name__)
+            left.append(self.kernel.fn.__name__)
 
     monkeypatch.setattr(Launcher, "__call__", watched)
     with monkeypatch.context() as tritons:

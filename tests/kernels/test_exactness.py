@@ -12,7 +12,7 @@ from ssd_cases import EXACT, Case
 from test_exactness_gpu import assert_no_head_is_less_exact
 
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 
 UNIT_ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -21,7 +21,7 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
+from ssdprof.kernels.ssd.unfused import run as run_unfused
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import GENERATOR, draw
 

@@ -13,8 +13,7 @@ from ssd_cases import DTYPES, EXACT, PRECISIONS, Case, assert_close, cut, in_fp6
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.portable_kernel import buffer_sizes, ssd_fused_portable
-from ssdprof.kernels.ssd.portable.stages import find_segment
+from ssdprof.kernels.ssd.portable import buffer_sizes, find_segment, ssd_fused_portable
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
@@ -326,10 +325,9 @@ def test_plan_says_what_is_allocated() -> None:
     gates, states, sync = (2 * 2 * 600 + 32) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4
     assert (plan.variant, plan.launches, plan.workspace_bytes) == ("interpreter", 2, gates + states + sync)
     config = SSDPortableConfig.choose(inputs, (9, 0))
-    buffers = buffer_sizes(inputs, precision, config).allocate(inputs.x)
-    allocated = {name: tensor.nbytes for name, tensor in buffers._asdict().items() if tensor is not None}
-    assert allocated.pop("out") == inputs.x.nbytes
-    assert allocated.pop("final_states") == 2 * 8 * 16 * 4
-    assert sum(allocated.values()) == plan.workspace_bytes
+    buffers = buffer_sizes(inputs, precision, config).allocate(inputs)
+    out, final_states, *workspace = buffers
+    assert (out.nbytes, final_states.nbytes) == (inputs.x.nbytes, 2 * 8 * 16 * 4)
+    assert sum(tensor.nbytes for tensor in workspace if tensor is not None) == plan.workspace_bytes
     short = get("ssd", "fused").plan(Case(seqlen=200).inputs(), EXACT)
     assert (short.launches, short.workspace_bytes) == (1, (2 * 2 * 200 + 32) * 4)

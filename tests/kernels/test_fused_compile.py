@@ -11,7 +11,7 @@ from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
 
 pytestmark = pytest.mark.compiler
 

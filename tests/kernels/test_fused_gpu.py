@@ -10,7 +10,7 @@ from test_fused import CASES, TINY, assert_bitwise, fused
 from ssdprof.kernels import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
 from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = pytest.mark.gpu

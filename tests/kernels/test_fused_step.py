@@ -12,8 +12,8 @@ from ssdprof.kernels import Precision, get, ssd_fused, ssd_recurrent
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable.portable_kernel import SSDPortableLaunch
-from ssdprof.kernels.ssd.recurrent import SSDRecurrentLaunch
+from ssdprof.kernels.ssd.portable import _fused_kernel
+from ssdprof.kernels.ssd.recurrent import _ssd_recurrent_kernel
 from ssdprof.measure.accuracy import assert_passes
 
 OPTIONS = ("D", "z", "dt_bias", "initial_states", "cu_seqlens", "dt_softplus", "dt_limit", "chunk_size")
@@ -43,9 +43,9 @@ def nothing_kept() -> None:
     fused.forget_launches()
 
 
-def kernels() -> list[type]:
+def kernels() -> list[object]:
     """The kernels of the kept launches, in the order of their preparation."""
-    return [type(launch) for launch in fused._launches._kept.values()]
+    return [launch.launcher.kernel for launch in fused._launches._kept.values()]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_is_the_recurrent_kernel(name: str, precision: Precision) -> None:
     inputs = CASES[name].inputs()
     for batch_invariant in (False, True):
         assert_same(run(inputs, precision, batch_invariant=batch_invariant), ssd_recurrent(inputs))
-    assert kernels() == [SSDRecurrentLaunch] * 2
+    assert kernels() == [_ssd_recurrent_kernel] * 2
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
@@ -77,7 +77,7 @@ def test_is_within_the_budget_of_every_precision(dtype: torch.dtype, precision: 
 def test_longer_and_packed_sequences_take_a_chunked_kernel(case: Case) -> None:
     inputs = case.inputs()
     run(inputs)
-    assert kernels() == [SSDPortableLaunch]
+    assert kernels() == [_fused_kernel]
     assert get("ssd", "fused").plan(inputs, EXACT).variant == "interpreter"
 
 
@@ -87,7 +87,7 @@ def test_signatures_of_one_and_of_two_positions_are_kept_apart() -> None:
     for _ in range(2):
         assert_same(run(one), first[0])
         assert_same(run(two), first[1])
-    assert kernels() == [SSDRecurrentLaunch, SSDPortableLaunch]
+    assert kernels() == [_ssd_recurrent_kernel, _fused_kernel]
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

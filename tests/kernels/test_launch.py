@@ -26,7 +26,8 @@ from ssdprof.kernels.launch import Constants, LaunchCache, Launcher, launch
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
-from ssdprof.kernels.ssd.hopper.launch import SSDHopperLaunch
+from ssdprof.kernels.ssd.hopper.launch import hopper_launch
+from ssdprof.kernels.ssd.launch import SSDLaunch
 
 CASE = Case(seqlen=20, gate=True, initial_states=True)
 
@@ -255,7 +256,7 @@ def test_a_call_is_prepared_once_and_right_every_time(monkeypatch: pytest.Monkey
     prepared: list[SSDInputs] = []
     prepare = fused._prepare
 
-    def counted(inputs: SSDInputs, *rest: Any) -> fused.Launch:
+    def counted(inputs: SSDInputs, *rest: Any) -> SSDLaunch:
         prepared.append(inputs)
         return prepare(inputs, *rest)
 
@@ -306,7 +307,7 @@ def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, mon
     inputs = replace(case, heads=4, headdim=80, dstate=64, groups=2, dtype=torch.bfloat16).inputs()
     arguments: list[tuple[Any, ...]] = []
     monkeypatch.setattr(JITFunction, "run", lambda _, *args, **__: arguments.append(args))
-    call = SSDHopperLaunch(inputs, EXACT, SSDHopperConfig(segment=1))
+    call = hopper_launch(inputs, EXACT, SSDHopperConfig(segment=1))
     for _ in range(2):
         output = call(inputs)
         tensors = (inputs.x, inputs.B, inputs.C, output.out)

@@ -16,7 +16,7 @@ from test_fused import assert_bitwise
 from ssdprof.kernels import SSDInputs
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.ssd import fused
-from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
+from ssdprof.kernels.ssd.unfused import run as run_unfused
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
 from ssdprof.measure.accuracy import assert_passes
 
 BF16, FP32 = torch.bfloat16, torch.float32

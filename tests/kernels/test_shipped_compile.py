@@ -23,8 +23,8 @@ from ssd_cases import EXACT, RELAXED, Case
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import config
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused.pipeline import five_stages
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused import five_stages
 
 pytestmark = pytest.mark.compiler
 

@@ -16,8 +16,7 @@ from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
 from ssdprof.kernels.gdn.unfused_step import three_stages
 from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
 from ssdprof.kernels.mixer.gated_rms_norm import gated_rms_norm
-from ssdprof.kernels.ssd.recurrent import SSDRecurrentConfig, SSDRecurrentLaunch
-from ssdprof.kernels.ssd.unfused_step import two_stages
+from ssdprof.kernels.ssd.recurrent import recurrent_launch, two_stages
 
 pytestmark = pytest.mark.compiler
 
@@ -34,7 +33,7 @@ GDN = {"bf16": DELTA, "fp32": replace(DELTA, dtype=torch.float32), "K 256": repl
 
 def ssd_recurrent(case: Case) -> None:
     inputs = on_meta(case.inputs())
-    SSDRecurrentLaunch(inputs, SSDRecurrentConfig.choose(inputs))(inputs)
+    recurrent_launch(inputs)(inputs)
 
 
 def gdn_recurrent(case: GDNCase) -> None:

@@ -10,8 +10,7 @@ from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.unfused.pipeline import five_stages
-from ssdprof.kernels.ssd.unfused.stages import ChunkScanConfig, chunk_scan
+from ssdprof.kernels.ssd.unfused import chunk_scan, five_stages
 
 pytestmark = pytest.mark.compiler
 
@@ -33,13 +32,16 @@ def launch(case: Case, precision: Precision) -> None:
     five_stages(on_meta(case.inputs()), precision)
 
 
+TOO_LARGE_BLOCKS = dict(block_q=256, block_p=128, block_s=32, block_n=128, num_warps=4, num_stages=3)
+
+
 def launch_too_large() -> None:
     inputs = on_meta(Case(heads=2, headdim=128, dstate=128, chunk_size=256, dtype=BF16).inputs())
     chunks = Chunks.of(inputs)
     gate = torch.empty(1, 2, chunks.count, chunks.size, device="meta")
     states = torch.empty(1, chunks.count, 2, 128, 128, device="meta")
     CB = torch.empty(1, chunks.count, 1, chunks.size, chunks.size, device="meta")
-    chunk_scan(inputs, gate, gate, states, CB, chunks, config=ChunkScanConfig(block_q=256, block_p=128))
+    chunk_scan(inputs, gate, gate, states, CB, chunks, blocks=TOO_LARGE_BLOCKS)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {label: partial(launch, *case) for label, case in CASES.items()}

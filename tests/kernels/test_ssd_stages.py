@@ -15,7 +15,7 @@ from stage_formulas import Arithmetic, Formula, assert_within
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.unfused.stages import bmm_chunk, chunk_cumsum, chunk_scan, chunk_state, state_passing
+from ssdprof.kernels.ssd.unfused import bmm_chunk, chunk_cumsum, chunk_scan, chunk_state, state_passing
 
 LN_2 = torch.log(torch.tensor(2.0, dtype=torch.float64))
 BATCH = Case(batch=2, seqlen=75, heads=4, headdim=24, dstate=20, groups=2, gate=True, skip="(h, p)")

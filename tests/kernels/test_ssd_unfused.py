@@ -11,7 +11,7 @@ from ssd_cases import DTYPES, EXACT, PRECISIONS, RELAXED, Case, assert_close, cu
 from ssdprof.kernels import SSDInputs, UnsupportedError, get
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
+from ssdprof.kernels.ssd.unfused import run as run_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 FP32_ROUNDING = 2e-6

@@ -9,7 +9,7 @@ from ssd_cases import DTYPES, EXACT, PRECISIONS, RELAXED, Case, assert_close, cu
 from ssdprof.kernels import get
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.kernels.ssd.unfused.pipeline import run as run_unfused
+from ssdprof.kernels.ssd.unfused import run as run_unfused
 from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = pytest.mark.gpu

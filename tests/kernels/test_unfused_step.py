@@ -16,8 +16,8 @@ from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.gdn.unfused_step import three_stages
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.kernels.ssd.recurrent import two_stages
 from ssdprof.kernels.ssd.reference import ssd_recurrence
-from ssdprof.kernels.ssd.unfused_step import two_stages
 
 EXACT = Precision()
 FP32_ROUNDING = 2e-6

@@ -29,8 +29,8 @@ from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
-from ssdprof.kernels.ssd.portable.portable_kernel import ssd_fused_portable
-from ssdprof.kernels.ssd.unfused.pipeline import five_stages
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
+from ssdprof.kernels.ssd.unfused import five_stages
 from ssdprof.stalls import target
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

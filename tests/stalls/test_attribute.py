@@ -172,11 +172,11 @@ def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
 
 
 def test_a_file_that_was_not_recorded_is_taken_from_the_package_and_named() -> None:
-    sources, stage = Sources({}), KERNELS / "ssd" / "portable" / "stages.py"
+    sources, stage = Sources({}), KERNELS / "ssd" / "portable.py"
     number = next(i for i, line in enumerate(stage.read_text().splitlines(), 1) if "while tl.atomic_add" in line)
-    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable/stages.py", number)
+    place = sources.place("/elsewhere/site-packages/ssdprof/kernels/ssd/portable.py", number)
     assert place == LineStage("wait_for_state", "state_passing.wait")
-    assert sources.not_recorded == {"stages.py"}
+    assert sources.not_recorded == {"portable.py"}
     assert sources.place("/home/someone/kernel.py", 3) == LineStage("", "kernel.py")
 
 
@@ -258,10 +258,7 @@ def test_waits_of_the_gdn_hopper_kernel_have_stages() -> None:
 
 
 def test_the_fused_kernels_have_every_stage() -> None:
-    for folder, *names in (
-        ("portable", "portable_kernel", "stages"),
-        ("hopper", "hopper_kernel", "lanes", *WITH_BARRIERS),
-    ):
+    for folder, *names in ((".", "portable"), ("hopper", "hopper_kernel", "lanes", *WITH_BARRIERS)):
         found: set[str] = set()
         for name in names:
             for function in parse((KERNELS / "ssd" / folder / f"{name}.py").read_text()).functions:

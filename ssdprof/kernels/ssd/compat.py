@@ -10,24 +10,13 @@ from ssdprof.kernels.ssd.fused import ssd_fused
 
 
 def mamba_chunk_scan_combined(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
-    state_dtype: torch.dtype | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int,
+    D: torch.Tensor | None = None, z: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None, seq_idx: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
+    return_varlen_states: bool = False, state_dtype: torch.dtype | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out (b, l, h, p), or (out, final_states (b, h, p, n) fp32) if return_final_states.  Shapes as in `ssd_fused`.
 
     A must be at most 0.  This is not checked; a positive value counts as 0, no decay.

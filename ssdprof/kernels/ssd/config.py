@@ -12,9 +12,9 @@ Compiled for others: tests/kernels/test_*_compile.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import triton
@@ -44,6 +44,9 @@ class Rule(Generic[Settings]):
     dstate: int | None = None
     take: Settings
     why: str
+
+
+Table = Sequence[Rule[Mapping[str, int]]]  # of block sizes and launch options by name
 
 
 def first_fit(
@@ -80,27 +83,16 @@ def call_key(inputs: SSDInputs, precision: Precision, kernel: str, *, batch_inva
     return CallKey.of(gpu_name(inputs.x), "ssd", kernel, dtype=inputs.x.dtype, exact=precision.exact, **sizes)
 
 
-# --- the fused kernel for Hopper
+# --- the fused kernel for Hopper: see `SSDHopperConfig`
 
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """See `SSDHopperConfig`."""
-
-    ring: int
-    score_ring: int
-    unit_registers: int
-    other_registers: int
-
-
-HOPPER = (
+HOPPER: Table = (
     Rule(
         dstate=128,
-        take=Roles(ring=3, score_ring=2, unit_registers=192, other_registers=24),
+        take=dict(ring=3, score_ring=2, unit_registers=192, other_registers=24),
         why="three chunks of B, C and x fill shared memory; what states leave of the registers, the scores need",
     ),
     Rule(
-        take=Roles(ring=2, score_ring=3, unit_registers=208, other_registers=24),
+        take=dict(ring=2, score_ring=3, unit_registers=208, other_registers=24),
         why="two chunks, and scores of three, fill shared memory; with fewer registers ptxas serialises products",
     ),
 )
@@ -198,246 +190,99 @@ _SHORT = (
 _TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
 _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 PORTABLE = (
-    Rule(
-        wide=True,
-        dstate=128,
-        take=SSDPortableConfig(chunk=32, block_p=32, block_n=64, p_rows=True, num_warps=4),
-        why=_SHORT,
-    ),
-    Rule(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64, p_rows=True, num_warps=4), why=_SHORT),
+    Rule(wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT),
+    Rule(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
     Rule(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
-        take=SSDPortableConfig(chunk=32, block_p=32, p_rows=True, num_warps=2),
+        take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
         why="for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too short for them",
     ),
     Rule(
         majors=(9,),
         gate=True,
         dstate=128,
-        take=SSDPortableConfig(chunk=64, block_p=64, p_rows=False, num_warps=4, state_stages=2),
+        take=SSDPortableConfig(p_rows=False, state_stages=2),
         why=_TWO_PROGRAMS + "; two chunks in flight in the first pass, because beside a gate a third makes them spill; "
         "the state as (n, p), which ptxas compiles in three quarters of the time",
     ),
-    Rule(
-        majors=FROM_SHARED_MEMORY,
-        dstate=128,
-        take=SSDPortableConfig(chunk=64, block_p=64, p_rows=True, num_warps=4),
-        why=_TWO_PROGRAMS,
-    ),
+    Rule(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
     Rule(
         majors=(9,),
-        take=SSDPortableConfig(chunk=64, block_p=64, p_rows=False, num_warps=8, block_n=128),
+        take=SSDPortableConfig(p_rows=False, num_warps=8, block_n=128),
         why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in halves, each "
         "of which a stage reads by itself, because whole rows of B and C do not fit beside the state",
     ),
     Rule(
         majors=FROM_SHARED_MEMORY,
-        take=SSDPortableConfig(chunk=64, block_p=32, p_rows=False, num_warps=4),
+        take=SSDPortableConfig(block_p=32, p_rows=False),
         why=_TWO_PROGRAMS + ", and half of P, because 256 state dimensions fill the registers",
     ),
-    Rule(dstate=128, take=SSDPortableConfig(chunk=64, block_p=64, p_rows=True, num_warps=8), why=_NO_SPILLS),
+    Rule(dstate=128, take=SSDPortableConfig(num_warps=8), why=_NO_SPILLS),
     Rule(
-        take=SSDPortableConfig(chunk=32, block_p=32, p_rows=True, num_warps=8),
+        take=SSDPortableConfig(chunk=32, block_p=32, num_warps=8),
         why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
     ),
 )
 
 
-# --- the unfused kernels.  `chunk_cumsum` and `state_passing` are memory bound and have one configuration each.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkCumsumConfig:
-    """block_h: heads per program.  Heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector."""
-
-    block_h: int = 16
-    num_warps: int = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkStateConfig:
-    block_p: int = 64
-    block_n: int = 128
-    block_q: int = 64  # positions of the chunk read per iteration
-    num_warps: int = 4
-    num_stages: int = 3
-
-    @classmethod
-    def choose(cls, *, headdim: int, dstate: int, chunk_size: int, dtype: torch.dtype) -> ChunkStateConfig:
-        """By `CHUNK_STATE`, limited to the sizes of the call."""
-        take = first_fit(CHUNK_STATE, wide=dtype == torch.float32, headdim=headdim, dstate=dstate).take
-        block_p, block_n = min(whole_block(headdim), take.block_p), min(whole_block(dstate), take.block_n)
-        return replace(take, block_p=block_p, block_n=block_n, block_q=min(chunk_size, take.block_q))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatePassingConfig:
-    """block: elements of a state per program, 4 fp32 (one 16-byte access) per thread.
-
-    The loop is memory bound, and each iteration depends on the previous one, so loads run num_stages iterations ahead.
-    """
-
-    block: int = 512
-    num_warps: int = 4
-    num_stages: int = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class BmmChunkConfig:
-    block_q: int = 64
-    block_s: int = 64
-    block_n: int = 64  # state dimensions read per iteration
-    num_warps: int = 4
-    num_stages: int = 3
-
-    @classmethod
-    def choose(cls, *, dstate: int, chunk_size: int, dtype: torch.dtype) -> BmmChunkConfig:
-        """By `BMM_CHUNK`, limited to the sizes of the call."""
-        take = first_fit(BMM_CHUNK, wide=dtype == torch.float32, dstate=dstate).take
-        block_q, block_s = min(chunk_size, take.block_q), min(chunk_size, take.block_s)
-        return replace(take, block_q=block_q, block_s=block_s, block_n=min(whole_block(dstate), take.block_n))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkScanConfig:
-    block_q: int = 128  # a multiple of block_s
-    block_p: int = 64
-    block_s: int = 32  # source positions per iteration
-    block_n: int = 128  # state dimensions per product with the entering state
-    num_warps: int = 4
-    num_stages: int = 3
-
-    @classmethod
-    def choose(cls, inputs: SSDInputs) -> ChunkScanConfig:
-        """By `CHUNK_SCAN`, limited to the sizes of the call."""
-        headdim, dstate, chunk = inputs.x.shape[3], inputs.C.shape[3], inputs.power_of_two_chunk
-        wide, gate = inputs.x.dtype == torch.float32, inputs.z is not None
-        take = first_fit(CHUNK_SCAN, wide=wide, headdim=headdim, dstate=dstate, gate=gate).take
-        block_p, block_n = min(whole_block(headdim), take.block_p), min(whole_block(dstate), take.block_n)
-        block_q, block_s = min(chunk, take.block_q), min(chunk, take.block_s)
-        return replace(take, block_q=block_q, block_p=block_p, block_s=block_s, block_n=block_n)
-
+# --- the unfused kernels: block sizes and launch options by stage.  Blocks are of heads (h), P, N, positions (q) and
+# source positions (s) of a chunk.  `chunk_cumsum` and `state_passing` are memory bound and have one row each.
 
 _LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, two stages"
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
-CHUNK_STATE = (
-    Rule(wide=True, take=ChunkStateConfig(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
+CHUNK_STATE: Table = (
+    Rule(wide=True, take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
+    Rule(headdim=64, take=dict(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
+    Rule(dstate=64, take=dict(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
     Rule(
-        headdim=64,
-        take=ChunkStateConfig(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3),
-        why=_WHOLE_STATE,
-    ),
-    Rule(
-        dstate=64,
-        take=ChunkStateConfig(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3),
-        why=_WHOLE_STATE,
-    ),
-    Rule(
-        take=ChunkStateConfig(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
+        take=dict(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
         why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
     ),
 )
-BMM_CHUNK = (
-    Rule(wide=True, take=BmmChunkConfig(block_n=32), why=_LARGE),
+BMM_CHUNK: Table = (
+    Rule(wide=True, take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3), why=_LARGE),
     Rule(
-        take=BmmChunkConfig(block_n=64),
+        take=dict(block_q=64, block_s=64, block_n=64, num_warps=4, num_stages=3),
         why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
     ),
 )
+
+
+def _scan(*sizes: int) -> dict[str, int]:
+    return dict(zip(("block_q", "block_p", "block_s", "block_n", "num_warps", "num_stages"), sizes, strict=True))
+
+
 _FEW_ROW_BLOCKS = "a whole head, so that no score is computed twice; each block of rows reads the entering state again"
 _WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
 _SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
 # 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6 to 3.8 overwrites
 # registers of a product's operand while the product may still read them (`tests/kernels/test_operand_races.py`).
-CHUNK_SCAN = (
-    Rule(
-        wide=True,
-        take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2),
-        why=_LARGE,
-    ),
-    Rule(
-        gate=False,
-        headdim=64,
-        dstate=128,
-        take=ChunkScanConfig(block_q=128, block_p=64, block_s=16, block_n=128, num_warps=4, num_stages=3),
-        why=_FEW_ROW_BLOCKS,
-    ),
-    Rule(
-        gate=False,
-        headdim=64,
-        take=ChunkScanConfig(block_q=128, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
-        why=_FEW_ROW_BLOCKS + _SLICED,
-    ),
-    Rule(
-        headdim=64,
-        dstate=128,
-        take=ChunkScanConfig(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=1),
-        why=_WOULD_SPILL,
-    ),
-    Rule(
-        headdim=64,
-        take=ChunkScanConfig(block_q=64, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
-        why=_WOULD_SPILL + _SLICED,
-    ),
-    Rule(
-        dstate=128,
-        take=ChunkScanConfig(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=1),
-        why=_WOULD_SPILL,
-    ),
-    Rule(
-        take=ChunkScanConfig(block_q=64, block_p=128, block_s=16, block_n=32, num_warps=8, num_stages=3),
-        why=_WOULD_SPILL + _SLICED,
-    ),
+CHUNK_SCAN: Table = (
+    Rule(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
+    Rule(gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS),
+    Rule(gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED),
+    Rule(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
+    Rule(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
+    Rule(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
+    Rule(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
 )
+UNFUSED: Mapping[str, Table] = {
+    # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
+    "chunk_cumsum": (Rule(take=dict(block_h=16, num_warps=4), why="one sector"),),
+    "chunk_state": CHUNK_STATE,
+    # 4 fp32 (one 16-byte access) per thread; each iteration depends on the previous one, so loads run 4 ahead
+    "state_passing": (Rule(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),),
+    "bmm_chunk": BMM_CHUNK,
+    "chunk_scan": CHUNK_SCAN,
+}
 
 
-# --- outputs and workspace of a fused kernel
-
-
-class Buffers(NamedTuple):
-    """out and final_states are the outputs.  The others are None if a call does not need them."""
-
-    out: torch.Tensor  # shape and dtype of x
-    final_states: torch.Tensor  # (sequences, h, p, n) fp32
-    states: torch.Tensor | None  # states that segments pass to others
-    sync: torch.Tensor | None  # int32, zeroed: tickets and flags
-    gates: torch.Tensor | None  # fp32
-
-
-@dataclass(frozen=True, kw_only=True)
-class BufferSizes:
-    """Sizes in elements: states (of state_dtype), sync and gates.  out has the size of x.
-
-    Torch aligns new tensors to far more than 16 bytes, so launches need not check their alignment.
-    """
-
-    final_states: tuple[int, ...]
-    states: int
-    state_dtype: torch.dtype
-    sync: int
-    gates: int = 0
-
-    @classmethod
-    def of(cls, inputs: SSDInputs, precision: Precision, *, states: int, sync: int, gates: int = 0) -> BufferSizes:
-        return cls(
-            final_states=inputs.states_shape, states=states, state_dtype=precision.state_dtype, sync=sync, gates=gates
-        )
-
-    def allocate(self, x: torch.Tensor) -> Buffers:
-        """Allocate on the current stream.  The flags come first, so that the GPU zeroes them during the host's work."""
-        device = x.device
-        sync = torch.zeros(self.sync, dtype=torch.int32, device=device) if self.sync else None
-        states = torch.empty(self.states, dtype=self.state_dtype, device=device) if self.states else None
-        return Buffers(
-            out=torch.empty_like(x, memory_format=torch.contiguous_format),
-            final_states=torch.empty(self.final_states, dtype=torch.float32, device=device),
-            states=states,
-            sync=sync,
-            gates=torch.empty(self.gates, dtype=torch.float32, device=device) if self.gates else None,
-        )
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of the workspace, without the outputs."""
-        return 4 * (self.sync + self.gates) + self.state_dtype.itemsize * self.states
+def unfused_blocks(
+    stage: str, dtype: torch.dtype = torch.float32, *, chunk: int = 0, headdim: int = 0, dstate: int = 0,
+    gate: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """The row of `UNFUSED` for a stage, with blocks limited to the sizes of the call."""
+    take = first_fit(UNFUSED[stage], wide=dtype == torch.float32, headdim=headdim, dstate=dstate, gate=gate).take
+    most = {"block_p": whole_block(headdim), "block_n": whole_block(dstate), "block_q": chunk, "block_s": chunk}
+    return {name: min(most.get(name, value), value) for name, value in take.items()}

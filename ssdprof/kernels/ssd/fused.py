@@ -1,7 +1,6 @@
 """SSD in one launch: the public function, the torch operator and the choice between kernels.
 
 Sequences of one position, decode steps, run the recurrent kernel.
-
 `ssd_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation takes `SSDInputs`.
 """
 
@@ -16,41 +15,26 @@ from ssdprof.kernels.device import INTERPRETED, capability, refuse_device, refus
 from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, override, register, when_overridden
+from ssdprof.kernels.ssd import portable
 from ssdprof.kernels.ssd.config import SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
-from ssdprof.kernels.ssd.hopper import launch as hopper_launch
+from ssdprof.kernels.ssd.hopper import launch as hopper
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
-from ssdprof.kernels.ssd.hopper.launch import SSDHopperLaunch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable import portable_kernel
-from ssdprof.kernels.ssd.portable.portable_kernel import SSDPortableLaunch
-from ssdprof.kernels.ssd.recurrent import SSDRecurrentConfig, SSDRecurrentLaunch
+from ssdprof.kernels.ssd.launch import SSDLaunch
+from ssdprof.kernels.ssd.recurrent import as_exact, blocks_of, recurrent_launch
 
-_INF = float("inf")
 MAX_DSTATE = 256
-
-Launch = SSDHopperLaunch | SSDPortableLaunch | SSDRecurrentLaunch
-_launches: LaunchCache[Launch] = LaunchCache()
+_launches: LaunchCache[SSDLaunch] = LaunchCache()
 
 
 def ssd_fused(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    *,
-    chunk_size: int = 256,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, _INF),
-    initial_states: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    precision: Precision = Precision(),  # noqa: B008
-    batch_invariant: bool = False,
-) -> SSDOutput:
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, chunk_size: int = 256,
+    D: torch.Tensor | None = None, z: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(), batch_invariant: bool = False,  # noqa: B008
+) -> SSDOutput:  # fmt: skip
     """The SSD (Mamba-2) operator, forward only.
 
         dt_t = clamp(softplus(dt_t + dt_bias), *dt_limit)
@@ -121,11 +105,8 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(
-    inputs: SSDInputs,
-    precision: Precision = Precision(),  # noqa: B008
-    *,
-    batch_invariant: bool = False,
-) -> SSDOutput:
+    inputs: SSDInputs, precision: Precision = Precision(), *, batch_invariant: bool = False  # noqa: B008
+) -> SSDOutput:  # fmt: skip
     """Output in x's dtype, final states in fp32.  Raises UnsupportedError for inputs that no kernel supports.
 
     A launch is prepared once per signature of the inputs, because this is most of a call's time on the host.
@@ -142,34 +123,32 @@ def forget_launches() -> None:
 when_overridden(forget_launches)
 
 
-def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> Launch:
+def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> SSDLaunch:
     inputs.check()
     _refuse_unsupported(inputs)
     if _is_step(inputs):
-        return SSDRecurrentLaunch(inputs, SSDRecurrentConfig.choose(inputs))
+        return recurrent_launch(inputs)
     if not hopper_config.unsupported(inputs):
-        return SSDHopperLaunch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
-    return SSDPortableLaunch(inputs, precision, _portable_config(inputs, precision))
+        return hopper.hopper_launch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
+    return portable.portable_launch(inputs, precision, _portable_config(inputs, precision))
 
 
 def plan(
-    inputs: SSDInputs,
-    precision: Precision = Precision(),  # noqa: B008
-    *,
-    batch_invariant: bool = False,
-) -> Plan:
+    inputs: SSDInputs, precision: Precision = Precision(), *, batch_invariant: bool = False  # noqa: B008
+) -> Plan:  # fmt: skip
     """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     if _is_step(inputs):
-        return _step_plan(inputs, precision)
+        reason = "one launch, position by position: sequences are one position long" + as_exact(precision)
+        return Plan(variant="recurrent", launches=1, config=blocks_of(inputs), reason=reason)
     config: SSDHopperConfig | SSDPortableConfig
     why_not = hopper_config.unsupported(inputs)
     if not why_not:
         variant, config = "hopper", _hopper_config(inputs, precision, batch_invariant)
-        sizes = hopper_launch.buffer_sizes(inputs, precision, config)
+        sizes = hopper.buffer_sizes(inputs, precision, config)
     else:
         variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs, precision)
-        sizes = portable_kernel.buffer_sizes(inputs, precision, config)
+        sizes = portable.buffer_sizes(inputs, precision, config)
     handover = sizes.sync > 0
     settings = asdict(config)
     reason = settings.pop("reason")
@@ -190,16 +169,6 @@ def _is_step(inputs: SSDInputs) -> bool:
     must not depend on the lengths of the others.
     """
     return inputs.cu_seqlens is None and inputs.x.shape[1] == 1
-
-
-def _step_plan(inputs: SSDInputs, precision: Precision) -> Plan:
-    equal = "" if precision == Precision() else "; the same as exact with fp32 states"
-    return Plan(
-        variant="recurrent",
-        launches=1,
-        config=asdict(SSDRecurrentConfig.choose(inputs)),
-        reason=f"one launch, position by position: sequences are one position long{equal}",
-    )
 
 
 def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> SSDHopperConfig:

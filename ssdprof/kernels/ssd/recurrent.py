@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""SSD position by position, in one launch, with the state in registers: for decoding and short sequences.
+"""SSD position by position, with the state in registers, for decoding and short sequences; all arithmetic in fp32.
 
-    dt_t  = clamp(softplus(dt_t + dt_bias), low, high)
-    h     = exp(dt_t A) h + dt_t x_t B_t^T
-    out_t = (h C_t + D x_t) * silu(z_t)
-
-All arithmetic is in fp32.  A call with one position moves little more than the states.  With l positions it takes l
-dependent steps on any GPU.  Any l works; from a few dozen positions on, the chunked kernels are faster.
+recurrent            one launch.  A call with one position moves little more than the states.  With l positions it takes
+                     l dependent steps; from a few dozen positions on, the chunked kernels are faster
+recurrent_in_place   the same over a copy of the state; a bench times it only when it is named
+unfused_step         one position in two launches: the first writes the state, the second reads it for the output.  It
+                     moves one state more.  The five launches of `unfused` process chunks: a slow baseline for one token
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
@@ -17,7 +16,8 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,28 +25,39 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.functions import LOG2_E, decay_exp, ptr_offset, sequence_bounds, softplus
-from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described
+from ssdprof.kernels.functions import LOG2_E, decay_exp, decay_exp2, ptr_offset, sequence_bounds, softplus
+from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
 
-STAGES = {"_ssd_recurrent_kernel": "setup"}
+STAGES = {
+    "_ssd_recurrent_kernel": "setup", "_ssd_step_state_kernel": "step_state", "_ssd_step_output_kernel": "step_output",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class SSDRecurrentConfig:
+def blocks_of(inputs: SSDInputs) -> dict[str, int]:
     """block_p: slice of P per program, a power of two."""
+    return {"block_p": min(16, int(triton.next_power_of_2(inputs.x.shape[3]))), "num_warps": 2}
 
-    block_p: int = 16
-    num_warps: int = 2
 
-    @classmethod
-    def choose(cls, inputs: SSDInputs) -> SSDRecurrentConfig:
-        return cls(block_p=min(cls.block_p, triton.next_power_of_2(inputs.x.shape[3])))
+def _programs(inputs: SSDInputs) -> int:
+    heads, headdim = inputs.x.shape[2:]
+    return int(inputs.sequences * heads * triton.cdiv(headdim, blocks_of(inputs)["block_p"]))
+
+
+def _options(inputs: SSDInputs) -> dict[str, Any]:
+    """Compile-time arguments and launch options of all three kernels."""
+    (heads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], blocks_of(inputs)
+    return dict(
+        HEADS=heads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
+        BLOCK_P=blocks["block_p"], BLOCK_N=triton.next_power_of_2(dstate), DT_SOFTPLUS=bool(inputs.dt_softplus),
+        num_warps=blocks["num_warps"],
+    )  # fmt: skip
 
 
 @described
@@ -125,51 +136,26 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
 
 
-class SSDRecurrentLaunch:
-    """A call without its tensors.  It serves all inputs of one `SSDInputs.signature`, and keeps none of them."""
-
-    def __init__(self, inputs: SSDInputs, config: SSDRecurrentConfig, *, in_place: bool = False) -> None:
-        self._in_place = in_place
-        self._index, self._device = inputs.x.get_device(), inputs.x.device
-        self._states_shape = inputs.states_shape
-        heads, headdim = inputs.x.shape[2:]
-        self._programs = inputs.sequences * heads * triton.cdiv(headdim, config.block_p)
-        new = torch.empty(inputs.x.shape, device="meta")
-        states = self._final_states(inputs, "meta")
-        tensors = (*_tensors(inputs), new, states)
-        self._launcher = Launcher(
-            _ssd_recurrent_kernel,
-            (strides_of_each(*tensors), inputs.x.shape[1], *map(float, inputs.dt_limit)),
-            dict(
-                HEADS=heads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
-                BLOCK_P=config.block_p, BLOCK_N=triton.next_power_of_2(inputs.B.shape[3]),
-                DT_SOFTPLUS=bool(inputs.dt_softplus), num_warps=config.num_warps,
-            ),
-        )  # fmt: skip
-
-    def __call__(self, inputs: SSDInputs) -> SSDOutput:
-        with torch.cuda.device(self._index):  # no effect for -1, the CPU
-            out = torch.empty_like(inputs.x, memory_format=torch.contiguous_format)
-            final_states = self._final_states(inputs, self._device)
-            self._launcher(self._programs, *_tensors(inputs), out, final_states)
-        return SSDOutput(out, final_states)
-
-    def _final_states(self, inputs: SSDInputs, device: torch.device | str) -> torch.Tensor:
-        if self._in_place:
-            assert inputs.initial_states is not None
-            return inputs.initial_states
-        return torch.empty(self._states_shape, dtype=torch.float32, device=device)
+def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> SSDLaunch:
+    new = torch.empty(inputs.x.shape, device="meta")
+    final = inputs.initial_states if in_place else torch.empty(inputs.states_shape, device="meta")
+    strides = strides_of_each(*_tensors(inputs, new, final))
+    scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit))
+    sizes = BufferSizes(final_states=None if in_place else inputs.states_shape)
+    return SSDLaunch(
+        Launcher(_ssd_recurrent_kernel, scalars, _options(inputs)), _programs(inputs), inputs, sizes, _tensors
+    )
 
 
-def _tensors(inputs: SSDInputs) -> tuple[torch.Tensor | None, ...]:
-    """The input tensors, in the order of the kernel's arguments."""
+def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a launch.  new: out, final_states, and what this kernel does not need."""
     return (
         inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
-        inputs.initial_states, inputs.cu_seqlens,
+        inputs.initial_states, inputs.cu_seqlens, *new[:2],
     )  # fmt: skip
 
 
-_launches: LaunchCache[SSDRecurrentLaunch] = LaunchCache()
+_launches: LaunchCache[SSDLaunch] = LaunchCache()
 
 
 def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
@@ -186,36 +172,177 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
     return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
-def _prepare(inputs: SSDInputs, in_place: bool) -> SSDRecurrentLaunch:
+def _prepare(inputs: SSDInputs, in_place: bool) -> SSDLaunch:
     inputs.check()
-    _refuse_unsupported(inputs)
+    _refuse_unsupported("recurrent", inputs)
     if in_place and is_expanded(inputs.initial_states):
         raise ValueError("in_place cannot write to expanded initial_states: pass initial_states.contiguous()")
-    return SSDRecurrentLaunch(inputs, SSDRecurrentConfig.choose(inputs), in_place=in_place)
+    return recurrent_launch(inputs, in_place=in_place)
 
 
-def _refuse_unsupported(inputs: SSDInputs) -> None:
-    dstate, x = inputs.B.shape[3], inputs.x
+def _run_in_place(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+    """The new state over a copy of the old one, as `selective_state_update` needs it."""
+    if inputs.initial_states is None:
+        raise UnsupportedError("recurrent_in_place: sequences begin with a state")
+    states = inputs.initial_states.to(torch.float32, copy=True)
+    return ssd_recurrent(replace(inputs, initial_states=states), in_place=True)
+
+
+@described
+def _step_state_metadata(tensors: Any, _S: Any) -> Described:
+    *_, initial, final = tensors
+    return f"{tuple(final.shape)}", 4 * final.numel(), (initial, final)
+
+
+@triton.jit(launch_metadata=_step_state_metadata)
+def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
+    x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, initial_states_ptr, final_states_ptr = tensors
+    x_strides, dt_strides, A_strides, B_strides, dt_bias_strides, initial_states_strides, final_states_strides = strides
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    unit = tl.program_id(0) % (S.HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
+    o_p, o_n = (unit % SLICES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
+    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
+    m_state = m_p[:, None] & m_n[None, :]
+    index = (i_b, i_h, o_p[:, None], o_n[None, :])
+
+    dt = tl.load(dt_ptr + ptr_offset((i_b, 0, i_h), dt_strides)).to(tl.float32)
+    if dt_bias_ptr is not None:
+        dt += tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
+    if S.DT_SOFTPLUS:
+        dt = softplus(dt)
+    dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
+    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
+    x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(tl.float32)
+    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_h // S.HEADS_PER_GROUP, o_n), B_strides), mask=m_n, other=0.0).to(
+        tl.float32
+    )
+    state = (dt * x)[:, None] * B[None, :]
+    if initial_states_ptr is not None:
+        initial = tl.load(initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0)
+        state += initial.to(tl.float32) * decay_exp2(dt * A * LOG2_E)
+    tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
+
+
+def step_state(inputs: SSDInputs) -> torch.Tensor:
+    """First launch of an unfused SSD step: the state of every head after the token, in fp32.
+
+        dt    = clamp(softplus(dt + dt_bias), low, high)
+        state = exp(dt A) state + dt x B^T
+
+    In:   x (b, 1, h, p) | dt (b, 1, h) | A, dt_bias (h) | B (b, 1, g, n) | initial_states (b, h, p, n)
+    Out:  final_states (b, h, p, n) fp32
+    Grid: (b * h * slices of p), slices fastest, then heads.
+    """
+    final_states = torch.empty(inputs.states_shape, dtype=torch.float32, device=inputs.x.device)
+    tensors = (inputs.x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, final_states)
+    scalars = (strides_of_each(*tensors), *map(float, inputs.dt_limit))
+    launch(_ssd_step_state_kernel, _programs(inputs), tensors, scalars, **_options(inputs))
+    return final_states
+
+
+@described
+def _step_output_metadata(tensors: Any, _S: Any) -> Described:
+    states = tensors[0]
+    return f"{tuple(states.shape)}", 2 * states.numel(), (states,)
+
+
+@triton.jit(launch_metadata=_step_output_metadata)
+def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
+    states_ptr, C_ptr, x_ptr, D_ptr, z_ptr, out_ptr = tensors
+    states_strides, C_strides, x_strides, D_strides, z_strides, out_strides = strides
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    unit = tl.program_id(0) % (S.HEADS * SLICES)
+    i_b, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
+    o_p, o_n = (unit % SLICES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
+    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
+
+    index = (i_b, i_h, o_p[:, None], o_n[None, :])
+    state = tl.load(states_ptr + ptr_offset(index, states_strides), mask=m_p[:, None] & m_n[None, :], other=0.0)
+    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_h // S.HEADS_PER_GROUP, o_n), C_strides), mask=m_n, other=0.0).to(
+        tl.float32
+    )
+    out = tl.sum(state * C[None, :], axis=1)
+    if D_ptr is not None:
+        x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(tl.float32)
+        if len(D_strides) == 2:
+            D = tl.load(D_ptr + ptr_offset((i_h, o_p), D_strides), mask=m_p, other=0.0).to(tl.float32)
+        else:
+            D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+        out += D * x
+    if z_ptr is not None:
+        z = tl.load(z_ptr + ptr_offset((i_b, 0, i_h, o_p), z_strides), mask=m_p, other=0.0).to(tl.float32)
+        out *= z / (1.0 + tl.exp2(-z * LOG2_E))
+    tl.store(out_ptr + ptr_offset((i_b, 0, i_h, o_p), out_strides), out.to(out_ptr.dtype.element_ty), mask=m_p)
+
+
+def step_output(inputs: SSDInputs, states: torch.Tensor) -> torch.Tensor:
+    """Second launch of an unfused SSD step: the output, read from the state after the token.
+
+        out = (state C + D x) * silu(z)
+
+    In:   states (b, h, p, n) fp32 | C (b, 1, g, n) | x, z (b, 1, h, p) | D (h) or (h, p)
+    Out:  out (b, 1, h, p), x's dtype
+    Grid: (b * h * slices of p), slices fastest, then heads.
+    """
+    out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+    tensors = (states, inputs.C, inputs.x, inputs.D, inputs.z, out)
+    launch(_ssd_step_output_kernel, _programs(inputs), tensors, (strides_of_each(*tensors),), **_options(inputs))
+    return out
+
+
+def two_stages(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
+    """One token of each sequence, without checks."""
+    with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
+        final_states = step_state(inputs)
+        return SSDOutput(step_output(inputs, final_states), final_states)
+
+
+def _run_step(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+    _refuse_unsupported("unfused_step", inputs)
+    return two_stages(inputs)
+
+
+# --- the implementations
+
+_REASONS = {
+    "recurrent": "one launch, position by position; fp32 throughout",
+    "recurrent_in_place": "each call begins with a copy of the state, in its time; "
+    "one launch, position by position; fp32 throughout",
+    "unfused_step": "the state in one launch, the output in another; fp32 throughout",
+}
+
+
+def plan(name: str, inputs: SSDInputs, precision: Precision) -> Plan:
+    """The launches and configuration of a call.  Launches nothing."""
+    _refuse_unsupported(name, inputs)
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=1 if name == "recurrent" else 2,
+        config=blocks_of(inputs),
+        reason=_REASONS[name] + as_exact(precision),
+    )
+
+
+def as_exact(precision: Precision) -> str:
+    """What a plan adds to its reason for a kernel that computes in fp32 at every precision."""
+    return "" if precision == Precision() else "; the same as exact with fp32 states"
+
+
+def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
+    name, dstate = name.removesuffix("_in_place"), inputs.B.shape[3]
+    if name == "unfused_step" and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
+        raise UnsupportedError(f"{name}: one token of each sequence, side by side")
     if dstate > MAX_DSTATE:
-        raise UnsupportedError(f"recurrent: dstate is at most {MAX_DSTATE}, not {dstate}")
-    refuse_device("recurrent", x)
+        raise UnsupportedError(f"{name}: dstate is at most {MAX_DSTATE}, not {dstate}")
+    if name == "unfused_step":
+        refuse_gradient(name, vars(inputs).values())
+    refuse_device(name, inputs.x)
 
 
 def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
     return ssd_recurrent(inputs)
 
 
-_EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
-
-
-def plan(inputs: SSDInputs, precision: Precision) -> Plan:
-    _refuse_unsupported(inputs)
-    return Plan(
-        variant="interpreter" if INTERPRETED else "portable",
-        launches=1,
-        config=asdict(SSDRecurrentConfig.choose(inputs)),
-        reason="one launch, position by position; fp32 throughout" + _EQUALS * (precision != Precision()),
-    )
-
-
-register(Implementation(operator="ssd", name="recurrent", run=_run, plan=plan))
+for _name, _function in (("recurrent", _run), ("unfused_step", _run_step), ("recurrent_in_place", _run_in_place)):
+    register(Implementation(operator="ssd", name=_name, run=_function, plan=partial(plan, _name)))

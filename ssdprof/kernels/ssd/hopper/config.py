@@ -50,10 +50,10 @@ class SSDHopperConfig(Cut):
     unit_registers, other_registers: registers per thread of the role with states, and of gates, loads and stores
     """
 
-    ring: int = HOPPER[0].take.ring
-    score_ring: int = HOPPER[0].take.score_ring
-    unit_registers: int = HOPPER[0].take.unit_registers
-    other_registers: int = HOPPER[0].take.other_registers
+    ring: int = HOPPER[0].take["ring"]
+    score_ring: int = HOPPER[0].take["score_ring"]
+    unit_registers: int = HOPPER[0].take["unit_registers"]
+    other_registers: int = HOPPER[0].take["other_registers"]
     reason: str = ""
 
     @classmethod
@@ -74,7 +74,7 @@ class SSDHopperConfig(Cut):
             how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
         row = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
-        return cls(**asdict(segments), **asdict(row.take), reason=f"{reason}; {row.why}")
+        return cls(**(asdict(segments) | dict(row.take)), reason=f"{reason}; {row.why}")
 
 
 def unit_count(inputs: SSDInputs) -> int:

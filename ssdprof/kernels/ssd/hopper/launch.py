@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +10,11 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.config import BufferSizes
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, n_split, program_count, unit_count
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch
 from ssdprof.kernels.tensors import Strides, Tiles, row_stride, steps
 
 
@@ -40,54 +39,44 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfi
     dstate = inputs.B.shape[3]
     split, shares = n_split(dstate), share_count(inputs, config)
     lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * split
-    sizes = BufferSizes.of(
-        inputs, precision, states=lanes * SLICE.value * dstate // split,
+    return BufferSizes(
+        final_states=inputs.states_shape,
+        states=lanes * SLICE.value * dstate // split,
+        # states pass between shares in fp32, unrounded: results are the same as without dividing sequences
+        state_dtype=torch.float32 if shares else precision.state_dtype,
         sync=FLAGS.value + lanes * FLAG_STRIDE.value if lanes else 0,
-    )  # fmt: skip
-    # states pass between shares in fp32, unrounded: results are the same as without dividing sequences
-    return replace(sizes, state_dtype=torch.float32) if shares else sizes
+    )
 
 
-class SSDHopperLaunch:
-    """A call without its tensors.  It serves all inputs of one `SSDInputs.signature` and keeps none of them."""
+def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> SSDLaunch:
+    """Requires that `config.unsupported` is empty."""
+    sizes, shares = buffer_sizes(inputs, precision, config), share_count(inputs, config)
+    packed = inputs.cu_seqlens is not None
+    (seqlen, nheads, headdim), split = inputs.x.shape[1:], n_split(inputs.B.shape[3])
+    row = nheads * headdim
+    x_tiles = _units(inputs, steps(inputs.x, inputs.x.stride(2)), CHUNK.value)
+    # one lane finishes the output of some positions of a chunk
+    out_tiles = _units(inputs, (seqlen * row, row, headdim), CHUNK.value // split)
+    B_tiles, C_tiles = (_rows(tensor, split, packed=packed) for tensor in (inputs.B, inputs.C))
+    segments = inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
+    if packed:  # an upper bound, because the lengths are on the device
+        segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
 
-    def __init__(self, inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> None:
-        self._sizes = buffer_sizes(inputs, precision, config)
-        self._index = inputs.x.get_device()
-        split = n_split(inputs.B.shape[3])
-        packed = inputs.cu_seqlens is not None
-        nheads, headdim = inputs.x.shape[2:]
-        own = CHUNK.value // split  # positions of a chunk whose output one lane finishes
-        self._x = _units(inputs.x, steps(inputs.x, inputs.x.stride(2)), CHUNK.value, packed=packed)
-        row = nheads * headdim
-        self._out = _units(inputs.x, (inputs.x.shape[1] * row, row, headdim), own, packed=packed)
-        self._B, self._C = (_rows(tensor, split, packed=packed) for tensor in (inputs.B, inputs.C))
-        shares, seqlen = share_count(inputs, config), inputs.x.shape[1]
-        segments = inputs.sequences * config.count(ceil_div(seqlen, CHUNK.value))
-        if packed:  # an upper bound, because the lengths are on the device
-            segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
-        self._programs = shares or segments * program_count(inputs)
-        self._launcher = Launcher(
-            _fused_hopper_kernel,
-            _scalars(inputs, config),
-            _options(inputs, precision, config, _passing(config, shares, self._sizes)),
-        )
+    def tensors(inputs: SSDInputs, out: Any, final: Any, states: Any, sync: Any, _gates: None) -> tuple[Any, ...]:
+        return (
+            x_tiles.of(inputs.x), B_tiles.of(inputs.B), C_tiles.of(inputs.C), out_tiles.of(out), inputs.dt, inputs.A,
+            inputs.dt_bias, inputs.D, inputs.initial_states, inputs.cu_seqlens, final,
+            final if states is None else states, final if sync is None else sync,
+        )  # fmt: skip
 
-    def __call__(self, inputs: SSDInputs) -> SSDOutput:
-        with torch.cuda.device(self._index):  # no effect for -1, the CPU
-            out, final_states, states, sync, _ = self._sizes.allocate(inputs.x)
-            self._launcher(
-                self._programs, self._x.of(inputs.x), self._B.of(inputs.B), self._C.of(inputs.C),
-                self._out.of(out), inputs.dt, inputs.A, inputs.dt_bias, inputs.D, inputs.initial_states,
-                inputs.cu_seqlens, final_states, final_states if states is None else states,
-                final_states if sync is None else sync,
-            )  # fmt: skip
-        return SSDOutput(out, final_states)
+    options = _options(inputs, precision, config, _passing(config, shares, sizes))
+    launcher = Launcher(_fused_hopper_kernel, _scalars(inputs, config), options)
+    return SSDLaunch(launcher, shares or segments * program_count(inputs), inputs, sizes, tensors)
 
 
 def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: SSDHopperConfig) -> SSDOutput:
-    """Output in x's dtype, final states in fp32.  Requires that `config.unsupported` is empty."""
-    return SSDHopperLaunch(inputs, precision, config)(inputs)
+    """Output in x's dtype, final states in fp32."""
+    return hopper_launch(inputs, precision, config)(inputs)
 
 
 def _scalars(inputs: SSDInputs, config: SSDHopperConfig) -> tuple[Any, ...]:
@@ -132,10 +121,11 @@ def _options(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig, p
     )  # fmt: skip
 
 
-def _units(x: torch.Tensor, strides: Strides, positions: int, *, packed: bool) -> Tiles:
+def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Tiles:
     """Tiles of (one head, positions, slice).  Past a head's P, too, TMA reads zeros and writes nothing."""
-    nheads, headdim = x.shape[2:]
-    return Tiles(x, strides, sizes=(nheads, headdim), block=(1, positions, SLICE.value), packed=packed)
+    nheads, headdim = inputs.x.shape[2:]
+    block = (1, positions, SLICE.value)
+    return Tiles(inputs.x, strides, sizes=(nheads, headdim), block=block, packed=inputs.cu_seqlens is not None)
 
 
 def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Tiles:

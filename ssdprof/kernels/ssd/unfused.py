@@ -1,40 +1,46 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The five stages of unfused SSD, a kernel and its launcher each, in their order.
+"""SSD in five launches, one per stage of the algorithm, in their order: the baseline.
 
-Launchers run on the current device, and `SSDInputs` has checked the shapes.  Configurations: `../config.py`.
-Oracle: `../reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
+`ssd_unfused(...)` takes tensors, as `ssd_fused` does; the registered implementation, `run`, takes `SSDInputs`.
+By default, dtypes are those of the original unfused kernels of state-spaces/mamba.  Launchers of a stage run on the
+current device, and `SSDInputs` has checked the shapes.  Block sizes: `config.py`, `UNFUSED`.
+
+Shapes: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p), and of chunks:
+        dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) | CB (b, c, g, q, s)
+Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.chunks import Chunks, chunk_count, chunk_span
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset
 from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.config import (
-    BmmChunkConfig,
-    ChunkCumsumConfig,
-    ChunkScanConfig,
-    ChunkStateConfig,
-    StatePassingConfig,
-)
-from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.ssd.config import UNFUSED, unfused_blocks
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.tensors import strides_of_each
 
+MAX_HEADDIM, MAX_DSTATE = 128, 256
+Blocks = Mapping[str, int]  # block sizes and launch options by name
+
 STAGES = {
-    "_softplus": "chunk_cumsum",
-    "_chunk_cumsum_kernel": "chunk_cumsum",
-    "_chunk_state_kernel": "chunk_state",
-    "_state_passing_kernel": "state_passing",
-    "_bmm_chunk_kernel": "bmm_chunk",
-    "_chunk_scan_kernel": "chunk_scan",
-}
+    "_softplus": "chunk_cumsum", "_chunk_cumsum_kernel": "chunk_cumsum", "_chunk_state_kernel": "chunk_state",
+    "_state_passing_kernel": "state_passing", "_bmm_chunk_kernel": "bmm_chunk", "_chunk_scan_kernel": "chunk_scan",
+}  # fmt: skip
+
+
+def _constants(blocks: Blocks) -> dict[str, int]:
+    """Blocks as compile-time arguments, which are in capitals, beside the launch options."""
+    return {name.upper() if name.startswith("block") else name: value for name, value in blocks.items()}
 
 
 @described
@@ -97,7 +103,6 @@ def _chunk_cumsum_kernel(tensors, strides, seqlen, nheads, nchunks, dt_low, dt_h
 def chunk_cumsum(
     dt_raw: torch.Tensor, A: torch.Tensor, chunks: Chunks, *, dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
-    config: ChunkCumsumConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """SSD stage 1 of 5: the time step of every position, and its cumulative log decay in the chunk.
 
@@ -106,25 +111,19 @@ def chunk_cumsum(
 
     Logarithms have base 2, because later stages take exp2 of their differences many times per element.
 
-    In:   dt_raw (b, l, h) | A (h) | dt_bias (h) or None
-    Out:  dt, dA_cumsum_log2 (b, h, c, q) fp32
+    Out:  dt, dA_cumsum_log2
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
-    config = config or ChunkCumsumConfig()
+    blocks = unfused_blocks("chunk_cumsum")
     batch, seqlen, nheads = dt_raw.shape
     shape = (batch, nheads, chunks.count, chunks.size)
-    dt = torch.empty(shape, device=dt_raw.device, dtype=torch.float32)
-    dA_cumsum_log2 = torch.empty(shape, device=dt_raw.device, dtype=torch.float32)
+    dt, dA_cumsum_log2 = (torch.empty(shape, device=dt_raw.device, dtype=torch.float32) for _ in range(2))
+    strides = strides_of_each(dt_raw, A, dt_bias, dt, dA_cumsum_log2)
     launch(
-        _chunk_cumsum_kernel,
-        batch * chunks.count * triton.cdiv(nheads, config.block_h),
+        _chunk_cumsum_kernel, batch * chunks.count * triton.cdiv(nheads, blocks["block_h"]),
         (dt_raw, A, dt_bias, chunks.spans, dt, dA_cumsum_log2),
-        (
-            strides_of_each(dt_raw, A, dt_bias, dt, dA_cumsum_log2),
-            seqlen, nheads, chunks.count, *map(float, dt_limit),
-        ),
-        DT_SOFTPLUS=dt_softplus, CHUNK_SIZE=chunks.size, BLOCK_H=config.block_h,
-        num_warps=config.num_warps,
+        (strides, seqlen, nheads, chunks.count, *map(float, dt_limit)),
+        DT_SOFTPLUS=dt_softplus, CHUNK_SIZE=chunks.size, **_constants(blocks),
     )  # fmt: skip
     return dt, dA_cumsum_log2
 
@@ -185,33 +184,25 @@ def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_gro
 
 def chunk_state(
     x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *,
-    precision: Precision, config: ChunkStateConfig | None = None,
+    precision: Precision,
 ) -> torch.Tensor:  # fmt: skip
     """SSD stage 2 of 5: the state after each chunk, starting from a zero state.
 
         states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
 
-    In:   x (b, l, h, p) | B (b, l, g, n) | dt, dA_cumsum_log2 (b, h, c, q) fp32
-    Out:  states (b, c, h, p, n) fp32
+    Out:  states fp32
     Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one head.
     """
-    batch, seqlen, nheads, headdim = x.shape
-    ngroups, dstate = B.shape[2:]
-    config = config or ChunkStateConfig.choose(headdim=headdim, dstate=dstate, chunk_size=chunks.size, dtype=x.dtype)
+    (batch, seqlen, nheads, headdim), (ngroups, dstate) = x.shape, B.shape[2:]
+    blocks = unfused_blocks("chunk_state", x.dtype, chunk=chunks.size, headdim=headdim, dstate=dstate)
     states = torch.empty(batch, chunks.count, nheads, headdim, dstate, device=x.device, dtype=torch.float32)
-    tiles = triton.cdiv(headdim, config.block_p) * triton.cdiv(dstate, config.block_n)
+    tiles = triton.cdiv(headdim, blocks["block_p"]) * triton.cdiv(dstate, blocks["block_n"])
+    strides = strides_of_each(x, B, dt, dA_cumsum_log2, states)
     launch(
-        _chunk_state_kernel,
-        batch * chunks.count * nheads * tiles,
-        (x, B, dt, dA_cumsum_log2, chunks.spans, states),
-        (
-            strides_of_each(x, B, dt, dA_cumsum_log2, states),
-            seqlen, nheads, chunks.count, nheads // ngroups,
-        ),
+        _chunk_state_kernel, batch * chunks.count * nheads * tiles, (x, B, dt, dA_cumsum_log2, chunks.spans, states),
+        (strides, seqlen, nheads, chunks.count, nheads // ngroups),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
-        INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(x.dtype)],
-        BLOCK_P=config.block_p, BLOCK_N=config.block_n, BLOCK_Q=config.block_q,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(x.dtype)], **_constants(blocks),
     )  # fmt: skip
     return states
 
@@ -256,7 +247,7 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
 
 def state_passing(
     states: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *, initial_states: torch.Tensor | None = None,
-    state_dtype: torch.dtype = torch.float32, config: StatePassingConfig | None = None,
+    state_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """SSD stage 3 of 5: the state that enters each chunk, and the final state.
 
@@ -265,25 +256,21 @@ def state_passing(
 
     States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of prev_states.
 
-    In:   states (b, c, h, p, n) fp32 | dA_cumsum_log2 (b, h, c, q) fp32 | initial_states (sequences, h, p, n) or None
-    Out:  prev_states (b, c, h, p, n) state_dtype | final_states (sequences, h, p, n) fp32
+    In:   states fp32 | initial_states (sequences, h, p, n) or None
+    Out:  prev_states, as states, in state_dtype | final_states (sequences, h, p, n) fp32
     Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over its chunks.
     """
-    config = config or StatePassingConfig()
+    blocks = unfused_blocks("state_passing")
     _, _, nheads, headdim, dstate = states.shape
     prev_states = torch.empty_like(states, dtype=state_dtype)
     final_states = torch.empty(chunks.sequences, nheads, headdim, dstate, device=states.device, dtype=torch.float32)
+    strides = strides_of_each(states, dA_cumsum_log2, initial_states, prev_states, final_states)
     launch(
-        _state_passing_kernel,
-        chunks.sequences * nheads * triton.cdiv(headdim * dstate, config.block),
+        _state_passing_kernel, chunks.sequences * nheads * triton.cdiv(headdim * dstate, blocks["block"]),
         (states, dA_cumsum_log2, initial_states, chunks.bounds, prev_states, final_states),
-        (
-            strides_of_each(states, dA_cumsum_log2, initial_states, prev_states, final_states),
-            nheads, chunks.count,
-        ),
-        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
-        BLOCK=config.block, NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        (strides, nheads, chunks.count),
+        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate, BLOCK=blocks["block"],
+        NUM_STAGES=blocks["num_stages"], num_warps=blocks["num_warps"],
     )  # fmt: skip
     return prev_states, final_states
 
@@ -319,49 +306,35 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
-        b_C = tl.load(
-            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
-            mask=m_q[:, None] & m_n[None, :], other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
-        b_B = tl.load(
-            B_ptr + ptr_offset((i_b, start + o_s[None, :], i_g, o_n[:, None]), B_strides),
-            mask=m_n[:, None] & m_s[None, :], other=0.0,
-        )  # [BLOCK_N, BLOCK_S]  # fmt: skip
+        C_offset = ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides)
+        b_C = tl.load(C_ptr + C_offset, mask=m_q[:, None] & m_n[None, :], other=0.0)  # [BLOCK_Q, BLOCK_N]
+        B_offset = ptr_offset((i_b, start + o_s[None, :], i_g, o_n[:, None]), B_strides)
+        b_B = tl.load(B_ptr + B_offset, mask=m_n[:, None] & m_s[None, :], other=0.0)  # [BLOCK_N, BLOCK_S]
         acc = tl.dot(b_C, b_B, acc, input_precision=DOT_PRECISION)
 
-    tl.store(
-        CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides), acc.to(CB_ptr.dtype.element_ty)
-    )
+    CB_offset = ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides)
+    tl.store(CB_ptr + CB_offset, acc.to(CB_ptr.dtype.element_ty))
 
 
-def bmm_chunk(
-    C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Precision, config: BmmChunkConfig | None = None
-) -> torch.Tensor:
+def bmm_chunk(C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Precision) -> torch.Tensor:
     """SSD stage 4 of 5: C B^T within each chunk, once per group.
 
         CB[q, s] = sum_n C[q, n] * B[s, n]      for s <= q
 
     Tiles above the diagonal or past the chunk's last position are not written, and chunk_scan does not use them.
 
-    In:   C, B (b, l, g, n)
-    Out:  CB (b, c, g, q, s), fp32 if exact and 16 bit if relaxed
+    Out:  CB, fp32 if exact and 16 bit if relaxed
     Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
     """
     batch, seqlen, ngroups, dstate = B.shape
-    config = config or BmmChunkConfig.choose(dstate=dstate, chunk_size=chunks.size, dtype=B.dtype)
-    CB = torch.empty(
-        batch, chunks.count, ngroups, chunks.size, chunks.size,
-        device=B.device, dtype=precision.intermediate_dtype(B.dtype),
-    )  # fmt: skip
-    tiles = triton.cdiv(chunks.size, config.block_q) * triton.cdiv(chunks.size, config.block_s)
+    blocks = unfused_blocks("bmm_chunk", B.dtype, chunk=chunks.size, dstate=dstate)
+    shape = (batch, chunks.count, ngroups, chunks.size, chunks.size)
+    CB = torch.empty(shape, device=B.device, dtype=precision.intermediate_dtype(B.dtype))
+    tiles = triton.cdiv(chunks.size, blocks["block_q"]) * triton.cdiv(chunks.size, blocks["block_s"])
     launch(
-        _bmm_chunk_kernel,
-        batch * chunks.count * ngroups * tiles,
-        (C, B, chunks.spans, CB),
-        ((C.stride(), B.stride(), CB.stride()), seqlen, ngroups, chunks.count),
-        CHUNK_SIZE=chunks.size, DSTATE=dstate,
-        BLOCK_Q=config.block_q, BLOCK_S=config.block_s, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        _bmm_chunk_kernel, batch * chunks.count * ngroups * tiles, (C, B, chunks.spans, CB),
+        (strides_of_each(C, B, CB), seqlen, ngroups, chunks.count),
+        CHUNK_SIZE=chunks.size, DSTATE=dstate, **_constants(blocks),
     )  # fmt: skip
     return CB
 
@@ -405,14 +378,12 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
-        b_C = tl.load(
-            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
-            mask=m_q[:, None] & m_n[None, :], other=0.0,
-        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
+        C_offset = ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides)
+        b_C = tl.load(C_ptr + C_offset, mask=m_q[:, None] & m_n[None, :], other=0.0)  # [BLOCK_Q, BLOCK_N]
+        prev_states_offset = ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides)
         b_state = tl.load(
-            prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides),
-            mask=m_n[:, None] & m_p[None, :], other=0.0,
-        )  # [BLOCK_N, BLOCK_P]  # fmt: skip
+            prev_states_ptr + prev_states_offset, mask=m_n[:, None] & m_p[None, :], other=0.0
+        )  # [BLOCK_N, BLOCK_P]
         acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
@@ -422,10 +393,8 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
         b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
-        b_x = tl.load(
-            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
-            mask=m_p[None, :], other=0.0,
-        )  # [BLOCK_S, BLOCK_P]  # fmt: skip
+        x_offset = ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides)
+        b_x = tl.load(x_ptr + x_offset, mask=m_p[None, :], other=0.0)  # [BLOCK_S, BLOCK_P]
         weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
         acc = tl.dot((b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
@@ -437,10 +406,8 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
         b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
-        b_x = tl.load(
-            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
-            mask=m_s[:, None] & m_p[None, :], other=0.0,
-        )  # [BLOCK_S, BLOCK_P]  # fmt: skip
+        x_offset = ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides)
+        b_x = tl.load(x_ptr + x_offset, mask=m_s[:, None] & m_p[None, :], other=0.0)  # [BLOCK_S, BLOCK_P]
         weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
         # CB above the diagonal was never written and may be NaN
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
@@ -463,7 +430,7 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
 
 def chunk_scan(
     inputs: SSDInputs, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, prev_states: torch.Tensor, CB: torch.Tensor,
-    chunks: Chunks, *, config: ChunkScanConfig | None = None,
+    chunks: Chunks, *, blocks: Blocks | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """SSD stage 5 of 5: the output, from the state that enters the chunk and from the chunk's own positions.
 
@@ -476,27 +443,106 @@ def chunk_scan(
     exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most 1.  Only blocks on the
     diagonal need an exponential per element.
 
-    In:   CB (b, c, g, q, s) | x, z (b, l, h, p) | C (b, l, g, n) | dt, dA_cumsum_log2 (b, h, c, q) fp32
-          prev_states (b, c, h, p, n) | D (h) or (h, p)
     Out:  out (b, l, h, p), x's dtype
     Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk and head.
     """
     x, C, D, z = inputs.x, inputs.C, inputs.D, inputs.z
     _, seqlen, nheads, headdim = x.shape
-    dstate = C.shape[3]
-    config = config or ChunkScanConfig.choose(inputs)
+    blocks = blocks or _blocks("chunk_scan", inputs)
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    tiles = chunks.size // config.block_q * triton.cdiv(headdim, config.block_p)
+    tiles = chunks.size // blocks["block_q"] * triton.cdiv(headdim, blocks["block_p"])
+    strides = strides_of_each(CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, out)
     launch(
-        _chunk_scan_kernel,
-        x.shape[0] * chunks.count * nheads * tiles,
+        _chunk_scan_kernel, x.shape[0] * chunks.count * nheads * tiles,
         (CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, chunks.spans, out),
-        (
-            strides_of_each(CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, out),
-            seqlen, nheads, chunks.count, inputs.heads_per_group,
-        ),
-        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
-        BLOCK_Q=config.block_q, BLOCK_P=config.block_p, BLOCK_S=config.block_s, BLOCK_N=config.block_n,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        (strides, seqlen, nheads, chunks.count, inputs.heads_per_group),
+        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=C.shape[3], **_constants(blocks),
     )  # fmt: skip
     return out
+
+
+# --- the pipeline
+
+
+def ssd_unfused(
+    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, chunk_size: int = 256,
+    D: torch.Tensor | None = None, z: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None,
+    precision: Precision = Precision(), batch_invariant: bool = False,  # noqa: ARG001, B008
+) -> SSDOutput:  # fmt: skip
+    """The SSD (Mamba-2) operator in five launches, forward only.  Arguments and result are those of `ssd_fused`.
+
+    chunk_size: positions per chunk, rounded down to a power of two from 16 to 256.  batch_invariant: no effect, every
+    call is batch invariant.  Does not support torch.compile(fullgraph=True).
+
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
+    """
+    inputs = SSDInputs(
+        x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus,
+        dt_limit=dt_limit, initial_states=initial_states, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    return run(inputs, precision)
+
+
+def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
+    """Output in x's dtype, final states in fp32.
+
+    Raises UnsupportedError for sizes above MAX_HEADDIM or MAX_DSTATE, for inputs that require a gradient, and, outside
+    Triton's interpreter, for tensors that are not on a GPU.
+    """
+    _refuse_unsupported(inputs)
+    with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
+        return five_stages(inputs, precision)
+
+
+def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
+    """`run` without checks, on the current device."""
+    chunks = Chunks.of(inputs)
+    dt, dA_cumsum_log2 = chunk_cumsum(
+        inputs.dt, inputs.A, chunks, dt_bias=inputs.dt_bias, dt_softplus=inputs.dt_softplus, dt_limit=inputs.dt_limit
+    )
+    states = chunk_state(inputs.x, inputs.B, dt, dA_cumsum_log2, chunks, precision=precision)
+    prev_states, final_states = state_passing(
+        states, dA_cumsum_log2, chunks, initial_states=inputs.initial_states, state_dtype=precision.state_dtype
+    )
+    del states  # CB can reuse its memory
+    CB = bmm_chunk(inputs.C, inputs.B, chunks, precision=precision)
+    out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
+    return SSDOutput(out, final_states)
+
+
+def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
+    _refuse_unsupported(inputs)
+    (batch, _, nheads, headdim), (ngroups, dstate) = inputs.x.shape, inputs.B.shape[2:]
+    nchunks, size, dtype = batch * chunk_count(inputs), inputs.power_of_two_chunk, inputs.x.dtype
+    # bytes, except `states`: elements
+    gate = 2 * 4 * nchunks * nheads * size
+    states = nchunks * nheads * headdim * dstate
+    CB = nchunks * ngroups * size**2 * precision.intermediate_dtype(dtype).itemsize
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=5 if inputs.cu_seqlens is None else 6,
+        config={"chunk_size": size}
+        | {f"{stage}.{key}": value for stage in UNFUSED for key, value in _blocks(stage, inputs).items()},
+        workspace_bytes=gate + precision.state_dtype.itemsize * states + max(4 * states, CB),
+        reason="five stages, one launch each" + ("" if inputs.cu_seqlens is None else ", and one for the chunk table"),
+    )
+
+
+def _blocks(stage: str, inputs: SSDInputs) -> dict[str, int]:
+    headdim, dstate, chunk = inputs.x.shape[3], inputs.B.shape[3], inputs.power_of_two_chunk
+    gate = inputs.z is not None
+    return unfused_blocks(stage, inputs.x.dtype, chunk=chunk, headdim=headdim, dstate=dstate, gate=gate)
+
+
+def _refuse_unsupported(inputs: SSDInputs) -> None:
+    for name, value, limit in (("headdim", inputs.x.shape[3], MAX_HEADDIM), ("dstate", inputs.B.shape[3], MAX_DSTATE)):
+        if value > limit:
+            raise UnsupportedError(f"unfused: {name} is at most {limit}, not {value}")
+    refuse_gradient("unfused", vars(inputs).values())
+    refuse_device("unfused", inputs.x, oldest=(0, 0))
+
+
+register(Implementation(operator="ssd", name="unfused", run=run, plan=plan))

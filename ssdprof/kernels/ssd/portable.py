@@ -1,12 +1,34 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
-"""The stages of `portable_kernel.py`, one function each: the segment of a program, states in memory and their hand-over
-from one segment to the next, then the stages inside a segment in the order of the algorithm.
+"""SSD, all five stages in one launch, in plain Triton: for sm_80 and newer, and for the interpreter.
+
+    a_t   = sum_{s <= t in chunk} dt_s A log2(e)                                 chunk_cumsum
+    h     = 2^(a_end) h + sum_t 2^(a_end - a_t) dt_t x_t B_t^T                   chunk_state, state_passing
+    out_t = 2^(a_t) h C_t + sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s        bmm_chunk, chunk_scan
+
+A sequence is cut into segments, and a segment into chunks.  One program owns one segment of one slice of one head's P,
+and keeps the state in registers.  It reads its segment twice.  The first pass runs backwards and computes the state
+that the segment adds to a zero state.  Then the program waits for the state of the preceding segment.  The second pass
+runs forwards and computes the output.  The last segment of a sequence needs no first pass.  The chunk size affects only
+speed and rounding, and is independent of `SSDInputs.chunk_size`.
+
+The first pass stops where the decay to the segment's end underflows: earlier chunks would be multiplied by zero.  (A
+NaN or Inf there reaches later segments in the recurrence, but not here.)
+
+In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
+      initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
+Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
+Work: gates (h * p-slices, 2, b * l) fp32 plus one chunk: dt and a, written and read by the same program
+      states (sequences, h, p, n) state_dtype: the state that is handed over; final_states itself if fp32
+      sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of segments handed over
+Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound for packed sequences.
+      The ticket, not the program id, selects the segment.  A program waits only for lower tickets, whose programs have
+      started, so that progress does not require two programs to run at the same time.
 
 Every source line belongs to one stage (`STAGES`), even after inlining.  Stall attribution relies on this.
 
-Shapes: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
+In functions: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
 
 N is cut into blocks, `step` elements apart in memory, and the state is a tuple of blocks.  The last block is zero past
 N, because B and C are read with a mask.  A sum over N is the sum of the blocks' sums: tensor cores round towards zero
@@ -17,40 +39,40 @@ The pointers of a tile are a scalar 64-bit base, which advances by chunks, and a
 registers if its strides are compile-time constants.  Rows at or past `length` belong to another sequence and are never
 read or written.  ALIGNED means that no chunk has such rows.  Only gates are read past `length`, because a mask per
 vector would be one instruction in eight.  Their values there affect neither the state nor a stored row.
+Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, decay_exp2, softplus
+from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset, softplus
+from ssdprof.kernels.launch import Described, Launcher, described
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.config import SSDPortableConfig, whole_block
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch
+from ssdprof.kernels.tensors import strides_of, tile_strides
 
+FLAGS = tl.constexpr(32)  # offset of the flags in sync
+FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32, with a margin for rounding: the smallest number is 2^-149
 SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences per iteration
 GATE_ROWS = tl.constexpr(8)  # chunks per iteration of chunk_cumsum
 
 STAGES = {
-    "take_ticket": "ticket",
-    "segment_chunks": "ticket",
-    "find_segment": "ticket",
-    "zero_state": "caller",
-    "wait_for_state": "state_passing.wait",
-    "part_of_state": "caller",
-    "take_state": "state_passing.load",
-    "store_state": "caller",
-    "hand_over_state": "state_passing.store",
-    "load_block": "caller",
-    "chunk_cumsum": "chunk_cumsum",
-    "chunk_state": "chunk_state",
-    "add_outer_products": "chunk_state",
-    "segment_state": "chunk_state",
-    "chunk_products": "bmm_chunk",
-    "scan_current": "chunk_scan.current",
-    "scan_residual": "chunk_scan.residual",
-}
+    "take_ticket": "ticket", "segment_chunks": "ticket", "find_segment": "ticket", "zero_state": "caller",
+    "wait_for_state": "state_passing.wait", "part_of_state": "caller", "take_state": "state_passing.load",
+    "store_state": "caller", "hand_over_state": "state_passing.store", "load_block": "caller",
+    "chunk_cumsum": "chunk_cumsum", "chunk_state": "chunk_state", "add_outer_products": "chunk_state",
+    "segment_state": "chunk_state", "chunk_products": "bmm_chunk", "scan_current": "chunk_scan.current",
+    "scan_residual": "chunk_scan.residual", "_fused_kernel": "setup",
+}  # fmt: skip
 
 
 class TokenRows(NamedTuple):
@@ -71,17 +93,6 @@ class ChunkGates(NamedTuple):
 
     ptr: Any
     plane: Any
-
-
-class Steps(NamedTuple):
-    """Inputs of dt and the decay: raw values at ptr, `stride` apart, a bias, limits, and the rate A."""
-
-    ptr: Any
-    stride: Any
-    A: Any
-    bias: Any
-    low: Any
-    high: Any
 
 
 # --- the segment of a program
@@ -212,7 +223,10 @@ def load_block(rows, t, k: tl.constexpr, m, DSTATE: tl.constexpr, AGAIN: tl.cons
 
 
 @triton.jit
-def chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS: tl.constexpr, CHUNK: tl.constexpr):
+def chunk_cumsum(
+    dt_ptr, dt_stride, A, dt_bias, dt_low, dt_high, gates, first, count, length, DT_SOFTPLUS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
     """Stage 1 for the chunks first .. first + count - 1, several at once: store dt and a in memory.
 
     The other stages need them in several layouts, and a load in the right layout is cheaper than an exchange between
@@ -225,12 +239,12 @@ def chunk_cumsum(steps, gates, first, count, length, DT_SOFTPLUS: tl.constexpr, 
         row = count - (block + 1) * GATE_ROWS + o_r
         t = (first + row)[:, None] * CHUNK + o_q[None, :]
         m = (row >= 0)[:, None] & (t < length)
-        dt = tl.load(steps.ptr + t.to(tl.int64) * steps.stride, mask=m, other=0.0).to(tl.float32) + steps.bias
+        dt = tl.load(dt_ptr + t.to(tl.int64) * dt_stride, mask=m, other=0.0).to(tl.float32) + dt_bias
         if DT_SOFTPLUS:
             dt = softplus(dt)
-        dt = tl.where(m, tl.clamp(dt, steps.low, steps.high, propagate_nan=tl.PropagateNan.ALL), 0.0)
+        dt = tl.where(m, tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL), 0.0)
         # a step below FORGOTTEN decays to zero anyway, and would cost later differences their precision
-        dA = tl.maximum(dt * (steps.A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
+        dA = tl.maximum(dt * (A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
         a = tl.cumsum(dA, axis=1)
         tl.store(gates.ptr + t, dt, mask=m)
         tl.store(gates.ptr + gates.plane + t, a, mask=m)
@@ -359,3 +373,199 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
         out *= z * (root * root)  # z sigmoid(z): a division would take six more instructions
     p = out_rows.ptr + tl.cast(t, tl.int64) * out_rows.stride + out_rows.tile
     tl.store(p, out.to(out_rows.ptr.dtype.element_ty), mask=m)
+
+
+# --- the kernel
+
+
+@described
+def _metadata(tensors: Any, S: Any) -> Described:
+    x, dt, _, B, _, _, z, _, initial_states, _, _, final_states, *_ = tensors
+    batch, seqlen, nheads, headdim = x.shape
+    dstate, chunk = B.shape[3], S.CHUNK
+    flops = 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate)
+    moved = (x, x, dt, B, B, z, initial_states, final_states)  # x and out, B and C
+    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}", flops, moved
+
+
+@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
+def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.constexpr):
+    (
+        x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr, out_ptr,
+        final_states_ptr, gates_ptr, states_ptr, sync_ptr,
+    ) = tensors  # fmt: skip
+    (
+        x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
+        initial_states_strides, cu_seqlens_strides, out_strides,
+    ) = strides  # fmt: skip
+    # stage ticket: which segment of which slice is mine
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    BLOCKS: tl.constexpr = (S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N
+    ticket = take_ticket(sync_ptr, S.HANDOVER)
+    unit, rank = ticket % (S.HEADS * SLICES), ticket // (S.HEADS * SLICES)
+    i_h, first_p = unit // SLICES, (unit % SLICES) * S.BLOCK_P
+    if cu_seqlens_ptr is None:
+        sequence, segment, begin, length = rank % sequences, rank // sequences, tl.zeros((), tl.int64), seqlen
+        i_b, position = sequence, tl.cast(sequence, tl.int64) * seqlen
+    else:
+        sequence, segment, begin, length = find_segment(
+            rank, cu_seqlens_ptr, cu_seqlens_strides[0], sequences, S.CHUNK, S.RULE
+        )
+        if sequence < 0:
+            return
+        i_b, position = 0, begin
+    nchunks = tl.cdiv(length, S.CHUNK)
+    per_segment = segment_chunks(nchunks, S.RULE)
+    first = segment * per_segment
+    count = tl.minimum(per_segment, nchunks - first)
+    last = first + count >= nchunks
+
+    # stage setup: where its tensors lie
+    i_g = i_h // S.HEADS_PER_GROUP
+    o_q = tl.arange(0, S.CHUNK)
+    rows = o_q.to(S.OFFSET)[:, None]
+    o_p, o_n = tl.arange(0, S.BLOCK_P).to(S.OFFSET), tl.arange(0, S.BLOCK_N).to(S.OFFSET)
+    m_p = (o_p < S.HEADDIM - first_p) | (S.HEADDIM % S.BLOCK_P == 0)
+    x_tile = rows * x_strides[1] + o_p[None, :] * x_strides[3]
+    B_tile = rows * B_strides[1] + o_n[None, :] * B_strides[3]
+    C_tile = rows * C_strides[1] + o_n[None, :] * C_strides[3]
+    B_step, C_step = ptr_offset((S.BLOCK_N,), B_strides[3:]), ptr_offset((S.BLOCK_N,), C_strides[3:])
+    out_tile = rows * out_strides[1] + o_p[None, :] * out_strides[3]
+    x_rows = TokenRows(x_ptr + ptr_offset((i_b, begin, i_h, first_p), x_strides), x_tile, x_strides[1])
+    B_rows = TokenRows(B_ptr + ptr_offset((i_b, begin, i_g), B_strides[:3]), B_tile, B_strides[1], B_step)
+    C_rows = TokenRows(C_ptr + ptr_offset((i_b, begin, i_g), C_strides[:3]), C_tile, C_strides[1], C_step)
+    out_rows = TokenRows(out_ptr + ptr_offset((i_b, begin, i_h, first_p), out_strides), out_tile, out_strides[1])
+    positions = tl.cast(seqlen, tl.int64)  # positions of all sequences
+    if cu_seqlens_ptr is None:
+        positions *= sequences
+    gates = ChunkGates(gates_ptr + (2 * positions * unit + position), positions)
+    state_offset = ((tl.cast(sequence, tl.int64) * S.HEADS + i_h) * S.HEADDIM + first_p) * S.DSTATE
+    if S.P_ROWS:
+        state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
+    else:
+        state_p, state_n, m_state = o_p[None, :], o_n[:, None], m_p[None, :]
+    state_tile = state_p * S.DSTATE + state_n
+
+    # stage chunk_cumsum
+    A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
+    dt_bias = 0.0
+    if dt_bias_ptr is not None:
+        dt_bias = tl.load(dt_bias_ptr + ptr_offset((i_h,), dt_bias_strides)).to(tl.float32)
+    dt_ptr += ptr_offset((i_b, begin, i_h), dt_strides)
+    felt = chunk_cumsum(
+        dt_ptr, dt_strides[1], A, dt_bias, dt_low, dt_high, gates, first, count, length, S.DT_SOFTPLUS, S.CHUNK
+    )
+
+    # stage state_passing: the state that enters the segment
+    state = zero_state(state_tile, BLOCKS)
+    if S.HANDOVER:
+        added, decay_log2 = state, 0.0
+        if not last:
+            added, decay_log2 = segment_state(state, x_rows, m_p[None, :], B_rows, gates, first, count, felt, length, S)
+        flag_ptr = sync_ptr + FLAGS + (sequence * (S.HEADS * SLICES) + unit) * FLAG_STRIDE
+        if segment > 0:
+            wait_for_state(flag_ptr, segment)
+            state = take_state(states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, S.DSTATE, S.P_ROWS)
+    if initial_states_ptr is not None and segment == 0:
+        initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, first_p, 0), initial_states_strides)
+        initial_tile = state_p * initial_states_strides[2] + state_n * initial_states_strides[3]
+        initial_step = ptr_offset((S.BLOCK_N,), initial_states_strides[3:])
+        state = take_state(initial_ptr, initial_tile, initial_step, m_state, S.DSTATE, S.P_ROWS)
+    if S.HANDOVER and not last:
+        hand_over_state(
+            states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, flag_ptr, state, added, decay_log2,
+            S.DSTATE, S.P_ROWS,
+        )  # fmt: skip
+
+    # stage chunk_scan: the output, chunk after chunk
+    D, z_rows = None, None
+    if D_ptr is not None:
+        if len(D_strides) == 2:
+            D_row = tl.load(D_ptr + ptr_offset((i_h, first_p + o_p), D_strides), mask=m_p, other=0.0)
+            D = D_row.to(tl.float32)[None, :]
+        else:
+            D = tl.load(D_ptr + ptr_offset((i_h,), D_strides)).to(tl.float32)
+    if z_ptr is not None:
+        z_ptr += ptr_offset((i_b, begin, i_h, first_p), z_strides)
+        z_rows = TokenRows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
+    for i_c in tl.range(first, first + count, num_stages=S.SCAN_STAGES):
+        t = i_c * S.CHUNK
+        CB, out = chunk_products(state, C_rows, B_rows, gates, t, length, S.DSTATE, S.P_ROWS, S.ALIGNED)
+        out, x = scan_current(out, CB, x_rows, m_p[None, :], gates, t, length, S.INTERMEDIATE, S.ALIGNED)
+        state = chunk_state(state, x, B_rows, gates, t, length, None, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.ALIGNED)
+        scan_residual(out, x, D, z_rows, out_rows, m_p[None, :], t, length, S.ALIGNED)
+    # stage state_passing.store
+    if last:
+        store_state(final_states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, state, S.DSTATE, S.P_ROWS)
+
+
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> BufferSizes:
+    units = config.units(inputs)
+    flags = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value
+    handover = config.handover(inputs)
+    return BufferSizes(
+        final_states=inputs.states_shape,
+        states=prod(inputs.states_shape) if handover and precision.state_dtype != torch.float32 else 0,
+        state_dtype=precision.state_dtype,
+        sync=flags if handover else 0,
+        gates=units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
+    )
+
+
+def portable_launch(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> SSDLaunch:
+    sizes = buffer_sizes(inputs, precision, config)
+    launcher = Launcher(_fused_kernel, _scalars(inputs), _options(inputs, precision, config, sizes.sync > 0))
+    return SSDLaunch(launcher, config.segments(inputs) * config.units(inputs), inputs, sizes, _tensors)
+
+
+def _tensors(inputs: SSDInputs, out: Any, final: Any, states: Any, sync: Any, gates: Any) -> tuple[Any, ...]:
+    return (
+        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias, inputs.initial_states,
+        inputs.cu_seqlens, out, final, gates, final if states is None else states, sync,
+    )  # fmt: skip
+
+
+def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: SSDPortableConfig) -> SSDOutput:
+    """Output in x's dtype, final states in fp32.  `fused.py` has rejected unsupported inputs."""
+    return portable_launch(inputs, precision, config)(inputs)
+
+
+def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
+    """Strides in the order of the tensors, those of the output last; sizes; limits of dt."""
+    return (
+        (
+            tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B),
+            tile_strides(inputs.C), strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias),
+            strides_of(inputs.initial_states), strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
+        ),
+        inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
+    )  # fmt: skip
+
+
+def _options(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig, handover: bool) -> dict[str, Any]:
+    nheads, headdim = inputs.x.shape[2:]
+    return dict(
+        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
+        CHUNK=config.chunk, BLOCK_P=config.block_p, BLOCK_N=min(config.block_n, whole_block(inputs.B.shape[3])),
+        RULE=(config.max_segments, config.min_chunks, config.max_chunks), HANDOVER=handover, P_ROWS=config.p_rows,
+        DT_SOFTPLUS=inputs.dt_softplus, INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
+        ALIGNED=inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
+        OFFSET=tl.int32 if _span(inputs, config.chunk) < 2**31 else tl.int64, STATE_STAGES=config.state_stages,
+        SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+
+
+def _span(inputs: SSDInputs, chunk: int) -> int:
+    """Largest distance, in elements, between two elements of a tile of positions or of a state."""
+    tokens = (inputs.x, inputs.B, inputs.C, inputs.z, _new(inputs))
+    spans = [chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3) for tensor in tokens if tensor is not None]
+    if inputs.initial_states is not None:
+        *_, headdim, dstate = inputs.initial_states.shape
+        *_, p, n = inputs.initial_states.stride()
+        spans.append(headdim * p + dstate * n)
+    return max(spans)
+
+
+def _new(inputs: SSDInputs) -> torch.Tensor:
+    """A meta tensor with the output's shape and strides."""
+    return torch.empty(inputs.x.shape, device="meta")
