@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,8 +25,7 @@ from ssdprof.errors import SsdprofError
 from ssdprof.jobs.bench import BenchRequest, bench
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.dtypes import dtype_named
-from ssdprof.operators.gdn import GDNShape
-from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.implementations import required, resolve
 from ssdprof.report import document, markdown
 
@@ -43,18 +42,6 @@ PACKS = (  # sequences, tokens of all, heads, K = V, share of gates that are 0
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmallShape(GDNShape):
-    """gate_norm: divisor of the gates.  ungated: share of gates that are 0.  total: tokens of a pack, or 0."""
-
-    gate_norm: float
-    ungated: float
-    total: int
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, gate / {self.gate_norm:g}, {self.ungated:.0%} without"
-
-
 def cells() -> Iterator[Cell]:
     """All cells, in fp16 as in the comparison."""
     for sequences, length, heads, dim, gate_norm, ungated in BATCHES:
@@ -66,21 +53,22 @@ def cells() -> Iterator[Cell]:
 
 def _cell(tokens: Tokens, heads: int, dim: int, gate_norm: float, ungated: float, *, total: int = 0) -> Cell:
     words = f"{tokens.sequences} packed, {total} in all" if total else str(tokens)
-    shape = SmallShape(
-        name=f"{words}, {heads} heads of {dim}, gate / {gate_norm:g}, {ungated:.0%} ungated",
-        key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim,
-        gate_norm=gate_norm, ungated=ungated, total=total,
-    )  # fmt: skip
+    shape = Shape(
+        f"{words}, {heads} heads of {dim}, gate / {gate_norm:g}, {ungated:.0%} ungated",
+        f"{heads}/{heads} heads, K {dim}, V {dim}, gate / {gate_norm:g}, {ungated:.0%} without",
+        {"heads": heads, "dim": dim, "gate_norm": gate_norm, "ungated": ungated, "total": total},
+    )
     return Cell(shape=shape, dtype="fp16", layout="contiguous", tokens=tokens)
 
 
 def draw(cell: Cell, device: torch.device) -> GDNInputs:
     """The same inputs in every call.  Packs are cut at random places, and have initial states."""
     shape, tokens, dtype = cell.shape, cell.tokens, dtype_named(cell.dtype)
-    assert isinstance(shape, SmallShape)
+    heads, dim, total = (int(shape.sizes[name]) for name in ("heads", "dim", "total"))
+    gate_norm, ungated = shape.sizes["gate_norm"], shape.sizes["ungated"]
     generator = torch.Generator(device).manual_seed(0)
-    batch, length = (1, shape.total) if tokens.packed else (tokens.sequences, tokens.seqlen)
-    sizes, dims = (batch, length, shape.key_heads), (shape.key_dim,)
+    batch, length = (1, total) if tokens.packed else (tokens.sequences, tokens.seqlen)
+    sizes, dims = (batch, length, heads), (dim,)
 
     def uniform(*size: int) -> torch.Tensor:
         return torch.rand(*size, generator=generator, device=device)
@@ -90,16 +78,16 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
 
     bounds = None
     if tokens.packed:
-        cuts = torch.randperm(shape.total - 1, generator=generator, device=device)[: tokens.sequences - 1] + 1
-        ends = torch.tensor([0, shape.total], device=device)
+        cuts = torch.randperm(total - 1, generator=generator, device=device)[: tokens.sequences - 1] + 1
+        ends = torch.tensor([0, total], device=device)
         bounds = torch.cat([ends[:1], cuts.sort().values, ends[1:]]).int()
     return GDNInputs(
         q=normal(*sizes, *dims).to(dtype),
         k=normal(*sizes, *dims).to(dtype),
         v=normal(*sizes, *dims).to(dtype),
-        g=F.logsigmoid(uniform(*sizes)) / shape.gate_norm * (uniform(*sizes) >= shape.ungated),
+        g=F.logsigmoid(uniform(*sizes)) / gate_norm * (uniform(*sizes) >= ungated),
         beta=uniform(*sizes).sigmoid().to(dtype),
-        initial_state=normal(tokens.sequences, shape.key_heads, *dims, *dims),
+        initial_state=normal(tokens.sequences, heads, *dims, *dims),
         use_qk_l2norm=True,
         cu_seqlens=bounds,
     )

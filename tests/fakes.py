@@ -28,11 +28,10 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.first_run import Run, call_of
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CaptureError, Recording
-from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.operators.ssd import SSDShape
 
-SHAPE = SSDShape(name="tiny", nheads=2, headdim=16, dstate=16, ngroups=1)
+SHAPE = Shape("tiny", "2x16, N 16, G 1", {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1})
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
 RAN: list[tuple[str, float]] = []  # every implementation that ran, and its cost
 QUICK = SamplingPlan(warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3)
@@ -145,7 +144,7 @@ def entries(
         label = f"{name} {precision}{'' if size is None else f', chunk {size}'}"
         case = Case(
             layer=layer(3),
-            dims=SSD.costed.dims(own),
+            dims=SSD.judged.dims(own),
             batch=1,
             seqlen=40,
             implementation=name,

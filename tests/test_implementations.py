@@ -24,7 +24,7 @@ from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.measure import isolate
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.operators.generate import Library, LoadedLibrary
+from ssdprof.operators.generate import Library
 from ssdprof.operators.ssd import LIBRARIES
 from ssdprof.store import reports
 
@@ -244,14 +244,15 @@ def library(
 ) -> None:
     """A stand-in for a library, with bf16 states like `mamba_ssm`."""
 
-    def load(_checkout: Path | None) -> LoadedLibrary:
-        implementation = registry.Implementation(
+    def load(_checkout: Path | None) -> registry.Implementation:
+        return registry.Implementation(
             operator="ssd",
             name=name,
             run=lambda inputs, _precision: run(inputs),
             plan=lambda *_: registry.Plan(variant=name, launches=1),
+            version="9.9",
+            precisions=lambda _dtype: (EXACT_BF16,),
         )
-        return LoadedLibrary(implementation=implementation, version="9.9", precisions=lambda _dtype: (EXACT_BF16,))
 
     monkeypatch.setitem(LIBRARIES, name, Library(load=load, hint="pip install it.", needs_gpu=needs_gpu))
 

@@ -66,7 +66,7 @@ def within(module: str, rooms: tuple[str, ...]) -> bool:
 def test_only_its_own_rooms_know_an_operator() -> None:
     """The registries have a line for each; nothing else imports or compares with one by name."""
     for operator, (name, file) in product(operators.names(), MODULES.items()):
-        beside = (f"ssdprof.operators.{operator}{suffix}" for suffix in ("", "_rounding", "_tuning"))
+        beside = (f"ssdprof.operators.{operator}{suffix}" for suffix in ("", "_tuning"))
         own = (f"ssdprof.kernels.{operator}", *beside)
         if name not in ("ssdprof.kernels", "ssdprof.operators") and not within(name, own):
             foreign = {module for module in IMPORTS[file] if within(module, own)}
@@ -96,7 +96,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     code = (
         "import sys, ssdprof.cli, ssdprof.kernels\n"
         "print(*{'pydantic'} & sys.modules.keys())\n"
-        "import ssdprof.operators; ssdprof.operators.outlines()\n"
+        "import ssdprof.operators; ssdprof.operators.records()\n"
         "print(*{'torch', 'triton', 'transformers', 'huggingface_hub', 'numpy'} & sys.modules.keys())"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -206,7 +206,7 @@ def test_there_are_15_batches_and_12_packs() -> None:
         if one.tokens.packed:
             assert inputs.cu_seqlens is not None
             assert inputs.cu_seqlens.diff().min() > 0
-            assert inputs.cu_seqlens[-1] == inputs.length == one.shape.total  # type: ignore[attr-defined]
+            assert inputs.cu_seqlens[-1] == inputs.length == one.shape.sizes["total"]
         else:
             assert inputs.length == one.tokens.seqlen
     half = small_gdn_cases.draw(found[2], torch.device("cpu")).g

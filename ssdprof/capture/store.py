@@ -175,7 +175,7 @@ def packed(inputs: Any, lengths: Sequence[int]) -> Any:
     """
     if "cu_seqlens" not in {field.name for field in fields(inputs)}:
         raise BadInputError(
-            f"Sequences of {operators.of(inputs).outline.layers} layers cannot be packed.", "Use --batch instead."
+            f"Sequences of {operators.of(inputs).layers} layers cannot be packed.", "Use --batch instead."
         )
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device_of(inputs))
     return replace(inputs, cu_seqlens=bounds)

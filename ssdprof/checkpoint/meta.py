@@ -209,7 +209,7 @@ class Mixer:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the operator by name.  BadInputError if the module does not have them as attributes."""
-        wanted = operators.outline(self.operator).mixer_sizes
+        wanted = operators.get(self.operator).mixer_sizes
         found = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
         for name, size in found.items():
             if not isinstance(size, int) or size < 1:

@@ -163,7 +163,7 @@ class Model:
 
     def size_words(self, layer: LayerRef) -> str:
         """Those sizes for people: "128x64, N 128, G 1, chunk 256"."""
-        return operators.outline(layer.operator).words.format(**self.sizes(layer))
+        return operators.get(layer.operator).words.format(**self.sizes(layer))
 
     def depth(self, deepest_layer: int | None) -> int:
         """Decoder layers to load so that layer `deepest_layer` can run; all for None.

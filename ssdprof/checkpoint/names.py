@@ -58,7 +58,7 @@ class Family:
 
 
 def _family(row: dict[str, Any]) -> Family:
-    organisation, sizes = row.pop("organisation"), operators.outline(row["operator"]).mixer_sizes
+    organisation, sizes = row.pop("organisation"), operators.get(row["operator"]).mixer_sizes
     checkpoints = tuple(
         KnownCheckpoint(
             repo=f"{organisation}/{one['repo']}",

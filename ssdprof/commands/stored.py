@@ -233,7 +233,7 @@ def models(options: options.ModelsOptions) -> None:
 
 
 def _table(row: Family) -> Table:
-    outline = operators.outline(row.operator)
+    outline = operators.get(row.operator)
     return Table(
         title=f"{row.title}: {outline.title}, model type {row.model_type}",
         headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),

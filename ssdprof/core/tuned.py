@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from ssdprof.core.base import Intermediates, Record
@@ -28,16 +27,6 @@ class KernelSettings(Record):
     values: dict[str, Value]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TunedUse:
-    """A configuration for some calls on GPUs of one name.  reason: shown in reports where it is used."""
-
-    gpu: str
-    calls: TunedCalls
-    settings: KernelSettings
-    reason: str
-
-
 class TunedConfig(Record):
     """A configuration that passed, and was faster than the committed one on one GPU.
 
@@ -55,9 +44,6 @@ class TunedConfig(Record):
     def reason(self) -> str:
         """The reason shown in reports that use the find."""
         return f"tuned on this GPU, {self.created[:10]}"
-
-    def for_kernels(self, gpu: str) -> TunedUse:
-        return TunedUse(gpu=gpu, calls=self.calls, settings=self.settings, reason=self.reason)
 
 
 class TunedConfigs(Record):

@@ -234,7 +234,7 @@ class _Cells:
         }
         if request.chunk_sizes:
             sized[None] = sized[min(request.chunk_sizes)]
-        dims = operator.costed.dims(sized[None])
+        dims = operator.judged.dims(sized[None])
         work = work_of(sized[None])
         for implementation, precision in request.compared(cell):
             for size in request.sizes(implementation):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from typing import Any
 
 from ssdprof.capture.prompt import parse_packed, parse_seq
 from ssdprof.errors import BadInputError
-from ssdprof.operators.generate import Cell, InputDType, Layout, Shape, Shapes, Tokens
+from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Layout, Shape, Tokens
 
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
 CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size supports these
@@ -114,7 +115,7 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")] if text else []
 
 
-def parse_shapes(known: Shapes, words: str | None) -> tuple[Shape, ...]:
+def parse_shapes(known: InputGenerator[Any], words: str | None) -> tuple[Shape, ...]:
     """ "mamba2-2.7b,80x64x128x1" -> shapes, each once; "all" is every model, None the first.  Raises BadInputError."""
     if words is None:
         words = next(iter(known.shapes))
@@ -122,7 +123,7 @@ def parse_shapes(known: Shapes, words: str | None) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys(_shape(known, name) for name in names))
 
 
-def _shape(known: Shapes, name: str) -> Shape:
+def _shape(known: InputGenerator[Any], name: str) -> Shape:
     found = known.shapes.get(name) or known.parse(name)
     if found is None:
         raise BadInputError(

@@ -26,19 +26,19 @@ def stored_dims(capture: LayerCapture) -> Dims:
         raise BadInputError(
             f"The stored {capture.layer.name} cannot be replayed: {library_message(error)}.", "Capture again."
         ) from error
-    return operator.costed.dims(inputs)
+    return operator.judged.dims(inputs)
 
 
 def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int) -> None:
     """BadInputError for a layer of these sizes whose heads a server could not divide among `ranks`."""
     if ranks == 1:
         return
-    sharding = operators.get(layer.operator).sharding
+    refusal = operators.get(layer.operator).refusal
     fitting: list[int] = []
-    if sharding is None:
-        why = f"{operators.outline(layer.operator).layers} layers cannot be divided here"
-    elif why := sharding.refusal(sizes, ranks):
-        fitting = [number for number in range(2, max(sizes.values()) + 1) if not sharding.refusal(sizes, number)]
+    if refusal is None:
+        why = f"{operators.get(layer.operator).layers} layers cannot be divided here"
+    elif why := refusal(sizes, ranks):
+        fitting = [number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)]
     if why:
         raise BadInputError(
             f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",

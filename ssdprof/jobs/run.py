@@ -110,7 +110,7 @@ def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequenc
 def unsupported_reason(operator: str, implementations: Sequence[str] = COMPARED) -> str:
     """Why the operator cannot be replayed; empty if it can."""
     record = operators.get(operator)
-    if record.oracle is None or record.cost is None:
+    if record.oracle is None:
         return "ssdprof cannot judge what its kernels compute"
     missing = [name for name in implementations if name not in kernels.names(operator)]
     return f"there is no {' or '.join(map(repr, missing))} implementation of {operator}" if missing else ""
@@ -130,7 +130,7 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
     for name in dict.fromkeys(layer.operator for layer in found.layers):
         if why := unsupported_reason(name):
             raise BadInputError(
-                f"{found.ref.repo_id} has {operators.outline(name).layers} layers: their inputs can be captured, but "
+                f"{found.ref.repo_id} has {operators.get(name).layers} layers: their inputs can be captured, but "
                 f"not be replayed yet, because {why}.",
                 "Use 'ssdprof capture' for now, or run a model with other layers.",
             )
@@ -336,7 +336,7 @@ def _replaying(
             writer.captured(captured.layer, captured.remark)
             if lost:
                 writer.note(f"{where}: {lost}")
-            dims = operators.of(inputs).costed.dims(inputs)
+            dims = operators.of(inputs).judged.dims(inputs)
             of = steps_of(wanted, captured.call)
             pairs = resolved.pairs(
                 captured.layer.operator, dims.dtype, of.precisions or wanted.precisions(dims.dtype), of.implementations,
@@ -408,9 +408,7 @@ def first_rank(inputs: Any, ranks: int) -> Any:
     """The first rank's share of an operator's inputs, in the layout of the rank's own projection."""
     if ranks == 1:
         return inputs
-    sharding = operators.of(inputs).sharding
-    assert sharding is not None, "refused before anything was loaded"
-    return token_major(sharding.first_rank(inputs, ranks))
+    return token_major(operators.of(inputs).first_rank(inputs, ranks))
 
 
 def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:

@@ -134,7 +134,7 @@ def captured(
     lengths = sorted({stored.seqlen for stored in layers} & set(seqlens or [stored.seqlen for stored in layers]))
     if not lengths:
         raise BadInputError(
-            f"{folder} holds no {operator.outline.layers} layer of these lengths.",
+            f"{folder} holds no {operator.layers} layer of these lengths.",
             f"It holds {', '.join(map(str, sorted({stored.seqlen for stored in layers}))) or 'none'}.",
         )
 
@@ -174,7 +174,7 @@ def problems(operator: Operator[Any], sources: Sequence[Workload], intermediates
 def _problem(
     operator: Operator[Any], loaded: Sequence[tuple[Workload, Any]], kernel: str, intermediates: Intermediates
 ) -> Problem:
-    tuning, dims = operator.tunable, operator.costed.dims
+    tuning, dims = operator.tunable, operator.judged.dims
     loaded = sorted(loaded, key=lambda one: dims(one[1]).seqlen)
     longest = loaded[-1][1]
     return Problem(
@@ -427,7 +427,7 @@ class _Search:
         for inputs in self._problem.inputs if len(self._problem.inputs) > 1 else ():
             samples = self._sample([self._committed, config], DECIDING, [inputs])
             if len(samples) < 2 or _verdict(samples[self._committed], samples[config]) == "slower":
-                slower.append(f"{self._problem.operator.costed.dims(inputs).seqlen:,}")
+                slower.append(f"{self._problem.operator.judged.dims(inputs).seqlen:,}")
         return " and ".join(slower)
 
     def _timed(self, config: Config, samples: Recordings, committed: Recordings) -> Trial:

@@ -30,8 +30,8 @@ from ssdprof.core.case import Accuracy, BudgetUse, Deviation, Match
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
-from ssdprof.operators.operator import OracleSpec, Output, Span
-from ssdprof.operators.rounding import coarsest_rounding
+from ssdprof.operators.operator import OracleSpec, Output
+from ssdprof.operators.rounding import Span, coarsest_rounding
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
 K = TypeVar("K")  # of candidates

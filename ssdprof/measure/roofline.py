@@ -31,7 +31,7 @@ _WARP = 32
 
 def work_of(inputs: Any) -> Work:
     """The least bytes and FLOPs of a call."""
-    cost = operators.of(inputs).costed
+    cost = operators.of(inputs).judged
     return Work(bytes_moved=cost.bytes_moved(inputs), flops=cost.flops(cost.dims(inputs)))
 
 

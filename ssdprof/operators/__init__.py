@@ -6,7 +6,7 @@ from typing import Any
 
 from ssdprof.errors import BadInputError
 from ssdprof.operators import gdn, ssd
-from ssdprof.operators.operator import Operator, Outline
+from ssdprof.operators.operator import Operator
 
 _OPERATORS: dict[str, Operator[Any]] = {one.name: one for one in (ssd.OPERATOR, gdn.OPERATOR)}
 
@@ -39,11 +39,6 @@ def of(inputs: object) -> Operator[Any]:
     raise TypeError(f"no operator takes {type(inputs).__name__}")
 
 
-def outline(name: str) -> Outline:
-    """BadInputError for an unknown name."""
-    return get(name).outline
-
-
-def outlines() -> tuple[Outline, ...]:
-    """The outlines of all operators."""
-    return tuple(operator.outline for operator in _OPERATORS.values())
+def records() -> tuple[Operator[Any], ...]:
+    """All operators."""
+    return tuple(_OPERATORS.values())

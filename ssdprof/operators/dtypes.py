@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from ssdprof.core.base import DType, PrecisionRecord, StoredDType
-from ssdprof.operators.lazy import LazyModule
+from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
     import torch

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,24 +16,32 @@ from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
-from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Layout, Library, LoadedLibrary, boundaries
-from ssdprof.operators.lazy import LazyModule
+from ssdprof.operators.generate import (
+    SEED,
+    Cell,
+    InputDType,
+    InputGenerator,
+    Library,
+    Shape,
+    empty,
+    gate_bias,
+    positions,
+    shapes,
+    uniform,
+)  # fmt: skip
 from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
-    Cost,
-    Form,
     Operator,
     OracleSpec,
-    Outline,
-    Output,
-    Sharding,
     Stages,
+    computed,
+    forms,
+    kernels_of,
     known_sources,
-    run_kernels,
 )  # fmt: skip
+from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
     import torch
@@ -43,50 +50,23 @@ if TYPE_CHECKING:
     from ssdprof.kernels import adapters as packages
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.kernels.gdn.inputs import GDNInputs
-    from ssdprof.kernels.oracle import OutputBlock
-    from ssdprof.operators import gdn_rounding as rounding
-    from ssdprof.operators import gdn_tuning
+    from ssdprof.kernels.precision import Precision
+    from ssdprof.operators import gdn_tuning, rounding
+    from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     torch = LazyModule("torch")
     reference = LazyModule("ssdprof.kernels.gdn.reference")
-    rounding = LazyModule("ssdprof.operators.gdn_rounding")
+    rounding = LazyModule("ssdprof.operators.rounding")
     gdn_tuning = LazyModule("ssdprof.operators.gdn_tuning")
     adapters = LazyModule("ssdprof.kernels.gdn.adapters")
     packages = LazyModule("ssdprof.kernels.adapters")
 
-
-# --- outline
-
 STAGES = Stages(
     order=(
-        "setup",
-        "setup.load",
-        "setup.store",
-        "ticket",
-        "loads",
-        "waiting",
-        "waiting.chunk",
-        "waiting.inverse",
-        "waiting.weights",
-        "waiting.update",
-        "qk_l2norm",
-        "gate_cumsum",
-        "scaled_dot_kkt",
-        "solve_tril",
-        "recompute_w_u",
-        "state_factor",
-        "out_factor",
-        "rows",
-        "warm_up",
-        "chunk_state",
-        "chunk_state.residual",
-        "chunk_state.update",
-        "chunk_output",
-        "recurrence",
-        "step_write",
-        "step_state",
-        "step_output",
-        "ahead",
+        "setup", "setup.load", "setup.store", "ticket", "loads", "waiting", "waiting.chunk", "waiting.inverse",
+        "waiting.weights", "waiting.update", "qk_l2norm", "gate_cumsum", "scaled_dot_kkt", "solve_tril",
+        "recompute_w_u", "state_factor", "out_factor", "rows", "warm_up", "chunk_state", "chunk_state.residual",
+        "chunk_state.update", "chunk_output", "recurrence", "step_write", "step_state", "step_output", "ahead",
     ),
     words={
         "setup.load": "loading the initial state",
@@ -100,90 +80,41 @@ STAGES = Stages(
         "chunk_state.update": "update of the state",
     },
     ahead=frozenset({"ahead"}),
-    kernels={
-        kernel: implementation
-        for implementation, own in {
-            "unfused": (
-                "_gdn_qk_l2norm_kernel",
-                "_gdn_gate_cumsum_kernel",
-                "_gdn_scaled_dot_kkt_kernel",
-                "_gdn_solve_tril_kernel",
-                "_gdn_recompute_w_u_kernel",
-                "_gdn_chunk_state_kernel",
-                "_gdn_chunk_output_kernel",
-            ),
-            "fused": (
-                "_gdn_factors_kernel",
-                "_gdn_scan_kernel",
-                "_prep_kernel",
-                "_parts_kernel",
-                "_combine_kernel",
-                "_hopper_kernel",
-            ),
-            "recurrent": ("_gdn_recurrent_kernel",),
-            "unfused_step": ("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
-        }.items()
-        for kernel in own
-    },
+    kernels=kernels_of(
+        unfused=(
+            "_gdn_qk_l2norm_kernel", "_gdn_gate_cumsum_kernel", "_gdn_scaled_dot_kkt_kernel", "_gdn_solve_tril_kernel",
+            "_gdn_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_gdn_chunk_output_kernel",
+        ),
+        fused=(
+            "_gdn_factors_kernel", "_gdn_scan_kernel", "_prep_kernel", "_parts_kernel", "_combine_kernel",
+            "_hopper_kernel",
+        ),
+        recurrent=("_gdn_recurrent_kernel",),
+        unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
+    ),
     sources=known_sources("gdn"),
-)
-
-OUTLINE = Outline(
-    name="gdn",
-    title="GDN",
-    layers="Gated-DeltaNet",
-    mixer_sizes={
-        "key_heads": "num_k_heads",
-        "value_heads": "num_v_heads",
-        "key_dim": "head_k_dim",
-        "value_dim": "head_v_dim",
-    },
-    words="{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}",
-    largest={"key_dim": 256, "value_dim": 256},
-    stages=STAGES,
-)
+)  # fmt: skip
 
 
 # --- shapes of models
 
 GRAMMAR = "key heads / value heads x K x V, such as 16/32x128x128"
+LARGEST_K, LARGEST_V = 256, 256
 _ORDER = "Order: key heads / value heads x K x V."
+_NAMES = ("key_heads", "value_heads", "key_dim", "value_dim", "largest_beta")  # 2 if eigenvalues may be negative
+_WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
+SHAPES = shapes(_WORDS, _NAMES, {  # as in the models' configs
+    "qwen3-next-80b": (16, 32, 128, 128, 1),
+    "qwen3.5-0.8b": (16, 16, 128, 128, 1),
+    "qwen3.5-9b": (16, 32, 128, 128, 1),
+    "qwen3.5-27b": (16, 48, 128, 128, 1),
+    "qwen3.5-397b": (16, 64, 128, 128, 1),
+    "qwen3.5-397b-tp8": (2, 8, 128, 128, 1),  # one rank of eight
+    "olmo-hybrid-7b": (30, 30, 96, 192, 2),
+})  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class GDNShape:
-    """The sizes of a layer: q and k are (B, T, key_heads, key_dim), v is (B, T, value_heads, value_dim).
-
-    name: as the user typed it.  largest_beta: 2 if eigenvalues may be negative.
-    """
-
-    name: str
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    largest_beta: float = 1.0
-
-    def __str__(self) -> str:
-        return f"{self.key_heads}/{self.value_heads} heads, K {self.key_dim}, V {self.value_dim}"
-
-
-_BY_MODEL = {  # H, HV, K, V, largest beta, as in the models' configs
-    "qwen3-next-80b": (16, 32, 128, 128, 1.0),
-    "qwen3.5-0.8b": (16, 16, 128, 128, 1.0),
-    "qwen3.5-9b": (16, 32, 128, 128, 1.0),
-    "qwen3.5-27b": (16, 48, 128, 128, 1.0),
-    "qwen3.5-397b": (16, 64, 128, 128, 1.0),
-    "qwen3.5-397b-tp8": (2, 8, 128, 128, 1.0),  # one rank of eight
-    "olmo-hybrid-7b": (30, 30, 96, 192, 2.0),
-}
-SHAPES = {
-    name: GDNShape(name=name, key_heads=h, value_heads=hv, key_dim=k, value_dim=v, largest_beta=beta)
-    for name, (h, hv, k, v, beta) in _BY_MODEL.items()
-}
-
-
-def parse(text: str) -> GDNShape | None:
+def parse(text: str) -> Shape | None:
     """ "16/32x128x128": key heads / value heads x K x V; None if it has another form.
 
     Raises BadInputError for impossible sizes.
@@ -191,18 +122,14 @@ def parse(text: str) -> GDNShape | None:
     match = re.fullmatch(r"(\d{1,5})/(\d{1,5})x(\d{1,5})x(\d{1,5})", text)
     if match is None:
         return None
-    key_heads, value_heads, key_dim, value_dim = map(int, match.groups())
-    if not min(key_heads, value_heads, key_dim, value_dim) or value_heads % key_heads:
+    key_heads, value_heads, key_dim, value_dim = values = tuple(map(int, match.groups()))
+    if not min(values) or value_heads % key_heads:
         raise BadInputError(
             f"{text} is not a GDN shape: sizes must be positive, and key heads must divide value heads.", _ORDER
         )
-    shape = GDNShape(name=text, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
-    if any(getattr(shape, name) > most for name, most in OUTLINE.largest.items()):
-        largest = OUTLINE.largest
-        raise BadInputError(
-            f"{text} is not measured: K is at most {largest['key_dim']}, V at most {largest['value_dim']}.", _ORDER
-        )
-    return shape
+    if key_dim > LARGEST_K or value_dim > LARGEST_V:
+        raise BadInputError(f"{text} is not measured: K is at most {LARGEST_K}, V at most {LARGEST_V}.", _ORDER)
+    return shapes(_WORDS, _NAMES, {text: (*values, 1)})[text]
 
 
 # --- how a model calls it
@@ -263,15 +190,7 @@ def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     return copies
 
 
-def replacement(inputs: GDNInputs) -> Output:
-    """Our kernels on a GPU, the chunked form in fp32 elsewhere."""
-    if inputs.v.device.type == "cuda":
-        return run_kernels("gdn", inputs, inputs.v.device)
-    out, final_states = reference.gdn_chunked(inputs, dtype=torch.float32)
-    return out.to(inputs.v.dtype), final_states
-
-
-BINDING = CallBinding(
+BINDING: CallBinding[GDNInputs] = CallBinding(
     function="torch_chunk_gated_delta_rule",
     step="torch_recurrent_gated_delta_rule",
     bind=bind,
@@ -290,41 +209,120 @@ BINDING = CallBinding(
     per_position=("g", "beta"),
     always_fp32=("g",),
     gate_bytes=lambda item: item + 4,  # beta, and g in fp32
-    replacement=replacement,
+    replacement=lambda inputs: computed("gdn", inputs, inputs.v, reference.gdn_chunked),
 )
 
 
-# --- the oracle
+# --- the oracle, and the operator in one precision
 
-
-def forms(inputs: GDNInputs) -> tuple[Form, Form]:
-    """out is as v; final states are (sequences, HV, K, V) in fp32."""
-    return (
-        Form(shape=tuple(inputs.v.shape), dtype=inputs.v.dtype),
-        Form(shape=inputs.states_shape, dtype=torch.float32),
-    )
-
-
-def blocks(inputs: GDNInputs, length: int) -> Iterator[OutputBlock]:
-    """The oracle, `length` positions at a time."""
-    return reference.gdn_blocks(inputs, torch.float64, block=length)
+CHUNK = 64  # of the rounded form
+_LEAF = 16  # rows of the blocks that are inverted in fp32
+_FORGOTTEN = -110.0  # a decay of exp(-110) is zero in fp32
 
 
 def bytes_per_position(inputs: GDNInputs) -> int:
     """The rounded form holds about eight fp32 rows of K, V or CHUNK; the oracle about ten fp64 rows of K + V + 64."""
     heads, value_dim = inputs.v.shape[2:]
-    width = inputs.q.shape[3] + value_dim + rounding.CHUNK
+    width = inputs.q.shape[3] + value_dim + CHUNK
     return int(heads * (8 * 4 * width + 10 * 8 * width))
 
 
-ORACLE = OracleSpec(
-    forms=forms,
-    blocks=blocks,
-    gate=lambda inputs, span: rounding.GDNGate.of(inputs, span),
-    rounded=lambda inputs, precision: rounding.RoundedGDN(inputs, precision),
-    bytes_per_position=bytes_per_position,
-    chunk_size=lambda _inputs: rounding.CHUNK,
-)
+def gate(inputs: GDNInputs, span: Span) -> Gate:
+    """The running sum of g in each chunk, (c, h, CHUNK); the padding has g = 0."""
+    g = inputs.g[span.batch, span.start : span.stop].float().clamp(_FORGOTTEN, 0)
+    return rounding.Gate(exponents=rounding.running_sum(rounding.split_chunks(g, CHUNK).transpose(1, 2)))
+
+
+def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> torch.Tensor:
+    """out of a span: the `lo` of the comparison (docs/measuring.md).
+
+    It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3, with chunks of 64
+    positions whatever the call's chunk size, in plain torch.  Everything is computed in fp32 and rounded
+
+        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as tensor cores take it:
+                                            q and k (normalised ones too), the inverse, beta times v and beta times
+                                            decay times k, w, u, the state, what a chunk writes, the scores
+        in products between the inverse's 16-row blocks     cut to tf32; for fp32 inputs to two tf32 numbers
+        where states pass from chunk to chunk, and at the end     to the state dtype
+        as the output     to the input's dtype
+        if relaxed: decays, q k^T, beta and their products, and what a chunk writes   to 16 bit (the input's dtype;
+                                            bfloat16 for fp32 inputs), and fp32 operands, too
+
+    k k^T, its decays and betas, and the substitution inside blocks of 16 rows stay in fp32.  No kernel is imitated
+    beyond that and nothing here is fitted: an implementation that rounds at fewer places only gets closer to the
+    oracle.
+    """
+    operand, intermediate, exp = low.operand, low.intermediate, rounding.gpu_exp
+
+    def chunked(tensor: torch.Tensor) -> torch.Tensor:
+        """(l, h, ...) -> (c, h, CHUNK, ...)"""
+        return rounding.split_chunks(tensor, CHUNK).transpose(1, 2)
+
+    def queries_or_keys(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor[span.batch, span.start : span.stop].float()
+        if inputs.use_qk_l2norm:
+            tensor = tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        return chunked(operand(tensor).repeat_interleave(inputs.values_per_key, 1))
+
+    q, k = queries_or_keys(inputs.q), queries_or_keys(inputs.k)  # (c, h, i, K)
+    v = chunked(inputs.v[span.batch, span.start : span.stop].float())  # (c, h, i, V)
+    beta = chunked(inputs.beta[span.batch, span.start : span.stop].float())[..., None]
+    g = gate.exponents
+
+    decay = exp((g[..., :, None] - g[..., None, :]).clamp(max=0)).tril()  # (c, h, i, j)
+    product = rounding.two_tf32 if low.operand_dtype == torch.float32 else _tf32
+    inverse = operand(_inverse(((k @ k.mT) * decay * beta).tril(-1), product))
+    beta, since_start = intermediate(beta), intermediate(exp(g))[..., None]
+    u = operand(inverse @ operand(beta * v))
+    w = operand(inverse @ operand(intermediate(beta * since_start) * k))
+
+    last = g[..., -1:]
+    to_end = intermediate(exp((last - g).clamp(max=0)))[..., None]
+    chunk_decay = exp(last)[..., None]
+    scores = operand(intermediate(intermediate(q @ k.mT) * intermediate(decay)))
+    out = torch.empty_like(v)
+    for c in range(len(v)):
+        entering = operand(low.state)
+        written = intermediate(u[c] - w[c] @ entering)
+        out[c] = since_start[c] * (q[c] @ entering) + scores[c] @ operand(written)
+        low.state = low.stored(low.state * chunk_decay[c] + k[c].mT @ operand(written * to_end[c]))
+    out = out * inputs.scale_or_default
+    return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
+
+
+def _inverse(system: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """(I + system)^-1 by blocks: those on the diagonal in fp32, then pairs of neighbours.  product: its operands."""
+    identity = torch.eye(_LEAF, device=system.device)
+    leaves = _blocks_below(system, _LEAF, 0)
+    inverse: torch.Tensor = torch.linalg.solve_triangular(
+        leaves, identity.expand_as(leaves), upper=False, unitriangular=True
+    )
+    half = _LEAF
+    while half < CHUNK:
+        top, bottom, between = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :], _blocks_below(system, half, 1)
+        corner = -product(bottom) @ product(product(between) @ product(top))
+        upper, lower = torch.cat([top, torch.zeros_like(top)], -1), torch.cat([corner, bottom], -1)
+        inverse = torch.cat([upper, lower], -2)
+        half *= 2
+    return inverse.squeeze(-3)
+
+
+def _blocks_below(system: torch.Tensor, size: int, below: int) -> torch.Tensor:
+    """(..., CHUNK, CHUNK) -> (..., n, size, size): blocks on the diagonal, or the one below each even block of it."""
+    count = CHUNK // size
+    blocks = system.reshape(*system.shape[:-2], count, size, count, size)
+    return torch.stack([blocks[..., i + below, :, i, :] for i in range(0, count, 1 + below)], -3)
+
+
+def _tf32(tensor: torch.Tensor) -> torch.Tensor:
+    """An fp32 operand as a tensor core reads it: without its low 13 bits."""
+    return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def rounded(inputs: GDNInputs, precision: Precision) -> Rounded:
+    """The operator in one precision."""
+    chunks = partial(rounded_chunks, inputs)
+    return rounding.Rounded(inputs.v, inputs.initial_state, inputs.states_shape, precision, chunks)
 
 
 # --- cost
@@ -336,20 +334,16 @@ def dims(inputs: GDNInputs) -> Dims:
     """A call's sizes; `sizes` has key_heads, value_heads, key_dim and value_dim."""
     batch, seqlen, key_heads, key_dim = inputs.q.shape
     value_heads, value_dim = inputs.v.shape[2:]
+    sizes = {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
     return Dims(
         operator="gdn",
         batch=batch,
         seqlen=seqlen,
         chunk_size=inputs.chunk_size,
         dtype=dtype_name(inputs.q.dtype),
-        sizes={"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim},
-        words=f"{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}",
+        sizes=sizes,
+        words=_WORDS.format(**sizes),
     )
-
-
-def bytes_moved(inputs: GDNInputs) -> int:
-    """Every input read once; out and the fp32 final states written once."""
-    return tensors.nbytes(inputs) + sum(form.nbytes for form in forms(inputs))
 
 
 def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
@@ -365,21 +359,27 @@ def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
     It grows with C.  The default, the smallest chunk that fills a tensor core's tile, is the least that any chunked
     kernel does, so that no choice of chunk beats the floor.  The inverse itself, decays and norms are not counted.
     """
-    names = ("key_heads", "value_heads", "key_dim", "value_dim")
-    key_heads, heads, key_dim, value_dim = (dims.sizes[name] for name in names)
+    key_heads, heads, key_dim, value_dim = (dims.sizes[name] for name in _NAMES[:4])
     sources = chunk_size + 1
     per_position = 2 * sources * (key_heads * key_dim + heads * value_dim) + 6 * heads * key_dim * value_dim
     return dims.batch * dims.seqlen * per_position
 
 
-COST = Cost(dims=dims, bytes_moved=bytes_moved, flops=flops)
+ORACLE = OracleSpec(
+    forms=lambda inputs: forms(inputs.v, inputs.states_shape),
+    blocks=lambda inputs, length: reference.gdn_blocks(inputs, torch.float64, block=length),
+    gate=gate,
+    rounded=rounded,
+    bytes_per_position=bytes_per_position,
+    chunk_size=lambda _inputs: CHUNK,
+    dims=dims,
+    flops=flops,
+)
 
 
 # --- random inputs
 
-SEED = 0
 SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
-STEPS = (1e-3, 1e-1)  # softplus(a + dt_bias) at a = 0: log-uniform
 NORMALISED, QUARTER_UNGATED = "normalised", "quarter-ungated"
 WAYS = {
     NORMALISED: "q and k are normalised before the call and not inside",
@@ -393,77 +393,36 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
     "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.  Packed and very
     short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes.
     """
-    shape, dtype = cell.shape, dtype_named(cell.dtype)
-    assert isinstance(shape, GDNShape)
+    key_heads, heads, key_dim, value_dim, largest_beta = (cell.shape.sizes[name] for name in _NAMES)
     generator = torch.Generator(device).manual_seed(SEED)
-    bounds = boundaries(cell.tokens, SEED)
-    batch, length = (1, bounds[-1]) if cell.tokens.packed else (cell.tokens.sequences, cell.tokens.seqlen)
-    heads = shape.value_heads
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=device, generator=generator)
-
-    def uniform(low: float, high: float) -> torch.Tensor:
-        return low + (high - low) * torch.rand(heads, device=device, generator=generator)
-
-    q, k, v = _tensors(shape, cell.layout, batch, length, device, dtype)
+    normal = partial(torch.randn, device=device, generator=generator)
+    q, k, v = empty([(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim)], cell, device)
     for tensor in (q, k, v):
         tensor.normal_(generator=generator)
-    step = uniform(*map(math.log, STEPS)).exp()
-    dt_bias = step + torch.log(-torch.expm1(-step))  # the inverse softplus
-    A = uniform(SLOWEST, FASTEST)
-    g = -A * torch.nn.functional.softplus(normal(batch, length, heads) + dt_bias)
+    dt_bias = gate_bias(heads, generator)
+    A = uniform(heads, SLOWEST, FASTEST, generator)
+    rows, length, bounds = positions(cell)
+    g = -A * torch.nn.functional.softplus(normal(rows, length, heads) + dt_bias)
     if QUARTER_UNGATED in cell.drawn:
         g[..., ::4] = 0
     if NORMALISED in cell.drawn:
         for tensor in (q, k):
             tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
-    states = (cell.tokens.sequences, heads, shape.key_dim, shape.value_dim)
     return kernels.GDNInputs(
         q=q,
         k=k,
         v=v,
         g=g,
-        beta=(shape.largest_beta * normal(batch, length, heads).sigmoid()).to(dtype),
+        beta=(largest_beta * normal(rows, length, heads).sigmoid()).to(dtype_named(cell.dtype)),
         use_qk_l2norm=NORMALISED not in cell.drawn,
-        initial_state=normal(*states) if cell.tokens.states else None,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device) if cell.tokens.packed else None,
+        initial_state=normal(cell.tokens.sequences, heads, key_dim, value_dim) if cell.tokens.states else None,
+        cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device),
     )
-
-
-def _tensors(
-    shape: GDNShape, layout: Layout, batch: int, length: int, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised q, k and v."""
-    key, value = (shape.key_heads, shape.key_dim), (shape.value_heads, shape.value_dim)
-    sizes = (key, key, value)
-    if layout == "contiguous":
-        q, k, v = (torch.empty(batch, length, *size, dtype=dtype, device=device) for size in sizes)
-        return q, k, v
-    widths = [math.prod(size) for size in sizes]
-    convolved = torch.empty(batch, length, sum(widths), dtype=dtype, device=device)
-    parts = torch.split(convolved, widths, -1)
-    q, k, v = (part.view(batch, length, *size) for part, size in zip(parts, sizes, strict=True))
-    return q, k, v
 
 
 # --- other libraries
 
 _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is imported
-
-
-def _fla(_checkout: Path | None) -> LoadedLibrary:
-    return LoadedLibrary(
-        implementation=adapters.load_fla(_fla_operator()), version=adapters.fla_version(), precisions=_states_as_inputs
-    )
-
-
-def _fla_recurrent(_checkout: Path | None) -> LoadedLibrary:
-    return LoadedLibrary(
-        implementation=adapters.load_fla_recurrent(_fla_operator()),
-        version=adapters.fla_version(),
-        precisions=_fp32_states,
-    )
 
 
 def _fla_operator() -> ModuleType:
@@ -477,17 +436,6 @@ def _fla_operator() -> ModuleType:
     return import_module(adapters.FLA)
 
 
-def _flash_qla(_checkout: Path | None) -> LoadedLibrary:
-    return LoadedLibrary(
-        implementation=adapters.load_flash_qla(), version=packages.package_version("flash_qla"), precisions=_fp32_states
-    )
-
-
-def _flashinfer(_checkout: Path | None) -> LoadedLibrary:
-    version = packages.package_version("flashinfer-python")
-    return LoadedLibrary(implementation=adapters.load_flashinfer(), version=version, precisions=_fp32_states)
-
-
 def _states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return (PrecisionRecord(intermediates="exact", state_dtype=dtype),)
 
@@ -498,10 +446,30 @@ def _fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
 
 _FLA_HINT = "pip install flash-linear-attention, or leave it out."
 LIBRARIES = {
-    "fla": Library(load=_fla, hint=_FLA_HINT),
-    "fla_recurrent": Library(load=_fla_recurrent, hint=_FLA_HINT),
-    "flash_qla": Library(load=_flash_qla, hint="pip install flash-qla, or leave it out."),
-    "flashinfer": Library(load=_flashinfer, hint="pip install flashinfer-python, or leave it out."),
+    "fla": Library(
+        load=lambda _: replace(
+            adapters.load_fla(_fla_operator()), version=adapters.fla_version(), precisions=_states_as_inputs
+        ),
+        hint=_FLA_HINT,
+    ),
+    "fla_recurrent": Library(
+        load=lambda _: replace(
+            adapters.load_fla_recurrent(_fla_operator()), version=adapters.fla_version(), precisions=_fp32_states
+        ),
+        hint=_FLA_HINT,
+    ),
+    "flash_qla": Library(
+        load=lambda _: replace(
+            adapters.load_flash_qla(), version=packages.package_version("flash_qla"), precisions=_fp32_states
+        ),
+        hint="pip install flash-qla, or leave it out.",
+    ),
+    "flashinfer": Library(
+        load=lambda _: replace(
+            adapters.load_flashinfer(), version=packages.package_version("flashinfer-python"), precisions=_fp32_states
+        ),
+        hint="pip install flashinfer-python, or leave it out.",
+    ),
 }
 
 
@@ -525,31 +493,24 @@ def refusal(sizes: Mapping[str, int], ranks: int) -> str:
     return f"its {heads} key heads cannot be divided by {ranks}" if heads % ranks else ""
 
 
-def first_rank(inputs: GDNInputs, ranks: int) -> GDNInputs:
-    """The first key heads with their value heads."""
-    keys, values = inputs.q.shape[2] // ranks, inputs.v.shape[2] // ranks
-    state = inputs.initial_state
-    return replace(
-        inputs,
-        q=inputs.q[:, :, :keys],
-        k=inputs.k[:, :, :keys],
-        v=inputs.v[:, :, :values],
-        g=inputs.g[:, :, :values],
-        beta=inputs.beta[:, :, :values],
-        initial_state=None if state is None else state[:, :values],
-    )
-
-
-SHARDING = Sharding(refusal=refusal, first_rank=first_rank)
-
-
 OPERATOR = Operator(
-    outline=OUTLINE,
+    name="gdn",
+    title="GDN",
+    layers="Gated-DeltaNet",
     load_inputs=lambda: kernels.GDNInputs,
+    mixer_sizes={
+        "key_heads": "num_k_heads",
+        "value_heads": "num_v_heads",
+        "key_dim": "head_k_dim",
+        "value_dim": "head_v_dim",
+    },
+    words=_WORDS,
+    largest={"key_dim": LARGEST_K, "value_dim": LARGEST_V},
+    stages=STAGES,
     binding=BINDING,
-    cost=COST,
     oracle=ORACLE,
     generator=GENERATOR,
     load_tuning=lambda: gdn_tuning.TUNING,
-    sharding=SHARDING,
+    refusal=refusal,
+    divided={"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "initial_state": 1},
 )

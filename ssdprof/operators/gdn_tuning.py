@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
 import torch
 import triton
-from pydantic import Field
 
-from ssdprof.core.base import Intermediates, Record
-from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse
+from ssdprof.core.base import Count, Size
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn import fused
-from ssdprof.kernels.gdn.config import CALL_CHUNK, GDNPortableConfig, call_key
+from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
 from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import use_overrides
-from ssdprof.operators.tuning import Axis, key_of, tuned_calls
+from ssdprof.kernels.registry import CallKey
+from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
 
 KERNEL = "portable"
-CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
 _CUTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # segments of a sequence
 _SHORTEST = 4  # chunks of a segment
 _LARGEST_STATE = 256 * 128  # numbers that a program holds in registers; more are spilled
@@ -45,16 +42,6 @@ def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPorta
         segment = triton.cdiv(chunks, cuts)
         if cuts == 1 or segment >= _SHORTEST:
             yield replace(config, segment=0 if cuts == 1 else segment)
-
-
-def _warps(config: GDNPortableConfig, _: GDNInputs) -> Iterator[GDNPortableConfig]:
-    for num_warps in (2, 4, 8):
-        yield replace(config, num_warps=num_warps)
-
-
-def _stages(config: GDNPortableConfig, _: GDNInputs) -> Iterator[GDNPortableConfig]:
-    for scan_stages in (1, 2, 3, 4):
-        yield replace(config, scan_stages=scan_stages)
 
 
 def _blocks_of_k(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
@@ -80,45 +67,22 @@ def _block(size: int) -> int:
     return max(16, int(triton.next_power_of_2(size)))
 
 
-# --- the stored form, checked when it is read
-
-_NotNegative = Annotated[int, Field(ge=0)]
-
-
-class GDNPortableSettings(Record):
-    """See `GDNPortableConfig`."""
-
-    chunk: Literal[16, 32, 64, 128]
-    segment: _NotNegative
-    block_k: Literal[16, 32, 64, 128, 256]
-    block_v: Literal[16, 32, 64, 128, 256]
-    v_rows: bool
-    num_warps: Literal[1, 2, 4, 8, 16]
-    scan_stages: Annotated[int, Field(gt=0)]
-    factors_warps: Literal[1, 2, 4, 8, 16]
-    factors_registers: _NotNegative
-
-
-def settings_of(config: GDNPortableConfig) -> KernelSettings:
-    """The stored form of a configuration."""
-    values = {name: getattr(config, name) for name in GDNPortableSettings.model_fields}
-    return KernelSettings(kernel=KERNEL, values=values)
-
-
-def config_of(settings: KernelSettings, reason: str) -> GDNPortableConfig:
-    """The inverse of `settings_of`.  pydantic's ValidationError for invalid values, ValueError for another kernel."""
-    if settings.kernel != KERNEL:
-        raise ValueError(f"no settings of a {settings.kernel!r} kernel of gdn are known")
-    return GDNPortableConfig(**GDNPortableSettings.model_validate(settings.values).model_dump(), reason=reason)
-
-
-# --- the interface of the search
-
+_AXES: tuple[Axis, ...] = (
+    _slices, _segments, varied(num_warps=(2, 4, 8)), varied(scan_stages=range(1, 5)), _blocks_of_k, _chunks, _factors
+)  # fmt: skip
 _launches: LaunchCache[GDNPortableLaunch] = LaunchCache()
 
 
-class GDNTuning:
+class GDNTuning(Tuning):
     """Tunes the portable kernel; each find is for one length and one number of sequences."""
+
+    operator = "gdn"
+    configs: ClassVar = {
+        KERNEL: stored_form(
+            GDNPortableConfig, chunk=Literal[16, 32, 64, 128], segment=Count, block_k=PowerOfTwo, block_v=PowerOfTwo,
+            v_rows=bool, num_warps=Warps, scan_stages=Size, factors_warps=Warps, factors_registers=Count,
+        )
+    }  # fmt: skip
 
     def kernel(self, inputs: GDNInputs) -> str:
         name = fused.choose(fused.VariantCall(inputs=inputs, precision=Precision())).name
@@ -129,46 +93,23 @@ class GDNTuning:
             )
         return name
 
-    def shares_find(self, kernel: str) -> bool:  # noqa: ARG002
-        return False
-
-    def calls(self, inputs: GDNInputs, intermediates: Intermediates, kernel: str) -> TunedCalls:  # noqa: ARG002
-        return tuned_calls(call_key(inputs, Precision(intermediates=intermediates)), intermediates)
+    def key(self, inputs: GDNInputs, precision: Precision, kernel: str) -> CallKey:  # noqa: ARG002
+        return call_key(inputs, precision)
 
     def committed(self, inputs: GDNInputs, kernel: str) -> GDNPortableConfig:  # noqa: ARG002
         return fused.committed_portable(inputs)
 
     def axes(self, config: GDNPortableConfig) -> tuple[Axis, ...]:  # noqa: ARG002
-        return (_slices, _segments, _warps, _stages, _blocks_of_k, _chunks, _factors)
+        return _AXES
 
     def run(self, inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> GDNOutput:
         key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
         launch = _launches.get(key, lambda: GDNPortableLaunch(inputs, precision, config, state_v_first=False))
         return launch(inputs)
 
-    def settings(self, config: GDNPortableConfig) -> KernelSettings:
-        return settings_of(config)
-
-    def check(self, settings: KernelSettings) -> None:
-        config_of(settings, "")
-
-    def short(self, inputs: GDNInputs) -> GDNInputs:
-        """The beginning of each sequence; whole chunks if theirs are."""
-        length = inputs.length
-        short = min(length, CHECKED_POSITIONS + length % CALL_CHUNK)
-        return replace(inputs, **{name: getattr(inputs, name)[:, :short] for name in ("q", "k", "v", "g", "beta")})
-
     def for_short(self, config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfig:
-        """The configuration for `short`: cut into segments if the whole sequence is."""
         chunks = -(-self.short(inputs).length // config.chunk)
         return replace(config, segment=min(config.segment, max(1, chunks // 2)))
 
-    def also_judged(self, config: GDNPortableConfig, inputs: GDNInputs) -> Sequence[GDNInputs]:  # noqa: ARG002
-        """None: a find applies to inputs of one size only."""
-        return ()
 
-    def use(self, finds: Iterable[TunedUse]) -> None:
-        use_overrides("gdn", {key_of(find): config_of(find.settings, find.reason) for find in finds})
-
-
-TUNING = GDNTuning()
+TUNING: GDNTuning = GDNTuning()

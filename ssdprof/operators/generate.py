@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from ssdprof.core.base import PrecisionRecord
-from ssdprof.operators.lazy import LazyModule
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
     import torch
@@ -18,33 +20,27 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
-
-class Shape(Protocol):
-    """The sizes of a layer; hashable.  str() gives them in words: "80x64, N 128, G 1"."""
-
-    @property
-    def name(self) -> str:
-        """The name that the user typed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """shapes: of models, by the name of a model that has them; the first is the default.
-
-    parse: sizes as a user writes them -> Shape; None for text of another form.  Raises BadInputError for impossible
-        sizes.
-    grammar: how sizes are written: "heads x P x N x groups, such as 80x64x128x1".
-    """
-
-    shapes: Mapping[str, Shape]
-    parse: Callable[[str], Shape | None]
-    grammar: str
-
-
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
+SEED = 0
+STEPS = (1e-3, 1e-1)  # of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
 Layout = Literal["contiguous", "views"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a layer, by the operator's own names, and whatever else its inputs are drawn from.
+
+    name: as the user typed it.  words: "80x64, N 128, G 1".
+    """
+
+    name: str
+    words: str
+    sizes: Mapping[str, Any] = field(hash=False)
+
+    def __str__(self) -> str:
+        return self.words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,25 +103,17 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedLibrary:
-    """Another library.  precisions: its precisions for inputs of a dtype, at the library's defaults."""
-
-    implementation: Implementation
-    version: str
-    precisions: Callable[[InputDType], tuple[PrecisionRecord, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Library:
     """How to load another library.
 
-    load: (checkout, or None for an installed library) -> the peer.  Raises ImportError.
+    load: (checkout, or None for an installed library) -> it, with its version, and its precisions at the library's
+        defaults.  Raises ImportError.
     from_checkout: whether it exists only as a checkout; `where` then names the repository.
     hint: for a failed import.
     needs_gpu: whether its kernels run on an NVIDIA GPU only.
     """
 
-    load: Callable[[Path | None], LoadedLibrary]
+    load: Callable[[Path | None], Implementation]
     hint: str
     from_checkout: bool = False
     where: str = ""
@@ -133,9 +121,13 @@ class Library:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputGenerator(Shapes, Generic[I]):
-    """draw: random inputs with gates as models are initialised, the same at every call.
+class InputGenerator(Generic[I]):
+    """shapes: of models, by the name of a model that has them; the first is the default.
 
+    parse: sizes as a user writes them -> Shape; None for text of another form.  Raises BadInputError for impossible
+        sizes.
+    grammar: how sizes are written: "heads x P x N x groups, such as 80x64x128x1".
+    draw: random inputs with gates as models are initialised, the same at every call.
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     with_chunk_size: the same inputs with another chunk size.
@@ -144,6 +136,9 @@ class InputGenerator(Shapes, Generic[I]):
     libraries: other libraries by name.
     """
 
+    shapes: Mapping[str, Shape]
+    parse: Callable[[str], Shape | None]
+    grammar: str
     draw: Callable[[Cell, torch.device], I]
     ways: Mapping[str, str] = field(default_factory=dict)
     chunk_sizes: tuple[int, ...] = ()
@@ -151,6 +146,24 @@ class InputGenerator(Shapes, Generic[I]):
     chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
     alternatives: tuple[str, ...] = ()
     libraries: Mapping[str, Library] = field(default_factory=dict)
+
+
+# --- for the operators' own generators
+
+
+def shapes(words: str, names: Sequence[str], by_model: Mapping[str, tuple[int, ...]]) -> dict[str, Shape]:
+    """words: of the sizes, such as "{nheads}x{headdim}".  by_model: their values in the order of `names`."""
+    found = {model: dict(zip(names, values, strict=False)) for model, values in by_model.items()}
+    return {model: Shape(model, words.format(**sizes), sizes) for model, sizes in found.items()}
+
+
+def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
+    """Rows and positions of the tensors, and the boundaries of packed sequences."""
+    tokens = cell.tokens
+    if tokens.shortest is None:
+        return tokens.sequences, tokens.seqlen, None
+    bounds = boundaries(tokens, SEED)
+    return 1, bounds[-1], bounds
 
 
 def boundaries(tokens: Tokens, seed: int) -> list[int]:
@@ -161,6 +174,28 @@ def boundaries(tokens: Tokens, seed: int) -> list[int]:
         drawn = torch.randint(tokens.shortest, tokens.seqlen + 1, (tokens.sequences,), generator=generator)
         lengths = [int(length) for length in drawn]
     return [0, *accumulate(lengths)]
+
+
+def uniform(count: int, low: float, high: float, generator: torch.Generator) -> torch.Tensor:
+    """(count) in fp32."""
+    return low + (high - low) * torch.rand(count, device=generator.device, generator=generator)
+
+
+def gate_bias(count: int, generator: torch.Generator) -> torch.Tensor:
+    """(count): softplus of it is log-uniform in `STEPS`."""
+    step = uniform(count, math.log(STEPS[0]), math.log(STEPS[1]), generator).exp()
+    return step + torch.log(-torch.expm1(-step))  # the inverse softplus
+
+
+def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Uninitialised tensors, of these sizes at each position; as views, they are slices of one tensor."""
+    rows, length, _ = positions(cell)
+    new = partial(torch.empty, rows, length, dtype=dtype_named(cell.dtype), device=device)
+    if cell.layout == "contiguous":
+        return tuple(new(*size) for size in sizes)
+    widths = [math.prod(size) for size in sizes]
+    parts = torch.split(new(sum(widths)), widths, -1)
+    return tuple(part.view(rows, length, *size) for part, size in zip(parts, sizes, strict=True))
 
 
 def _brief(length: int) -> str:

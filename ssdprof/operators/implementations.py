@@ -27,8 +27,8 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, library_messag
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import input_dtype
 from ssdprof.operators.generate import Library
-from ssdprof.operators.lazy import LazyModule
 from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
     import torch
@@ -170,18 +170,11 @@ def _library(operator: str, name: str, source: Library, checkout: Path | None) -
     if checkout is not None and not checkout.is_dir():
         raise BadInputError(f"There is no folder {checkout}.", f"Give a checkout of {source.where}.")
     try:
-        peer = source.load(checkout)
+        return replace(source.load(checkout), kind="library", needs_gpu=source.needs_gpu)
     except ImportError as error:
         where = " from its checkout" if checkout else ""
         why = f"{name} cannot be imported{where}: {str(error).rstrip('.')}."
         return registry.unavailable(operator, name, absent=why, hint=source.hint)
-    return replace(
-        peer.implementation,
-        kind="library",
-        version=peer.version,
-        needs_gpu=source.needs_gpu,
-        precisions=peer.precisions,
-    )
 
 
 def _own(operator: Operator[Any], name: str, reference: str) -> Implementation:
@@ -280,7 +273,7 @@ def refuse_other_operator(operator: Operator[Any], name: str, function: Callable
     for other in map(operators.get, operators.names()):
         if other.name != operator.name and other.inputs.__name__ in types:
             raise BadInputError(
-                f"{name} takes {other.inputs.__name__}, and these layers are {operator.outline.layers} layers.",
+                f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} layers.",
                 f"Name a function that takes {operator.inputs.__name__}, or run a model with other layers.",
             )
 

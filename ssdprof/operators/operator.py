@@ -1,12 +1,11 @@
-"""An operator's record, composed of small parts.  Each stage uses the part that it needs, and no operator's name.
+"""An operator's record.  Each stage uses the part that it needs, and no operator's name.
 
-    outline     name, title and stages
+    itself      name, title, sizes, and the share of one tensor-parallel rank
+    stages      of its algorithm, as kernels name them
     binding     how models call the operator, and how a captured call is stored
-    oracle      the oracle in pieces, and the roundings that a precision allows
-    cost        dims and floating-point operations
+    oracle      the oracle in pieces, the roundings that a precision allows, sizes and cost of a call
     generator   shapes of models, and random inputs                  `generate.py`
     tuning      what `ssdprof tune` may vary                         `tuning.py`
-    sharding    what one rank of a tensor-parallel server computes
 
 Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype, final_states
 (sequences, h, ...) in fp32.  Reports call them by these names whatever the operator's own names are.
@@ -16,22 +15,24 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from ssdprof import kernels
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.operators import tensors
-from ssdprof.operators.lazy import LazyModule
+from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
     import torch
 
     from ssdprof.kernels import precision, registry
+    from ssdprof.kernels.oracle import OutputBlock
     from ssdprof.kernels.precision import Precision
     from ssdprof.operators.generate import InputGenerator
+    from ssdprof.operators.rounding import Gate, Rounded, Span
     from ssdprof.operators.tuning import Tuning
 else:
     torch = LazyModule("torch")
@@ -44,7 +45,7 @@ Output: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # out, final_states
 Scalar = int | float | bool | str | None
 
 
-# --- outline
+# --- stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +69,11 @@ class KnownSource:
 def known_sources(operator: str) -> Mapping[str, KnownSource]:
     """The files of the operator's table, by their hash."""
     table = Path(__file__).parent / "known_sources" / f"{operator}.toml"
-    found = [_source(**entry) for entry in tomllib.loads(table.read_text(encoding="utf-8"))["source"]]
-    return {source.sha256: source for source in found}
-
-
-def _source(*, starts: Mapping[str, str] | None = None, **values: object) -> KnownSource:
-    lines = {int(line): stage for line, stage in (starts or {}).items()}
-    return KnownSource(starts=lines, **values)  # type: ignore[arg-type]
+    found: dict[str, KnownSource] = {}
+    for entry in tomllib.loads(table.read_text(encoding="utf-8"))["source"]:
+        starts = {int(line): stage for line, stage in entry.pop("starts", {}).items()}
+        found[entry["sha256"]] = KnownSource(starts=starts, **entry)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +105,9 @@ class Stages:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outline:
-    """name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
-
-    mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.  words: of these sizes.
-    largest: those sizes beyond which no bundled implementation runs.
-    """
-
-    name: str
-    title: str
-    layers: str
-    mixer_sizes: Mapping[str, str] = field(default_factory=dict)
-    words: str = ""
-    largest: Mapping[str, int] = field(default_factory=dict)
-    stages: Stages = field(default_factory=Stages)
+def kernels_of(**implementations: tuple[str, ...]) -> dict[str, str]:
+    """The kernels that each implementation launches -> `Stages.kernels`."""
+    return {kernel: name for name, launched in implementations.items() for kernel in launched}
 
 
 # --- binding
@@ -176,52 +163,6 @@ class CallBinding(Generic[I]):
 # --- oracle
 
 
-class OracleBlock(Protocol):
-    """A piece of the oracle: positions start..stop of row `batch`, which belong to `sequence`.
-
-    out: (stop - start, h, ...).  state: (h, ...) after position stop - 1, the final one if `last` of its sequence.
-    """
-
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
-    @property
-    def last(self) -> bool: ...
-    @property
-    def out(self) -> torch.Tensor: ...
-    @property
-    def state(self) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Positions start..stop of a sequence in row `batch`; `start` lies on one of its chunk borders."""
-
-    sequence: int
-    batch: int
-    start: int
-    stop: int
-
-
-class Gate(Protocol):
-    """The part of a span that all precisions share: the decays' exponents, in fp32."""
-
-    def largest_exponent(self) -> torch.Tensor:
-        """The largest magnitude of an exponent in each head, (h)."""
-
-
-class Rounded(Protocol):
-    """The operator in one precision, with every rounding that it allows.  Carries the state within a sequence."""
-
-    def advance(self, span: Span, gate: Any, /) -> Output:
-        """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in fp32."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """Required shape and dtype of an output tensor."""
@@ -234,9 +175,15 @@ class Form:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def forms(values: torch.Tensor, states_shape: Sequence[int]) -> tuple[Form, Form]:
+    """out is as `values`; final states are of `states_shape` in fp32."""
+    out = Form(shape=tuple(values.shape), dtype=values.dtype)
+    return out, Form(shape=tuple(states_shape), dtype=torch.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OracleSpec(Generic[I]):
-    """The oracle, and the roundings that a precision allows (docs/measuring.md).
+    """The oracle, the roundings that a precision allows (docs/measuring.md), and the least work of a call.
 
     forms: of out and of final_states.
     blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple of `chunk_size`;
@@ -244,43 +191,21 @@ class OracleSpec(Generic[I]):
     gate: of a span.  rounded: the same operator with every rounding that the precision allows.
     bytes_per_position: of a block's working memory, oracle and rounded form together.
     chunk_size: of the rounded form: spans begin at multiples of it.
+    dims: a call's sizes.  flops: the least number of multiplications and additions.
     """
 
     forms: Callable[[I], tuple[Form, Form]]
-    blocks: Callable[[I, int], Iterable[OracleBlock]]
+    blocks: Callable[[I, int], Iterable[OutputBlock]]
     gate: Callable[[I, Span], Gate]
     rounded: Callable[[I, Precision], Rounded]
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
-
-
-# --- cost
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost(Generic[I]):
-    """dims: a call's sizes.  bytes_moved: the least: every input read once, every output written once.
-    flops: the least number of multiplications and additions.
-    """
-
     dims: Callable[[I], Dims]
-    bytes_moved: Callable[[I], int]
     flops: Callable[[Dims], int]
 
-
-# --- sharding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharding(Generic[I]):
-    """The share of the first of several tensor-parallel ranks.
-
-    refusal: (sizes by the names of `Dims`, ranks) -> why the heads cannot be divided, in a sentence; empty if they can.
-    first_rank: (inputs, ranks) -> the rank's own, as views.
-    """
-
-    refusal: Callable[[Mapping[str, int], int], str]
-    first_rank: Callable[[I, int], I]
+    def bytes_moved(self, inputs: I) -> int:
+        """The least: every input read once; out and the fp32 final states written once."""
+        return tensors.nbytes(inputs) + sum(form.nbytes for form in self.forms(inputs))
 
 
 # --- the record
@@ -288,24 +213,33 @@ class Sharding(Generic[I]):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(Generic[I]):
-    """load_inputs: the type that implementations take.  A part that is None is not implemented.
+    """A part that is None is not implemented.
 
+    name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
+    load_inputs: the type that implementations take.
+    mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.  words: of these sizes.
+    largest: those sizes beyond which no bundled implementation runs.
+    refusal: (sizes by the names of `Dims`, ranks) -> why tensor-parallel ranks cannot divide the heads, in a sentence;
+        empty if they can.
+    divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
     baseline: the implementation that others are compared with.
     """
 
-    outline: Outline
+    name: str
+    title: str
+    layers: str
     load_inputs: Callable[[], type[I]]
     binding: CallBinding[I]
-    cost: Cost[I] | None = None
+    mixer_sizes: Mapping[str, str] = field(default_factory=dict)
+    words: str = ""
+    largest: Mapping[str, int] = field(default_factory=dict)
+    stages: Stages = field(default_factory=Stages)
     oracle: OracleSpec[I] | None = None
     generator: InputGenerator[I] | None = None
-    load_tuning: Callable[[], Tuning[I]] | None = None
-    sharding: Sharding[I] | None = None
+    load_tuning: Callable[[], Tuning] | None = None
+    refusal: Callable[[Mapping[str, int], int], str] | None = None
+    divided: Mapping[str, int] = field(default_factory=dict)
     baseline: str = "unfused"
-
-    @property
-    def name(self) -> str:
-        return self.outline.name
 
     @property
     def inputs(self) -> type[I]:
@@ -317,29 +251,41 @@ class Operator(Generic[I]):
         return self._present(self.oracle, "a rule by which its outputs are judged")
 
     @property
-    def costed(self) -> Cost[I]:
-        """The cost.  BadInputError if there is none."""
-        return self._present(self.cost, "a count of its bytes and operations")
-
-    @property
     def generated(self) -> InputGenerator[I]:
         """The interface of `bench`.  BadInputError if there is none."""
         return self._present(self.generator, "inputs that a bench could draw")
 
     @property
-    def tunable(self) -> Tuning[I]:
+    def tunable(self) -> Tuning:
         """The interface of `tune`.  BadInputError if there is none."""
         return self._present(self.load_tuning, "configurations that could be tuned")()
 
     def _present(self, part: P | None, words: str) -> P:
         if part is None:
-            raise BadInputError(f"ssdprof does not have {words} for {self.outline.layers} layers ({self.name}) yet.")
+            raise BadInputError(f"ssdprof does not have {words} for {self.layers} layers ({self.name}) yet.")
         return part
+
+    def first_rank(self, inputs: Any, ranks: int) -> Any:
+        """What the first of several tensor-parallel ranks computes, as views: the first heads with their groups.
+
+        A single group is on every rank.
+        """
+
+        def first(tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
+            return None if tensor is None else tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
+
+        return replace(inputs, **{name: first(getattr(inputs, name), dim) for name, dim in self.divided.items()})
 
 
 # --- our kernels in a model
 
-_PREFERRED = ("fused", "unfused")
+
+def computed(operator: str, inputs: Any, values: torch.Tensor, chunked: Callable[..., Output]) -> Output:
+    """By our kernels on a GPU, by the chunked form in fp32 elsewhere; out is as `values`."""
+    if values.device.type == "cuda":
+        return run_kernels(operator, inputs, values.device)
+    out, final_states = chunked(inputs, dtype=torch.float32)
+    return out.to(values.dtype), final_states
 
 
 def run_kernels(operator: str, inputs: Any, device: torch.device) -> Output:
@@ -349,7 +295,7 @@ def run_kernels(operator: str, inputs: Any, device: torch.device) -> Output:
     """
     refusals = []
     with torch.cuda.device(device):
-        for name in _PREFERRED:
+        for name in ("fused", "unfused"):
             if name not in kernels.names(operator):
                 refusals.append(f"{name}: there is none")
                 continue

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, TypeVar
+from dataclasses import dataclass
 
 import torch
 
-from ssdprof.operators.operator import Gate, Span
+from ssdprof.kernels.precision import Precision
 
-if TYPE_CHECKING:
-    from ssdprof.kernels.precision import Precision
-
-G = TypeVar("G", bound=Gate)
 _LOG2_E = math.log2(math.e)
 
 
@@ -46,20 +41,22 @@ def two_tf32(tensor: torch.Tensor) -> torch.Tensor:
     return scaled - (scaled - tensor)
 
 
-def rounded_operand(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 numbers as a matrix product on tensor cores takes them: in `dtype`, fp32 as two tf32 numbers."""
-    return two_tf32(tensor) if dtype == torch.float32 else tensor.to(dtype).float()
-
-
 def split_chunks(tensor: torch.Tensor, q: int) -> torch.Tensor:
     """(l, ...) -> (c, q, ...), zeros at the end."""
     length, *rest = tensor.shape
-    pad = -length % q
-    return torch.cat([tensor, tensor.new_zeros(pad, *rest)]).reshape(-1, q, *rest)
+    return torch.cat([tensor, tensor.new_zeros(-length % q, *rest)]).reshape(-1, q, *rest)
+
+
+def running_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Along the last dimension, one addend after the other: the order that loses most."""
+    sums = [tensor[..., 0]]
+    for i in range(1, tensor.shape[-1]):
+        sums.append(sums[-1] + tensor[..., i])
+    return torch.stack(sums, -1)
 
 
 @contextmanager
-def ieee_matmul() -> Iterator[None]:
+def _ieee_matmul() -> Iterator[None]:
     """Compute fp32 products in fp32, whatever the process has set: no precision allows the rounding of TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -69,11 +66,38 @@ def ieee_matmul() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-class RoundedForm(ABC, Generic[G]):
-    """An operator in one precision, evaluated span after span; the state is carried within a sequence.
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Positions start..stop of a sequence in row `batch`; `start` lies on one of its chunk borders."""
+
+    sequence: int
+    batch: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """The part of a span that all precisions share: the decays' exponents (c, h, q) in fp32.
+
+    dt: of SSD, in the same shape.
+    """
+
+    exponents: torch.Tensor
+    dt: torch.Tensor | None = None
+
+    def largest_exponent(self) -> torch.Tensor:
+        """The largest magnitude of an exponent in each head, (h); 0 without positions."""
+        chunks, heads, _ = self.exponents.shape
+        return self.exponents.abs().amax((0, 2)) if chunks else self.exponents.new_zeros(heads)
+
+
+class Rounded:
+    """An operator in one precision, with every rounding that it allows, evaluated span after span.
 
     values: (b, l, h, ...), in the shape and the dtype of the output.
     initial_states: (sequences, h, ...) of `states_shape`; None is zeros.
+    chunks: (self, span, gate) -> out of a span that has positions; moves `state` (h, ...) to its end.
     """
 
     def __init__(
@@ -82,38 +106,38 @@ class RoundedForm(ABC, Generic[G]):
         initial_states: torch.Tensor | None,
         states_shape: tuple[int, ...],
         precision: Precision,
+        chunks: Callable[[Rounded, Span, Gate], torch.Tensor],
     ) -> None:
         self._values, self._initial_states, self._states_shape = values, initial_states, states_shape
-        self._state_dtype = precision.state_dtype
+        self._state_dtype, self._chunks = precision.state_dtype, chunks
         self._intermediate_dtype = precision.intermediate_dtype(values.dtype)
-        self._operand_dtype = values.dtype if precision.exact else self._intermediate_dtype
+        self.operand_dtype = values.dtype if precision.exact else self._intermediate_dtype
         self._sequence: int | None = None
-        self._state = torch.empty(0)
+        self.state = torch.empty(0)
 
-    def advance(self, span: Span, gate: G) -> tuple[torch.Tensor, torch.Tensor]:
+    def advance(self, span: Span, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
         """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in fp32."""
         if span.sequence != self._sequence:
-            self._sequence, self._state = span.sequence, self._initial_state(span.sequence)
+            self._sequence, self.state = span.sequence, self._initial_state(span.sequence)
         if span.start == span.stop:
-            return self._values[span.batch, span.start : span.stop], self._state
-        with ieee_matmul():
-            out = self._chunks(span, gate)
-        return out, self._state
-
-    @abstractmethod
-    def _chunks(self, span: Span, gate: G) -> torch.Tensor:
-        """out of a span that has positions; moves `_state` to its end."""
+            return self._values[span.batch, span.start : span.stop], self.state
+        with _ieee_matmul():
+            out = self._chunks(self, span, gate)
+        return out, self.state
 
     def _initial_state(self, sequence: int) -> torch.Tensor:
         if self._initial_states is not None:
-            return self._state_rounded(self._initial_states[sequence].float())
+            return self.stored(self._initial_states[sequence].float())
         return self._values.new_zeros(self._states_shape[1:], dtype=torch.float32)
 
-    def _operand_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return rounded_operand(tensor, self._operand_dtype)
+    def operand(self, tensor: torch.Tensor) -> torch.Tensor:
+        """fp32 numbers as a matrix product on tensor cores takes them: fp32 as two tf32 numbers."""
+        fp32 = self.operand_dtype == torch.float32
+        return two_tf32(tensor) if fp32 else tensor.to(self.operand_dtype).float()
 
-    def _intermediate_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+    def intermediate(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._intermediate_dtype).float()
 
-    def _state_rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As a state passes from chunk to chunk."""
         return tensor.to(self._state_dtype).float()

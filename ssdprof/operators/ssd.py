@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,71 +15,58 @@ from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Layout, Library, LoadedLibrary, boundaries
-from ssdprof.operators.lazy import LazyModule
+from ssdprof.operators.dtypes import dtype_name
+from ssdprof.operators.generate import (
+    SEED,
+    Cell,
+    InputDType,
+    InputGenerator,
+    Library,
+    Shape,
+    empty,
+    gate_bias,
+    positions,
+    shapes,
+    uniform,
+)  # fmt: skip
 from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
-    Cost,
-    Form,
     Operator,
     OracleSpec,
-    Outline,
-    Output,
     Scalar,
-    Sharding,
     Stages,
+    computed,
+    forms,
+    kernels_of,
     known_sources,
-    run_kernels,
 )  # fmt: skip
+from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ssdprof.kernels.oracle import OutputBlock
+    from ssdprof.kernels.precision import Precision
+    from ssdprof.kernels.registry import Implementation
     from ssdprof.kernels.ssd import adapters, reference
     from ssdprof.kernels.ssd.inputs import SSDInputs
-    from ssdprof.operators import ssd_rounding as rounding
-    from ssdprof.operators import ssd_tuning
+    from ssdprof.operators import rounding, ssd_tuning
+    from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
     torch = LazyModule("torch")
     reference = LazyModule("ssdprof.kernels.ssd.reference")
-    rounding = LazyModule("ssdprof.operators.ssd_rounding")
+    rounding = LazyModule("ssdprof.operators.rounding")
     ssd_tuning = LazyModule("ssdprof.operators.ssd_tuning")
     adapters = LazyModule("ssdprof.kernels.ssd.adapters")
 
 
-# --- outline
-
 STAGES = Stages(
     order=(
-        "setup",
-        "setup.load",
-        "setup.store",
-        "ticket",
-        "loads",
-        "chunk_cumsum",
-        "bmm_chunk",
-        "waiting",
-        "waiting.chunk",
-        "waiting.scores",
-        "waiting.half",
-        "waiting.gates",
-        "chunk_state",
-        "chunk_state.first_pass",
-        "state_passing",
-        "state_passing.wait",
-        "state_passing.load",
-        "state_passing.store",
-        "chunk_scan",
-        "chunk_scan.previous",
-        "chunk_scan.current",
-        "chunk_scan.residual",
-        "recurrence",
-        "step_state",
-        "step_output",
+        "setup", "setup.load", "setup.store", "ticket", "loads", "chunk_cumsum", "bmm_chunk", "waiting",
+        "waiting.chunk", "waiting.scores", "waiting.half", "waiting.gates", "chunk_state", "chunk_state.first_pass",
+        "state_passing", "state_passing.wait", "state_passing.load", "state_passing.store", "chunk_scan",
+        "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual", "recurrence", "step_state", "step_output",
         "ahead",
     ),
     words={
@@ -98,67 +86,27 @@ STAGES = Stages(
         "ahead": "roles that are ahead",
     },
     ahead=frozenset({"ahead"}),
-    kernels={
-        kernel: implementation
-        for implementation, own in {
-            "fused": ("_fused_hopper_kernel", "_fused_kernel"),
-            "unfused": (
-                "_chunk_table_kernel",
-                "_chunk_cumsum_kernel",
-                "_chunk_state_kernel",
-                "_state_passing_kernel",
-                "_bmm_chunk_kernel",
-                "_chunk_scan_kernel",
-            ),
-            "recurrent": ("_ssd_recurrent_kernel",),
-            "unfused_step": ("_ssd_step_state_kernel", "_ssd_step_output_kernel"),
-        }.items()
-        for kernel in own
-    },
+    kernels=kernels_of(
+        fused=("_fused_hopper_kernel", "_fused_kernel"),
+        unfused=(
+            "_chunk_table_kernel", "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel",
+            "_bmm_chunk_kernel", "_chunk_scan_kernel",
+        ),
+        recurrent=("_ssd_recurrent_kernel",),
+        unfused_step=("_ssd_step_state_kernel", "_ssd_step_output_kernel"),
+    ),
     sources=known_sources("ssd"),
-)
-
-OUTLINE = Outline(
-    name="ssd",
-    title="SSD (Mamba-2)",
-    layers="Mamba-2",
-    mixer_sizes={
-        "nheads": "num_heads",
-        "headdim": "head_dim",
-        "dstate": "ssm_state_size",
-        "ngroups": "n_groups",
-        "chunk_size": "chunk_size",
-    },
-    words="{nheads}x{headdim}, N {dstate}, G {ngroups}, chunk {chunk_size}",
-    largest={"dstate": 256},
-    stages=STAGES,
-)
+)  # fmt: skip
 
 
 # --- shapes of models
 
 GRAMMAR = "heads x P x N x groups, such as 80x64x128x1"
+LARGEST_N = 256
 _ORDER = "Order: heads x P x N x groups."
-
-
-@dataclass(frozen=True, kw_only=True)
-class SSDShape:
-    """The sizes of a layer: x is (b, l, nheads, headdim), B and C are (b, l, ngroups, dstate).
-
-    name: as the user typed it.
-    """
-
-    name: str
-    nheads: int
-    headdim: int
-    dstate: int
-    ngroups: int
-
-    def __str__(self) -> str:
-        return f"{self.nheads}x{self.headdim}, N {self.dstate}, G {self.ngroups}"
-
-
-_BY_MODEL = {  # H, P, N, G, as in the models' configs
+_NAMES = ("nheads", "headdim", "dstate", "ngroups")
+_WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
+SHAPES = shapes(_WORDS, _NAMES, {  # as in the models' configs
     "mamba2-2.7b": (80, 64, 128, 1),
     "granite-4.0-h-small": (128, 64, 128, 1),
     "granite-4.0-h-1b": (48, 64, 128, 1),
@@ -168,25 +116,22 @@ _BY_MODEL = {  # H, P, N, G, as in the models' configs
     "falcon-h1-3b": (32, 128, 256, 1),
     "zamba2-2.7b": (80, 64, 64, 1),
     "zamba2-7b": (112, 64, 64, 2),
-}
-SHAPES = {
-    name: SSDShape(name=name, nheads=h, headdim=p, dstate=n, ngroups=g) for name, (h, p, n, g) in _BY_MODEL.items()
-}
+})  # fmt: skip
 
 
-def parse(text: str) -> SSDShape | None:
+def parse(text: str) -> Shape | None:
     """ "80x64x128x1": heads x P x N x groups; None if it has another form.  BadInputError for impossible sizes."""
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})x(\d{1,5})x(\d{1,5})", text)
     if match is None:
         return None
-    nheads, headdim, dstate, ngroups = map(int, match.groups())
-    if not min(nheads, headdim, dstate, ngroups) or nheads % ngroups:
+    nheads, _, dstate, ngroups = values = tuple(map(int, match.groups()))
+    if not min(values) or nheads % ngroups:
         raise BadInputError(
             f"{text} is not an SSD shape: sizes must be positive, and groups must divide heads.", _ORDER
         )
-    if dstate > OUTLINE.largest["dstate"]:
-        raise BadInputError(f"{text} is not measured: N is at most {OUTLINE.largest['dstate']}.", _ORDER)
-    return SSDShape(name=text, nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups)
+    if dstate > LARGEST_N:
+        raise BadInputError(f"{text} is not measured: N is at most {LARGEST_N}.", _ORDER)
+    return shapes(_WORDS, _NAMES, {text: values})[text]
 
 
 # --- how a model calls it
@@ -287,14 +232,6 @@ def _of_heads(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
     return first
 
 
-def replacement(inputs: SSDInputs) -> Output:
-    """Our kernels on a GPU, the chunked form in fp32 elsewhere."""
-    if inputs.x.device.type == "cuda":
-        return run_kernels("ssd", inputs, inputs.x.device)
-    out, final_states = reference.ssd_chunked(inputs, dtype=torch.float32)
-    return out.to(inputs.x.dtype), final_states
-
-
 def scalars(inputs: SSDInputs) -> dict[str, Scalar]:
     """The scalars in JSON, which has no infinity: None means no limit of dt."""
     found = tensors.scalars(inputs)
@@ -320,26 +257,13 @@ BINDING = CallBinding(
     views=("x", "B", "C"),
     per_position=("dt", "z"),
     gate_bytes=lambda item: item,  # dt
-    replacement=replacement,
+    replacement=lambda inputs: computed("ssd", inputs, inputs.x, reference.ssd_chunked),
     scalars=scalars,
     arguments=arguments,
 )
 
 
-# --- the oracle
-
-
-def forms(inputs: SSDInputs) -> tuple[Form, Form]:
-    """out is as x; final states are (sequences, h, p, n) in fp32."""
-    return (
-        Form(shape=tuple(inputs.x.shape), dtype=inputs.x.dtype),
-        Form(shape=inputs.states_shape, dtype=torch.float32),
-    )
-
-
-def blocks(inputs: SSDInputs, length: int) -> Iterator[OutputBlock]:
-    """The oracle, `length` positions at a time."""
-    return reference.ssd_blocks(inputs, torch.float64, block=length)
+# --- the oracle, and the operator in one precision
 
 
 def bytes_per_position(inputs: SSDInputs) -> int:
@@ -350,14 +274,77 @@ def bytes_per_position(inputs: SSDInputs) -> int:
     return h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
 
 
-ORACLE = OracleSpec(
-    forms=forms,
-    blocks=blocks,
-    gate=lambda inputs, span: rounding.SSDGate.of(inputs, span),
-    rounded=lambda inputs, precision: rounding.RoundedSSD(inputs, precision),
-    bytes_per_position=bytes_per_position,
-    chunk_size=lambda inputs: inputs.power_of_two_chunk,
-)
+def gate(inputs: SSDInputs, span: Span) -> Gate:
+    """dt and the running sum of dt A in each chunk, (c, h, q).
+
+    The last chunk is padded with dt = 0, which neither decays nor adds.
+    """
+    dt = inputs.dt[span.batch, span.start : span.stop].float()
+    if inputs.dt_bias is not None:
+        dt = dt + inputs.dt_bias.float()
+    if inputs.dt_softplus:
+        dt = torch.nn.functional.softplus(dt)
+    dt = rounding.split_chunks(dt.clamp(*inputs.dt_limit), inputs.power_of_two_chunk).transpose(1, 2)
+    return rounding.Gate(exponents=rounding.running_sum(dt * inputs.A.float()[:, None]), dt=dt)
+
+
+def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> torch.Tensor:
+    """out of a span: the `lo` of the comparison (docs/measuring.md).
+
+    It is the chunked algorithm of Dao and Gu 2024 (arXiv:2405.21060), section 6, in plain torch, at the chunk size
+    `SSDInputs.power_of_two_chunk`.  Everything is computed in fp32 and rounded
+
+        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as tensor cores take it
+        where states pass from chunk to chunk, and at the end     to the state dtype
+        as the output     to the input's dtype
+        if relaxed: decays, C B^T, dt and their products     to 16 bit (the input's dtype; bfloat16 for fp32 inputs)
+
+    It imitates no kernel and nothing is fitted: an implementation that rounds at fewer places only gets closer to the
+    oracle.  fp32 sums are made in the order that a kernel may make them and that loses most, one addend after the
+    other.
+    """
+    q, operand, intermediate, exp = inputs.power_of_two_chunk, low.operand, low.intermediate, rounding.gpu_exp
+    (h, p), (g, n) = inputs.x.shape[2:], inputs.B.shape[2:]
+    r, length = h // g, span.stop - span.start
+    x_span = inputs.x[span.batch, span.start : span.stop].float()
+    x = operand(rounding.split_chunks(x_span.reshape(length, g, r, p), q).permute(0, 2, 3, 1, 4))  # (c, g, r, q, p)
+    B, C = (
+        operand(rounding.split_chunks(tensor[span.batch, span.start : span.stop].float(), q).transpose(1, 2))
+        for tensor in (inputs.B, inputs.C)
+    )  # (c, g, q, n)
+    assert gate.dt is not None
+    a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
+
+    causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
+    decay = intermediate(exp((a[..., :, None] - a[..., None, :]).clamp(max=0)))  # (c, g, r, q, s)
+    CB = intermediate(C @ B.mT)[:, :, None]
+    scores = torch.where(causal, intermediate(intermediate(CB * decay) * dt[..., None, :]), 0.0)
+    out = operand(scores) @ x
+
+    last = a[..., -1:]
+    weights = intermediate(intermediate(exp((last - a).clamp(max=0))) * dt)
+    chunk_states = operand(x * weights[..., None]).mT @ B[:, :, None]  # (c, g, r, p, n)
+    chunk_decay = exp(last)[..., None]
+    state = low.state.reshape(g, r, p, n)
+    entering = []
+    for c in range(len(chunk_states)):
+        entering.append(state)
+        state = low.stored(state * chunk_decay[c] + chunk_states[c])
+    low.state = state.reshape(h, p, n)
+    out += (C[:, :, None] @ operand(torch.stack(entering)).mT) * intermediate(exp(a))[..., None]
+
+    out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[:length]
+    if inputs.D is not None:
+        out = out + inputs.D.float().reshape(h, -1) * x_span
+    if inputs.z is not None:
+        out = out * torch.nn.functional.silu(inputs.z[span.batch, span.start : span.stop].float())
+    return out.to(inputs.x.dtype)
+
+
+def rounded(inputs: SSDInputs, precision: Precision) -> Rounded:
+    """The operator in one precision."""
+    chunks = partial(rounded_chunks, inputs)
+    return rounding.Rounded(inputs.x, inputs.initial_states, inputs.states_shape, precision, chunks)
 
 
 # --- cost
@@ -381,11 +368,6 @@ def dims(inputs: SSDInputs) -> Dims:
     )
 
 
-def bytes_moved(inputs: SSDInputs) -> int:
-    """Every input read once; out and the fp32 final states written once."""
-    return tensors.nbytes(inputs) + sum(form.nbytes for form in forms(inputs))
-
-
 def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products.
 
@@ -403,13 +385,20 @@ def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
     return dims.batch * dims.seqlen * (g * n * sources + h * p * sources + 4 * h * p * n)
 
 
-COST = Cost(dims=dims, bytes_moved=bytes_moved, flops=flops)
+ORACLE = OracleSpec(
+    forms=lambda inputs: forms(inputs.x, inputs.states_shape),
+    blocks=lambda inputs, length: reference.ssd_blocks(inputs, torch.float64, block=length),
+    gate=gate,
+    rounded=rounded,
+    bytes_per_position=bytes_per_position,
+    chunk_size=lambda inputs: inputs.power_of_two_chunk,
+    dims=dims,
+    flops=flops,
+)
 
 
 # --- random inputs
 
-SEED = 0
-STEPS = (1e-3, 1e-1)  # of dt at a raw dt of 0: log-uniform, as models are initialised
 SLOWEST, FASTEST = -1.0, -16.0  # A
 CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
 
@@ -420,107 +409,69 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     "contiguous" tensors, or "views" as a model passes them: x, B and C as slices of one tensor, dt as a slice of
     the input projection.  Packed and very short sequences have initial states ~ N(0, 1) too.
     """
-    shape, dtype = cell.shape, dtype_named(cell.dtype)
-    assert isinstance(shape, SSDShape)
+    h, p, n, g = (cell.shape.sizes[name] for name in _NAMES)
     generator = torch.Generator(device).manual_seed(SEED)
-    bounds = boundaries(cell.tokens, SEED)
-    batch, seqlen = (1, bounds[-1]) if cell.tokens.packed else (cell.tokens.sequences, cell.tokens.seqlen)
-
-    def normal(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*sizes, dtype=dtype, device=device, generator=generator)
-
-    def uniform(low: float, high: float) -> torch.Tensor:
-        return low + (high - low) * torch.rand(shape.nheads, device=device, generator=generator)
-
-    step = uniform(*map(math.log, STEPS)).exp()
-    x, B, C, dt = _tensors(shape, cell.layout, batch, seqlen, device, dtype)
+    normal = partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
+    dt_bias = gate_bias(h, generator)
+    x, B, C = empty([(h, p), (g, n), (g, n)], cell, device)
+    before = 0 if cell.layout == "contiguous" else 2 * h * p + 2 * g * n  # z x B C
+    dt = empty([(before + h,)], cell, device)[0][..., before:]
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
+    bounds = positions(cell)[2]
     return kernels.SSDInputs(
         x=x,
         dt=dt,
-        A=uniform(FASTEST, SLOWEST),
+        A=uniform(h, FASTEST, SLOWEST, generator),
         B=B,
         C=C,
         chunk_size=CHUNK_SIZES[0],
-        D=normal(shape.nheads),
-        dt_bias=step + torch.log(-torch.expm1(-step)),
+        D=normal(h),
+        dt_bias=dt_bias,
         dt_softplus=True,
-        initial_states=normal(cell.tokens.sequences, shape.nheads, shape.headdim, shape.dstate)
-        if cell.tokens.states
-        else None,
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device) if cell.tokens.packed else None,
+        initial_states=normal(cell.tokens.sequences, h, p, n) if cell.tokens.states else None,
+        cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device),
     )
-
-
-def _tensors(
-    shape: SSDShape, layout: Layout, batch: int, seqlen: int, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised x, B, C and dt."""
-    sizes = _sizes(shape)
-    if layout == "contiguous":
-        x, B, C, dt = (torch.empty(batch, seqlen, *size, dtype=dtype, device=device) for size in sizes)
-        return x, B, C, dt
-    *conv, steps = map(math.prod, sizes)
-    projection = torch.empty(batch, seqlen, conv[0] + sum(conv) + steps, dtype=dtype, device=device)  # z x B C dt
-    convolved = torch.empty(batch, seqlen, sum(conv), dtype=dtype, device=device)
-    x, B, C = (
-        part.view(batch, seqlen, *size) for part, size in zip(torch.split(convolved, conv, -1), sizes[:3], strict=True)
-    )
-    return x, B, C, projection[..., -steps:]
-
-
-def _sizes(shape: SSDShape) -> tuple[tuple[int, ...], ...]:
-    """The shapes of one position of x, B, C and dt."""
-    group = (shape.ngroups, shape.dstate)
-    return (shape.nheads, shape.headdim), group, group, (shape.nheads,)
 
 
 # --- other libraries
-
-
-def _mamba_ssm(_checkout: Path | None) -> LoadedLibrary:
-    return LoadedLibrary(
-        implementation=adapters.load_mamba_ssm(),
-        version=adapters.mamba_ssm_version(),
-        precisions=lambda dtype: _exact(
-            *dict.fromkeys((dtype, "fp32")) if adapters.mamba_ssm_passes_any_states() else (dtype,)
-        ),
-    )
-
-
-def _selective_state_update(_checkout: Path | None) -> LoadedLibrary:
-    return LoadedLibrary(
-        implementation=adapters.load_selective_state_update(),
-        version=adapters.mamba_ssm_version(),
-        precisions=lambda _dtype: _exact("fp32"),
-    )
-
-
-def _published(checkout: Path | None) -> LoadedLibrary:
-    assert checkout is not None
-    return LoadedLibrary(
-        implementation=adapters.load_published(checkout),
-        version=adapters.published_version(checkout),
-        precisions=_published_precisions,
-    )
-
-
-def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
-    """Its "high" setting; of fp16 inputs also its "medium" one, and each with the states of the other."""
-    if dtype != "fp16":
-        return _exact("fp32")
-    return precisions_for(dtype, "all", ("fp32", "fp16"))
 
 
 def _exact(*states: DType) -> tuple[PrecisionRecord, ...]:
     return tuple(PrecisionRecord(intermediates="exact", state_dtype=state) for state in states)
 
 
+def _mamba_ssm_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+    return _exact(*dict.fromkeys((dtype, "fp32")) if adapters.mamba_ssm_passes_any_states() else (dtype,))
+
+
+def _published(checkout: Path | None) -> Implementation:
+    assert checkout is not None
+    loaded = adapters.load_published(checkout)
+    return replace(loaded, version=adapters.published_version(checkout), precisions=_published_precisions)
+
+
+def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+    """Its "high" setting; of fp16 inputs also its "medium" one, and each with the states of the other."""
+    return precisions_for(dtype, "all", ("fp32", "fp16")) if dtype == "fp16" else _exact("fp32")
+
+
 _MAMBA_SSM_HINT = "pip install mamba-ssm, or leave it out."
 LIBRARIES = {
-    "mamba_ssm": Library(load=_mamba_ssm, hint=_MAMBA_SSM_HINT),
-    "selective_state_update": Library(load=_selective_state_update, hint=_MAMBA_SSM_HINT),
+    "mamba_ssm": Library(
+        load=lambda _: replace(
+            adapters.load_mamba_ssm(), version=adapters.mamba_ssm_version(), precisions=_mamba_ssm_precisions
+        ),
+        hint=_MAMBA_SSM_HINT,
+    ),
+    "selective_state_update": Library(
+        load=lambda _: replace(
+            adapters.load_selective_state_update(),
+            version=adapters.mamba_ssm_version(),
+            precisions=lambda _dtype: _exact("fp32"),
+        ),
+        hint=_MAMBA_SSM_HINT,
+    ),
     "published": Library(
         load=_published,
         hint="Give a checkout of github.com/RishiAstra/mamba.",
@@ -556,37 +507,25 @@ def refusal(sizes: Mapping[str, int], ranks: int) -> str:
     return ""
 
 
-def first_rank(inputs: SSDInputs, ranks: int) -> SSDInputs:
-    """The first heads with their groups."""
-    heads, groups = inputs.x.shape[2] // ranks, max(1, inputs.B.shape[2] // ranks)
-
-    def first(tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
-        return None if tensor is None else tensor.narrow(dim, 0, heads)
-
-    return replace(
-        inputs,
-        x=inputs.x[:, :, :heads],
-        dt=inputs.dt[:, :, :heads],
-        A=inputs.A[:heads],
-        B=inputs.B[:, :, :groups],
-        C=inputs.C[:, :, :groups],
-        D=first(inputs.D, 0),
-        z=first(inputs.z, 2),
-        dt_bias=first(inputs.dt_bias, 0),
-        initial_states=first(inputs.initial_states, 1),
-    )
-
-
-SHARDING = Sharding(refusal=refusal, first_rank=first_rank)
-
-
 OPERATOR = Operator(
-    outline=OUTLINE,
+    name="ssd",
+    title="SSD (Mamba-2)",
+    layers="Mamba-2",
     load_inputs=lambda: kernels.SSDInputs,
+    mixer_sizes={
+        "nheads": "num_heads",
+        "headdim": "head_dim",
+        "dstate": "ssm_state_size",
+        "ngroups": "n_groups",
+        "chunk_size": "chunk_size",
+    },
+    words=f"{_WORDS}, chunk {{chunk_size}}",
+    largest={"dstate": LARGEST_N},
+    stages=STAGES,
     binding=BINDING,
-    cost=COST,
     oracle=ORACLE,
     generator=GENERATOR,
     load_tuning=lambda: ssd_tuning.TUNING,
-    sharding=SHARDING,
+    refusal=refusal,
+    divided={"x": 2, "dt": 2, "A": 0, "B": 2, "C": 2, "D": 0, "z": 2, "dt_bias": 0, "initial_states": 1},
 )

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
-from typing import Annotated
+from typing import Any, ClassVar
 
 import torch
 import triton
-from pydantic import Field, model_validator
 
-from ssdprof.core.base import Intermediates, Record
-from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse
+from ssdprof.core.base import Count, Size
+from ssdprof.core.tuned import KernelSettings
 from ssdprof.kernels import device
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import use_overrides
+from ssdprof.kernels.registry import CallKey
 from ssdprof.kernels.ssd.config import HOPPER_CHUNK, SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused, shared_bytes
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable import ssd_fused_portable
-from ssdprof.operators.tuning import Axis, key_of, tuned_calls
+from ssdprof.operators.tuning import CHECKED_POSITIONS, Axis, Tuning, stored_form, varied
 
 SSDConfig = SSDHopperConfig | SSDPortableConfig
 
-CHECKED_CHUNKS = 16  # of 64 positions, on which a candidate is first verified
 _CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)  # segments of a sequence
 _HOPPER_SHARED_BYTES = 227 << 10  # per program
 _LARGEST_STATE = 128 * 128  # numbers that a program holds in registers; more are spilled
@@ -38,20 +36,9 @@ def _hopper_chunks(inputs: SSDInputs) -> int:
     return ceil_div(inputs.length, HOPPER_CHUNK)
 
 
-def _on_hopper(axis: Callable[[SSDHopperConfig, SSDInputs], Iterable[SSDHopperConfig]]) -> Axis:
-    def checked(config: SSDConfig, inputs: SSDInputs) -> Iterable[SSDConfig]:
-        assert isinstance(config, SSDHopperConfig)
-        return (one for one in axis(config, inputs) if as_exact_as_unfused(one, _hopper_chunks(inputs)))
-
-    return checked
-
-
-def _on_portable(axis: Callable[[SSDPortableConfig, SSDInputs], Iterable[SSDPortableConfig]]) -> Axis:
-    def checked(config: SSDConfig, inputs: SSDInputs) -> Iterable[SSDConfig]:
-        assert isinstance(config, SSDPortableConfig)
-        return (one for one in axis(config, inputs) if _addresses_last(one, inputs))
-
-    return checked
+def _checked(axis: Axis, fits: Callable[[Any, SSDInputs], bool]) -> Axis:
+    """The configurations of an axis that are exact."""
+    return lambda config, inputs: (one for one in axis(config, inputs) if fits(one, inputs))
 
 
 def _addresses_last(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
@@ -123,11 +110,6 @@ def _rings(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConf
 # --- the portable kernel
 
 
-def _warps(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
-    for num_warps in (2, 4, 8):
-        yield replace(config, num_warps=num_warps)
-
-
 def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
     """Segments keep their lengths in positions."""
     for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
@@ -168,67 +150,32 @@ def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig
         yield replace(config, max_chunks=max(config.min_chunks, int(config.max_chunks * times)))
 
 
-# --- the stored form, checked when it is read
-
-_Positive = Annotated[int, Field(gt=0)]
-_NotNegative = Annotated[int, Field(ge=0)]
-
-
-class SSDHopperSettings(Record):
-    """See `SSDHopperConfig` and `Segments`."""
-
-    segment: _Positive
-    long_count: _NotNegative
-    long_segment: _NotNegative
-    recompute: bool
-    shares: _NotNegative
-    ring: _Positive
-    score_ring: _Positive
-    unit_registers: _Positive
-    other_registers: _Positive
-
-    @model_validator(mode="after")
-    def _long_segments_have_chunks(self) -> SSDHopperSettings:
-        if self.long_count and not self.long_segment:
-            raise ValueError("a long segment without chunks never ends a sequence")
-        return self
-
-
-class SSDPortableSettings(Record):
-    """See `SSDPortableConfig`."""
-
-    chunk: _Positive
-    max_segments: _Positive
-    min_chunks: _Positive
-    max_chunks: _Positive
-    block_p: _Positive
-    block_n: _Positive
-    p_rows: bool
-    num_warps: _Positive
-    state_stages: _Positive
-    scan_stages: _Positive
-
-
-def settings_of(config: SSDConfig) -> KernelSettings:
-    """The stored form of a configuration."""
-    hopper = isinstance(config, SSDHopperConfig)
-    fields = (SSDHopperSettings if hopper else SSDPortableSettings).model_fields
-    values = {name: getattr(config, name) for name in fields}
-    return KernelSettings(kernel="hopper" if hopper else "portable", values=values)
-
-
-def config_of(settings: KernelSettings, reason: str) -> SSDConfig:
-    """The inverse of `settings_of`.  pydantic's ValidationError for invalid values."""
-    if settings.kernel == "hopper":
-        return SSDHopperConfig(**SSDHopperSettings.model_validate(settings.values).model_dump(), reason=reason)
-    return SSDPortableConfig(**SSDPortableSettings.model_validate(settings.values).model_dump(), reason=reason)
-
-
 # --- the interface of the search
 
+_ON_HOPPER = tuple(
+    _checked(axis, lambda config, inputs: as_exact_as_unfused(config, _hopper_chunks(inputs)))
+    for axis in (_equal_segments, _long_segments_first, _recomputed, _segments_nearby, _rings)
+)
+_ON_PORTABLE = tuple(
+    _checked(axis, _addresses_last)
+    for axis in (varied(num_warps=(2, 4, 8)), _chunks, _blocks_of_p, _blocks_of_n, _stages, _cuts)
+)
 
-class SSDTuning:
+
+class SSDTuning(Tuning):
     """Tunes two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are for a layer."""
+
+    operator = "ssd"
+    configs: ClassVar = {
+        "hopper": stored_form(
+            SSDHopperConfig, segment=Size, long_count=Count, long_segment=Count, recompute=bool, shares=Count,
+            ring=Size, score_ring=Size, unit_registers=Size, other_registers=Size,
+        ),
+        "portable": stored_form(
+            SSDPortableConfig, chunk=Size, max_segments=Size, min_chunks=Size, max_chunks=Size, block_p=Size,
+            block_n=Size, p_rows=bool, num_warps=Size, state_stages=Size, scan_stages=Size,
+        ),
+    }  # fmt: skip
 
     def kernel(self, inputs: SSDInputs) -> str:
         return "portable" if hopper_config.unsupported(inputs) else "hopper"
@@ -236,8 +183,8 @@ class SSDTuning:
     def shares_find(self, kernel: str) -> bool:
         return kernel == "portable"
 
-    def calls(self, inputs: SSDInputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
-        return tuned_calls(call_key(inputs, Precision(intermediates=intermediates), kernel), intermediates)
+    def key(self, inputs: SSDInputs, precision: Precision, kernel: str) -> CallKey:
+        return call_key(inputs, precision, kernel)
 
     def committed(self, inputs: SSDInputs, kernel: str) -> SSDConfig:
         if kernel == "hopper":
@@ -247,37 +194,25 @@ class SSDTuning:
     def axes(self, config: SSDConfig) -> tuple[Axis, ...]:
         """The registers of the Hopper kernel's roles are no axis: on an H200 no other division was faster, and most
         were slower, by up to 11 % (benchmarks/log/ssd.md)."""
-        if isinstance(config, SSDHopperConfig):
-            return tuple(
-                map(_on_hopper, (_equal_segments, _long_segments_first, _recomputed, _segments_nearby, _rings))
-            )
-        return tuple(map(_on_portable, (_warps, _chunks, _blocks_of_p, _blocks_of_n, _stages, _cuts)))
+        return _ON_HOPPER if isinstance(config, SSDHopperConfig) else _ON_PORTABLE
 
     def run(self, inputs: SSDInputs, precision: Precision, config: SSDConfig) -> SSDOutput:
         if isinstance(config, SSDHopperConfig):
             return ssd_fused_hopper(inputs, precision, config=config)
         return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
 
-    def settings(self, config: SSDConfig) -> KernelSettings:
-        return settings_of(config)
-
-    def check(self, settings: KernelSettings) -> None:
-        config_of(settings, "")
-
-    def short(self, inputs: SSDInputs) -> SSDInputs:
-        """The beginning of each sequence; whole chunks if theirs are."""
-        length = inputs.x.shape[1]
-        short = min(length, 64 * CHECKED_CHUNKS + length % 64)
-        cut = {name: getattr(inputs, name)[:, :short] for name in ("x", "dt", "B", "C")}
-        return replace(inputs, **cut, z=None if inputs.z is None else inputs.z[:, :short])
+    def config(self, settings: KernelSettings, reason: str = "") -> SSDConfig:
+        config: SSDConfig = super().config(settings, reason)
+        if isinstance(config, SSDHopperConfig) and config.long_count and not config.long_segment:
+            raise ValueError("a long segment without chunks never ends a sequence")
+        return config
 
     def for_short(self, config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
-        """The configuration for `short`: cut into segments if the whole sequence is."""
         if not isinstance(config, SSDHopperConfig):
             return config
         if config.count(_hopper_chunks(inputs)) == 1:
             return replace(config, segment=_hopper_chunks(self.short(inputs)), long_count=0, long_segment=0)
-        half = CHECKED_CHUNKS // 2
+        half = CHECKED_POSITIONS // HOPPER_CHUNK // 2
         return replace(
             config,
             segment=min(config.segment, 5),
@@ -285,20 +220,16 @@ class SSDTuning:
         )
 
     def also_judged(self, config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
-        """A find for the portable kernel also applies to packed sequences, and is verified on a few."""
-        return () if isinstance(config, SSDHopperConfig) else (self._packed(inputs),)
-
-    def _packed(self, inputs: SSDInputs) -> SSDInputs:
-        """The beginning of the first sequence, cut into three packed sequences."""
+        """A find for the portable kernel also applies to packed sequences, and is verified on three: the first
+        sequence's beginning, cut."""
+        if isinstance(config, SSDHopperConfig):
+            return ()
         short = self.short(inputs)
-        length = short.x.shape[1]
+        length = short.length
         alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
         boundaries = torch.tensor([0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device)
         z = None if short.z is None else short.z[:1]
-        return replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries)
-
-    def use(self, finds: Iterable[TunedUse]) -> None:
-        use_overrides("ssd", {key_of(find): config_of(find.settings, find.reason) for find in finds})
+        return (replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries),)
 
 
-TUNING = SSDTuning()
+TUNING: SSDTuning = SSDTuning()

@@ -2,73 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
-from ssdprof.core.base import Intermediates
-from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedUse, Value
+from pydantic import create_model
+
+from ssdprof import operators
+from ssdprof.core.base import Intermediates, Record
+from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedConfig, Value
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import CallKey
+from ssdprof.kernels.registry import CallKey, use_overrides
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 
-I = TypeVar("I", contravariant=True)
+CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
+CALL_CHUNK = 64
+PowerOfTwo = Literal[16, 32, 64, 128, 256]
+Warps = Literal[1, 2, 4, 8, 16]
 Config = Any  # a frozen dataclass with a field `reason`; hashable
 Axis = Callable[[Config, Any], Iterable[Config]]  # (configuration, inputs) -> those that differ in one respect
 
 
-class Tuning(Protocol[I]):
+def stored_form(kind: type[Config], **fields: Any) -> tuple[type[Config], type[Record]]:
+    """A configuration without its reason, and the type that checks its stored values; fields: their types."""
+    types: dict[str, Any] = {name: (annotation, ...) for name, annotation in fields.items()}
+    return kind, create_model(f"{kind.__name__}Settings", __base__=Record, **types)
+
+
+def varied(**values: Iterable[Any]) -> Axis:
+    """The axis that sets one field to each of some values."""
+    ((name, options),) = values.items()
+    choices = tuple(options)
+    return lambda config, _inputs: (replace(config, **{name: value}) for value in choices)
+
+
+class Tuning(ABC):
     """The kernels that can be tuned, and their configurations.
 
     A find may depend only on values on which the committed rule of its kernel depends.
+
+    configs: kernel -> its `stored_form`.
     """
 
-    def kernel(self, inputs: I) -> str:
+    operator: ClassVar[str]
+    configs: ClassVar[Mapping[str, tuple[type[Config], type[Record]]]]
+
+    @abstractmethod
+    def kernel(self, inputs: Any) -> str:
         """The kernel that runs these inputs."""
 
-    def shares_find(self, kernel: str) -> bool:
-        """Whether one find applies to every length of a layer."""
-
-    def calls(self, inputs: I, intermediates: Intermediates, kernel: str) -> TunedCalls:
+    @abstractmethod
+    def key(self, inputs: Any, precision: Precision, kernel: str) -> CallKey:
         """The calls to which a find on these inputs applies."""
 
-    def committed(self, inputs: I, kernel: str) -> Config:
+    @abstractmethod
+    def committed(self, inputs: Any, kernel: str) -> Config:
         """The kernel's configuration without a find."""
 
+    @abstractmethod
     def axes(self, config: Config) -> Sequence[Axis]:
         """The axes in search order: each starts from the best candidate of the previous one."""
 
-    def run(self, inputs: I, precision: Precision, config: Config) -> Any:
+    @abstractmethod
+    def run(self, inputs: Any, precision: Precision, config: Config) -> Any:
         """The operator's output with this configuration."""
+
+    @abstractmethod
+    def for_short(self, config: Config, inputs: Any) -> Config:
+        """The configuration for the `short` inputs: cut into segments if the whole sequence is."""
+
+    def shares_find(self, kernel: str) -> bool:  # noqa: ARG002
+        """Whether one find applies to every length of a layer."""
+        return False
+
+    def also_judged(self, config: Config, inputs: Any) -> Sequence[Any]:  # noqa: ARG002
+        """Other inputs to which a find with this configuration would apply."""
+        return ()
+
+    def short(self, inputs: Any) -> Any:
+        """The beginning of each sequence, on which a candidate is verified first, with the same compiled kernels:
+        whole chunks if theirs are."""
+        binding, length = operators.get(self.operator).binding, inputs.length
+        short = min(length, CHECKED_POSITIONS + length % CALL_CHUNK)
+        given = {name: getattr(inputs, name) for name in (*binding.views, *binding.per_position)}
+        return replace(inputs, **{name: None if one is None else one[:, :short] for name, one in given.items()})
+
+    def calls(self, inputs: Any, intermediates: Intermediates, kernel: str) -> TunedCalls:
+        """The stored form of `key`, of any GPU."""
+        key = self.key(inputs, Precision(intermediates=intermediates), kernel)
+        sizes: dict[str, Value] = {name: value for name, value in key.sizes if name != "exact"}  # in `intermediates`
+        sizes |= {"dtype": dtype_name(dict(key.sizes)["dtype"])}
+        return TunedCalls(operator=key.operator, kernel=key.kernel, intermediates=intermediates, sizes=sizes)
 
     def settings(self, config: Config) -> KernelSettings:
         """The stored form of a configuration."""
+        kernel = next(name for name, (kind, _) in self.configs.items() if isinstance(config, kind))
+        values = {name: getattr(config, name) for name in self.configs[kernel][1].model_fields}
+        return KernelSettings(kernel=kernel, values=values)
 
-    def check(self, settings: KernelSettings) -> None:
-        """Raises ValueError for settings that the kernel does not take."""
+    def config(self, settings: KernelSettings, reason: str = "") -> Config:
+        """The inverse of `settings`.  ValueError (pydantic's too) for settings that the kernel does not take."""
+        if settings.kernel not in self.configs:
+            raise ValueError(f"no settings of a {settings.kernel!r} kernel of {self.operator} are known")
+        kind, checked = self.configs[settings.kernel]
+        return kind(**checked.model_validate(settings.values).model_dump(), reason=reason)
 
-    def short(self, inputs: Any) -> Any:
-        """The beginning of the inputs, on which a candidate is verified first, with the same compiled kernels."""
-
-    def for_short(self, config: Config, inputs: I) -> Config:
-        """The configuration for the `short` inputs."""
-
-    def also_judged(self, config: Config, inputs: Any) -> Sequence[Any]:
-        """Other inputs to which a find with this configuration would apply."""
-
-    def use(self, finds: Iterable[TunedUse]) -> None:
-        """From now on, kernels of this process take these finds and no others."""
-
-
-def tuned_calls(key: CallKey, intermediates: Intermediates) -> TunedCalls:
-    """The stored form of the calls with this key, of any GPU."""
-    sizes: dict[str, Value] = {name: value for name, value in key.sizes if name != "exact"}  # it is in `intermediates`
-    sizes |= {"dtype": dtype_name(dict(key.sizes)["dtype"])}
-    return TunedCalls(operator=key.operator, kernel=key.kernel, intermediates=intermediates, sizes=sizes)
+    def use(self, gpu: str, finds: Iterable[TunedConfig]) -> None:
+        """From now on, kernels of this process take these finds on GPUs of this name, and no others."""
+        use_overrides(
+            self.operator, {key_of(gpu, find.calls): self.config(find.settings, find.reason) for find in finds}
+        )
 
 
-def key_of(find: TunedUse) -> CallKey:
-    """The inverse of `tuned_calls`, for the find's GPU."""
-    calls = find.calls
+def key_of(gpu: str, calls: TunedCalls) -> CallKey:
+    """The inverse of `Tuning.calls`, for a GPU."""
     sizes: dict[str, Any] = dict(calls.sizes)
     sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": calls.intermediates == "exact"}
-    return CallKey.of(find.gpu, calls.operator, calls.kernel, **sizes)
+    return CallKey.of(gpu, calls.operator, calls.kernel, **sizes)

@@ -133,7 +133,7 @@ class Sources:
 
     def __init__(self, recorded: Mapping[str, str]) -> None:
         self._recorded = recorded
-        self._known = Stages.together([outline.stages for outline in operators.outlines()]).sources
+        self._known = Stages.together([one.stages for one in operators.records()]).sources
         self._files: dict[str, SourceFile | None] = {}
         self.not_recorded: set[str] = set()
         self.unlabelled: set[str] = set()

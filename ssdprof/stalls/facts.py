@@ -132,7 +132,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
 
 def _stages(kernel: RawKernel) -> Stages:
     """The stages of the operator with a kernel of this name; for an unknown kernel those of all operators."""
-    known = [outline.stages for outline in operators.outlines()]
+    known = [one.stages for one in operators.records()]
     for stages in known:
         theirs = (name for source in stages.sources.values() for name in source.stages)
         if kernel.function in (*stages.kernels, *theirs):

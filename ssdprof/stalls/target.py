@@ -91,7 +91,7 @@ def call_at(implementation: Implementation, inputs: Any, wanted: PrecisionRecord
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
-    found = own_precisions(implementation, operators.of(inputs).costed.dims(inputs).dtype, (wanted,))
+    found = own_precisions(implementation, operators.of(inputs).judged.dims(inputs).dtype, (wanted,))
 
     def likeness(one: PrecisionRecord) -> tuple[bool, bool]:
         return one.intermediates == wanted.intermediates, one.state_dtype == wanted.state_dtype

@@ -34,7 +34,7 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
         document = json.loads(file.read_text(encoding="utf-8"))
         finds = TunedConfigs.model_validate(document)
         for find in finds.finds:
-            operators.get(find.calls.operator).tunable.check(find.settings)
+            operators.get(find.calls.operator).tunable.config(find.settings)
     except (OSError, ValueError) as error:
         return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
     why = _why_stale(finds, gpu)
@@ -122,7 +122,6 @@ def use_file(file: Path) -> None:
 
 def _use(finds: TunedConfigs) -> None:
     assert finds.environment.gpu is not None
-    name = finds.environment.gpu.name
     for operator in dict.fromkeys(find.calls.operator for find in finds.finds):
-        own = [find.for_kernels(name) for find in finds.finds if find.calls.operator == operator]
-        operators.get(operator).tunable.use(own)
+        own = [find for find in finds.finds if find.calls.operator == operator]
+        operators.get(operator).tunable.use(finds.environment.gpu.name, own)

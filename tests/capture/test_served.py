@@ -174,9 +174,9 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     (captured, *_), _ = capture(name, tiny_models.prompt(20), Serving())
     inputs = captured.inputs
     operator = operators.of(inputs)
-    assert operator.sharding is not None
-    sizes = operator.costed.dims(inputs).sizes
-    why = operator.sharding.refusal(sizes, ranks)
+    assert operator.refusal is not None
+    sizes = operator.judged.dims(inputs).sizes
+    why = operator.refusal(sizes, ranks)
     if (name, ranks) == ("mamba2", 4):
         assert why == "its 2 groups cannot be divided by 4, and only a single group is repeated on every rank"
         return
@@ -188,7 +188,7 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     if state_field := {"initial_state", "initial_states"} & vars(inputs).keys():
         inputs = replace(inputs, **dict.fromkeys(state_field, states))  # with an initial state, as for a chunk
         out, states = oracle(inputs)
-    own = operator.sharding.first_rank(inputs, ranks)
+    own = operator.first_rank(inputs, ranks)
     heads = out.shape[2] // ranks
     rank_out, rank_states = oracle(own)
     assert torch.equal(rank_out, out[:, :, :heads])
@@ -196,7 +196,7 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
 
 
 def test_heads_that_ranks_cannot_share() -> None:
-    sharding = operators.get("ssd").sharding
-    assert sharding is not None
-    assert sharding.refusal({"nheads": 48, "ngroups": 1}, 5) == "its 48 heads cannot be divided by 5"
-    assert sharding.refusal({"nheads": 128, "ngroups": 8}, 8) == ""
+    refusal = operators.get("ssd").refusal
+    assert refusal is not None
+    assert refusal({"nheads": 48, "ngroups": 1}, 5) == "its 48 heads cannot be divided by 5"
+    assert refusal({"nheads": 128, "ngroups": 8}, 8) == ""

@@ -25,7 +25,6 @@ from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure import isolate
-from ssdprof.operators.gdn import GDNShape
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import resolve
 from ssdprof.operators.ssd import OPERATOR as SSD
@@ -227,7 +226,8 @@ def test_the_bundled_kernels_pass_on_packed_views() -> None:
 
 
 def shape_of(operator: str) -> Any:
-    gdn = GDNShape(name="tiny", key_heads=1, value_heads=2, key_dim=16, value_dim=16)
+    gdn = operators.get("gdn").generated.parse("1/2x16x16")
+    assert gdn
     return CELL.shape if operator == "ssd" else gdn
 
 

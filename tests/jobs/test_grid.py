@@ -5,8 +5,8 @@ import torch
 
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
-from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.ssd import GENERATOR, SHAPES, SSDShape, draw
+from ssdprof.operators.generate import Cell, Shape, Tokens
+from ssdprof.operators.ssd import GENERATOR, SHAPES, draw
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,8 @@ def test_packs_that_are_none(words: str) -> None:
 
 def test_shapes_by_model_and_by_sizes() -> None:
     assert parse_shapes(GENERATOR, "mamba2-2.7b, 24x32x64x2") == (
-        SSDShape(name="mamba2-2.7b", nheads=80, headdim=64, dstate=128, ngroups=1),
-        SSDShape(name="24x32x64x2", nheads=24, headdim=32, dstate=64, ngroups=2),
+        Shape("mamba2-2.7b", "80x64, N 128, G 1", {"nheads": 80, "headdim": 64, "dstate": 128, "ngroups": 1}),
+        Shape("24x32x64x2", "24x32, N 64, G 2", {"nheads": 24, "headdim": 32, "dstate": 64, "ngroups": 2}),
     )
     assert [shape.name for shape in parse_shapes(GENERATOR, "all")] == list(SHAPES)
 
@@ -83,7 +83,7 @@ def test_the_grid_is_the_product() -> None:
     assert [cell.shape.name for cell in cells[:4]] == ["mamba2-2.7b"] * 4
 
 
-TINY = SSDShape(name="tiny", nheads=4, headdim=16, dstate=32, ngroups=2)
+TINY = Shape("tiny", "", {"nheads": 4, "headdim": 16, "dstate": 32, "ngroups": 2})
 
 
 def drawn(layout: str, tokens: Tokens):  # type: ignore[no-untyped-def]

@@ -38,11 +38,9 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.timing import Recording
 from ssdprof.operators.gdn import draw, parse
 from ssdprof.operators.gdn_tuning import TUNING as GDN
-from ssdprof.operators.gdn_tuning import settings_of as gdn_settings
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import OPERATOR
 from ssdprof.operators.ssd_tuning import TUNING as SSD
-from ssdprof.operators.ssd_tuning import config_of
 from ssdprof.operators.tensors import tensors
 from ssdprof.stalls import ncu
 from ssdprof.store import tuned as store
@@ -276,7 +274,7 @@ def test_it_goes_to_the_fastest_axis_by_axis() -> None:
     (committed,) = trials(outcome, "committed")
     assert committed.settings.values["segment"] == COMMITTED_SEGMENT
     assert outcome.committed == committed.settings
-    kept = config_of(outcome.find.settings, outcome.find.reason)
+    kept = SSD.config(outcome.find.settings, outcome.find.reason)
     assert kept == SSDHopperConfig(segment=4, ring=2, reason=outcome.find.reason)
     assert kept.reason.startswith("tuned on this GPU, 20")
     checked = {config.segment for config, tokens in fake.ran if tokens == 1024}
@@ -487,13 +485,13 @@ def test_what_cannot_be_read_is_said(damage: Callable[[str], str]) -> None:
     [
         KernelSettings(kernel="hopper", values={}),
         KernelSettings(kernel="portable", values={}),
-        KernelSettings(kernel="portable", values=gdn_settings(GDNPortableConfig()).values | {"chunk": 48}),
+        KernelSettings(kernel="portable", values=GDN.settings(GDNPortableConfig()).values | {"chunk": 48}),
     ],
 )
 def test_settings_that_no_gdn_kernel_takes_are_not_read(settings: KernelSettings) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
-        GDN.check(settings)
-    GDN.check(gdn_settings(GDNPortableConfig()))
+        GDN.config(settings)
+    GDN.config(GDN.settings(GDNPortableConfig()))
 
 
 def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

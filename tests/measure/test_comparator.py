@@ -13,8 +13,8 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure import accuracy
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
-from ssdprof.operators.operator import Span
-from ssdprof.operators.ssd_rounding import RoundedSSD, SSDGate
+from ssdprof.operators import ssd
+from ssdprof.operators.rounding import Span
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = [
@@ -82,7 +82,7 @@ def right_answer(inputs: SSDInputs) -> SSDOutput:
 
 def rounded_answer(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     span = Span(sequence=0, batch=0, start=0, stop=inputs.x.shape[1])
-    out, state = RoundedSSD(inputs, precision).advance(span, SSDGate.of(inputs, span))
+    out, state = ssd.rounded(inputs, precision).advance(span, ssd.gate(inputs, span))
     return SSDOutput(out[None], state[None])
 
 

@@ -19,15 +19,11 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import assert_passes
-from ssdprof.operators.gdn import GDNShape
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import resolve
 
 GDN, SSD = operators.get("gdn"), operators.get("ssd")
-SHAPES: dict[str, Any] = {
-    "gdn": GDNShape(name="tiny", key_heads=2, value_heads=8, key_dim=16, value_dim=16),
-    "ssd": SHAPE,
-}
+SHAPES: dict[str, Any] = {"gdn": operators.get("gdn").generated.parse("2/8x16x16"), "ssd": SHAPE}
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 
 

@@ -8,12 +8,11 @@ import torch
 from ssdprof import operators
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.operators.gdn import GDNShape
-from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.generate import Cell, Shape, Tokens
 
 OPERATOR = operators.get("gdn")
 CPU = torch.device("cpu")
-SMALL = GDNShape(name="small", key_heads=2, value_heads=4, key_dim=16, value_dim=24, largest_beta=2.0)
+SMALL = Shape("small", "", {"key_heads": 2, "value_heads": 4, "key_dim": 16, "value_dim": 24, "largest_beta": 2})
 
 
 def drawn(tokens: Tokens, layout: str = "contiguous") -> GDNInputs:
@@ -42,14 +41,14 @@ def test_packed_sequences_have_their_states() -> None:
 
 def test_dims_and_cost() -> None:
     inputs = drawn(Tokens(sequences=2, seqlen=40))
-    dims = OPERATOR.costed.dims(inputs)
+    dims = OPERATOR.judged.dims(inputs)
     assert dims.words == "2/4 heads, K 16, V 24"
     positions = 2 * 40
-    assert OPERATOR.costed.flops(dims) == positions * (2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24)
+    assert OPERATOR.judged.flops(dims) == positions * (2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24)
     bf16, fp32 = 2, 4
     read = positions * (bf16 * (2 * 2 * 16 + 4 * 24 + 4) + fp32 * 4)
     written = positions * bf16 * 4 * 24 + fp32 * 2 * 4 * 16 * 24
-    assert OPERATOR.costed.bytes_moved(inputs) == read + written
+    assert OPERATOR.judged.bytes_moved(inputs) == read + written
 
 
 def test_forms_are_those_of_an_output() -> None:

@@ -21,7 +21,7 @@ def gdn(key_dim: int, value_dim: int) -> GDNInputs:
 
 @pytest.mark.parametrize("name", ["unfused", "fused", "recurrent"])
 def test_an_ssd_kernel_takes_the_largest_state_and_no_larger_one(name: str) -> None:
-    most = operators.outline("ssd").largest["dstate"]
+    most = operators.get("ssd").largest["dstate"]
     implementation = kernels.get("ssd", name)
     out, _ = implementation.run(ssd(most), Precision())
     assert out.shape == (1, 1, 1, 16)
@@ -30,7 +30,7 @@ def test_an_ssd_kernel_takes_the_largest_state_and_no_larger_one(name: str) -> N
 
 
 def test_gdn_inputs_have_the_largest_dimensions_and_no_larger_ones() -> None:
-    largest = operators.outline("gdn").largest
+    largest = operators.get("gdn").largest
     K, V = largest["key_dim"], largest["value_dim"]
     gdn(K, V)
     with pytest.raises(ValueError, match=f"at most {K}"):

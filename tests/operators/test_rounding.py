@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from ssdprof import operators
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.operators.gdn_rounding import GDNGate, RoundedGDN
-from ssdprof.operators.operator import Output, Span
-from ssdprof.operators.ssd_rounding import RoundedSSD, SSDGate
+from ssdprof.operators.operator import Output
+from ssdprof.operators.rounding import Span
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Make = Callable[..., Any]
@@ -45,13 +45,12 @@ def make(request: pytest.FixtureRequest, make_inputs: Make) -> Make:
 
 
 def begun(inputs: Any, precision: Precision) -> Any:
-    return RoundedGDN(inputs, precision) if isinstance(inputs, GDNInputs) else RoundedSSD(inputs, precision)
+    return operators.of(inputs).judged.rounded(inputs, precision)
 
 
 def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
-    gate = GDNGate if isinstance(inputs, GDNInputs) else SSDGate
-    found: Output = lo.advance(span, gate.of(inputs, span))
+    found: Output = lo.advance(span, operators.of(inputs).judged.gate(inputs, span))
     return found
 
 
@@ -131,7 +130,7 @@ def test_an_empty_sequence_keeps_its_state() -> None:
     out, state = advanced(begun(inputs, Precision()), inputs, 0, 0, 0)
     assert out.shape == (0, 4, 24)
     assert torch.equal(state, inputs.initial_state[0])
-    gate = GDNGate.of(inputs, Span(sequence=0, batch=0, start=0, stop=0))
+    gate = operators.get("gdn").judged.gate(inputs, Span(sequence=0, batch=0, start=0, stop=0))
     assert torch.equal(gate.largest_exponent(), torch.zeros(4))
 
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ssdprof.core.subject import Dims
+from ssdprof.kernels.oracle import OutputBlock
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
-from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.generate import Cell, InputGenerator
-from ssdprof.operators.operator import BoundCall, CallBinding, Cost, Form, Operator, OracleSpec, Outline, Output, Span
+from ssdprof.operators.generate import Cell, InputGenerator, Shape, shapes
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output, forms
+from ssdprof.operators.rounding import Gate, Rounded, Span
 
 CHUNK = 16  # positions after which the state is stored
 
@@ -58,18 +60,7 @@ def register_implementations() -> None:
 # --- the oracle
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    sequence: int
-    batch: int
-    start: int
-    stop: int
-    last: bool
-    out: torch.Tensor
-    state: torch.Tensor
-
-
-def blocks(inputs: ToyInputs, length: int) -> Iterator[Block]:
+def blocks(inputs: ToyInputs, length: int) -> Iterator[OutputBlock]:
     """The oracle: the recurrence in fp64."""
     batch, seqlen = inputs.x.shape[:2]
     for row in range(batch):
@@ -80,58 +71,49 @@ def blocks(inputs: ToyInputs, length: int) -> Iterator[Block]:
             for t in range(start, stop):
                 state = state * inputs.a[row, t, :, None].double().exp() + inputs.x[row, t].double()
                 out.append(state)
-            yield Block(
+            yield OutputBlock(
                 sequence=row, batch=row, start=start, stop=stop, last=stop == seqlen, out=torch.stack(out), state=state
             )
 
 
-@dataclass(frozen=True)
-class Gate:
-    exponents: torch.Tensor  # (l, h)
-
-    def largest_exponent(self) -> torch.Tensor:
-        return self.exponents.abs().amax(0)
-
-
-class Rounded:
+def chunks(inputs: ToyInputs, low: Rounded, span: Span, _gate: Gate) -> torch.Tensor:
     """The recurrence in fp32, with the state rounded after every chunk and the output to the inputs' dtype."""
-
-    def __init__(self, inputs: ToyInputs, precision: Precision) -> None:
-        self._inputs, self._precision = inputs, precision
-        self._sequence: int | None = None
-        self._state = torch.empty(0)
-
-    def advance(self, span: Span, _gate: Gate) -> Output:
-        if span.sequence != self._sequence:
-            self._sequence, self._state = span.sequence, torch.zeros_like(self._inputs.x[0, 0], dtype=torch.float32)
-        piece = ToyInputs(
-            x=self._inputs.x[span.batch, span.start : span.stop][None],
-            a=self._inputs.a[span.batch, span.start : span.stop][None],
-        )
-        out = []
-        for t in range(span.stop - span.start):
-            self._state = self._state * piece.a[0, t, :, None].float().exp() + piece.x[0, t].float()
-            out.append(self._state.to(self._inputs.x.dtype))
-            if (t + 1) % CHUNK == 0:
-                self._state = self._state.to(self._precision.state_dtype).float()
-        return torch.stack(out), self._state
+    out = []
+    for t in range(span.start, span.stop):
+        low.state = low.state * inputs.a[span.batch, t, :, None].float().exp() + inputs.x[span.batch, t].float()
+        out.append(low.state.to(inputs.x.dtype))
+        if (t + 1) % CHUNK == 0:
+            low.state = low.stored(low.state)
+    return torch.stack(out)
 
 
-def forms(inputs: ToyInputs) -> tuple[Form, Form]:
+def states_shape(inputs: ToyInputs) -> tuple[int, ...]:
     batch, _, heads, width = inputs.x.shape
-    return (
-        Form(shape=tuple(inputs.x.shape), dtype=inputs.x.dtype),
-        Form(shape=(batch, heads, width), dtype=torch.float32),
+    return batch, heads, width
+
+
+def dims(inputs: ToyInputs) -> Dims:
+    batch, seqlen, heads, width = inputs.x.shape
+    return Dims(
+        operator="toy",
+        batch=batch,
+        seqlen=seqlen,
+        chunk_size=None,
+        dtype=dtype_name(inputs.x.dtype),
+        sizes={"heads": heads, "width": width},
+        words=f"{heads} heads x {width}",
     )
 
 
 ORACLE = OracleSpec(
-    forms=forms,
+    forms=lambda inputs: forms(inputs.x, states_shape(inputs)),
     blocks=blocks,
-    gate=lambda inputs, span: Gate(inputs.a[span.batch, span.start : span.stop].float()),
-    rounded=Rounded,
+    gate=lambda inputs, span: Gate(exponents=inputs.a[span.batch, span.start : span.stop].float().T[None]),
+    rounded=lambda inputs, precision: Rounded(inputs.x, None, states_shape(inputs), precision, partial(chunks, inputs)),
     bytes_per_position=lambda inputs: 64 * inputs.x.shape[2] * inputs.x.shape[3],
     chunk_size=lambda _: CHUNK,
+    dims=dims,
+    flops=lambda dims: 2 * dims.batch * dims.seqlen * dims.sizes["heads"] * dims.sizes["width"],
 )
 
 
@@ -152,57 +134,23 @@ BINDING = CallBinding(
 )
 
 
-# --- cost
-
-
-def dims(inputs: ToyInputs) -> Dims:
-    batch, seqlen, heads, width = inputs.x.shape
-    return Dims(
-        operator="toy",
-        batch=batch,
-        seqlen=seqlen,
-        chunk_size=None,
-        dtype=dtype_name(inputs.x.dtype),
-        sizes={"heads": heads, "width": width},
-        words=f"{heads} heads x {width}",
-    )
-
-
-COST = Cost(
-    dims=dims,
-    bytes_moved=lambda inputs: tensors.nbytes(inputs) + sum(form.nbytes for form in forms(inputs)),
-    flops=lambda dims: 2 * dims.batch * dims.seqlen * dims.sizes["heads"] * dims.sizes["width"],
-)
-
-
 # --- bench
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToyShape:
-    name: str
-    heads: int
-    width: int
-
-    def __str__(self) -> str:
-        return f"{self.heads}x{self.width}"
-
-
-def parse(text: str) -> ToyShape | None:
+def parse(text: str) -> Shape | None:
     match = re.fullmatch(r"(\d+)x(\d+)", text)
-    return match and ToyShape(name=text, heads=int(match[1]), width=int(match[2]))
+    return match and Shape(text, text, {"heads": int(match[1]), "width": int(match[2])})
 
 
 def draw(cell: Cell, device: torch.device) -> ToyInputs:
-    assert isinstance(cell.shape, ToyShape)
-    sizes = (cell.tokens.sequences, cell.tokens.seqlen, cell.shape.heads)
+    sizes = (cell.tokens.sequences, cell.tokens.seqlen, cell.shape.sizes["heads"])
     generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(*sizes, cell.shape.width, device=device, generator=generator)
+    x = torch.randn(*sizes, cell.shape.sizes["width"], device=device, generator=generator)
     return ToyInputs(x=x.to(dtype_named(cell.dtype)), a=-torch.rand(*sizes, device=device, generator=generator))
 
 
 GENERATOR = InputGenerator(
-    shapes={"toy-1b": ToyShape(name="toy-1b", heads=2, width=8)},
+    shapes=shapes("{heads}x{width}", ("heads", "width"), {"toy-1b": (2, 8)}),
     parse=parse,
     grammar="heads x width, such as 2x8",
     draw=draw,
@@ -210,10 +158,11 @@ GENERATOR = InputGenerator(
 
 
 OPERATOR = Operator(
-    outline=Outline(name="toy", title="A gated running sum", layers="toy"),
+    name="toy",
+    title="A gated running sum",
+    layers="toy",
     load_inputs=lambda: ToyInputs,
     binding=BINDING,
     oracle=ORACLE,
-    cost=COST,
     generator=GENERATOR,
 )

@@ -13,7 +13,7 @@ import triton
 from stalls import synthetic
 
 import ssdprof
-from ssdprof.operators import operator, outlines
+from ssdprof.operators import operator, records
 from ssdprof.operators.operator import KnownSource, Stages, known_sources
 from ssdprof.operators.ssd import STAGES as SSD_STAGES
 from ssdprof.report.stalls import compose
@@ -23,7 +23,7 @@ from ssdprof.stalls.facts import analyse, stalls_of
 from ssdprof.stalls.read import Point, RawKernel
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
-STAGES = Stages.together([one.stages for one in outlines()])
+STAGES = Stages.together([one.stages for one in records()])
 PROFILED = [file for file in KERNELS.rglob("*.py") if file.parent.name != "mixer"]  # those have no stages
 FILES = sorted(file for file in PROFILED if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
 SSD = [file for file in FILES if "ssd" in file.relative_to(KERNELS).parts]
@@ -297,7 +297,7 @@ KNOWN = KnownSource(
     stages={"twice": CALLER, "_their_kernel": "chunk_scan"},
     starts={8: "chunk_scan.previous", 10: "chunk_scan.residual"},
 )
-TABLES = {outline.name: outline.stages for outline in outlines() if outline.stages.sources}
+TABLES = {one.name: one.stages for one in records() if one.stages.sources}
 
 
 def theirs(text: str = TEXT) -> RawKernel:
