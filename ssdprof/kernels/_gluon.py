@@ -7,13 +7,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 STAGES = {
-    "add": "caller",
-    "place_in": "caller",
-    "phase": "caller",
-    "scalar": "caller",
-    "arrive": "caller",
+    "add": "caller", "place_in": "caller", "phase": "caller", "scalar": "caller", "arrive": "caller",
     "masked": "caller",
-}
+}  # fmt: skip
 
 # Later versions of Triton have other names for these: the barrier of a role's threads, TMA copies, and views of shared
 # memory with another layout.

@@ -207,29 +207,22 @@ class Field(NamedTuple):
     meta: dict[str, Any] | None = None
 
 
-class Driver:
-    """The functions of the CUDA driver that a launch needs.  They return a status, 0 on success.
-
-    They release Python's global lock, because a launch blocks while the queue of the stream is full.  Raises OSError or
-    AttributeError if a function is missing.
-    """
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
-        pointer, uint = ctypes.c_void_p, ctypes.c_uint
-        self.launch = library.cuLaunchKernel
-        self.launch.argtypes = [pointer, *[uint] * 7, *[pointer] * 3]
-        self.parameter = library.cuFuncGetParamInfo
-        self.parameter.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
-
-
 @cache
-def cuda_driver() -> Driver | None:
-    """The driver, or None without a CUDA driver of version 12.4 or newer."""
+def cuda_driver() -> Any | None:
+    """The CUDA driver's `launch` and `parameter`; None without a driver of version 12.4 or newer.
+
+    They return a status, 0 on success, and release Python's global lock, because a launch blocks while the queue of the
+    stream is full.
+    """
     try:
-        return Driver()
+        library = ctypes.CDLL("libcuda.so.1")
+        launch, parameter = library.cuLaunchKernel, library.cuFuncGetParamInfo
     except (OSError, AttributeError):
         return None
+    pointer = ctypes.c_void_p
+    launch.argtypes = [pointer, *[ctypes.c_uint] * 7, *[pointer] * 3]
+    parameter.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+    return SimpleNamespace(launch=launch, parameter=parameter)
 
 
 class DirectLaunch:
@@ -238,18 +231,18 @@ class DirectLaunch:
     tensors: of the first launch.  Raises ValueError if Triton's encoding of a descriptor is not recognised.
     """
 
-    def __init__(self, driver: Driver, compiled: Any, fields: Sequence[Field], tensors: Sequence[Any]) -> None:
+    def __init__(self, driver: Any, compiled: Any, fields: Sequence[Field], tensors: Sequence[Any]) -> None:
         self._driver, self._function = driver, compiled.function
         self._threads, self._shared_bytes = _WARP * compiled.metadata.num_warps, compiled.metadata.shared
         self._lock = Lock()
         self._memory = ctypes.create_string_buffer(len(fields) * _SLOT)
         self._parameters = (ctypes.c_void_p * len(fields))()
         self._pointers: list[tuple[int, Any]] = []
-        self._descriptors: list[tuple[int, int, _Encoded]] = []
+        self._descriptors: list[tuple[int, int, Callable[[Any], int]]] = []
         for number, field in enumerate(fields):
             if field.meta is not None:
-                encoded = _Encoded(field.meta)
-                encoded.of(tensors[field.place])
+                encoded = _encoder(field.meta)
+                encoded(tensors[field.place])
                 self._descriptors.append((number, field.place, encoded))
                 continue
             parameter = field.kind.from_buffer(self._memory, number * _SLOT)
@@ -269,29 +262,27 @@ class DirectLaunch:
             for place, parameter in self._pointers:
                 parameter.value = tensors[place].data_ptr()
             for number, place, encoded in self._descriptors:
-                self._parameters[number] = encoded.of(tensors[place])
+                self._parameters[number] = encoded(tensors[place])
             return not self._driver.launch(
                 self._function, programs, 1, 1, self._threads, 1, 1, self._shared_bytes, stream, self._parameters, None
             )
 
 
-class _Encoded:
-    """The encoded forms of one descriptor, by address."""
+def _encoder(meta: dict[str, Any]) -> Callable[[Any], int]:
+    """A function from a descriptor to the address of its encoded form.  It keeps one encoded form per address."""
+    kept: dict[int, tuple[int, Any]] = {}
 
-    def __init__(self, meta: dict[str, Any]) -> None:
-        self._meta = meta
-        self._kept: dict[int, tuple[int, Any]] = {}
-
-    def of(self, descriptor: Any) -> int:
-        """Address of the encoded descriptor."""
+    def of(descriptor: Any) -> int:
         address = descriptor.base.data_ptr()
-        found = self._kept.get(address)
+        found = kept.get(address)
         if found is None:
-            if len(self._kept) >= _MOST_ENCODED:
-                self._kept.clear()
-            encoded = encode(descriptor, self._meta)
-            found = self._kept[address] = (_map_in(encoded), encoded)
+            if len(kept) >= _MOST_ENCODED:
+                kept.clear()
+            encoded = encode(descriptor, meta)
+            found = kept[address] = (_map_in(encoded), encoded)
         return found[0]
+
+    return of
 
 
 def encode(descriptor: Any, meta: dict[str, Any]) -> Any:
@@ -378,7 +369,7 @@ def parameter_count(ptx: str) -> int:
     return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
 
 
-def _sizes(driver: Driver, function: int, count: int) -> list[int]:
+def _sizes(driver: Any, function: int, count: int) -> list[int]:
     """The size of each parameter of a kernel, in bytes.  Raises ValueError if there are fewer than `count`."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
 

@@ -14,26 +14,11 @@ ORACLE_CHUNK = 64  # positions per chunk of the chunked forms: takes little work
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputBlock:
-    """A block of the output, and the state after it.
+class SequenceSpan:
+    """Positions start..stop of one sequence, in row `batch`.
 
-    out:   (stop - start, heads, values), the output at positions start..stop of row `batch`
-    state: (heads, ...) after position stop - 1; the sequence's final state if `last`
     sequence: row of the initial and final states; equals `batch` unless the inputs are packed
     """
-
-    sequence: int
-    batch: int
-    start: int
-    stop: int
-    last: bool  # whether it is the last block of its sequence
-    out: torch.Tensor
-    state: torch.Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceSpan:
-    """Positions start..stop of one sequence, in row `batch`."""
 
     sequence: int
     batch: int
@@ -45,6 +30,19 @@ class SequenceSpan:
         for start in range(self.start, max(self.stop, self.start + 1), block):
             stop = min(start + block, self.stop)
             yield SequenceSpan(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputBlock(SequenceSpan):
+    """A block of the output, and the state after it.
+
+    out:   (stop - start, heads, values), the output at positions start..stop of row `batch`
+    state: (heads, ...) after position stop - 1; the sequence's final state if it is the `last` block
+    """
+
+    last: bool
+    out: torch.Tensor
+    state: torch.Tensor
 
 
 def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[SequenceSpan]:

@@ -126,16 +126,16 @@ class _Base:
         return self.tensor.data_ptr() - self.ahead
 
 
-class _Descriptor:
-    """A descriptor without a tensor.  `of` returns a copy with one."""
+class Descriptor:
+    """A descriptor without a tensor, of tiles `block`.  `of` returns a copy with one."""
 
     def __init__(
-        self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], ahead: int
-    ) -> None:
+        self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...],
+        ahead: int = 0,
+    ) -> None:  # fmt: skip
         self._ahead = ahead
-        self._descriptor = TensorDescriptor(
-            _nothing(dtype), list(sizes), list(strides), list(block), _shared_layout(block, dtype)
-        )
+        layout = _shared_layout(block, dtype)
+        self._descriptor = TensorDescriptor(_nothing(dtype), list(sizes), list(strides), list(block), layout)
 
     def of(self, tensor: torch.Tensor | Part) -> TensorDescriptor:
         """The descriptor of `tensor`.  Shape and strides are not checked again."""
@@ -151,7 +151,9 @@ def tensor_of(descriptor: TensorDescriptor) -> Any:
     return base.tensor if isinstance(base, _Base) else base
 
 
-class Tiles(_Descriptor):
+def tiles(
+    like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int], packed: bool
+) -> Descriptor:
     """Tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
 
     Beyond a sequence's end, TMA reads zeros and writes nothing.  A tile begins at (sequence, k, position, column).
@@ -165,25 +167,17 @@ class Tiles(_Descriptor):
     sizes: of k and columns
     block: k, positions and columns of a tile
     """
-
-    def __init__(
-        self, like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int],
-        packed: bool,
-    ) -> None:  # fmt: skip
-        batch, seqlen = like.shape[:2]
-        sequence, row, step = strides
-        sequences, of_sequence = (seqlen + 1, row) if packed else (batch, sequence)
-        super().__init__(
-            like.dtype, (sequences, sizes[0], seqlen, sizes[1]), (of_sequence, step, row, 1), (1, *block),
-            seqlen * row * like.element_size() if packed else 0,
-        )  # fmt: skip
+    batch, seqlen = like.shape[:2]
+    sequence, row, step = strides
+    sequences, of_sequence = (seqlen + 1, row) if packed else (batch, sequence)
+    ahead = seqlen * row * like.element_size() if packed else 0
+    shape = (sequences, sizes[0], seqlen, sizes[1])
+    return Descriptor(like.dtype, shape, (of_sequence, step, row, 1), (1, *block), ahead)
 
 
-class Rows(_Descriptor):
+def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Descriptor:
     """Tiles (rows, columns) of a contiguous tensor that is viewed as (count, columns)."""
-
-    def __init__(self, dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> None:
-        super().__init__(dtype, (count, block[1]), (block[1], 1), block, 0)
+    return Descriptor(dtype, (count, block[1]), (block[1], 1), block)
 
 
 def row_stride(tensor: torch.Tensor) -> int:

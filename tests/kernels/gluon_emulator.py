@@ -62,7 +62,7 @@ class Source:
 SSD = Source.of(
     ssd_launch,
     files=(
-        "rings", "weights", "lanes", "role_gates", "role_copies", "role_scores", "role_states", "assignment",
+        "rings", "lanes", "role_gates", "role_copies", "role_scores", "role_states", "assignment",
         "hopper_kernel",
     ),
     lanes=2,

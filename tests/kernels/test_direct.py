@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.launch import DirectLaunch, Launcher, Map, direct_launch
-from ssdprof.kernels.tensors import Rows
+from ssdprof.kernels.tensors import rows
 
 FUNCTION, STREAM = 1234, 77
 SIGNATURE = {
@@ -92,7 +92,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
-    return Rows(x.dtype, 16, block=(8, 64)).of(x), x, None, torch.zeros(3)
+    return rows(x.dtype, 16, block=(8, 64)).of(x), x, None, torch.zeros(3)
 
 
 def prepared(first: tuple[Any, ...]) -> DirectLaunch:

@@ -15,7 +15,6 @@ Source: Gu and Dao 2023 (arXiv:2312.00752), section 3.4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,20 +27,7 @@ from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.tensors import strides_of_each
 
 MAX_WIDTH = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class CausalConv1dConfig:
-    """block_d: channels per program; 128 in 16 bit are two cache lines.  block_l: positions per program."""
-
-    block_l: int = 32
-    block_d: int = 128
-    num_warps: int = 4
-
-    @classmethod
-    def choose(cls, *, stateful: bool) -> CausalConv1dConfig:
-        """With an initial state, a quarter of the elements per thread, because its addresses need registers too."""
-        return cls(block_l=16, num_warps=8) if stateful else cls()
+BLOCK_D = 128  # channels per program; in 16 bit they are two cache lines
 
 
 @described
@@ -104,13 +90,13 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
 def causal_conv1d(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, silu: bool = True,
     initial_state: torch.Tensor | None = None, wants_final_state: bool = False,
-    config: CausalConv1dConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(out, final_state); final_state is None unless wants_final_state.  Shapes are in the module docstring.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and widths without support.
     """
-    config = config or CausalConv1dConfig.choose(stateful=initial_state is not None)
+    # with an initial state, a quarter of the elements per thread, because its addresses need registers too
+    block_l, num_warps = (32, 4) if initial_state is None else (16, 8)
     batch, length, channels = x.shape
     width = weight.shape[-1]
     if x.dtype not in TL_DTYPE:
@@ -124,11 +110,11 @@ def causal_conv1d(
     final = torch.empty((batch, channels, width - 1), device=x.device, dtype=x.dtype) if wants_final_state else None
     launch(
         _causal_conv1d_kernel,
-        batch * triton.cdiv(length, config.block_l) * triton.cdiv(channels, config.block_d),
+        batch * triton.cdiv(length, block_l) * triton.cdiv(channels, BLOCK_D),
         (x, weight, bias, initial_state, out, final),
         (strides_of_each(x, weight, bias, initial_state, out, final), length, channels),
-        SILU=silu, WIDTH=width, BLOCK_W=triton.next_power_of_2(width - 1), BLOCK_L=config.block_l,
-        BLOCK_D=config.block_d, num_warps=config.num_warps,
+        SILU=silu, WIDTH=width, BLOCK_W=triton.next_power_of_2(width - 1), BLOCK_L=block_l,
+        BLOCK_D=BLOCK_D, num_warps=num_warps,
     )  # fmt: skip
     return out, final
 

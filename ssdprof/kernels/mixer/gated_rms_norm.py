@@ -13,7 +13,6 @@ Source: Dao and Gu 2024 (arXiv:2405.21060), section 7.1; Yang et al. 2024 (arXiv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,18 +24,6 @@ from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.registry import UnsupportedError
 
 MAX_GROUP_SIZE = 32768
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedRMSNormConfig:
-    block_rows: int
-    num_warps: int
-
-    @classmethod
-    def choose(cls, group_size: int) -> GatedRMSNormConfig:
-        """About 4,096 channels per program, 32 per thread.  A larger group has its own program, with more threads."""
-        block = triton.next_power_of_2(group_size)
-        return cls(block_rows=max(1, 4096 // block), num_warps=min(16, max(4, block // 1024)))
 
 
 @described
@@ -69,14 +56,15 @@ def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.co
 
 
 def gated_rms_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float, group_size: int, norm_first: bool,
-    config: GatedRMSNormConfig | None = None,
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, eps: float, group_size: int, norm_first: bool
 ) -> torch.Tensor:  # fmt: skip
     """Launch the kernel.  Shapes are in the module docstring.
 
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes without support.
     """
-    config = config or GatedRMSNormConfig.choose(group_size)
+    # about 4,096 channels per program, 32 per thread; a larger group has its own program, with more threads
+    block = triton.next_power_of_2(group_size)
+    block_rows, num_warps = max(1, 4096 // block), min(16, max(4, block // 1024))
     width = x.shape[-1]
     if x.dtype not in TL_DTYPE or gate.dtype not in TL_DTYPE:
         raise UnsupportedError(f"gated_rms_norm: x and gate are fp32, fp16 or bf16, not {x.dtype} and {gate.dtype}")
@@ -91,14 +79,14 @@ def gated_rms_norm(
     rows = x.numel() // group_size
     launch(
         _gated_rms_norm_kernel,
-        triton.cdiv(rows, config.block_rows),
+        triton.cdiv(rows, block_rows),
         (x, gate, weight, out),
         (
             (_three(x), _three(gate), weight.stride(), _three(out)), x.shape[-2], width // group_size,
             rows, float(eps),
         ),
-        NORM_FIRST=norm_first, GROUP_SIZE=group_size, BLOCK_ROWS=config.block_rows,
-        BLOCK_G=triton.next_power_of_2(group_size), num_warps=config.num_warps,
+        NORM_FIRST=norm_first, GROUP_SIZE=group_size, BLOCK_ROWS=block_rows,
+        BLOCK_G=block, num_warps=num_warps,
     )  # fmt: skip
     return out
 

@@ -17,15 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdprof.kernels.oracle import (
-    ORACLE_CHUNK,
-    OutputBlock,
-    SequenceSpan,
-    collect,
-    oracle_plan,
-    segment_sums,
-    sequences,
-)
+from ssdprof.kernels.oracle import ORACLE_CHUNK, OutputBlock, collect, oracle_plan, segment_sums, sequences
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -35,7 +27,7 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
     """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
     final_states = _initial_states(inputs, dtype)
-    for span in _sequences(inputs):
+    for span in sequences(inputs.x.shape[0], inputs.length, inputs.cu_seqlens):
         state = final_states[span.sequence]
         for t in range(span.start, span.stop):
             piece = _SSDPiece.load(inputs, span.batch, t, t + 1, dtype)
@@ -56,20 +48,13 @@ def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: 
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = l.
     """
     initial_states = _initial_states(inputs, dtype)
-    for span in _sequences(inputs):
+    for span in sequences(inputs.x.shape[0], inputs.length, inputs.cu_seqlens):
         state = initial_states[span.sequence]
         for part in span.cut(block):
             piece = _SSDPiece.load(inputs, part.batch, part.start, part.stop, dtype)
             out, state = _chunked(piece, state)
-            yield OutputBlock(
-                sequence=part.sequence,
-                batch=part.batch,
-                start=part.start,
-                stop=part.stop,
-                last=part.stop == span.stop,
-                out=piece.skip_and_gate(out),
-                state=state,
-            )
+            last, out = part.stop == span.stop, piece.skip_and_gate(out)
+            yield OutputBlock(**vars(part), last=last, out=out, state=state)
 
 
 def ssd_chunked(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
@@ -99,15 +84,9 @@ class _SSDPiece:
         if inputs.dt_softplus:
             # log(exp(dt) + exp(0)), without the threshold of torch's softplus, which is the identity above 20
             dt = torch.logaddexp(dt, torch.zeros_like(dt))
-        return cls(
-            x=x,
-            dt=dt.clamp(*inputs.dt_limit),
-            A=inputs.A.to(dtype),
-            B=B,
-            C=C,
-            D=None if inputs.D is None else inputs.D.to(dtype).reshape(x.shape[1], -1),
-            z=None if inputs.z is None else inputs.z[batch, start:stop].to(dtype),
-        )
+        D = None if inputs.D is None else inputs.D.to(dtype).reshape(x.shape[1], -1)
+        z = None if inputs.z is None else inputs.z[batch, start:stop].to(dtype)
+        return cls(x=x, dt=dt.clamp(*inputs.dt_limit), A=inputs.A.to(dtype), B=B, C=C, D=D, z=z)
 
     def skip_and_gate(self, out: torch.Tensor) -> torch.Tensor:
         """(out + D x) * silu(z).  D and z are optional."""
@@ -165,13 +144,7 @@ def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
     """Initial states (sequences, h, p, n) in a new tensor."""
     if inputs.initial_states is not None:
         return inputs.initial_states.to(dtype, copy=True)
-    (h, p), n = inputs.x.shape[2:], inputs.B.shape[3]
-    return torch.zeros(inputs.sequences, h, p, n, dtype=dtype, device=inputs.x.device)
-
-
-def _sequences(inputs: SSDInputs) -> list[SequenceSpan]:
-    """The sequences of the inputs, in order."""
-    return sequences(inputs.x.shape[0], inputs.x.shape[1], inputs.cu_seqlens)
+    return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.x.device)
 
 
 def ssd_reference(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008

@@ -16,7 +16,7 @@ from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.launch import Launcher
-from ssdprof.kernels.tensors import Part, Rows, Tiles, part, row_stride, steps
+from ssdprof.kernels.tensors import Descriptor, Part, part, row_stride, rows, steps, tiles
 
 Gates = tuple[Part | None, Part | None, Part | None]  # decays, bounds, norms
 
@@ -58,7 +58,7 @@ class GDNHopperLaunch:
         self._q, self._k, self._v = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
         row = heads * inputs.v.shape[3]
         self._out = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
-        self._inverse = Rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
+        self._inverse = rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
         # value heads per program of the first kernel
         at_once = next((count for count in (2, 3) if heads // key_heads % count == 0), 1)
         self._prep_programs = slots * heads // at_once
@@ -144,11 +144,11 @@ def gdn_fused_hopper(inputs: GDNInputs, *, config: GDNHopperConfig) -> GDNOutput
     return GDNHopperLaunch(inputs, config)(inputs)
 
 
-def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Tiles:
+def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Descriptor:
     """Tiles of one head and one chunk."""
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
-    return Tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
+    return tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
 
 
 def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -6,6 +6,5 @@ hopper_kernel.py   the kernel: it assigns work to a program and roles to its war
 assignment.py      the positions and heads that a program owns
 rings.py           shared memory and barriers of all roles
 role_*.py          the roles: gates, copies (loads and stores), scores, states
-lanes.py           two heads, or two halves of N = 256, in one role of eight warps
-weights.py         weights of positions as pairs of 16-bit numbers
+lanes.py           two heads, or two halves of N = 256, in one role of eight warps; weights of positions
 """

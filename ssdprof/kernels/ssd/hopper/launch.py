@@ -15,7 +15,7 @@ from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch
-from ssdprof.kernels.tensors import Strides, Tiles, row_stride, steps
+from ssdprof.kernels.tensors import Descriptor, Strides, row_stride, steps, tiles
 
 
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
@@ -121,18 +121,18 @@ def _options(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig, p
     )  # fmt: skip
 
 
-def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Tiles:
+def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Descriptor:
     """Tiles of (one head, positions, slice).  Past a head's P, too, TMA reads zeros and writes nothing."""
     nheads, headdim = inputs.x.shape[2:]
     block = (1, positions, SLICE.value)
-    return Tiles(inputs.x, strides, sizes=(nheads, headdim), block=block, packed=inputs.cu_seqlens is not None)
+    return tiles(inputs.x, strides, sizes=(nheads, headdim), block=block, packed=inputs.cu_seqlens is not None)
 
 
-def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Tiles:
+def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Descriptor:
     """Tiles of one group's N, or of half of it, in blocks of 64 columns, the layout in shared memory."""
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value
-    return Tiles(
+    return tiles(
         tensor, steps(tensor, COLUMNS.value), sizes=(ngroups * blocks, COLUMNS.value),
         block=(blocks // split, CHUNK.value, COLUMNS.value), packed=packed,
     )  # fmt: skip

@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ssdprof.kernels._gluon import add, phase, place_in, reinterpret
 from ssdprof.kernels.hopper.ring import CHUNK
+from ssdprof.kernels.ssd.hopper.lanes import two_parts
 from ssdprof.kernels.ssd.hopper.rings import ENTERING, KEY, ROW, WEIGHT
-from ssdprof.kernels.ssd.hopper.weights import two_parts
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)

@@ -34,13 +34,14 @@ from ssdprof.kernels.ssd.hopper.lanes import (
     load_transposed,
     of_lanes,
     own_positions,
+    rounded_off,
     store_tiles,
     take_part,
     tiles_of,
     unit_of,
+    weighted,
 )
 from ssdprof.kernels.ssd.hopper.rings import ENTERING, FLAG_STRIDE, SLICE, WEIGHT, lane_of, places_of, rows_of
-from ssdprof.kernels.ssd.hopper.weights import rounded_off, weighted
 
 SIGN = gl.constexpr(-(1 << 31))  # bit that marks a flag as set; a decay is not negative
 
