@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from rich.console import Group as Renderables
 from rich.console import RenderableType
@@ -19,9 +19,9 @@ from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import caveats, gpu_name, meanings, origin, when
-from ssdprof.report.groups import Group, Pooled, Series, TotalSpeed, groups, places, precision_order, trouble_words
+from ssdprof.report.groups import Against, Group, Pooled, Series, groups, places, precision_order, trouble_words
 from ssdprof.report.statements import nothing_timed, shortcomings, verdict_lines
-from ssdprof.report.table import Column, Table, VerdictLine, table, text
+from ssdprof.report.table import Column, Table, VerdictLine, lifted, table, text
 
 _MOST_CAVEATS = 3
 _MOST_REASONS = 2
@@ -76,102 +76,84 @@ def _short(sentence: str) -> str:
     return sentence if len(sentence) <= _LONGEST else f"{sentence[: _LONGEST - 3].rpartition(' ')[0]} ..."
 
 
-# --- its two tables: one row for each length, compared implementation and precision
-
-
-class _Row(NamedTuple):
-    """names: tokens, implementation and precision."""
-
-    names: tuple[str, str, str]
-    group: Group
-    series: Series
-    speed: TotalSpeed | None
-    ours: Pooled | None
-    against: Pooled | None
-    limit: Pooled | None
+# --- its two tables: one row for each series of a compared implementation
 
 
 def _speed(found: Sequence[Group]) -> Table | None:
     """Speeds; None if nothing was timed."""
 
-    def cell(of: Callable[[TotalSpeed], str]) -> Callable[[_Row], str]:
-        return lambda row: of(row.speed) if row.speed else fmt.MISSING
-
-    def baseline(row: _Row) -> str:
-        original = row.group.baseline_of(row.series)
-        theirs = original.speed() if original else None
+    def baseline(row: Series) -> str:
+        theirs = row.original.speed if row.original else None
         same = theirs and row.speed and theirs.layers == row.speed.layers
         return fmt.duration(theirs.device.us if theirs and same else None)
 
-    columns: tuple[Column[_Row], ...] = (
-        Column("speedup,\ndevice", cell(lambda speed: fmt.speedup(speed.device.speedup))),
-        Column("verdict", cell(lambda speed: speed.device.verdict or fmt.MISSING)),
-        Column(
-            "speedup,\ncall", cell(lambda speed: fmt.ratio(speed.call.speedup.value if speed.call.speedup else None))
-        ),
-        Column("device\ntime", cell(lambda speed: fmt.duration(speed.device.us))),
-        Column("{},\ndevice", baseline),
-        Column("% of\nroof", cell(lambda speed: fmt.percent(speed.floor_pct, 1))),
+    columns: tuple[Column[Series], ...] = lifted(
+        lambda row: row.speed,
+        Column("speedup,\ndevice", lambda speed: fmt.speedup(speed.device.speedup)),
+        Column("verdict", lambda speed: speed.device.verdict or fmt.MISSING),
+        Column("speedup,\ncall", lambda speed: fmt.ratio(speed.call.speedup.value if speed.call.speedup else None)),
+        Column("device\ntime", lambda speed: fmt.duration(speed.device.us)),
+        Column("% of\nroof", lambda speed: fmt.percent(speed.floor_pct, 1)),
     )
-    return _table("Speed", [row for row in _rows(found) if row.speed], columns)
+    rows = [row for group in found for row in group.others() if row.speed]
+    return _table("Speed", rows, (*columns[:4], Column("{},\ndevice", baseline), columns[4]))
 
 
 def _accuracy(found: Sequence[Group]) -> Table | None:
     """Accuracy of the outputs; None if nothing was compared."""
-
-    def cell(of: Callable[[Pooled], str], which: Literal["ours", "against", "limit"] = "ours") -> Callable[[_Row], str]:
-        def shown(row: _Row) -> str:
-            pooled: Pooled | None = getattr(row, which)
-            return of(pooled) if pooled else fmt.MISSING
-
-        return shown
-
-    columns: tuple[Column[_Row], ...] = (
-        Column("within\nbudget", lambda row: "NO" if any(case.outside_budget for case in row.series.cases) else "yes"),
-        Column("equal to\n{}", cell(lambda one: fmt.percent(one.match_pct(0.0)), "against")),
-        Column("within\n1e-3", cell(lambda one: fmt.percent(one.match_pct(1e-3)), "against")),
-        Column("rms error\nvs fp64", cell(lambda one: fmt.small(one.rms_ratio))),
-        Column("floor", cell(lambda one: fmt.small(one.rms_ratio), "limit")),
-        Column("largest\nerror", cell(lambda one: fmt.small(one.largest.max_abs))),
-        Column("largest\nvalue", cell(lambda one: fmt.small(one.largest.scale_max_abs))),
+    budget: Column[Series] = Column(
+        "within\nbudget", lambda row: "NO" if any(case.outside_budget for case in row.cases) else "yes"
     )
-    return _table("Accuracy of the output", [row for row in _rows(found) if row.ours], columns)
+    rms: Column[Pooled] = Column("rms error\nvs fp64", lambda one: fmt.small(one.rms_ratio))
+
+    def of(which: Against, *columns: Column[Pooled]) -> tuple[Column[Series], ...]:
+        return lifted(lambda row: row.pooled(which), *columns)
+
+    columns = (
+        budget,
+        *of(
+            "vs_baseline",
+            Column("equal to\n{}", lambda one: fmt.percent(one.match_pct(0.0))),
+            Column("within\n1e-3", lambda one: fmt.percent(one.match_pct(1e-3))),
+        ),
+        *of("vs_oracle", rms),
+        *of("floor", rms._replace(header="floor")),
+        *of(
+            "vs_oracle",
+            Column("largest\nerror", lambda one: fmt.small(one.largest.max_abs)),
+            Column("largest\nvalue", lambda one: fmt.small(one.largest.scale_max_abs)),
+        ),
+    )
+    rows = [row for group in found for row in group.others() if row.pooled("vs_oracle")]
+    return _table("Accuracy of the output", rows, columns)
 
 
-def _table(title: str, rows: Sequence[_Row], columns: Sequence[Column[_Row]]) -> Table | None:
+def _table(title: str, rows: Sequence[Series], columns: Sequence[Column[Series]]) -> Table | None:
     """A table whose title has the values equal in all rows.  A second column of names replaces the last number."""
     if not rows:
         return None
     shown = list(dict.fromkeys(row.group for row in rows))
     whole = len({group.tokens for group in shown}) > 1
-    rows = [row._replace(names=(_where(row.group, whole=whole), *row.names[1:])) for row in rows]
+    names: tuple[Column[Series], ...] = (
+        text("tokens", lambda row: _where(row.group, whole=whole)),
+        text("implementation", lambda row: row.name),
+        text("precision", lambda row: row.precision.short),
+    )
+    kept = [one for one in names if len({one.of(row) for row in rows}) > 1 or one is names[2]]
+    same = [shown[0].size if one is names[0] else one.of(rows[0]) for one in names if one not in kept]
     layers = {len(group.layers) for group in shown}
     where = [fmt.plural(layers.pop(), "layer")] if len(layers) == 1 else []
-    kept = [i for i in range(3) if len({row.names[i] for row in rows}) > 1 or i == 2]
-    same = [shown[0].size if i == 0 else rows[0].names[i] for i in range(3) if i not in kept]
-    names: list[Column[_Row]] = [
-        text(("tokens", "implementation", "precision")[i], lambda row, i=i: row.names[i])  # type: ignore[misc]
-        for i in kept
-    ]
     baselines = {group.baseline for group in shown}  # the one of decode steps is another
     baseline = baselines.pop() if len(baselines) == 1 else "baseline"
     numbers = [one._replace(header=one.header.replace("{}", baseline)) for one in columns]
     hidden = len(rows) - _MOST_ROWS
     return table(
         ", ".join([title, *same, *where]),
-        (*names, *(numbers if len(kept) == 1 else numbers[:-1])),
+        (*kept, *(numbers if len(kept) == 1 else numbers[:-1])),
         rows[:_MOST_ROWS],
         keys=len(kept),
         note=f"{fmt.plural(hidden, 'more row')}: --full, or the exported report." if hidden > 0 else "",
     )
-
-
-def _rows(found: Sequence[Group]) -> Iterator[_Row]:
-    for group in found:
-        for one in group.series(*group.compared) if group.compared else ():
-            names = ("", one.name, one.precision.short)
-            errors = one.pooled("vs_oracle"), one.pooled("vs_baseline"), one.pooled("floor")
-            yield _Row(names, group, one, one.speed(), *errors)
 
 
 def _where(group: Group, *, whole: bool) -> str:

@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName
-from ssdprof.core.case import Case, Launch
+from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.report.groups import (
-    Against,
-    Group,
-    Pooled,
-    Series,
-    TotalSpeed,
-    baselines,
-    groups,
-    layer_of,
-    pool,
-    precision_order,
-)
-from ssdprof.report.table import Column, Note, Table, aligned, strings, table, text
+from ssdprof.report.groups import Against, Group, Pooled, Series, baselines, groups, layer_of, pool, precision_order
+from ssdprof.report.table import Column, Note, Table, aligned, lifted, strings, table, text
 
 PRECISION = "intermediates,\nstates"
 TENSORS: tuple[TensorName, ...] = ("out", "final_states")
@@ -44,75 +32,64 @@ _LONGEST_REASON = 300  # characters
 # --- speed
 
 
-class Timed(NamedTuple):
-    """A series, and its times if there are any."""
-
-    series: Series
-    speed: TotalSpeed | None
-
-
-def _of(cell: Callable[[TotalSpeed], str]) -> Callable[[Timed], str]:
-    return lambda row: cell(row.speed) if row.speed else fmt.MISSING
-
-
-_NAMES: tuple[Column[Timed], ...] = (
-    text("implementation", lambda row: row.series.name),
-    text(PRECISION, lambda row: row.series.precision.short),
+_NAMES: tuple[Column[Series], ...] = (
+    text("implementation", lambda row: row.name),
+    text(PRECISION, lambda row: row.precision.short),
 )
-_SPEED: tuple[Column[Timed], ...] = (
-    Column("speedup,\ndevice", _of(lambda speed: fmt.speedup(speed.device.speedup))),
-    Column("speedup,\ncall", _of(lambda speed: fmt.speedup(speed.call.speedup))),
-    Column(
-        "verdict,\ndevice",
-        lambda row: row.series.results if row.speed is None else row.speed.device.verdict or fmt.MISSING,
-    ),
-    Column("verdict,\ncall", _of(lambda speed: speed.call.verdict or fmt.MISSING)),
-    Column("device\ntime", _of(lambda speed: fmt.duration(speed.device.us))),
-    Column("call\ntime", _of(lambda speed: fmt.duration(speed.call.us))),
-    Column("% of\nroofline", _of(lambda speed: fmt.percent(speed.floor_pct, 1))),
-    Column("extra\nmemory", _of(lambda speed: fmt.size(speed.workspace_bytes))),
+_SPEED: tuple[Column[Series], ...] = lifted(
+    lambda row: row.speed,
+    Column("speedup,\ndevice", lambda speed: fmt.speedup(speed.device.speedup)),
+    Column("speedup,\ncall", lambda speed: fmt.speedup(speed.call.speedup)),
+    Column("verdict,\ndevice", lambda speed: speed.device.verdict or fmt.MISSING),
+    Column("verdict,\ncall", lambda speed: speed.call.verdict or fmt.MISSING),
+    Column("device\ntime", lambda speed: fmt.duration(speed.device.us)),
+    Column("call\ntime", lambda speed: fmt.duration(speed.call.us)),
+    Column("% of\nroofline", lambda speed: fmt.percent(speed.floor_pct, 1)),
+    Column("extra\nmemory", lambda speed: fmt.size(speed.workspace_bytes)),
 )
+
+
+def _speed_table(
+    title: str, group: Group, found: Sequence[Series], first: Sequence[Column[Series]], notes: Iterable[str]
+) -> Table | None:
+    """None if nothing was timed.  The verdict of a series without a time is its results."""
+    if not any(row.speed for row in found):
+        return None
+    pairs = [(row.precision, name) for row in found if row.speed for name in row.speed.baselines]
+    baseline = f"Baseline: {baselines(group.baseline, pairs)}.  {fmt.counts(group.report.smallest_difference)}"
+    verdict = _SPEED[2]
+
+    def result(row: Series) -> str:
+        return verdict.of(row) if row.speed else fmt.words(dict.fromkeys(case.result for case in row.cases))
+
+    columns = (*first, *_SPEED[:2], verdict._replace(of=result), *_SPEED[3:])
+    keys = sum(one in _NAMES or one.header == "layer" for one in first)
+    return table(title, columns, found, note="  ".join((baseline, *notes)), keys=keys)
 
 
 def total_speed(group: Group) -> Table | None:
     """Every series, summed over its calls; None if nothing was timed."""
-    found = [Timed(series, series.speed()) for series in group.series()]
-    if not any(row.speed for row in found):
-        return None
-    every = group.calls
+    found, every = group.series(), group.calls
     unit = "layers" if every == len(group.layers) else "calls"
     incomplete = any(row.speed is None or len(row.speed.layers) < every for row in found)
-    note = [_baselines(group, found)]
+    notes = []
     if every > 1:
-        note.append(
+        notes.append(
             "The interval of a sum assumes that all layers are at the same end of their intervals, so it is wider than "
             "a 95 % interval."
         )
     if incomplete:
-        note.append(f"Each speedup compares the same {unit}; times over different numbers of {unit} do not compare.")
-    timed: Column[Timed] = Column(unit, lambda row: f"{len(row.speed.layers) if row.speed else 0} of {every}")
-    return table(
-        f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}",
-        (*_NAMES, *((timed,) if incomplete else ()), *_SPEED),
-        found,
-        note="  ".join(note),
-        keys=2,
-    )
+        notes.append(f"Each speedup compares the same {unit}; times over different numbers of {unit} do not compare.")
+    timed: Column[Series] = Column(unit, lambda row: f"{len(row.speed.layers) if row.speed else 0} of {every}")
+    title = f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}"
+    return _speed_table(title, group, found, (*_NAMES, *((timed,) if incomplete else ())), notes)
 
 
 def speed_by_layer(group: Group) -> Table | None:
     """Every series, layer by layer; None if nothing was timed."""
-    found = [Timed(one, one.speed()) for layer in group.layers for one in group.at_layer(layer).series()]
-    layer: Column[Timed] = Column("layer", lambda row: str(layer_of(row.series.cases[0])))
-    timed = found if any(row.speed for row in found) else ()
-    return table(
-        f"Speed of each layer {group.where}", (layer, *_NAMES, *_SPEED), timed, note=_baselines(group, found), keys=3
-    )
-
-
-def _baselines(group: Group, found: Iterable[Timed]) -> str:
-    pairs = [(row.series.precision, name) for row in found if row.speed for name in row.speed.baselines]
-    return f"Baseline: {baselines(group.baseline, pairs)}.  {fmt.counts(group.report.smallest_difference)}"
+    layer: Column[Series] = Column("layer", lambda row: str(layer_of(row.cases[0])))
+    found = [one for layer in group.layers for one in group.at_layer(layer).series()]
+    return _speed_table(f"Speed of each layer {group.where}", group, found, (layer, *_NAMES), ())
 
 
 # --- accuracy
@@ -135,29 +112,59 @@ def matches(group: Group, implementation: str, tensor: TensorName) -> Table | No
     series = tuple(one for one in group.series(implementation) if one.pooled(against, tensor))
     if not series:
         return None
-    several = group.calls > 1
-    worst = ", worst layer" if group.calls == len(group.layers) else ", worst call"
+    several, worst = group.calls > 1, ""
+    if several:
+        worst = ", worst layer" if group.calls == len(group.layers) else ", worst call"
+    limit = pool((case for one in series for case in one.cases), tensor, "floor")
     rows: list[tuple[str, ...]] = [
         ("within the error budget", *(_budget(one, tensor) for one in series), ""),
         ("kernel", *(one.variant for one in series), ""),
     ]
     headings = set()
-    for title, pooled, beside in _comparisons(group, series, tensor):
-        if any(pooled):
-            headings.add(len(rows))
-            rows += [(title, *[""] * (len(series) + 1)), *_block(pooled, beside, worst * several)]
+    sides: tuple[tuple[str, Sequence[Series | None], Against, Pooled | None], ...] = (
+        (f"{implementation} against {group.baseline}", series, "vs_baseline", None),
+        (f"{implementation} against fp64", series, "vs_oracle", limit),
+        (f"{group.baseline} against fp64", tuple(one.original for one in series), "vs_oracle", limit),
+    )
+    for title, shown, which, beside in sides:
+        pooled = [one.pooled(which, tensor) if one else None for one in shown]
+        if not any(pooled) or (shown is not series and implementation == group.baseline):
+            continue
+        headings.add(len(rows))
+        rows.append((title, *[""] * (len(series) + 1)))
+        for label, cell in _errors(worst):
+            floor = cell(beside) if beside else ""
+            rows.append((label, *(cell(one) if one else fmt.MISSING for one in pooled), floor))
+    cases = [(one.precision, case) for one in series for case in one.cases]
+    compared = [(precision, found.vs_baseline) for precision, case in cases if (found := case.tensor(tensor))]
+    named = baselines(group.baseline, [(precision, one.against) for precision, one in compared if one])
+    dtypes = fmt.words(dict.fromkeys(case.dims.dtype for _, case in cases if case.dims))
+    rounded = dtypes if tensor == "out" else "the dtype in which states are returned"
     return Table(
         title=f"Accuracy of {implementation}'s {SHOWN[tensor]} {group.where}, {group.extent}{' pooled' * several}",
         headers=("", *(_header(one.precision) for one in series), "floor"),
         rows=tuple(rows),
         align=aligned(f"l{'r' * (len(series) + 1)}"),
-        note=_note(series, group, tensor),
+        note=f"Baseline: {named}.  Floor: fp64 itself, rounded to {rounded}.",
         headings=frozenset(headings),
     )
 
 
+def _match(pooled: Pooled, *, tolerance: float) -> str:
+    return fmt.percent(pooled.match_pct(tolerance))
+
+
+def _errors(worst: str) -> Iterator[tuple[str, Callable[[Pooled], str]]]:
+    """The rows under a heading.  worst: ", worst layer" or ", worst call"; empty if there is only one."""
+    for tolerance in TOLERANCES:
+        yield f"match @ atol,rtol={fmt.tolerance(tolerance)}", partial(_match, tolerance=tolerance)
+    yield f"rms error{worst}", lambda one: fmt.small(one.rms_ratio)
+    yield f"largest error{worst}", lambda one: fmt.small(one.largest.max_abs)
+    yield f"largest value{worst.replace('worst', 'same')}", lambda one: fmt.small(one.largest.scale_max_abs)
+
+
 def errors_by_layer(group: Group, implementation: str) -> Table | None:
-    """RMS error of the output against fp64, one row per layer: which layer is the worst?"""
+    """RMS error of the output against fp64, one row per layer."""
     series = tuple(one for one in group.series(implementation) if one.pooled("vs_oracle"))
     rows = []
     for layer in group.layers if series else ():
@@ -175,69 +182,32 @@ def errors_by_layer(group: Group, implementation: str) -> Table | None:
 
 def largest_errors(group: Group, implementation: str) -> Table | None:
     """The largest differences and their positions, over all layers of the group and their chunks or steps."""
-    several = group.calls > len(group.layers)
+    Row = tuple[str, PrecisionRecord, str, Pooled]
     sides: tuple[tuple[str, Against], ...] = (("fp64", "vs_oracle"), (group.baseline, "vs_baseline"))
-    rows = [
+    rows: list[Row] = [
         (SHOWN[tensor], series.precision, against, pooled)
         for tensor in TENSORS
         for series in group.series(implementation)
         for against, which in sides
         if (pooled := series.pooled(which, tensor))
     ]
-    number: Column[tuple[str, PrecisionRecord, str, Pooled]] = Column(
-        group.noun, lambda row: str(row[3].case.call.number) if row[3].case.call else ""
-    )
-    columns: tuple[Column[tuple[str, PrecisionRecord, str, Pooled]], ...] = (
+    number: Column[Row] = Column(group.noun, lambda row: str(row[3].case.call.number) if row[3].case.call else "")
+    columns: tuple[Column[Row], ...] = (
         text("tensor", lambda row: row[0]),
         text("precision", lambda row: str(row[1])),
         text("against", lambda row: row[2]),
         Column("largest\nerror", lambda row: fmt.small(row[3].largest.max_abs)),
         Column("largest\nvalue", lambda row: fmt.small(row[3].largest.scale_max_abs)),
         Column("layer", lambda row: str(layer_of(row[3].case))),
-        *((number,) if several else ()),
+        *((number,) if group.calls > len(group.layers) else ()),
         text("position", lambda row: fmt.position(row[3].largest.worst_position)),
         Column("worst head", lambda row: str(row[3].largest.worst_head)),
     )
-    return table(
-        f"Largest differences of {implementation} {group.where}",
-        columns,
-        rows,
-        note="Positions are (row, token, head, channel) in the output and (sequence, head, row, column) in the "
-        "final states, counted from 0.",
-        keys=3,
+    note = (
+        "Positions are (row, token, head, channel) in the output and (sequence, head, row, column) in the "
+        "final states, counted from 0."
     )
-
-
-def _comparisons(
-    group: Group, series: Sequence[Series], tensor: TensorName
-) -> Iterator[tuple[str, list[Pooled | None], Pooled | None]]:
-    """Heading, one entry per column, and the floor where there is one."""
-    name = series[0].implementation
-    limit = pool((case for one in series for case in one.cases), tensor, "floor")
-    yield f"{name} against {group.baseline}", [one.pooled("vs_baseline", tensor) for one in series], None
-    yield f"{name} against fp64", [one.pooled("vs_oracle", tensor) for one in series], limit
-    if name != group.baseline:
-        originals = [group.baseline_of(one) for one in series]
-        errors = [one.pooled("vs_oracle", tensor) if one else None for one in originals]
-        yield f"{group.baseline} against fp64", errors, limit
-
-
-def _match(pooled: Pooled, *, tolerance: float) -> str:
-    return fmt.percent(pooled.match_pct(tolerance))
-
-
-def _block(pooled: Sequence[Pooled | None], beside: Pooled | None, worst: str) -> list[tuple[str, ...]]:
-    """worst: ", worst layer" or ", worst call"; empty if there is only one."""
-
-    def row(label: str, cell: Callable[[Pooled], str]) -> tuple[str, ...]:
-        return (label, *(cell(one) if one else fmt.MISSING for one in pooled), cell(beside) if beside else "")
-
-    return [
-        *(row(f"match @ atol,rtol={fmt.tolerance(t)}", partial(_match, tolerance=t)) for t in TOLERANCES),
-        row(f"rms error{worst}", lambda one: fmt.small(one.rms_ratio)),
-        row(f"largest error{worst}", lambda one: fmt.small(one.largest.max_abs)),
-        row(f"largest value{worst.replace('worst', 'same')}", lambda one: fmt.small(one.largest.scale_max_abs)),
-    ]
+    return table(f"Largest differences of {implementation} {group.where}", columns, rows, note=note, keys=3)
 
 
 def _budget(series: Series, tensor: TensorName) -> str:
@@ -251,30 +221,22 @@ def _header(precision: PrecisionRecord) -> str:
     return f"{precision.intermediates},\n{precision.state_dtype}\nstates"
 
 
-def _note(series: Sequence[Series], group: Group, tensor: TensorName) -> str:
-    cases = [(one.precision, case) for one in series for case in one.cases]
-    found = [(precision, case.tensor(tensor)) for precision, case in cases]
-    pairs = [(precision, one.vs_baseline.against) for precision, one in found if one and one.vs_baseline]
-    dtypes = fmt.words(dict.fromkeys(case.dims.dtype for _, case in cases if case.dims))
-    rounded = dtypes if tensor == "out" else "the dtype in which states are returned"
-    return f"Baseline: {baselines(group.baseline, pairs)}.  Floor: fp64 itself, rounded to {rounded}."
-
-
 # --- launches, failures, remarks
 
 
 def launches(report: Report) -> Table | None:
     """Every kernel as it was launched, without duplicates."""
     used: dict[tuple[str, ...], list[Case]] = {}
-    for case in report.of_calls:
-        for launch in case.launches:
-            used.setdefault((case.implementation, case.variant, *_launch_cells(launch)), []).append(case)
-    every = {case.seqlen for case in report.of_calls}
     precisions: dict[str, set[PrecisionRecord]] = {}
     for case in report.of_calls:
         precisions.setdefault(case.implementation, set()).add(case.precision)
+        for launch in case.launches:
+            resources = fmt.count(launch.registers), fmt.count(launch.spills), fmt.size(launch.shared_bytes)
+            config = ", ".join(f"{name}={value}" for name, value in launch.config.items()) or fmt.MISSING
+            cells = (case.implementation, case.variant, launch.kernel, *resources, config)
+            used.setdefault(cells, []).append(case)
+    every = {case.seqlen for case in report.of_calls}
     rows = [(*cells, _uses(cases, every, precisions[cells[0]])) for cells, cases in used.items()]
-
     headers = ("implementation", "variant", "kernel", "registers", "spills", "shared", "configuration", "used for")
     # the interpreter has no registers
     known = [i for i in range(8) if i not in (3, 4, 5) or any(row[i] != fmt.MISSING for row in rows)]
@@ -299,16 +261,6 @@ def remarks(report: Report) -> Table | None:
     """Every case that passed with a remark."""
     passed = "Remarks on cases that passed"
     return _cases(report, passed, lambda case: case.result == "passed" and bool(case.reason))
-
-
-def _launch_cells(launch: Launch) -> tuple[str, ...]:
-    return (
-        launch.kernel,
-        fmt.count(launch.registers),
-        fmt.count(launch.spills),
-        fmt.size(launch.shared_bytes),
-        ", ".join(f"{name}={value}" for name, value in launch.config.items()) or fmt.MISSING,
-    )
 
 
 def _uses(cases: list[Case], lengths: set[int], precisions: set[PrecisionRecord]) -> str:

@@ -1,10 +1,10 @@
-"""Cases of calls that belong together: their times added up, their errors pooled, and both in words."""
+"""Cases that can be compared and added up, in groups, and their series; the pooled errors of several calls."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
@@ -13,10 +13,11 @@ from ssdprof.core.case import Accuracy, Case, Deviation
 from ssdprof.core.outcome import exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
-from ssdprof.core.subject import CallRef, LayerRef
+from ssdprof.core.subject import LayerRef
 
 INTERMEDIATES = ("exact", "relaxed")
 STATES = ("fp64", "fp32", "fp16", "bf16")
+Against = Literal["vs_oracle", "vs_baseline", "floor"]  # fields of `Accuracy`
 
 
 class Summed(NamedTuple):
@@ -32,8 +33,7 @@ class Summed(NamedTuple):
     verdict: Faster | None
 
 
-@dataclass(frozen=True)
-class TotalSpeed:
+class TotalSpeed(NamedTuple):
     """The timed calls of a series.
 
     workspace_bytes: the largest of a call.  baselines: what the calls are compared with: "unfused exact, fp32 states".
@@ -47,134 +47,94 @@ class TotalSpeed:
     baselines: tuple[str, ...]
 
 
-@dataclass(frozen=True, eq=False)
 class Series:
-    """One implementation at one precision, over the calls of a group."""
+    """One implementation at one precision, over the calls of a group.
 
-    report: Report
-    implementation: str
-    precision: PrecisionRecord
-    cases: tuple[Case, ...]
+    variant: the kernels that ran, by name; several if layers differ.  name: "fused hopper".  label: "fused, exact,
+    fp32".  within_budget: every case; False for another library that passed outside of its budget.
+    """
 
-    @property
-    def within_budget(self) -> bool:
-        """Whether every case is within the error budget.  False for another library that passed outside of it."""
-        return all(case.result == "passed" and not case.outside_budget for case in self.cases)
-
-    @property
-    def variant(self) -> str:
-        """The kernels that ran, by name; several if layers differ."""
-        return "/".join(dict.fromkeys(case.variant for case in self.cases if case.variant))
-
-    @property
-    def name(self) -> str:
-        """ "fused hopper"."""
-        variant = self.variant
-        return self.implementation if variant in ("", self.implementation) else f"{self.implementation} {variant}"
-
-    @property
-    def label(self) -> str:
-        """ "fused, exact, fp32"."""
-        return f"{self.implementation}, {self.precision.short}"
-
-    @property
-    def results(self) -> str:
-        return fmt.words(dict.fromkeys(case.result for case in self.cases))
+    def __init__(self, group: Group, implementation: str, precision: PrecisionRecord, cases: Sequence[Case]) -> None:
+        self.group, self.implementation, self.precision, self.cases = group, implementation, precision, cases
+        self.variant = "/".join(dict.fromkeys(case.variant for case in cases if case.variant))
+        self.name = implementation + (f" {self.variant}" if self.variant not in ("", implementation) else "")
+        self.label = f"{implementation}, {precision.short}"
+        self.within_budget = all(case.result == "passed" and not case.outside_budget for case in cases)
 
     def pooled(self, which: Against, tensor: TensorName = "out") -> Pooled | None:
         return pool(self.cases, tensor, which)
 
+    @property
+    def original(self) -> Series | None:
+        """The series that its outputs are compared with; at other precisions of the baseline, its exact one."""
+        name = self.group.baseline
+        named = {one.vs_baseline.against for case in self.cases for one in case.accuracy if one.vs_baseline}
+        wanted = named or {f"{name} {self.precision.exact}"}
+        return next((own for own in self.group.series(name) if f"{name} {own.precision}" in wanted), None)
+
+    @cached_property
     def speed(self) -> TotalSpeed | None:
         """None if no call was timed."""
+        report = self.group.report
         timed = [case for case in self.cases if case.device_us and case.call_us]
         if not timed:
             return None
-        ceilings = self.report.ceilings
-        floors = [floor for case in timed if (floor := case.floor_us(ceilings)) is not None]
-        device_us = sum(case.device_us.value for case in timed if case.device_us)
-        compared = [rival for case in timed if (rival := self.report.rival(case)) and rival.device_us]
+        floors = [floor for case in timed if (floor := case.floor_us(report.ceilings)) is not None]
+        device = self._total(timed, "device")
+        compared = [rival for case in timed if (rival := report.rival(case)) and rival.device_us]
         return TotalSpeed(
             layers=tuple(case.layer.index for case in timed if case.layer),
-            device=self._total(timed, "device"),
+            device=device,
             call=self._total(timed, "call"),
-            floor_pct=100 * sum(floors) / device_us if len(floors) == len(timed) else None,
+            floor_pct=100 * sum(floors) / device.us if len(floors) == len(timed) else None,
             workspace_bytes=max((case.memory.workspace_bytes for case in timed if case.memory), default=None),
             baselines=tuple(dict.fromkeys(f"{rival.implementation} {rival.precision}" for rival in compared)),
         )
 
     def _total(self, timed: Sequence[Case], clock: Clock) -> Summed:
         times = [found.value for case in timed if (found := case.device_us if clock == "device" else case.call_us)]
-        ratios = [found for case in timed if (found := self.report.speedup(case, clock))]
+        ratios = [found for case in timed if (found := self.group.report.speedup(case, clock))]
+        total = math.fsum(times)
         if len(ratios) < len(timed):
-            return Summed(math.fsum(times), None, None)
+            return Summed(total, None, None)
         # a call's ratio is baseline / own time, so its weight is its own time
         bounds = zip(*ratios, strict=True)
-        speedup = Estimate(
-            *(math.fsum(v * us for v, us in zip(bound, times, strict=True)) / math.fsum(times) for bound in bounds)
-        )
-        smallest = self.report.smallest_difference
+        speedup = Estimate(*(math.fsum(v * us for v, us in zip(bound, times, strict=True)) / total for bound in bounds))
+        smallest = self.group.report.smallest_difference
         verdicts = {ratio.verdict(smallest) for ratio in ratios}
-        return Summed(math.fsum(times), speedup, verdicts.pop() if len(verdicts) == 1 else speedup.verdict(smallest))
+        return Summed(total, speedup, verdicts.pop() if len(verdicts) == 1 else speedup.verdict(smallest))
 
 
-@dataclass(frozen=True, eq=False)
 class Group:
     """All cases of one kind of call on one prompt, of one size, which can be compared and added up.
 
-    call: one of these calls; None for calls of a whole prompt.
+    call: one of these calls; None for calls of a whole prompt.  steps: the calls are decode steps, which have their own
+    baseline.  noun: what each of a layer's calls is.  calls: their number, in all layers.
+    tokens: "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or decode steps.
+    where: "at 131,072 tokens", "in decode steps after 512 tokens"; size: the same without its preposition.
+    implementations: the baseline first, the others in the order in which they ran; compared: the others.
     """
 
-    report: Report
-    cases: tuple[Case, ...]
-
-    @property
-    def call(self) -> CallRef | None:
-        return self.cases[0].call
-
-    @property
-    def seqlen(self) -> int:
-        return self.cases[0].seqlen
-
-    @property
-    def baseline(self) -> str:
-        """Decode steps have their own."""
-        named = [case.baseline for case in self.cases if case.baseline]
-        return named[0] if named else self.cases[0].implementation
-
-    @property
-    def tokens(self) -> str:
-        """ "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or decode steps."""
-        return self.cases[0].prompt
-
-    @property
-    def where(self) -> str:
-        """ "at 131,072 tokens", "in decode steps after 512 tokens"."""
-        call, size = self.call, fmt.tokens(self.seqlen, self.cases[0].batch)
-        if call is None or call.kind == "packed":
-            return f"at {size}{f' {call}' if call else ''}"
-        return (
-            f"in chunks of {size} of {self.tokens}" if call.kind == "chunk" else f"in decode steps after {self.tokens}"
-        )
-
-    @property
-    def size(self) -> str:
-        """`where` without its preposition."""
-        return self.where.partition(" ")[2]
-
-    @property
-    def steps(self) -> bool:
-        """Whether the calls are decode steps."""
-        return self.call is not None and self.call.kind == "decode"
-
-    @property
-    def noun(self) -> str:
-        """What each of a layer's calls is."""
-        return "step" if self.steps else "chunk"
-
-    @property
-    def calls(self) -> int:
-        """Number of calls, in all layers."""
-        return len({(case.layer, case.call) for case in self.cases})
+    def __init__(self, report: Report, cases: Sequence[Case]) -> None:
+        self.report, self.cases, first = report, tuple(cases), cases[0]
+        self.call, self.seqlen, self.tokens = first.call, first.seqlen, first.prompt
+        self.steps = self.call is not None and self.call.kind == "decode"
+        self.noun = "step" if self.steps else "chunk"
+        self.calls = len({(case.layer, case.call) for case in cases})
+        layers = {case.layer.index: case.layer for case in cases if case.layer}
+        self.layers = tuple(layers[index] for index in sorted(layers))
+        self.baseline = next((case.baseline for case in cases if case.baseline), first.implementation)
+        names = dict.fromkeys(case.implementation for case in cases)
+        self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
+        self.compared = tuple(name for name in self.implementations if name != self.baseline)
+        size = fmt.tokens(self.seqlen, first.batch)
+        if self.call is None or self.call.kind == "packed":
+            self.where = f"at {size}{f' {self.call}' if self.call else ''}"
+        else:
+            self.where = (
+                f"in decode steps after {self.tokens}" if self.steps else f"in chunks of {size} of {self.tokens}"
+            )
+        self.size = self.where.partition(" ")[2]
 
     @property
     def extent(self) -> str:
@@ -187,22 +147,6 @@ class Group:
         each = calls.pop()
         return of_layers if each == 1 else f"{fmt.plural(each, self.noun)} in {'each of ' * (layers > 1)}{of_layers}"
 
-    @property
-    def layers(self) -> tuple[LayerRef, ...]:
-        found = {case.layer.index: case.layer for case in self.cases if case.layer}
-        return tuple(found[index] for index in sorted(found))
-
-    @property
-    def implementations(self) -> tuple[str, ...]:
-        """The baseline first, the others in the order in which they ran."""
-        names = dict.fromkeys(case.implementation for case in self.cases)
-        return tuple(sorted(names, key=lambda name: name != self.baseline))
-
-    @property
-    def compared(self) -> tuple[str, ...]:
-        """The compared implementations: all except the baseline."""
-        return tuple(name for name in self.implementations if name != self.baseline)
-
     def series(self, *implementations: str) -> tuple[Series, ...]:
         """Every series, or those of some implementations: exact before relaxed, wide states before narrow ones."""
         found = []
@@ -210,21 +154,19 @@ class Group:
             cases = [case for case in self.cases if case.implementation == name]
             for precision in sorted({case.precision for case in cases}, key=precision_order):
                 own = sorted((case for case in cases if case.precision == precision), key=layer_of)
-                found.append(Series(self.report, name, precision, tuple(own)))
+                found.append(Series(self, name, precision, tuple(own)))
         return tuple(found)
+
+    def others(self) -> tuple[Series, ...]:
+        """The series of the compared implementations."""
+        return self.series(*self.compared) if self.compared else ()
 
     def keep(self, wanted: Callable[[Case], bool]) -> Group:
         """The group with only the selected cases."""
-        return replace(self, cases=tuple(case for case in self.cases if wanted(case)))
+        return Group(self.report, [case for case in self.cases if wanted(case)])
 
     def at_layer(self, layer: LayerRef) -> Group:
         return self.keep(lambda case: layer_of(case) == layer.index)
-
-    def baseline_of(self, series: Series) -> Series | None:
-        """The series that its outputs are compared with; at other precisions of the baseline, its exact one."""
-        named = {one.vs_baseline.against for case in series.cases for one in case.accuracy if one.vs_baseline}
-        wanted = named or {f"{self.baseline} {series.precision.exact}"}
-        return next((own for own in self.series(self.baseline) if f"{self.baseline} {own.precision}" in wanted), None)
 
 
 def groups(report: Report) -> tuple[Group, ...]:
@@ -236,7 +178,7 @@ def groups(report: Report) -> tuple[Group, ...]:
             prompt = call.prompt_seqlen if call else size[0]
             found.setdefault((prompt, not (call and call.kind == "decode"), *size), []).append(case)
     ordered = sorted(found.items(), key=lambda item: item[0], reverse=True)
-    return tuple(Group(report, tuple(cases)) for _, cases in ordered)
+    return tuple(Group(report, cases) for _, cases in ordered)
 
 
 def layer_of(case: Case) -> int:
@@ -249,15 +191,12 @@ def precision_order(precision: PrecisionRecord) -> tuple[int, int]:
 
 # --- errors of several calls
 
-Against = Literal["vs_oracle", "vs_baseline", "floor"]  # fields of `Accuracy`
-
 
 def deviation(accuracy: Accuracy, which: Against) -> Deviation | None:
     return {"vs_oracle": accuracy.vs_oracle, "vs_baseline": accuracy.vs_baseline, "floor": accuracy.floor}[which]
 
 
-@dataclass(frozen=True)
-class Pooled:
+class Pooled(NamedTuple):
     """Pooled deviations of several calls: all elements, and the worst maximum.
 
     largest: the deviation that holds the largest error, of `case`.  rms_ratio: of the worst call; inf if infinite.
@@ -297,11 +236,9 @@ def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | 
 def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
     """The baselines of all precisions as text.  pairs: (precision, baseline that it names)."""
     found = list(pairs)
-    if not found:
-        return name
-    if all(against == f"{name} {precision.exact}" for precision, against in found):
+    if found and all(against == f"{name} {precision.exact}" for precision, against in found):
         return f"{name}, exact, with the same state dtype"
-    return " or ".join(dict.fromkeys(against for _, against in found))
+    return " or ".join(dict.fromkeys(against for _, against in found)) or name
 
 
 def tokens_of(prompts: Iterable[Group]) -> str:
@@ -325,7 +262,7 @@ def case_words(cases: Iterable[Case]) -> str:
     """ "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ..." """
     found: dict[str, list[int]] = {}
     for case in cases:
-        result = "" if case.result == "refused" else f" {result_words(case)}"
+        result = "" if case.result == "refused" else f" {_result_words(case)}"
         found.setdefault(f"{case.implementation} ({case.precision}){result}", []).append(layer_of(case))
     return "; ".join(f"{name} in {layer_words(layers)}" for name, layers in found.items())
 
@@ -334,15 +271,14 @@ def trouble_words(series: Series) -> str:
     """The reason why a series did not pass: "not finite in layer 9"."""
     found: dict[str, list[int]] = {}
     for case in series.cases:
-        if case.result != "passed":
-            found.setdefault(result_words(case), []).append(layer_of(case))
-        elif case.outside_budget:
-            found.setdefault("outside the error budget", []).append(layer_of(case))
-    return fmt.words(f"{result} in {layer_words(layers)}" for result, layers in found.items())
+        if case.result != "passed" or case.outside_budget:
+            why = "outside the error budget" if case.result == "passed" else _result_words(case)
+            found.setdefault(why, []).append(layer_of(case))
+    return fmt.words(f"{why} in {layer_words(layers)}" for why, layers in found.items())
 
 
-def result_words(case: Case) -> str:
-    """ "not finite"; distinguishes cases whose exact answer is not finite either."""
+def _result_words(case: Case) -> str:
+    """Distinguishes cases whose exact answer is not finite either."""
     if not exact_answer_is_finite(case):
         return "without a finite exact answer"
     return "not finite" if case.result == "nonfinite" else case.result

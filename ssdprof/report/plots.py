@@ -158,7 +158,7 @@ def along_positions(group: Group) -> str | None:
 
     None if no case recorded it, and for decode steps, which have one position.
     """
-    found = {series.label: line for series in _compared(group) if (line := _worst(series.cases, "vs_oracle"))}
+    found = {series.label: line for series in group.others() if (line := _worst(series.cases, "vs_oracle"))}
     if group.steps or not found:
         return None
     limit = _worst(group.cases, "floor")
@@ -186,7 +186,7 @@ def largest_errors(group: Group) -> str | None:
         series.label: [
             (out.vs_oracle.worst_position[1], layer_of(case)) for case in series.cases if (out := case.tensor("out"))
         ]
-        for series in _compared(group)
+        for series in group.others()
     }
     found = {label: places for label, places in found.items() if places}
     if group.steps or not found:
@@ -303,16 +303,12 @@ def _stall_point(kernel: KernelStalls) -> tuple[float, float] | None:
 # --- numbers
 
 
-def _compared(group: Group) -> list[Series]:
-    return list(group.series(*group.compared)) if group.compared else []
-
-
 def _timed(found: Sequence[Group], *, baseline: bool) -> dict[str, list[tuple[Group, TotalSpeed]]]:
     """Label of a series -> its times at each length, the shortest first.  baseline: include the baseline."""
     points: dict[str, list[tuple[Group, TotalSpeed]]] = {}
     for group in sorted(found, key=lambda group: group.seqlen):
         for series in group.series():
-            if (baseline or series.implementation != group.baseline) and (speed := series.speed()):
+            if (baseline or series.implementation != group.baseline) and (speed := series.speed):
                 points.setdefault(series.label, []).append((group, speed))
     return points
 

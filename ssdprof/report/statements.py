@@ -227,7 +227,7 @@ def full_name(case: Case) -> str:
 
 def _on(found: Sequence[Group], name: str, precision: PrecisionRecord) -> str:
     own = [(group, one) for group in found for one in group.series(name) if one.precision == precision]
-    speeds = [(group, speed) for group, one in own if (speed := one.speed()) and speed.device.speedup]
+    speeds = [(group, speed) for group, one in own if (speed := one.speed) and speed.device.speedup]
     compared = [(group, one) for group, one in own if one.pooled("vs_oracle")]
     parts = []
     if troubles := list(dict.fromkeys(trouble_words(one) for _, one in own if _failed(one))):
@@ -287,7 +287,7 @@ def _speeds(found: Sequence[Group], name: str) -> Iterator[str]:
     """ "3.30x to 3.80x faster than unfused by device time (call 3.13x to 3.51x) at 131,072 tokens", of each group."""
     first = True
     for group in found:
-        speeds = (one.speed() for one in group.series(name))
+        speeds = (one.speed for one in group.series(name))
         timed = [speed for speed in speeds if speed and speed.device.speedup and speed.call.speedup]
         if not timed:
             continue
@@ -321,7 +321,7 @@ def _exactness(group: Group, series: Sequence[Series]) -> str:
         equal = _range((one.match_pct(0.0) for one in against), fmt.percent)
         near = f", {fmt.percent(against[0].match_pct(1e-3))} within 1e-3" if len(series) == 1 else ""
         parts.append(f"{equal} of output elements are equal to those of {baseline}{near}")
-    originals = [original for one in series if (original := group.baseline_of(one))]
+    originals = [original for one in series if (original := one.original)]
     beside = [f"{baseline} {_rms(originals)}"] if any(one.pooled("vs_oracle") for one in originals) else []
     if limit := pool((case for one in series for case in one.cases), "out", "floor"):
         beside.append(f"floor {fmt.small(limit.rms_ratio)}")

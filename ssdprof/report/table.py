@@ -12,19 +12,18 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 from ssdprof.core import words as fmt
 
 T = TypeVar("T")
+Part = TypeVar("Part")
 Align = Literal["left", "right"]
 Depth = Literal["main", "detail", "file"]
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """An explanation of the table above it."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A picture next to the document; not shown on a terminal."""
 
     title: str
@@ -69,22 +68,23 @@ def text(header: str, of: Callable[[T], str], *, wraps: bool = False) -> Column[
     return Column(header, of, "left", wraps)
 
 
+def lifted(part: Callable[[T], Part | None], *columns: Column[Part]) -> tuple[Column[T], ...]:
+    """Columns of a part of each item: a dash where the item has no such part."""
+
+    def cell(of: Callable[[Part], str]) -> Callable[[T], str]:
+        return lambda item: fmt.MISSING if (found := part(item)) is None else of(found)
+
+    return tuple(Column(one.header, cell(one.of), one.align, one.wraps) for one in columns)
+
+
 def table(
     title: str, columns: Sequence[Column[T]], items: Iterable[T], *, keys: int = 1, note: str = ""
 ) -> Table | None:
     """A row for each item; None without items."""
-    rows = tuple(tuple(column.of(item) for column in columns) for item in items)
-    if not rows:
-        return None
-    return Table(
-        title=title,
-        headers=tuple(column.header for column in columns),
-        rows=rows,
-        align=tuple(column.align for column in columns),
-        keys=keys,
-        note=note,
-        wraps=next((number for number, column in enumerate(columns) if column.wraps), None),
-    )
+    rows = (tuple(column.of(item) for column in columns) for item in items)
+    sides = "".join(column.align[0] for column in columns)
+    wraps = next((number for number, column in enumerate(columns) if column.wraps), None)
+    return strings(title, [column.header for column in columns], rows, sides, keys=keys, wraps=wraps, note=note)
 
 
 def aligned(letters: str) -> tuple[Align, ...]:
@@ -106,19 +106,15 @@ def strings(
     found = tuple(rows)
     if not found:
         return None
-    sides = aligned(align)
-    return Table(title=title, headers=tuple(headers), rows=found, align=sides, keys=keys, wraps=wraps, note=note)
+    return Table(
+        title=title, headers=tuple(headers), rows=found, align=aligned(align), keys=keys, wraps=wraps, note=note
+    )
 
 
 def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
     """Names and values; those without a value are left out."""
-    return Table(
-        title=title,
-        headers=headers,
-        rows=tuple((name, value) for name, value in rows if value),
-        align=("left", "left"),
-        wraps=1,
-    )
+    found = tuple((name, value) for name, value in rows if value)
+    return Table(title=title, headers=headers, rows=found, align=("left", "left"), wraps=1)
 
 
 class Statement(NamedTuple):

@@ -41,7 +41,7 @@ def test_series_are_in_the_order_of_trust_and_have_their_baselines() -> None:
     assert group.compared == ("fused",)
     assert [series.precision for series in group.series("fused")] == list(PRECISIONS)
     relaxed = next(series for series in group.series("fused") if series.precision == RELAXED_FP16)
-    original = group.baseline_of(relaxed)
+    original = relaxed.original
     assert original is not None
     assert (original.implementation, original.precision) == ("unfused", EXACT_FP16)
 
@@ -81,7 +81,7 @@ def summed(*layers: tuple[float, float], width: float = 0.001, **fields: Any) ->
         ]
     (group,) = groups(of_cases("run", made))
     (series,) = group.series("fused")
-    return series.speed()
+    return series.speed
 
 
 def test_a_sum_weighs_each_call_by_its_time() -> None:
@@ -113,7 +113,7 @@ def test_a_sum_leaves_out_what_was_not_timed() -> None:
     assert total.device.speedup is not None
     assert total.device.speedup.value == pytest.approx(2.0)
     (group,) = groups(report(gpu=False))
-    assert all(series.speed() is None for series in group.series())
+    assert all(series.speed is None for series in group.series())
 
 
 # --- pooled errors
