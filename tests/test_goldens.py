@@ -70,21 +70,25 @@ MASKS = (  # in this order
     (r'("process": )"[0-9a-f]{8}"', r'\1"ID"'),
     (r"[ \t]+(?=\n|$)", ""),
 )
-# What the rounding of another processor changes where numbers are computed here, with the widths of their columns.
-HERE = re.compile(r"\$ ssdprof (run demo|answers demo|export answers)\b")
-ROUNDED = (
-    (r'("(?:worst_)?position": )\[[^\]]*\]', r"\1POSITION"),
-    (r"(?m)^(\|? *(?:un)?fused +\|? *relaxed, bf16  ).*", r"\1 NUMBERS"),
+# What the rounding of another processor changes in the groups whose numbers are computed here, with the widths of their
+# columns: models compute in bf16, so that every digit of an error may differ.
+COMPUTED = (
+    (r'("(?:worst_)?(?:position|head)": )(\[[^\]]*\]|\d+)', r"\1PLACE"),
+    (r"\(\d+(, \d+)+\)(\s*(?:\|\s*)?)\d+\b", r"PLACE\2HEAD"),
+    (r"\bhead \d+|\(\d+(, \d+)+\)", "PLACE"),
+    (r"\b(?!100\.000)\d+\.\d+(e[-+]?\d+)?\b|\b\d+e-\d+\b|\bSMALL\b", "NUMBER"),
 )
+ANSWERS = (r"(?m)^(\|? *(?:un)?fused +\|? *relaxed, bf16  ).*", r"\1 NUMBERS")  # counts of other tokens
 WIDTHS = ((r"─+", "─"), (r"(?<=[|:])-+", "-"), (r"(?<=\S) {2,}", "  "))
 
 
-def masked(text: str) -> str:
-    """Without times, paths, versions, and what else depends on the machine.  text: begins with its command."""
-    here = HERE.match(text)
-    for pattern, put in (*MASKS, *(ROUNDED if here else ()), *(WIDTHS if here and "answers" in here[0] else ())):
+def masked(text: str, computed: bool) -> str:
+    """Without times, paths, versions, and what else depends on the machine.  text: its first line is the command."""
+    command, _, text = text.partition("\n")
+    answers = (ANSWERS,) if "answers" in command else ()
+    for pattern, put in (*MASKS, *((*answers, *COMPUTED, *WIDTHS) if computed else ())):
         text = re.sub(pattern, put, text)
-    return text
+    return f"{command}\n{text}"
 
 
 def prepare(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -180,8 +184,8 @@ def files() -> dict[Path, str]:
     }
 
 
-def output(command: str, patch: pytest.MonkeyPatch) -> str:
-    """What a command does, as a golden shows it."""
+def output(command: str, patch: pytest.MonkeyPatch, computed: bool) -> str:
+    """What a command does, as a golden shows it.  computed: its numbers are computed here."""
     words = command.split()
     patch.setattr(sys, "argv", ["ssdprof", *words])
     for name in ("summary.md", "output.txt"):
@@ -194,7 +198,7 @@ def output(command: str, patch: pytest.MonkeyPatch) -> str:
     for file, content in files().items():
         if before.get(file) != content and file.suffix != ".safetensors" and ".lock" not in file.name:
             text += f"--- wrote {file}\n{content}"
-    return masked(text.replace(str(Path.cwd()), "FOLDER").replace(str(ROOT), "ROOT"))
+    return masked(text.replace(str(Path.cwd()), "FOLDER").replace(str(ROOT), "ROOT"), computed)
 
 
 def outputs(group: str, folder: Path) -> dict[str, str]:
@@ -206,7 +210,8 @@ def outputs(group: str, folder: Path) -> dict[str, str]:
             PREPARE[group](patch)
         for golden in sorted((GOLDENS / group).iterdir()):
             commands = re.findall(r"(?m)^\$ ssdprof ?(.*)$", golden.read_text(encoding="utf-8"))
-            texts[f"{group}/{golden.name}"] = "\n".join(output(command, patch) for command in commands)
+            printed = (output(command, patch, group.startswith("demo")) for command in commands)
+            texts[f"{group}/{golden.name}"] = "\n".join(printed)
     return texts
 
 
