@@ -9,65 +9,35 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from ssdprof.checkpoint.hub import CONFIG, Source
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
 from ssdprof.core.subject import DECODED_ON_LOAD
 from ssdprof.errors import BadInputError, library_message
 
 LIMIT = 1 << 24  # no single size of a language model is larger; a vocabulary is at most a few 10^5
 LAYER_LIMIT = 1024
+MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation
+RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
 SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
 # Methods that transformers loads.  It ignores others with a warning, and would load the codes as weights.
 QUANT_METHODS = DECODED_ON_LOAD | {
     *("compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto")
 }
-_AT_LEAST_ONE = [
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "full_attention_interval",
-    "num_heads",
-    "state_size",
-    "n_groups",
-    "chunk_size",
-    "expand",
-    "mamba_n_heads",
-    "mamba_d_head",
-    "mamba_d_state",
-    "mamba_n_groups",
-    "mamba_chunk_size",
-    "mamba_expand",
-    "mamba_d_ssm",
-    "mamba_num_heads",
-    "mamba_head_dim",
-    "ssm_state_size",
-    "n_mamba_heads",
-    "mamba_ngroups",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-]
-_MAY_BE_ZERO = [
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "moe_latent_size",
-    "moe_shared_expert_intermediate_size",
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-    "adapter_rank",
-    "num_mem_blocks",
+_AT_LEAST_ONE = (
+    "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "full_attention_interval", "num_heads", "state_size", "n_groups", "chunk_size", "expand", "mamba_n_heads",
+    "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_chunk_size", "mamba_expand", "mamba_d_ssm",
+    "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_mamba_heads", "mamba_ngroups", "linear_num_key_heads",
+    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+_MAY_BE_ZERO = (
+    "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size",
+    "shared_expert_intermediate_size", "shared_intermediate_size", "adapter_rank", "num_mem_blocks",
     "max_position_embeddings",
-]
+)  # fmt: skip
 _MULTIPLES = (  # of the second
     *(("num_heads", "n_groups"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups")),
     *(("n_mamba_heads", "mamba_ngroups"), ("linear_num_value_heads", "linear_num_key_heads")),
@@ -136,23 +106,50 @@ class ConfigReader:
         return BadInputError(f"{self.where} {what}.", "The checkpoint's config is damaged, or not of this model type.")
 
 
-def read_config(path: Path, where: str) -> dict[str, Any]:
-    """The object in a JSON file.  `Infinity` is accepted: Python's json reads it and checkpoints hold it.
+def describe(source: Source) -> dict[str, Any]:
+    """What config.json says of the model in `source`: fields of `model.Model`.
 
-    BadInputError if it is not a JSON object.
+    BadInputError if it is missing, not a JSON object (`Infinity` is accepted: checkpoints hold it), of a model type
+    without SSD or gated-delta-rule layers, without such a layer, of an unknown quantisation, or with sizes that no
+    model has or that contradict each other.
     """
+    if CONFIG not in source.sizes:
+        raise BadInputError(
+            f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
+        )
+    where = f"{CONFIG} of {source.label}"
     try:
-        config = json.loads(path.read_bytes())
+        stored = json.loads(source.path(CONFIG).read_bytes())
     except (ValueError, RecursionError) as error:
         raise BadInputError(
             f"{where} is not valid JSON: {library_message(error)}.", "Fetch or copy the file again."
         ) from None
-    if not isinstance(config, dict):
+    if not isinstance(stored, dict):
         raise BadInputError(f"{where} holds no JSON object.", "Is this a model's config?")
-    return config
+    original = "ssm_cfg" in stored and "model_type" not in stored
+    outer = _convert_original(stored, where) if original else stored
+    model_type = _check_model_type(outer, where)
+    text = _text_config(outer)
+    if text is not None:
+        _check_model_type(text, where)
+    config = outer if text is None else text
+    quantization = _quant_method(config, where)
+    listed = _listed_layers(config, where)
+    ConfigReader(config, where).check_sizes()
+    if MODELOPT_CONFIG in source.sizes and quantization is None:
+        raise refuse_quantization("modelopt", source.label)
+    return {
+        "config": config,
+        "model_type": model_type,
+        "nested": text is not None,
+        "original": original,
+        "listed": listed,
+        "quantization": quantization,
+        "random_weights": stored.get(RANDOM_WEIGHTS) is True,
+    }
 
 
-def check_model_type(config: Mapping[str, Any], where: str) -> str:
+def _check_model_type(config: Mapping[str, Any], where: str) -> str:
     """The model type; BadInputError if there is none, or if its recurrent layers are known to be another operator."""
     name = config.get("model_type")
     if name is None:
@@ -164,7 +161,7 @@ def check_model_type(config: Mapping[str, Any], where: str) -> str:
     return name
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The config of the language model in that of a larger model, with the outer values for all parts.
 
     None: `config` describes a language model alone.
@@ -174,7 +171,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         nested = config[key]
         if not isinstance(nested, dict):
             continue
-        if deeper := text_config(nested):
+        if deeper := _text_config(nested):
             nested = deeper
         elif key not in _TEXT_CONFIGS and ("num_hidden_layers" not in nested or "num_hidden_layers" in config):
             continue
@@ -183,7 +180,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def listed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+def _listed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
     """Decoder layers with an operator, if config.json itself lists them: only for refusals before torch is imported.
 
     BadInputError for a list that contradicts the number of layers, or for a known model type without such a layer.
@@ -231,7 +228,7 @@ def listed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | No
     )
 
 
-def quant_method(config: Mapping[str, Any], where: str) -> str | None:
+def _quant_method(config: Mapping[str, Any], where: str) -> str | None:
     """The quantisation of the weights, or None; BadInputError for a method that ssdprof does not load."""
     found = config.get("quantization_config")
     if not found:
@@ -283,11 +280,7 @@ def cut_config(
 # --- the original format
 
 
-def is_original(config: Mapping[str, Any]) -> bool:
-    return "ssm_cfg" in config and "model_type" not in config
-
-
-def convert_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The config that transformers' Mamba2Config reads, with `model_type` "mamba2".
 
     BadInputError for Mamba-1, for attention or MLP layers, and for layer options that Mamba2Config has no key for.

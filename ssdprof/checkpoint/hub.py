@@ -1,4 +1,4 @@
-"""The files of a checkpoint: on the hub, through its own client, or in a local folder.
+"""The files of a checkpoint: in a local folder, or on the hub through its own client.
 
 The client honours HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, draws progress bars on stderr, and
 continues a broken download at the byte where it broke.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from huggingface_hub import (
@@ -33,8 +33,16 @@ from safetensors import SafetensorError, safe_open
 
 from ssdprof import __version__
 from ssdprof.checkpoint.names import shown
+from ssdprof.core.subject import PlannedFile
 from ssdprof.core.words import size_words
-from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError, library_message, masked
+from ssdprof.errors import (
+    BadInputError,
+    MissingCapabilityError,
+    ModelUnavailableError,
+    SsdprofError,
+    library_message,
+    masked,
+)
 
 T = TypeVar("T")
 CONFIG = "config.json"
@@ -56,14 +64,6 @@ _BITS = {
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-class FileInfo(NamedTuple):
-    """One file that a run needs.  cached: it need not be downloaded."""
-
-    name: str
-    size_bytes: int
-    cached: bool
-
-
 class StoredTensor(NamedTuple):
     """One tensor of a safetensors file, as its header says: dtype in safetensors' words ("BF16")."""
 
@@ -76,56 +76,13 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * _BITS.get(self.dtype, 16) // 8
 
 
-class Source(Protocol):
-    """A flat set of files.  Every method raises SsdprofError only."""
+class Source:
+    """A flat set of files in a local folder.  Every method raises SsdprofError only.
 
-    @property
-    def label(self) -> str:
-        """Repo id or folder name, for messages."""
-
-    @property
-    def revision(self) -> str | None:
-        """Commit hash on the hub; None for a folder."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Every file's name -> bytes."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether `sizes` has every file.  False if the hub is unreachable: then only cached files are known."""
-
-    def cached(self, name: str) -> bool:
-        """Whether `name` is on this machine."""
-
-    def path(self, name: str) -> Path:
-        """The path of `name` on this machine; downloads the file if necessary."""
-
-    def header(self, name: str) -> Mapping[str, StoredTensor]:
-        """The header of the safetensors file `name`, without downloading the file."""
-
-
-def tokenizer_files(source: Source) -> tuple[str, ...]:
-    """Names of the tokenizer's files in `source`; empty when it has no vocabulary."""
-    there = tuple(name for name in TOKENIZER_FILES if name in source.sizes)
-    return there if VOCABULARIES & set(there) else ()
-
-
-def file_info(source: Source, name: str) -> FileInfo:
-    size = source.sizes.get(name)
-    if size is None:
-        size = source.path(name).stat().st_size  # not listed: a request for it raises the reason
-    return FileInfo(name, size, source.cached(name))
-
-
-# --- a local folder
-
-
-class LocalFolder:
-    """The files in one folder (`Source`).  `sizes` lists those that lie directly in it."""
+    label: repo id or folder name, for messages.  revision: commit hash on the hub; None for a folder.
+    """
 
     revision: str | None = None
-    complete = True
 
     def __init__(self, folder: Path, label: str | None = None) -> None:
         self.folder = folder
@@ -139,39 +96,59 @@ class LocalFolder:
                 f"There is no folder {folder}.", "Check the path, or name a hub repo: org/name."
             )
 
-    @cached_property
+    @property
     def sizes(self) -> Mapping[str, int]:
-        """The size in bytes of every file, by name; broken symlinks are left out."""
+        """The size in bytes of every file, by name."""
+        return self._listing[0]
+
+    @property
+    def complete(self) -> bool:
+        """Whether `sizes` has every file."""
+        return self._listing[1]
+
+    @cached_property
+    def _listing(self) -> tuple[Mapping[str, int], bool]:
+        """`sizes` and `complete`; broken symlinks are left out."""
         try:
-            return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
+            return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}, True
         except OSError as error:
             raise ModelUnavailableError(
                 f"{self.folder} cannot be read: {error.strerror}.", "Check the folder's permissions."
             ) from None
 
     def cached(self, name: str) -> bool:
-        return name in self.sizes or ("/" in name and os.path.isfile(self.folder / name))
+        """Whether `name` is on this machine."""
+        return os.path.isfile(self.folder / name)
 
     def path(self, name: str) -> Path:
+        """The path of `name` on this machine; downloads the file if necessary."""
         if not self.cached(name):
             raise ModelUnavailableError(f"{self.label} has no {name}.", "The folder is an incomplete copy.")
         return self.folder / name
 
     def header(self, name: str) -> Mapping[str, StoredTensor]:
-        return read_header(self.path(name), name)
+        """The header of the safetensors file `name`, without downloading the file: name -> tensor.
 
+        ModelUnavailableError when the file is truncated or corrupt: its header and its length must agree.
+        """
+        path = self.path(name)
+        try:
+            with safe_open(path, framework="np") as file:
+                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  # safe_open is no mapping
+                return {key: StoredTensor(part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
+        except (SafetensorError, OSError) as error:
+            raise broken_file(path, name, error) from None
 
-def read_header(path: Path, name: str) -> dict[str, StoredTensor]:
-    """The header of the safetensors file at `path`: name -> tensor.
+    def tokenizer_files(self) -> tuple[str, ...]:
+        """Names of the tokenizer's files; empty when there is no vocabulary."""
+        there = tuple(name for name in TOKENIZER_FILES if name in self.sizes)
+        return there if VOCABULARIES & set(there) else ()
 
-    ModelUnavailableError when the file is truncated or corrupt: its header and its length must agree.
-    """
-    try:
-        with safe_open(path, framework="np") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  # safe_open is no mapping
-            return {key: StoredTensor(part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise broken_file(path, name, error) from None
+    def planned(self, name: str) -> PlannedFile:
+        size = self.sizes.get(name)
+        if size is None:
+            size = self.path(name).stat().st_size  # not listed: a request for it raises the reason
+        return PlannedFile(name=name, size_bytes=size, cached=self.cached(name))
 
 
 def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableError:
@@ -191,8 +168,8 @@ def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableErro
 # --- the hub
 
 
-class HubRepo:
-    """The files of one repo at one commit (`Source`)."""
+class HubRepo(Source):
+    """The files of one repo at one commit.  folder: the snapshot in the hub's cache, with the files so far."""
 
     def __init__(self, repo_id: str, revision: str | None = None, *, first: str = CONFIG) -> None:
         """Resolve `revision` (a branch, tag, commit or refs/pr/N; the main branch for None) to a commit, once.
@@ -202,42 +179,32 @@ class HubRepo:
         ModelUnavailableError: not found, gated, unknown revision, or unreachable and not cached.
         BadInputError: no repo id, or a repo without `first`.
         """
-        self.label = repo_id
         self._api = api()
         with _hub_errors(repo_id, revision):
-            path = self._fetch_first(first, revision)
+            path = self._fetch_first(repo_id, first, revision)
         # It lies in snapshots/<commit>/, according to the server or, if it is unreachable, to the refs in the cache.
-        self.snapshot = path.parent
-        self.revision: str | None = path.parent.name
+        super().__init__(path.parent, repo_id)
+        self.revision = path.parent.name
 
-    def _fetch_first(self, first: str, revision: str | None) -> Path:
+    def _fetch_first(self, repo_id: str, first: str, revision: str | None) -> Path:
         try:
-            if not isinstance(try_to_load_from_cache(self.label, first, revision=revision), str):
+            if not isinstance(try_to_load_from_cache(repo_id, first, revision=revision), str):
                 # Ask once: without a network, the client tries for 24 s to get a file that is not cached.
-                url = hf_hub_url(self.label, first, revision=revision, endpoint=self._api.endpoint)
+                url = hf_hub_url(repo_id, first, revision=revision, endpoint=self._api.endpoint)
                 _resumed(lambda: self._api.get_hf_file_metadata(url=url))
-            return Path(_resumed(lambda: self._api.hf_hub_download(self.label, first, revision=revision)))
+            return Path(_resumed(lambda: self._api.hf_hub_download(repo_id, first, revision=revision)))
         except errors.RemoteEntryNotFoundError:
             raise BadInputError(
-                f"{self.label} has no {first}.",
-                "It is not in transformers' format; repos with only GGUF files are not.",
+                f"{repo_id} has no {first}.", "It is not in transformers' format; repos with only GGUF files are not."
             ) from None
         except errors.HfHubHTTPError:
             raise
         except TRANSPORT_ERROR as dropped:
             # The client takes a file from the cache when it cannot connect, but not when the server hangs up.
             try:
-                return Path(self._api.hf_hub_download(self.label, first, revision=revision, local_files_only=True))
+                return Path(self._api.hf_hub_download(repo_id, first, revision=revision, local_files_only=True))
             except errors.LocalEntryNotFoundError as absent:
                 raise absent from dropped
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return self._listing[0]
-
-    @property
-    def complete(self) -> bool:
-        return self._listing[1]
 
     @cached_property
     def _listing(self) -> tuple[Mapping[str, int], bool]:
@@ -248,22 +215,19 @@ class HubRepo:
             except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled) as error:
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
                     raise
-                cached = (path for path in self.snapshot.rglob("*") if path.is_file())
-                return {path.relative_to(self.snapshot).as_posix(): path.stat().st_size for path in cached}, False
+                cached = (path for path in self.folder.rglob("*") if path.is_file())
+                return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in cached}, False
         return {file.rfilename: file.size or 0 for file in info.siblings or ()}, True
-
-    def cached(self, name: str) -> bool:
-        return (self.snapshot / name).is_file()
 
     def path(self, name: str) -> Path:
         if not self.cached(name):
             with _hub_errors(self.label, self.revision, name):
                 _resumed(lambda: self._api.hf_hub_download(self.label, name, revision=self.revision))
-        return self.snapshot / name
+        return self.folder / name
 
     def header(self, name: str) -> Mapping[str, StoredTensor]:
         if self.cached(name):
-            return read_header(self.snapshot / name, name)
+            return super().header(name)
         try:
             with _hub_errors(self.label, self.revision, name):
                 found = _resumed(
@@ -277,7 +241,7 @@ class HubRepo:
 
     def check_space(self, need_bytes: int) -> None:
         """MissingCapabilityError unless the disk of the cache has `need_bytes` left."""
-        free = shutil.disk_usage(self.snapshot).free
+        free = shutil.disk_usage(self.folder).free
         if need_bytes > free:
             raise MissingCapabilityError(
                 f"The download needs {size_words(need_bytes)}, but the hub cache's disk has {size_words(free)} left.",
@@ -306,7 +270,11 @@ def api() -> HfApi:
     BadInputError for an HF_ENDPOINT that is no address.
     """
     endpoint = os.environ.get("HF_ENDPOINT")
-    if endpoint is not None and not _is_address(endpoint):
+    try:
+        parts = urlsplit(endpoint or "")
+    except ValueError:
+        parts = urlsplit("")
+    if endpoint is not None and not (parts.scheme in ("http", "https") and parts.hostname):
         raise BadInputError(
             f"HF_ENDPOINT={endpoint!r} is not the address of a hub.",
             "An address begins with https://.  For https://huggingface.co, run: unset HF_ENDPOINT",
@@ -314,14 +282,6 @@ def api() -> HfApi:
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_masked)
     return HfApi(endpoint=endpoint, library_name="ssdprof", library_version=__version__)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _masked(record: logging.LogRecord) -> bool:
@@ -350,79 +310,78 @@ def _resumed(ask: Callable[[], T]) -> T:
 # --- errors of the client, in the user's words
 
 
-class RepoNotFoundError(ModelUnavailableError):
-    """No such repo, or a private one, which looks the same."""
-
-
-class NotCachedError(ModelUnavailableError):
-    """The hub is unreachable, and the file is not in the cache."""
-
-
 @contextmanager
 def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[None]:
-    """Turn the client's errors into ssdprof's.  file: the requested file, if any.
-
-    The error of a gated repo is a subclass of that of a missing one, so it is handled first.
-    """
+    """Turn the client's errors into ssdprof's, with theirs as the cause.  file: the requested file, if any."""
     try:
         yield
-    except errors.GatedRepoError:
-        raise ModelUnavailableError(
+    except SsdprofError:
+        raise
+    except (errors.HfHubHTTPError, TRANSPORT_ERROR, ImportError, ValueError, OSError) as error:
+        raise _in_our_words(error, repo_id, revision, file) from error
+
+
+def is_missing(error: SsdprofError) -> bool:
+    """Whether there is no such repo, or a private one, which looks the same."""
+    cause = error.__cause__
+    return isinstance(cause, errors.RepositoryNotFoundError) and not isinstance(cause, errors.GatedRepoError)
+
+
+def is_out_of_reach(error: BaseException | None) -> bool:
+    """Whether the hub is unreachable, and the file is not in the cache; of an error of the client."""
+    return isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled))
+
+
+def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: str) -> SsdprofError:
+    """A class is tried before those that it is derived from."""
+    text = library_message(error)
+    if isinstance(error, errors.GatedRepoError):
+        return ModelUnavailableError(
             f"{repo_id} is gated: its owner must grant you access, and "
             + ("your token's account is not on the list." if get_token() else "you are not logged in."),
             f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set HF_TOKEN.",
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise ModelUnavailableError(
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ModelUnavailableError(
             f"{repo_id} has no revision {shown(revision or 'main')}.", _revisions_hint(repo_id)
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise RepoNotFoundError(
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        allowed = "the token's account must be allowed to read it."
+        return ModelUnavailableError(
             f"There is no repo {repo_id} on the hub, or it is private.",
-            "If it is private, "
-            + (
-                "the token's account must be allowed to read it."
-                if get_token()
-                else "run `hf auth login` or set HF_TOKEN."
-            ),
-        ) from None
-    except errors.DisabledRepoError:
-        raise ModelUnavailableError(f"{repo_id} has been disabled on the hub.", "Choose another repository.") from None
-    except errors.HFValidationError:
-        raise BadInputError(
+            f"If it is private, {allowed if get_token() else 'run `hf auth login` or set HF_TOKEN.'}",
+        )
+    if isinstance(error, errors.DisabledRepoError):
+        return ModelUnavailableError(f"{repo_id} has been disabled on the hub.", "Choose another repository.")
+    if isinstance(error, errors.HFValidationError):
+        return BadInputError(
             f"{shown(repo_id)} is neither a hub id nor a folder.",
             "A hub id has the form org/name; a folder must exist.",
-        ) from None
-    except errors.LocalEntryNotFoundError as error:
-        raise _out_of_reach(repo_id, error) from None
-    except errors.EntryNotFoundError:
-        raise ModelUnavailableError(f"{repo_id} has no {file}.", "Choose another revision.") from None
-    except errors.HfHubHTTPError as error:
+        )
+    if is_out_of_reach(error):
+        return _out_of_reach(repo_id, error.__cause__)
+    if isinstance(error, errors.EntryNotFoundError):
+        return ModelUnavailableError(f"{repo_id} has no {file}.", "Choose another revision.")
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
-        raise ModelUnavailableError(f"The hub answered {status} for {repo_id}.", hint) from None
-    except errors.OfflineModeIsEnabled as error:
-        raise _out_of_reach(repo_id, error) from None
-    except TRANSPORT_ERROR as error:
-        raise ModelUnavailableError(
-            f"The connection to the hub broke while {repo_id} was fetched: {library_message(error)}.",
+        return ModelUnavailableError(f"The hub answered {status} for {repo_id}.", hint)
+    if isinstance(error, TRANSPORT_ERROR):
+        return ModelUnavailableError(
+            f"The connection to the hub broke while {repo_id} was fetched: {text}.",
             "Run the same command again: complete files are kept.",
-        ) from None
-    except ImportError as error:
-        raise MissingCapabilityError(
-            f"The hub's client lacks a package: {library_message(error)}.",
+        )
+    if isinstance(error, ImportError):
+        return MissingCapabilityError(
+            f"The hub's client lacks a package: {text}.",
             "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or HTTP_PROXY.",
-        ) from None
-    except ValueError as error:
-        raise BadInputError(
-            f"The hub's client cannot use its settings: {library_message(error)}.",
+        )
+    if isinstance(error, ValueError):
+        return BadInputError(
+            f"The hub's client cannot use its settings: {text}.",
             "Check HF_TOKEN and the addresses of proxies: ALL_PROXY, HTTPS_PROXY and HTTP_PROXY.",
-        ) from None
-    except OSError as error:
-        raise _file_error(repo_id, error) from None
-
-
-def _file_error(repo_id: str, error: OSError) -> MissingCapabilityError | ModelUnavailableError:
+        )
+    assert isinstance(error, OSError)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(
             f"The disk is full: {repo_id} could not be written to the hub's cache.",
@@ -435,14 +394,13 @@ def _file_error(repo_id: str, error: OSError) -> MissingCapabilityError | ModelU
             "The hub's cache lies there: check its permissions, or set HF_HOME to a folder that you can write to.",
         )
     return ModelUnavailableError(
-        f"{repo_id} could not be fetched: {library_message(error)}.",
+        f"{repo_id} could not be fetched: {text}.",
         "Check the network and SSL_CERT_FILE, then run the same command again: complete files are kept.",
     )
 
 
-def _out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
+def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:
     """The error for a file that is not cached while the hub is unreachable; it names at most 20 cached models."""
-    cause = error.__cause__
     remedy = "check the network"
     if is_offline_mode():
         why, remedy = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
@@ -457,7 +415,7 @@ def _out_of_reach(repo_id: str, error: Exception) -> NotCachedError:
         cached = []
     what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
     hint = f"In the cache: {', '.join(cached)}." if cached else f"The cache is empty: {remedy}, or use demo."
-    return NotCachedError(f"{what}, and {why}.", hint)
+    return ModelUnavailableError(f"{what}, and {why}.", hint)
 
 
 def _revisions_hint(repo_id: str) -> str:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.config import LIMIT, PICKLE, convert_key
-from ssdprof.checkpoint.hub import CONFIG, HubRepo, StoredTensor, broken_file, tokenizer_files
+from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, StoredTensor, broken_file
 from ssdprof.checkpoint.meta import empty_model, quiet_transformers, refusals, refuse_codes
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
@@ -56,32 +56,21 @@ class LocalCheckpoint:
     head: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class LocalTokenizer:
-    """A checkpoint's tokenizer on this machine.
-
-    folder: for AutoTokenizer.  It is temporary and is removed with this object.
-    name: hub id or folder name.
-    """
-
-    folder: Path
-    name: str
-
-
-def fetch_tokenizer(model: Model) -> LocalTokenizer | None:
+def fetch_tokenizer(model: Model) -> Source | None:
     """Download the tokenizer, which is small, so that an invalid prompt is found before the weights are downloaded.
 
-    None if there is none.  Raises what `fetch` raises.
+    A temporary folder for AutoTokenizer, which goes with this object; None if there is no tokenizer.
+    Raises what `fetch` raises.
     """
     source = model.tokenizer_source
     if source is None:
         return None
-    paths = {name: source.path(name) for name in tokenizer_files(source)}
+    paths = {name: source.path(name) for name in source.tokenizer_files()}
     with _temporary_folder(model.source.label) as folder:
         _link_all(folder, paths)
         if source is model.source:  # AutoTokenizer's source of the class if the tokenizer's own config names none
             _write_json(folder / CONFIG, model.cut_config())
-    local = LocalTokenizer(folder, source.label)
+    local = Source(folder, source.label)
     weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
     return local
 
@@ -123,8 +112,8 @@ def check_space(model: Model, deepest_layer: int | None = None, *, head: bool = 
 
     MissingCapabilityError unless the hub's cache has room for them.
     """
-    missing = [info for info in model.files(deepest_layer, head=head) if not info.cached]
-    need = sum(info.size_bytes for info in missing)
+    missing = [file for file in model.files(deepest_layer, head=head) if not file.cached]
+    need = sum(file.size_bytes for file in missing)
     if missing and isinstance(model.source, HubRepo):
         model.source.check_space(need)
     return len(missing), need

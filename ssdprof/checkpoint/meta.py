@@ -277,60 +277,47 @@ def _forward(module: nn.Module) -> FunctionType | None:
 # --- places
 
 Place = int | str  # the index of a GPU, "cpu" or "disk"
-
-
-@dataclass(frozen=True)
-class DeviceMap:
-    """accelerate's assignment of the parts of a model: GPUs, then main memory or the disk.
-
-    It keeps decoder layers whole, and brings the weights of a module that lies elsewhere to the computing device just
-    before it runs.
-
-    places: the place of each module and its submodules, by path.
-    main: the device of the first layers, which also computes the modules that are not on a GPU.
-    """
-
-    places: Mapping[str, Place]
-    main: Place
-
-    def place(self, name: str) -> Place:
-        """Where the parameter `name` lies."""
-        path = name
-        while path not in self.places:
-            path = path.rpartition(".")[0]
-        return self.places[path]
+DeviceMap = Mapping[str, Place]  # of each module and its submodules, by path
 
 
 def infer(model: PreTrainedModel, room: Mapping[Place, int]) -> DeviceMap | None:
     """A map of `model`, on the meta device, that fills the places of `room` in order.
 
+    It is accelerate's: GPUs, then main memory or the disk.  Decoder layers stay whole.  It brings the weights of a
+    module that lies elsewhere to the device of the first layers just before the module runs there.
+
     room: bytes for weights.  The first is where the model begins; what finds no room goes to the disk if "disk" is a
     key, whose number is not read.
     None if there is too little room, or if the token embedding does not lie in the first place.
     """
-    main = next(iter(room))
     most = {place: size for place, size in room.items() if place != "disk"}
     if min(most.values()) < 0:
         return None
     kept_whole = sorted(model._no_split_modules or ())
     # Without a number for main memory, accelerate would take what the machine has.
     with warnings.catch_warnings(action="ignore"):  # of buffers of a few bytes
-        found = accelerate.infer_auto_device_map(
+        found: dict[str, Place] = accelerate.infer_auto_device_map(
             model, max_memory={"cpu": 0} | most, no_split_module_classes=kept_whole
         )
-    mapped = DeviceMap(dict(found), main)
     if "disk" in found.values() and "disk" not in room:
         return None
     embedding = next(name for name, one in model.named_modules() if one is model.get_input_embeddings())
-    return mapped if mapped.place(f"{embedding}.weight") == main else None
+    return found if place_of(f"{embedding}.weight", found) == next(iter(room)) else None
 
 
-def weights_by_place(model: PreTrainedModel, mapped: DeviceMap) -> dict[Place, tuple[int, int]]:
+def place_of(name: str, places: DeviceMap) -> Place:
+    """Where the parameter `name` lies."""
+    while name not in places:
+        name = name.rpartition(".")[0]
+    return places[name]
+
+
+def weights_by_place(model: PreTrainedModel, places: DeviceMap) -> dict[Place, tuple[int, int]]:
     """Decoder layers that begin at each place, and bytes of all weights there."""
     sizes: Counter[Place] = Counter()
     layers: dict[int, Place] = {}
     for name, parameter in model.named_parameters():
-        place = mapped.place(name)
+        place = place_of(name, places)
         sizes[place] += parameter.nbytes
         if (index := layer_index(name)) is not None:
             layers.setdefault(index, place)
@@ -338,15 +325,16 @@ def weights_by_place(model: PreTrainedModel, mapped: DeviceMap) -> dict[Place, t
     return {place: (counts[place], size) for place, size in sizes.items()}
 
 
-def largest_streamed(model: PreTrainedModel, mapped: DeviceMap) -> tuple[int, int]:
+def largest_streamed(model: PreTrainedModel, places: DeviceMap, main: Place) -> tuple[int, int]:
     """Bytes of the largest streamed decoder layer, and of the largest streamed module, which is in memory at once.
 
     accelerate brings a module's own weights, not those of the modules in it.
+    main: the device of the first layers, which also computes the modules that are not on a GPU.
     """
     layers: Counter[object] = Counter()
     modules: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        if mapped.place(name) in {"cpu", "disk"} - {mapped.main}:  # brought to `main` for each forward call
+        if place_of(name, places) in {"cpu", "disk"} - {main}:  # brought to `main` for each forward call
             index = layer_index(name)
             layers[name if index is None else index] += parameter.nbytes
             modules[name.rpartition(".")[0]] += parameter.nbytes

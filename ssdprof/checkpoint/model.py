@@ -10,19 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
-from ssdprof.checkpoint.hub import (
-    CONFIG,
-    TOKENIZER_FILES,
-    FileInfo,
-    HubRepo,
-    LocalFolder,
-    NotCachedError,
-    RepoNotFoundError,
-    Source,
-    file_info,
-    listed_models,
-    tokenizer_files,
-)
+from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, is_missing, is_out_of_reach, listed_models
 from ssdprof.checkpoint.names import (
     DEMO_FOLDERS,
     KNOWN_TYPES,
@@ -36,16 +24,14 @@ from ssdprof.checkpoint.names import (
     shown,
 )
 from ssdprof.checkpoint.weights import INDEX, Weights, find_weights, layer_index, usual_dtype
-from ssdprof.core.subject import CheckpointRef, LayerRef
-from ssdprof.errors import BadInputError, ModelUnavailableError, SsdprofError
+from ssdprof.core.subject import CheckpointRef, LayerRef, PlannedFile
+from ssdprof.errors import BadInputError, SsdprofError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ssdprof.checkpoint.meta import Mixer
 
-MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation
-RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
 MOST_ASKED = 12  # configs read for suggestions: one small request each
 _NEED_ATTENTION = ("olmo_hybrid",)  # types whose definition refuses a config without an attention layer
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo or demo-gdn."
@@ -76,6 +62,11 @@ class Model:
     siblings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def where(self) -> str:
+        """Names the config in messages."""
+        return f"{CONFIG} of {self.source.label}"
+
     def select(self, spec: str) -> tuple[LayerRef, ...]:
         """The layers that --layers `spec` names.  A wrong one is refused before torch is imported, if possible."""
         if self.listed is not None:
@@ -105,11 +96,6 @@ class Model:
         plain = {key: value for key, value in self.cut_config().items() if key != "quantization_config"}
         model = meta.build(plain, self.source.label)
         return model, meta.mixers_of(model)
-
-    @property
-    def where(self) -> str:
-        """Names the config in messages."""
-        return f"{CONFIG} of {self.source.label}"
 
     @cached_property
     def layers(self) -> tuple[LayerRef, ...]:
@@ -229,7 +215,7 @@ class Model:
         """
         named = self.tokenizer
         if named is None:
-            if tokenizer_files(self.source):
+            if self.source.tokenizer_files():
                 return self.source
             if not self.original:
                 if not self.source.complete:
@@ -239,11 +225,11 @@ class Model:
         if not named.strip():
             raise BadInputError("The tokenizer's name is empty.", _NO_TOKENIZER)
         found = _local(named) or HubRepo(*parse_repo(named, None), first="tokenizer_config.json")
-        if not tokenizer_files(found):
+        if not found.tokenizer_files():
             raise BadInputError(f"{found.label} holds no tokenizer.", "Name another one with --tokenizer.")
         return found
 
-    def files(self, deepest_layer: int | None = None, *, head: bool = False) -> tuple[FileInfo, ...]:
+    def files(self, deepest_layer: int | None = None, *, head: bool = False) -> tuple[PlannedFile, ...]:
         """Every file that running layers 0 to `deepest_layer` needs (all layers for None), tokenizer included.
 
         head: include the language-model head.
@@ -252,11 +238,12 @@ class Model:
         """
         names = [CONFIG, *([INDEX] if self.weights.shards is not None else [])]
         names += self.weights.files(self.depth(deepest_layer), head=head)
-        infos = [file_info(self.source, name) for name in names]
+        planned = [self.source.planned(name) for name in names]
         if (other := self.tokenizer_source) is not None:
             prefix = "" if other is self.source else f"{other.label}/"
-            infos += [file_info(other, name)._replace(name=prefix + name) for name in tokenizer_files(other)]
-        return tuple(infos)
+            found = [other.planned(name) for name in other.tokenizer_files()]
+            planned += [file.model_copy(update={"name": prefix + file.name}) for file in found]
+        return tuple(planned)
 
 
 def open_model(named: str, *, revision: str | None = None, tokenizer: str | None = None) -> Model:
@@ -286,62 +273,36 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
         source = _open_repo(family.flagship if family and family.flagship else repo_id, revision)
     others = tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else ()
     notes = f"{named} is a family of models, not a repo: taking {source.label}. Others: {', '.join(others)}."
-    return _described(source, requested=named, tokenizer=tokenizer, siblings=others, notes=(notes,) if family else ())
-
-
-def _described(source: Source, **given: Any) -> Model:
-    """The model in `source`, as its config describes it.
-
-    BadInputError: a model type without SSD or gated-delta-rule layers, no such layer in this config, unknown
-    quantisation, sizes that no model has or that contradict each other.
-    """
-    if CONFIG not in source.sizes:
-        raise BadInputError(
-            f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
-        )
-    where = f"{CONFIG} of {source.label}"
-    stored = configs.read_config(source.path(CONFIG), where)
-    original = configs.is_original(stored)
-    config = configs.convert_config(stored, where) if original else stored
-    model_type = configs.check_model_type(config, where)
-    text = configs.text_config(config)
-    if text is not None:
-        configs.check_model_type(text, where)
-    quantization = configs.quant_method(text or config, where)
-    listed = configs.listed_layers(text or config, where)
-    configs.ConfigReader(text or config, where).check_sizes()
-    if MODELOPT_CONFIG in source.sizes and quantization is None:
-        raise configs.refuse_quantization("modelopt", source.label)
     return Model(
+        requested=named,
         source=source,
-        config=text or config,
-        model_type=model_type,
-        nested=text is not None,
-        original=original,
-        listed=listed,
-        quantization=quantization,
-        random_weights=stored.get(RANDOM_WEIGHTS) is True,
-        **given,
+        tokenizer=tokenizer,
+        siblings=others,
+        notes=(notes,) if family else (),
+        **configs.describe(source),
     )
 
 
 def _local(name: str) -> Source | None:
     """A demo model or a local folder; None for a name on the hub."""
     if name in DEMO_FOLDERS:
-        return LocalFolder(DEMO_FOLDERS[name], name)
-    return LocalFolder(Path(name).expanduser()) if is_folder(name) else None
+        return Source(DEMO_FOLDERS[name], name)
+    return Source(Path(name).expanduser()) if is_folder(name) else None
 
 
 def _open_repo(repo_id: str, revision: str | None) -> Source:
     try:
         return HubRepo(repo_id, revision)
-    except RepoNotFoundError as error:
-        if similar := list(dict.fromkeys([*close_names(repo_id), *_similar_repos(repo_id)])):
-            hint = f"Repos with SSD or GDN layers and a name like it: {', '.join(similar)}."
-            raise ModelUnavailableError(error.message, hint) from None
-        raise
-    except (NotCachedError, BadInputError) as error:
-        if (similar := close_names(repo_id)) and repo_id not in similar:
+    except SsdprofError as error:
+        similar = close_names(repo_id)
+        if is_missing(error):
+            if similar := list(dict.fromkeys([*similar, *_similar_repos(repo_id)])):
+                error.hint = f"Repos with SSD or GDN layers and a name like it: {', '.join(similar)}."
+        elif (
+            similar
+            and repo_id not in similar
+            and (is_out_of_reach(error.__cause__) or isinstance(error, BadInputError))
+        ):
             error.hint = f"Similar names: {', '.join(similar)}.  {error.hint}"
         raise
 
@@ -364,6 +325,6 @@ def _similar_repos(repo_id: str) -> list[str]:
 
 def _has_operator(repo_id: str) -> bool:
     try:
-        return _described(HubRepo(repo_id), requested=repo_id).model_type in KNOWN_TYPES
+        return configs.describe(HubRepo(repo_id))["model_type"] in KNOWN_TYPES
     except SsdprofError:
         return False  # gated, unsupported or without such layers: no suggestion

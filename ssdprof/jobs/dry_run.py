@@ -35,9 +35,7 @@ def _of_model(subject: Subject, request: CaptureRequest) -> DryRun:
         layers=subject.layers,
         dims=subject.located.size_words(subject.layers[0]),
         seqlens=subject.seqlens,
-        files=tuple(
-            PlannedFile(**file._asdict()) for file in subject.located.files(subject.deepest_layer, head=subject.whole)
-        ),
+        files=subject.located.files(subject.deepest_layer, head=subject.whole),
         weight_bytes=subject.weight_bytes,
         device=str(limits.device()),
         free_bytes=limits.free_bytes(),

@@ -17,7 +17,8 @@ from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.capture.store import CapturedLayer
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.checkpoint.load import DType, LocalCheckpoint, LocalTokenizer, fetch, fetch_tokenizer, load_model
+from ssdprof.checkpoint.hub import Source
+from ssdprof.checkpoint.load import DType, LocalCheckpoint, fetch, fetch_tokenizer, load_model
 from ssdprof.core.subject import Placement, Prompt
 from ssdprof.core.words import placement_words
 from ssdprof.jobs import limits, placement
@@ -102,7 +103,7 @@ def _quiet_transformers() -> None:
 
 
 def _prompt(
-    tokenizer: LocalTokenizer | None, wanted: PromptRequest, subject: Subject, seqlen: int
+    tokenizer: Source | None, wanted: PromptRequest, subject: Subject, seqlen: int
 ) -> tuple[torch.Tensor, Prompt]:
     build = partial(
         build_prompt,
@@ -118,7 +119,7 @@ def _prompt(
         ids, prompt = build(kind=wanted.text)
     if (vocabulary := subject.located.vocab_size) is not None:
         check_ids(vocabulary, ids)
-    words = f"{tokenizer.name}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
+    words = f"{tokenizer.label}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
     return ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})
 
 

@@ -21,6 +21,7 @@ from ssdprof.checkpoint.meta import (
     infer,
     largest_streamed,
     meta_model,
+    place_of,
     quiet_transformers,
     weights_by_place,
 )
@@ -165,7 +166,7 @@ class _Chooser:
     def one_gpu(self) -> Placed:
         beside = limits.free_bytes() - self._subject.weight_bytes
         length = next((length for length in self._lengths if self._beside(length) <= beside), self._lengths[-1])
-        return Placed(record=self._record("one-gpu", DeviceMap({"": self._main}, self._main), length))
+        return Placed(record=self._record("one-gpu", {"": self._main}, length))
 
     def possible(self, kind: PlacementKind) -> bool:
         """Whether this machine has the places of `kind` at all."""
@@ -188,7 +189,7 @@ class _Chooser:
             if (mapped := infer(self._model, room)) is not None:
                 return Placed(
                     record=self._record(kind, mapped, length),
-                    device_map=mapped.places,
+                    device_map=mapped,
                     segment_length=length,
                     rewritten_bytes=self._rewritten(mapped),
                 )
@@ -262,7 +263,7 @@ class _Chooser:
     def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
         sequences = self._subject.serving.packed or (self._seqlen,)
         found = weights_by_place(self._model, mapped)
-        layer, module = largest_streamed(self._model, mapped)
+        layer, module = largest_streamed(self._model, mapped, self._main)
         resident = found.get(self._main, (0, 0))[1]
         activations = self._rehearsed(length)
         return Placement(
@@ -303,7 +304,7 @@ class _Chooser:
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if mapped.place(name) == "disk" and (decoded or tuple(parameter.shape) not in stored)
+            if place_of(name, mapped) == "disk" and (decoded or tuple(parameter.shape) not in stored)
         )
 
 

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from ssdprof.checkpoint.config import QUANT_METHODS, read_config
+from ssdprof.checkpoint.config import QUANT_METHODS
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.errors import BadInputError, ExitCode
 
@@ -300,16 +300,14 @@ def test_configs_that_contradict_themselves_are_refused(
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'"granite"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1e}'])
 def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "config.json"
-    file.write_bytes(content)
-    with pytest.raises(BadInputError, match=r"^the config "):
-        read_config(file, "the config")
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(BadInputError, match=r"^config.json of .* (is not valid JSON|holds no JSON object)"):
+        open_model(str(tmp_path))
 
 
-def test_infinity_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text('{"time_step_limit": [0.0, Infinity]}')
-    assert read_config(file, "the config")["time_step_limit"] == [0.0, float("inf")]
+def test_infinity_is_read(opened: Open) -> None:
+    limits = [0.0, float("inf")]
+    assert opened({**GRANITE_H_SMALL, "time_step_limit": limits}).config["time_step_limit"] == limits
 
 
 # --- the config of a cut model: reduced in every key that counts layers, without the parts that are not loaded

@@ -169,7 +169,7 @@ def test_the_original_format_from_its_safetensors_revision(hub: MiniHub, saved: 
     tokenizer, local = fetch_tokenizer(located), fetch(located)
     assert (local.folder / "model.safetensors").is_symlink()
     assert tokenizer
-    assert tokenizer.name == DEFAULT_TOKENIZER
+    assert tokenizer.label == DEFAULT_TOKENIZER
     assert local.ref.trained_context == 2048
     assert PICKLE not in hub.downloads()
 
@@ -525,7 +525,7 @@ def test_a_pasted_address_and_a_revision_behind_an_at(tiny_hub: MiniHub, copied:
 def test_the_tokenizer_of_the_demo_model(saved: Save) -> None:
     tokenizer = fetch_tokenizer(open_model(str(saved("mamba2")), tokenizer="demo"))
     assert tokenizer
-    assert tokenizer.name == "demo"
+    assert tokenizer.label == "demo"
     assert (tokenizer.folder / "tokenizer.json").is_file()
 
 

@@ -221,7 +221,7 @@ def test_a_tokenizer_from_another_folder(saved: Save, copied: Save) -> None:
     assert "tiny-bamba/tokenizer.json" in [info.name for info in located.files()]
     tokenizer = fetch_tokenizer(located)
     assert tokenizer
-    assert tokenizer.name == "tiny-bamba"
+    assert tokenizer.label == "tiny-bamba"
     assert AutoTokenizer.from_pretrained(tokenizer.folder)("word9")["input_ids"] == [9]
 
 

@@ -123,7 +123,7 @@ def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
     local = fetch(located)
     _, mapped = some_room(located)
     whole = load_model(local, device="cpu")
-    streamed = load_model(local, device="cpu", device_map=mapped.places)
+    streamed = load_model(local, device="cpu", device_map=mapped)
     assert any(parameter.is_meta for parameter in streamed.parameters())
     check_same(captured(streamed, name, segment_length), captured(whole, name, segment_length))
     assert any(parameter.is_meta for parameter in streamed.parameters())
@@ -168,7 +168,7 @@ def test_what_lies_where(saved: Saved) -> None:
     found = weights_by_place(model, mapped)
     assert {place: layers for place, (layers, _) in found.items()} == {"cpu": 2, "disk": 2}
     assert sum(size for _, size in found.values()) == located.weight_bytes()
-    layer, module = largest_streamed(model, mapped)
+    layer, module = largest_streamed(model, mapped, "cpu")
     assert layer == max(sum(p.nbytes for p in model.layers[index].parameters()) for index in (2, 3))
     experts = model.layers[3].block_sparse_moe.experts
     assert module == sum(p.nbytes for p in experts.parameters())
@@ -182,11 +182,11 @@ def test_places_of_gpus_come_first(saved: Saved) -> None:
     both = infer(model, {0: first, 1: 2**30})
     assert both is not None
     assert {place: layers for place, (layers, _) in weights_by_place(model, both).items()} == {0: 1, 1: 3}
-    assert largest_streamed(model, both) == (0, 0)
+    assert largest_streamed(model, both, 0) == (0, 0)
     memory = infer(model, {0: first, "cpu": 2**30})
     assert memory is not None
     assert {place: layers for place, (layers, _) in weights_by_place(model, memory).items()} == {0: 1, "cpu": 3}
-    assert largest_streamed(model, memory)[0] == max(sizes[1:])
+    assert largest_streamed(model, memory, 0)[0] == max(sizes[1:])
 
 
 @pytest.mark.parametrize("room", [{0: 1000, "cpu": 2**30}, {0: 10**5, 1: 10**5}, {"cpu": -1, "disk": 0}])

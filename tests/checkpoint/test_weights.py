@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ssdprof.checkpoint.hub import read_header
+from ssdprof.checkpoint.hub import Source
 from ssdprof.checkpoint.load import fetch
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.weights import INDEX, is_needed, stays_inside
@@ -30,7 +30,7 @@ def failure(folder: Path, deepest_layer: int | None = None) -> SsdprofError:
 def test_a_header_gives_shapes_and_bytes(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     save_file({"w": torch.zeros(3, 5, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.float32)}, file)
-    header = read_header(file, file.name)
+    header = Source(tmp_path).header(file.name)
     assert (header["w"].dtype, header["w"].shape, header["w"].size_bytes) == ("BF16", (3, 5), 30)
     assert (header["s"].shape, header["s"].size_bytes) == ((), 4)
 
