@@ -129,13 +129,6 @@ def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str) 
     assert TOKEN not in kept + done.stdout + done.stderr
 
 
-def test_an_unknown_revision_names_those_there_are(ssdprof: Call) -> None:
-    done = ssdprof("run", "org/demo", *SHORT, "--revision", "v9")
-    assert done.returncode == 4
-    assert "v9" in done.stderr
-    assert "main" in done.stderr
-
-
 def test_offline_and_not_cached(ssdprof: Call) -> None:
     done = ssdprof("run", "org/demo", *SHORT, HF_HUB_OFFLINE="1")
     assert done.returncode == 4

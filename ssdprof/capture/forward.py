@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,24 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabu
 
 # --- attention and cache
 
-_ATTENTION = "ssdprof_lower_right"
 _NOT_CAUSAL_ALONE = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
 @contextmanager
-def lower_right_attention(model: Any) -> Iterator[None]:
-    """While the context is open, `model` (a transformers model) attends causally from the lower right.
+def attention(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+    """While the context is open, `model` (a transformers model) attends by `attend`, with no mask built for it."""
+    transformers.AttentionInterface.register(name, attend)
+    transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def lower_right_attention(model: Any) -> AbstractContextManager[None]:
+    """While the context is open, `model` attends causally from the lower right.
 
     With a cache, queries are the last positions of the keys.  transformers' own sdpa path builds that mask as a tensor,
     queries x keys, which rules out flash attention and costs 2 GiB at 16K x 128K.  torch knows the mask by name, so a
@@ -35,14 +46,7 @@ def lower_right_attention(model: Any) -> Iterator[None]:
 
     Only for prompts without padding.  A model that was cut before its first attention layer would build the mask, too.
     """
-    transformers.AttentionInterface.register(_ATTENTION, _attend)
-    transformers.AttentionMaskInterface.register(_ATTENTION, _no_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(_ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+    return attention(model, "ssdprof_lower_right", _attend)
 
 
 def _attend(
@@ -72,10 +76,6 @@ def _attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).contiguous(), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
 
 
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24; before it, and with some models
@@ -254,7 +254,7 @@ class PromptRun:
                 "Its config is damaged, or the checkpoint is newer than the installed transformers.",
             ) from error
         self._check(count)
-        return count.calls
+        return count["calls"]
 
     def _feed(self) -> None:
         for ids in torch.split(self.ids, list(self.serving.packed) or self.ids.shape[1], 1):
@@ -267,23 +267,23 @@ class PromptRun:
     def _check(self, count: CallCount) -> None:
         """BadInputError unless every layer made every call."""
         steps = len(self.mixers) * self.serving.decode
-        if count.steps > steps:
+        if count["steps"] > steps:
             raise BadInputError(
                 f"With segments of {self.segment_length} this {self.model_type} model got single tokens, which it "
                 "computes by another function than its operator.",
                 "Use --segment 2 or longer segments.",
             )
         expected = len(self.mixers) * self.segments
-        if count.calls != expected:
+        if count["calls"] != expected:
             raise BadInputError(
-                f"This {self.model_type} model made {count.calls} operator calls where {len(self.mixers)} layers and "
-                f"{self.segments} segments make {expected}: part of it bypasses its operator, and a capture would be "
-                "incomplete.",
+                f"This {self.model_type} model made {count['calls']} operator calls where {len(self.mixers)} layers "
+                f"and {self.segments} segments make {expected}: part of it bypasses its operator, and a capture would "
+                "be incomplete.",
                 "Load the model without use_kernels, in eval mode.",
             )
-        if count.steps < steps:
+        if count["steps"] < steps:
             raise BadInputError(
-                f"This {self.model_type} model computed {count.steps} steps where {len(self.mixers)} layers and "
+                f"This {self.model_type} model computed {count['steps']} steps where {len(self.mixers)} layers and "
                 f"{self.serving.decode} generated tokens make {steps}: it decodes in a way that cannot be captured.",
                 "Leave out --decode.",
             )

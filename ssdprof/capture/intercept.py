@@ -7,10 +7,12 @@ that global catches them all.  A hook before each mixer identifies the caller.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -41,14 +43,11 @@ class OperatorCall:
         return result if isinstance(result, tuple) else (result, None)
 
 
-@dataclass
-class CallCount:
-    calls: int = 0  # of the operator
-    steps: int = 0  # for one token with a cached state: the model computes them itself
-
-
 Handler = Callable[[OperatorCall], Result]
 OnStep = Callable[[OperatorCall], object]
+CallCount = Counter[
+    Literal["calls", "steps"]
+]  # of the operator; for one token with a cached state, by the model itself
 
 
 @contextmanager
@@ -60,74 +59,46 @@ def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None 
     The model is restored when the context closes, also after an exception.  The handler's exceptions pass through the
     model's forward unchanged.
     """
-    wrappers = _Wrappers(handler, on_step)
+    count: CallCount = Counter()
+    started: list[Mixer] = []  # the mixer that runs and has not yet called its operator
+
+    def enter(mixer: Mixer, *_: Any) -> None:
+        started[:] = [mixer]
+
+    def call_handler(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Replaces `original`, the function of a modeling file that computes the operator."""
+        if not started:
+            raise BadInputError(f"{name} was called outside the mixers that were found, or twice by one.")
+        mixer = started.pop()
+        count["calls"] += 1
+        call = _bound(mixer, original, args, kwargs)
+        out, final_state = handler(call)
+        if call.wants_final_state:
+            return out, final_state
+        return (out, None) if operators.get(mixer.operator).binding.always_a_pair else out
+
+    def call_step(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Replaces `original`, the function that computes one token with a cached state."""
+        mixer = started.pop() if started else None
+        count["steps"] += 1
+        if on_step is not None:
+            if mixer is None:
+                raise BadInputError("A decode step was computed outside the mixers that were found.")
+            on_step(_bound(mixer, original, args, kwargs, step=True))
+        return original(*args, **kwargs)
+
     with ExitStack() as restore:
-
-        def replace(namespace: dict[str, Any], name: str, wrapped: Callable[..., Any]) -> None:
-            restore.callback(namespace.__setitem__, name, namespace[name])
-            namespace[name] = wrapped
-
         for mixer in mixers:
-            restore.callback(mixer.module.register_forward_pre_hook(wrappers.entered(mixer)).remove)
+            restore.callback(mixer.module.register_forward_pre_hook(partial(enter, mixer)).remove)
         for mixer in {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}.values():
             namespace, step = mixer.namespace, operators.get(mixer.operator).binding.step
-            replace(namespace, mixer.function, wrappers.operator(mixer.function, namespace[mixer.function]))
+            found = {mixer.function: partial(call_handler, mixer.function, namespace[mixer.function])}
             if step in namespace:
-                replace(namespace, step, wrappers.step(namespace[step]))
-        yield wrappers.count
-
-
-class _Wrappers:
-    """Replaces the model's functions, and identifies the caller of each call."""
-
-    def __init__(self, handler: Handler, on_step: OnStep | None) -> None:
-        self.count = CallCount()
-        self._handler = handler
-        self._on_step = on_step
-        self._running: Mixer | None = None  # the mixer that has started and has not yet called its operator
-
-    def entered(self, mixer: Mixer) -> Callable[..., None]:
-        """A hook that runs before a mixer."""
-
-        def enter(_module: torch.nn.Module, _args: Any) -> None:
-            self._running = mixer
-
-        return enter
-
-    def operator(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Replaces `original`, the function of a modeling file that computes the operator."""
-
-        def call_handler(*args: Any, **kwargs: Any) -> Any:
-            mixer = self._caller()
-            if mixer is None:
-                raise BadInputError(f"{name} was called outside the mixers that were found, or twice by one.")
-            self.count.calls += 1
-            call = _bound(mixer, original, args, kwargs)
-            out, final_state = self._handler(call)
-            if call.wants_final_state:
-                return out, final_state
-            return (out, None) if operators.get(mixer.operator).binding.always_a_pair else out
-
-        return call_handler
-
-    def step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Replaces `original`, the function that computes one token with a cached state."""
-
-        def call_step(*args: Any, **kwargs: Any) -> Any:
-            mixer = self._caller()
-            self.count.steps += 1
-            if self._on_step is not None:
-                if mixer is None:
-                    raise BadInputError("A decode step was computed outside the mixers that were found.")
-                self._on_step(_bound(mixer, original, args, kwargs, step=True))
-            return original(*args, **kwargs)
-
-        return call_step
-
-    def _caller(self) -> Mixer | None:
-        """The mixer that has started.  Returns it only once."""
-        mixer, self._running = self._running, None
-        return mixer
+                found[step] = partial(call_step, namespace[step])
+            for name, wrapped in found.items():
+                restore.callback(namespace.__setitem__, name, namespace[name])
+                namespace[name] = wrapped
+        yield count
 
 
 def _bound(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,8 @@ def capture_layers(
         prefills = 1
     else:
         budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
-        sizes = _sizes(prompt, wanted)
+        kept = (mixer for mixer in mixers if mixer.layer_index in wanted)  # in the order in which they run
+        sizes = {mixer.layer_index: ids.numel() * capture_bytes_per_token(mixer) for mixer in kept}
         if on_disk := max(sizes.values()) > budget:
             budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
         groups = list(_groups(prompt, wanted, sizes, budget))
@@ -163,17 +164,10 @@ def _taken(prompt: PromptRun, call: OperatorCall, layer: LayerRef, which: CallRe
     )
 
 
-def _sizes(prompt: PromptRun, wanted: Container[int]) -> dict[int, int]:
-    """Bytes of the inputs of each wanted layer, in the order in which they run."""
-    tokens = prompt.ids.numel()
-    mixers = (mixer for mixer in prompt.mixers if mixer.layer_index in wanted)
-    return {mixer.layer_index: tokens * capture_bytes_per_token(mixer) for mixer in mixers}
-
-
 def _groups(
     prompt: PromptRun, wanted: dict[int, LayerRef], sizes: dict[int, int], budget: int
 ) -> Iterator[dict[int, LayerRef]]:
-    """`wanted` in groups whose inputs take at most `budget` bytes."""
+    """`wanted` in groups whose inputs take at most `budget` bytes.  sizes: bytes of each layer's inputs."""
     group: dict[int, LayerRef] = {}
     used = 0
     for index, size in sizes.items():

@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ssdprof import operators
-from ssdprof.capture.forward import Feed
+from ssdprof.capture.forward import Feed, attention
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.store import PromptBuffer, token_major
-from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.meta import Mixer, find_mixers, is_attention
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.subject import LayerRef, Serving, split_prompt
@@ -213,8 +212,6 @@ def _most_layers(model: Any, seqlen: int, batch: int, free_bytes: int) -> int | 
 
 # --- on the meta device
 
-_ATTENTION = "ssdprof_memory"
-
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is typed in part
     """now, peak: bytes of the tensors that operations have made on a device since the context was entered."""
@@ -293,18 +290,13 @@ def predict_memory(
             collected[index] = PromptBuffer(call.inputs, seqlen, tensors.device(call.inputs))
         return _outputs(call) if on_gpu else compute(call)
 
-    before = model.config._attn_implementation
-    _register()
-    try:
-        model.set_attn_implementation(_ATTENTION)
-        mixers = find_mixers(model)
-        with torch.no_grad(), LiveBytes("meta") as counted, intercept(mixers, handler):
-            feed = Feed(model, cached=several or serving.decode > 0)
-            ids = torch.empty(batch, segments[-1][1], dtype=torch.int64, device="meta")
-            for start, stop in segments:
-                feed(ids[:, start:stop])
-    finally:
-        model.set_attn_implementation(before)
+    mixers = find_mixers(model)
+    watched = attention(model, "ssdprof_memory", _attend)
+    with watched, torch.no_grad(), LiveBytes("meta") as counted, intercept(mixers, handler):
+        feed = Feed(model, cached=several or serving.decode > 0)
+        ids = torch.empty(batch, segments[-1][1], dtype=torch.int64, device="meta")
+        for start, stop in segments:
+            feed(ids[:, start:stop])
     peak: int = counted.peak
     if on_the_way or not on_gpu:
         return peak
@@ -320,11 +312,6 @@ def _outputs(call: OperatorCall) -> Result:
     return out, final_state
 
 
-def _register() -> None:
-    transformers.AttentionInterface.register(_ATTENTION, _attend)
-    transformers.AttentionMaskInterface.register(_ATTENTION, _no_mask)
-
-
 def _attend(
     module: torch.nn.Module,  # noqa: ARG001
     query: torch.Tensor,
@@ -336,10 +323,6 @@ def _attend(
     """query (b, heads, q, d) -> (b, q, heads, d): only the output needs memory, as in flash attention."""
     batch, heads, length = query.shape[:3]
     return query.new_empty(batch, length, heads, value.shape[-1]), None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

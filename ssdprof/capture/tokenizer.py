@@ -30,38 +30,8 @@ MARGIN = 64  # tokens that may change when the text behind them is cut off
 _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
 
 
-class Tokenizer:
-    """A loaded tokenizer.  Its methods raise BadInputError when its files turn out to be unusable."""
-
-    def __init__(self, loaded: Any, folder: Path) -> None:
-        self._loaded = loaded
-        self._file = folder / VOCABULARY
-        with _refusals():
-            loaded.model_max_length = LONGEST_TEXT
-            self._size = len(loaded)
-
-    @property
-    def description(self) -> str:
-        """Identifies the tokenizer by its content, because the folder's name is specific to this machine."""
-        size = f"{self._size:,} tokens"
-        if not self._file.is_file():
-            return f"{type(self._loaded).__name__}, {size}"
-        return f"{VOCABULARY} sha256 {hashlib.sha256(self._file.read_bytes()).hexdigest()[:12]}, {size}"
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, with the special tokens that the tokenizer adds by default."""
-        with _refusals():
-            ids: list[int] = self._loaded(text)["input_ids"]
-        return ids
-
-    def ordinary_ids(self) -> list[int]:
-        """The vocabulary in ascending order, special tokens left out."""
-        with _refusals():
-            return sorted({*self._loaded.get_vocab().values()} - {*self._loaded.all_special_ids})
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder`, without remote code and without the network.
+def _load(folder: Path) -> Any:
+    """The tokenizer in `folder`, of transformers, without remote code and without the network.
 
     Only tokenizer.json is used if the class that the checkpoint names is not available: it is unknown, remote
     code, or in a package that is missing.  Raises BadInputError for files that are damaged.
@@ -71,8 +41,31 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            loaded = _without_class(folder, error)
-    return Tokenizer(loaded, folder)
+            file = folder / VOCABULARY
+            if not file.is_file():
+                raise BadInputError(
+                    f"The checkpoint has no tokenizer that can be loaded: {library_message(error)}.",
+                    "Name a repository that has the right one with --tokenizer.",
+                ) from error
+            loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+        loaded.model_max_length = LONGEST_TEXT
+        len(loaded)  # raises for a vocabulary that it cannot use
+    return loaded
+
+
+def _description(tokenizer: Any, folder: Path) -> str:
+    """Identifies the tokenizer by its content, because the folder's name is specific to this machine."""
+    size, file = f"{len(tokenizer):,} tokens", folder / VOCABULARY
+    if not file.is_file():
+        return f"{type(tokenizer).__name__}, {size}"
+    return f"{VOCABULARY} sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}, {size}"
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text, with the special tokens that the tokenizer adds by default."""
+    with _refusals():
+        ids: list[int] = tokenizer(text)["input_ids"]
+    return ids
 
 
 def _check_config(file: Path) -> None:
@@ -90,17 +83,6 @@ def _check_config(file: Path) -> None:
     name = content.get("tokenizer_class")
     if not isinstance(name, str | None):
         raise BadInputError(f"{CONFIG} has tokenizer_class = {str(name)[:80]}, which is not a name.", _AGAIN)
-
-
-def _without_class(folder: Path, error: Exception) -> Any:
-    """The tokenizer of tokenizer.json; `error` says why the checkpoint's own class failed."""
-    file = folder / VOCABULARY
-    if not file.is_file():
-        raise BadInputError(
-            f"The checkpoint has no tokenizer that can be loaded: {library_message(error)}.",
-            "Name a repository that has the right one with --tokenizer.",
-        ) from error
-    return transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
 
 
 @contextmanager
@@ -144,7 +126,7 @@ def build_prompt(
     """
     if (kind == "file") != (file is not None):
         raise BadInputError("--prompt-file and another kind of prompt cannot be combined.", "Give --prompt-file alone.")
-    tokenizer = None if tokenizer_folder is None else load_tokenizer(tokenizer_folder)
+    tokenizer = None if tokenizer_folder is None else _load(tokenizer_folder)
     lengths = tuple(packed) or (seqlen,) * batch
 
     def advice(found: int) -> str:
@@ -177,7 +159,7 @@ def build_prompt(
     prompt = Prompt(
         kind=kind,
         source=source,
-        tokenizer=f"none, {vocab_size:,} tokens" if tokenizer is None else tokenizer.description,
+        tokenizer=_description(tokenizer, tokenizer_folder) if tokenizer_folder else f"none, {vocab_size:,} tokens",
         seqlen=seqlen,
         batch=batch,
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
@@ -185,15 +167,18 @@ def build_prompt(
     return ids.view(batch, seqlen), prompt
 
 
-def _random_ids(tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
-    """Ids (seqlen) of the tokenizer's vocabulary, else of `vocab_size` ids."""
-    vocabulary = torch.arange(vocab_size or 0) if tokenizer is None else torch.tensor(tokenizer.ordinary_ids())
+def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) -> torch.Tensor:
+    """Ids (seqlen) of the tokenizer's vocabulary, special tokens left out, else of `vocab_size` ids."""
+    vocabulary = torch.arange(vocab_size or 0)
+    if tokenizer is not None:
+        with _refusals():
+            vocabulary = torch.tensor(sorted({*tokenizer.get_vocab().values()} - {*tokenizer.all_special_ids}))
     if not len(vocabulary):
         raise BadInputError("There is no vocabulary to draw random tokens from.", "Name a tokenizer with --tokenizer.")
     return vocabulary[torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))]
 
 
-def _file_ids(tokenizer: Tokenizer, file: Path, lengths: Sequence[int], advice: Callable[[int], str]) -> list[int]:
+def _file_ids(tokenizer: Any, file: Path, lengths: Sequence[int], advice: Callable[[int], str]) -> list[int]:
     try:
         with file.open(encoding="utf-8-sig") as stream:
             return _first_ids(tokenizer, stream, lengths, f"The prompt file {file.name}", advice)
@@ -206,7 +191,7 @@ def _file_ids(tokenizer: Tokenizer, file: Path, lengths: Sequence[int], advice: 
 
 
 def _first_ids(
-    tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str, advice: Callable[[int], str]
+    tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str, advice: Callable[[int], str]
 ) -> list[int]:
     """The first ids of the stream's text, `sum(lengths)` of them; only the beginning is read and encoded.
 
@@ -217,7 +202,7 @@ def _first_ids(
     wanted = CHARACTERS_PER_TOKEN * seqlen
     while True:
         content += stream.read(wanted - len(content))
-        ids = tokenizer.encode(content)
+        ids = _encode(tokenizer, content)
         ended = len(content) < wanted
         if ended or len(ids) >= seqlen + MARGIN:
             break
@@ -234,7 +219,7 @@ def _first_ids(
     return ids[:seqlen]
 
 
-def _pieces(tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
+def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
     """Pieces of a text's `ids` with these lengths, and a phrase that says how they were cut.
 
     They follow each other in the text.  If it is too short for that, they begin at equal distances and overlap.
@@ -259,7 +244,7 @@ def _pieces(tokenizer: Tokenizer, ids: Sequence[int], lengths: Sequence[int]) ->
     return cut, f", {len(lengths)} pieces of it {how}"
 
 
-def _opening(tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
+def _opening(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
     """The special tokens with which a text begins; a tokenizer may put others behind it."""
-    alone = tokenizer.encode("")
+    alone = _encode(tokenizer, "")
     return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))]

@@ -77,7 +77,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
         namespace[step] = original
     assert torch.equal(again, tokens)
     assert torch.equal(observed, logits)
-    assert (n.calls, n.steps) == (len(sites), STEPS * len(sites)) == (len(sites), len(seen))
+    assert (n["calls"], n["steps"]) == (len(sites), STEPS * len(sites)) == (len(sites), len(seen))
     for inputs, out in zip(seen, computed, strict=True):
         expected = oracle(inputs)[0]
         assert expected.shape[:2] == (2, 1)

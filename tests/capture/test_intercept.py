@@ -51,7 +51,7 @@ def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name:
         during = logits(model)
     assert torch.equal(before, during)
     assert seen == list(sites)
-    assert count.calls == len(sites)
+    assert count["calls"] == len(sites)
     assert torch.equal(before, logits(model))
 
 
@@ -60,7 +60,7 @@ def test_on_our_operator_logits_are_the_same_to_rounding(name: str) -> None:
     model = tiny_models.shared(name)
     with intercept(find_mixers(model), lambda call: call.replacement()) as count:
         ours = logits(model)
-    assert count.calls == len(tiny_models.OPERATOR_LAYERS[name])
+    assert count["calls"] == len(tiny_models.OPERATOR_LAYERS[name])
     assert difference(ours, logits(model)) < FP32_ROUNDING
 
 
@@ -192,7 +192,7 @@ def test_it_is_counted_and_left_to_the_model(name: str) -> None:
         alone = model(ids[:, -1:], use_cache=True, **{key: copy.deepcopy(cached[key])}).logits
         with intercept(sites, lambda call: call.replacement()) as count:
             observed = model(ids[:, -1:], use_cache=True, **{key: cached[key]}).logits
-    assert (count.calls, count.steps) == (0, len(sites))
+    assert (count["calls"], count["steps"]) == (0, len(sites))
     assert torch.equal(observed, alone)
     assert sites[0].namespace[operators.get(sites[0].operator).binding.step] is step
 

@@ -292,10 +292,10 @@ def test_a_batch_is_cut_from_the_text_with_the_special_token_in_front_of_every_r
 
 def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> None:
     class Both:
-        def encode(self, text: str) -> list[int]:
-            return [0, *map(ord, text), 1]
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [0, *map(ord, text), 1]}
 
-    ids, _ = _pieces(Both(), Both().encode("abcdef")[:6], (3, 3))  # type: ignore[arg-type]
+    ids, _ = _pieces(Both(), Both()("abcdef")["input_ids"][:6], (3, 3))
     assert ids == [0, ord("a"), ord("b"), 0, ord("c"), ord("d")]
 
 

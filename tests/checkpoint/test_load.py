@@ -237,14 +237,6 @@ def test_every_spelling_of_no_limit_loads(copied: Save, limit: object) -> None:
     assert load(folder, 0).config.time_step_limit[1] == float("inf")
 
 
-def test_the_demo_goes_the_same_way() -> None:
-    located = open_model("demo")
-    assert (located.ref.source, located.ref.repo_id, located.ref.revision) == ("demo", "demo", None)
-    assert len(located.ref.layers) >= 3
-    model = load_model(fetch(located, deepest_layer=1), device="cpu")
-    assert len(model.layers) == 2
-
-
 def test_nan_weights_load(copied: Save) -> None:
     folder = copied("mamba2")
     for file in folder.glob("*.safetensors"):
