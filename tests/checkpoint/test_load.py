@@ -107,13 +107,6 @@ def test_a_cut_model_needs_fewer_files(saved: Save, name: str) -> None:
     assert located.weight_bytes(0) < located.weight_bytes()
 
 
-def test_the_layers_of_a_located_model_are_modules_of_the_loaded_one(saved: Save) -> None:
-    located = open_model(str(saved("zamba2")))
-    model = load_model(fetch(located), device="cpu")
-    for layer in located.ref.layers:
-        assert hasattr(model.get_submodule(layer.name.removeprefix("model.")), "A_log")
-
-
 def test_a_shared_block_stays_shared(tmp_path: Path) -> None:
     config = tiny_models.shared("zamba2").config.to_dict()
     kinds = ["mamba", "hybrid", "hybrid", "hybrid", "mamba", "hybrid"]  # two blocks, used twice each
@@ -206,17 +199,11 @@ def test_where_symlinks_fail_the_shards_are_linked_or_copied(saved: Save, monkey
     load_model(local, device="cpu")
 
 
-def test_a_checkpoint_without_tokenizer_has_none(copied: Save) -> None:
-    folder = copied("mamba2")
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    assert fetch_tokenizer(open_model(str(folder))) is None
-
-
 def test_a_tokenizer_from_another_folder(saved: Save, copied: Save) -> None:
     folder = copied("mamba2")
     for file in folder.glob("tokenizer*"):
         file.unlink()
+    assert fetch_tokenizer(open_model(str(folder))) is None
     located = open_model(str(folder), tokenizer=str(saved("bamba")))
     assert "tiny-bamba/tokenizer.json" in [info.name for info in located.files()]
     tokenizer = fetch_tokenizer(located)
@@ -280,34 +267,6 @@ def test_codes_without_a_quantisation_in_the_config_are_no_weights(tmp_path: Pat
         meta_model(open_model(str(tmp_path)))
 
 
-def test_mxfp8_weights_are_decoded(tmp_path: Path) -> None:
-    """Each 32 values of a row have one byte of scale, an exponent of 2."""
-    tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
-    file, key = tmp_path / "model.safetensors", "model.layers.0.mlp.gate_proj.weight"
-    state = load_file(file) | {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn)}
-    save_file({**state, f"{key}_scale_inv": torch.full((96, 2), 125, dtype=torch.uint8)}, file, {"format": "pt"})
-    edit_config(
-        tmp_path,
-        quantization_config={
-            "quant_method": "mxfp8",
-            "weight_block_size": [1, 32],
-            "modules_to_not_convert": [
-                "linear_attn",
-                "self_attn",
-                "up_proj",
-                "down_proj",
-                "layers.1",
-                "layers.2",
-                "layers.3",
-            ],
-        },
-    )
-    located = open_model(str(tmp_path))
-    model = load_model(fetch(located), device="cpu")
-    assert located.ref.quantization == "mxfp8"
-    assert torch.equal(model.layers[0].mlp.gate_proj.weight.float(), torch.full((96, 64), 0.5))
-
-
 @pytest.mark.parametrize(
     ("quantization", "kind", "words"),
     [
@@ -328,28 +287,26 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
             read(located)
 
 
-def test_fp8_weights_are_decoded(copied: Save) -> None:
-    folder = copied("qwen3_5_text")
-    key = "model.layers.0.mlp.gate_proj.weight"
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if key in tensors:
-            tensors[key] = torch.full((96, 64), 2.0).to(torch.float8_e4m3fn)
-            tensors[f"{key}_scale_inv"] = torch.full((1, 1), 0.25)
-            save_file(tensors, file, {"format": "pt"})
-            index = json.loads((folder / "model.safetensors.index.json").read_text())
-            index["weight_map"][f"{key}_scale_inv"] = file.name
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    everything_else = [f"model.layers.{i}" for i in range(1, 4)]
-    everything_else += [f"model.layers.0.{part}" for part in ("linear_attn", "mlp.up_proj", "mlp.down_proj")]
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": everything_else}
-    edit_config(folder, quantization_config=quantization)
-    located = open_model(str(folder))
-    assert located.ref.quantization == "fp8"
-    model = load_model(fetch(located, deepest_layer=0), device="cpu")
-    weight = model.layers[0].mlp.gate_proj.weight
-    assert weight.dtype == torch.float32
-    assert (weight == 0.5).all()
+@pytest.mark.parametrize(
+    ("method", "block", "scale"),
+    [
+        ("fp8", [128, 128], torch.full((1, 1), 0.25)),
+        ("mxfp8", [1, 32], torch.full((96, 2), 125, dtype=torch.uint8)),  # exponents of 2 for 32 values of a row
+    ],
+    ids=["fp8", "mxfp8"],
+)
+def test_weights_of_8_bit_are_decoded(tmp_path: Path, method: str, block: list[int], scale: torch.Tensor) -> None:
+    tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
+    file, key = tmp_path / "model.safetensors", "model.layers.0.mlp.gate_proj.weight"
+    coded = {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale}
+    save_file({**load_file(file), **coded}, file, {"format": "pt"})
+    kept = ["linear_attn", "self_attn", "up_proj", "down_proj", "layers.1", "layers.2", "layers.3"]
+    quantization = {"quant_method": method, "weight_block_size": block, "modules_to_not_convert": kept}
+    edit_config(tmp_path, quantization_config=quantization)
+    located = open_model(str(tmp_path))
+    assert located.ref.quantization == method
+    weight = load_model(fetch(located, deepest_layer=0), device="cpu").layers[0].mlp.gate_proj.weight
+    assert torch.equal(weight.float(), torch.full((96, 64), 0.5))
 
 
 # --- files that do not match
