@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from ssdprof.checkpoint.meta import Mixer
-from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
-from ssdprof.kernels.mixer.gated_rms_norm import gated_rms_norm
+from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.registry import UnsupportedError
 
 CONVOLUTION = "causal_conv1d_fn"  # the global of a modeling file that a mixer calls for a prompt

@@ -3,10 +3,9 @@
 An adapter contains no code of the library.  It rejects inputs for which the library silently returns wrong results.
 Plans give no workspace, because it is measured.
 
-Tuners of libraries choose by few sizes of the model and not by the number of tokens, so that the first call decides
-for all later ones.  Here calls of different kinds are tuned separately, which a user of the library does not get.  The
-tuners still choose among the library's own configurations by the times they measure.  But the configurations are
-compiled in parallel, and each is measured for a quarter of the usual time.
+Tuners of libraries choose by few sizes of the model, so that the first call decides for all later ones.  Here calls of
+different kinds are tuned separately, which a user of the library does not get.  The tuners still choose among the
+library's configurations by measured times, but these are compiled in parallel, and measured for a quarter of the time.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ from ssdprof.kernels.registry import Implementation, Plan
 
 SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
-
-
 INT32_ELEMENTS = 2**31  # what 32-bit offsets can address
 
 
@@ -45,24 +42,16 @@ def span(tensor: torch.Tensor, *, axes: slice = slice(None)) -> int:
 
 
 def library_kernel(
-    operator: str,
-    name: str,
-    refuse: Callable[[Any, Precision], None],
-    call: Callable[[Any, Precision], Any],
+    operator: str, name: str, refuse: Callable[[Any, Precision], None], call: Callable[[Any, Precision], Any],
     plan: Callable[[Any, Precision], Plan],
-) -> Implementation:
+) -> Implementation:  # fmt: skip
     """A library's kernel.  refuse: raises UnsupportedError for inputs that it does not support, before the others."""
 
-    return Implementation(
-        operator=operator, name=name, run=partial(_checked, refuse, call), plan=partial(_checked, refuse, plan)
-    )
+    def checked(then: Callable[[Any, Precision], Any], inputs: Any, precision: Precision) -> Any:
+        refuse(inputs, precision)
+        return then(inputs, precision)
 
-
-def _checked(
-    refuse: Callable[[Any, Precision], None], then: Callable[[Any, Precision], Any], inputs: Any, precision: Precision
-) -> Any:
-    refuse(inputs, precision)
-    return then(inputs, precision)
+    return Implementation(operator=operator, name=name, run=partial(checked, call), plan=partial(checked, plan))
 
 
 def content(file: Path) -> str:
@@ -79,10 +68,7 @@ def package_version(package: str) -> str:
 
 
 class Tunings:
-    """Keeps the choices of the modules' tuners separately for each kind of call.
-
-    Compiled kernels are shared by all kinds.
-    """
+    """Keeps the choices of the modules' tuners separately for each kind of call; all share compiled kernels."""
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
         found = [tuner for module in modules for thing in vars(module).values() if (tuner := _tuner(thing)) is not None]
@@ -126,10 +112,7 @@ def _compiled(
     kernel: Any, prune: Callable[..., list[triton.Config]] | None, configs: list[triton.Config],
     arguments: dict[str, Any], **options: Any,
 ) -> list[triton.Config]:  # fmt: skip
-    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it measures.
-
-    It does so only if it has no choice for the call yet.
-    """
+    """Compile and return the configurations that `prune` leaves.  The tuner calls this before it measures."""
     kept = configs if prune is None else prune(configs, arguments, **options)
 
     def compile_all() -> None:

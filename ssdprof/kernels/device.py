@@ -29,10 +29,7 @@ from ssdprof.kernels.registry import UnsupportedError
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU.
-
-    Asks NVML if possible, which does not start the driver: a process forked after its start could not use the driver.
-    """
+    """Asks NVML if possible: a process forked after the start of the driver could not use the driver."""
     return torch.cuda.device_count() > 0
 
 
@@ -66,7 +63,7 @@ def _gpu_name(index: int) -> str:
 
 
 def interpret() -> None:
-    """Interpret all kernels defined from now on, and Triton's own device functions, which its import has defined."""
+    """Interpret kernels defined from now on, and Triton's own device functions, which its import has defined."""
     triton.knobs.runtime.interpret = True
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("triton.language"):
@@ -78,9 +75,8 @@ def interpret() -> None:
 def skip_idle_work() -> None:
     """Skip work of the interpreter that has no effect and takes longer than the computation of small blocks.
 
-    At every call of a device function, it searches Triton's language for functions to replace, although the launch has
-    replaced them already.  It also checks 32-bit sums and products for overflow, but drops the result unless its option
-    `debug` is set.
+    At every call of a device function, it searches for functions to replace, although the launch has replaced them.  It
+    checks 32-bit sums and products for overflow, but drops the result unless its option `debug` is set.
     """
 
     def patch_builtin(pkg: Any, *rest: Any) -> None:

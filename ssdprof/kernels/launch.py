@@ -1,10 +1,8 @@
 """Launches a kernel repeatedly without searching for its compiled form again, and without Triton's launcher.
 
-At every launch, Triton finds the compiled form by the type, alignment and value of every argument.  If these properties
-are known to be unchanged, this module launches the compiled kernel that Triton returned the first time.  Triton's
-launcher would then encode every descriptor again and unpack some eighty Python objects.  So only the first launch goes
-through it.  The kernel's parameters are written once, and each later launch writes only the addresses of its tensors
-and calls the CUDA driver.
+At every launch, Triton finds the compiled form by the type, alignment and value of every argument, encodes every
+descriptor again and unpacks some eighty Python objects.  Where these properties are known to be unchanged, only the
+first launch goes through Triton.  Each later one writes the addresses of its tensors and calls the CUDA driver.
 """
 
 from __future__ import annotations
@@ -53,8 +51,7 @@ class Launcher:
     compile-time arguments as one, `S`.  A kernel without such parameters takes every tensor, and every compile-time
     argument, as a parameter.
 
-    Properties on which Triton specialises must be the same in all launches: the current device, and for each tensor
-    whether it is None, its dtype, and whether its address is a multiple of 16 (see `place`).  Triton settings that
+    The current device, and for each tensor what `place` tells, must be the same in all launches.  Triton settings that
     affect compilation, such as its debug mode, are those of the first launch.
     """
 
@@ -193,18 +190,12 @@ class Map(ctypes.Structure):
 
 
 class Field(NamedTuple):
-    """A parameter of a kernel.
+    """A parameter of a kernel."""
 
-    kind: its ctypes type
-    value: its value, if it is a number
-    place: index of its tensor or descriptor among the tensors of a launch
-    meta: Triton's data for encoding it, if it is a descriptor
-    """
-
-    kind: Any
-    value: int | float = 0
-    place: int = -1
-    meta: dict[str, Any] | None = None
+    kind: Any  # ctypes type
+    value: int | float = 0  # of a number
+    place: int = -1  # index of its tensor or descriptor among the tensors of a launch
+    meta: dict[str, Any] | None = None  # Triton's data for encoding a descriptor
 
 
 @cache
@@ -302,12 +293,10 @@ def _map_in(encoded: Any) -> int:
 
 
 def direct_launch(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...]) -> DirectLaunch | None:
-    """A direct launch of the kernel that Triton compiled for these arguments, or None if only Triton can launch it.
+    """A direct launch of the kernel that Triton compiled for these arguments; the last of `tensors` may be a tuple.
 
-    tensors: the first arguments; the last of them may be a tuple
-
-    It is None if the CUDA driver is older than 12.4, if the launch has options or arguments that this package does not
-    use, or if the kernel's parameters differ from those that Triton 3.6 derives from the arguments.
+    None if the CUDA driver is older than 12.4, if the launch has options or arguments that this package does not use,
+    or if the kernel's parameters differ from those that Triton 3.6 derives from the arguments.
     """
     driver = cuda_driver()
     if driver is None:

@@ -32,10 +32,7 @@ def is_expanded(tensor: torch.Tensor | None) -> bool:
 
 
 def strides_unit(*tensors: torch.Tensor) -> int:
-    """The largest power of two up to 16 that divides all strides except the last ones; for `in_units`.
-
-    For example, rows of 100 numbers can be read four at a time, although 100 is not a multiple of 16.
-    """
+    """The largest power of two up to 16 that divides all strides except the last ones; for `in_units`."""
     return gcd(16, *(stride for tensor in tensors for stride in tensor.stride()[:-1]))
 
 

@@ -62,8 +62,7 @@ class Source:
 SSD = Source.of(
     ssd_launch,
     files=(
-        "rings", "lanes", "role_gates", "role_copies", "role_scores", "role_states", "assignment",
-        "hopper_kernel",
+        "rings", "lanes", "role_gates", "role_copies", "role_states", "hopper_kernel",
     ),
     lanes=2,
 )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from compile_target import CAPABILITIES, compiled
 
 from ssdprof.kernels import UnsupportedError
-from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
+from ssdprof.kernels.mixer import causal_conv1d
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-21}  # of one rounding; fp32 sums round at every term

@@ -9,8 +9,8 @@ from ssd_cases import EXACT, RELAXED, Case, in_fp64
 
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.assignment import SEQUENCE_BLOCK
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
+from ssdprof.kernels.ssd.hopper.hopper_kernel import SEQUENCE_BLOCK
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked

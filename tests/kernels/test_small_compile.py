@@ -14,8 +14,7 @@ from ssd_cases import Case
 
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
 from ssdprof.kernels.gdn.unfused_step import three_stages
-from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
-from ssdprof.kernels.mixer.gated_rms_norm import gated_rms_norm
+from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.ssd.recurrent import recurrent_launch, two_stages
 
 pytestmark = pytest.mark.compiler

@@ -83,7 +83,7 @@ def test_without_a_gpus_work_there_is_none() -> None:
 
 @pytest.mark.gpu
 def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks() -> None:
-    from ssdprof.kernels.mixer.causal_conv1d import causal_conv1d
+    from ssdprof.kernels.mixer import causal_conv1d
 
     device = torch.device("cuda")
     x, weight = torch.randn(1, 4096, 512, device=device), torch.randn(512, 4, device=device)

@@ -24,7 +24,7 @@ from ssdprof.stalls.read import Point, RawKernel
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
 STAGES = Stages.together([one.stages for one in records()])
-PROFILED = [file for file in KERNELS.rglob("*.py") if file.parent.name != "mixer"]  # those have no stages
+PROFILED = [file for file in KERNELS.rglob("*.py") if file.stem != "mixer"]  # those have no stages
 FILES = sorted(file for file in PROFILED if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
 SSD = [file for file in FILES if "ssd" in file.relative_to(KERNELS).parts]
 WITH_BARRIERS = {file.stem: text for file in SSD if "mbarrier.wait(" in (text := file.read_text())}

@@ -1,9 +1,8 @@
 """The configuration of each SSD kernel, by GPU, dtype and sizes, with reasons.  The first row that fits applies.
 
-A call searches nothing: the library's functions use only these rows, with two exceptions.  A model of the time divides
-sequences into segments for the Hopper kernel (`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found
-on a GPU take precedence, if a program loads them (`registry.use_overrides`).  They depend only on the sizes on which
-the committed rule of their kernel depends, so that the kernel keeps its guarantees (`call_key`).
+A call searches nothing, with two exceptions.  A model of the time divides sequences into segments for the Hopper kernel
+(`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found take precedence, if a program loads them
+(`registry.use_overrides`).  They depend only on the sizes on which the committed rule depends (`call_key`).
 
 On majors 9, 10 and 11 (H100, H200, B200), matrix instructions read their operands from shared memory.  On majors 8 and
 12 (A100, L4, RTX) and on later ones, operands pass through registers.  Measured on an H200: benchmarks/log/ssd.md.
@@ -130,11 +129,8 @@ class SSDPortableConfig:
 
     @classmethod
     def choose(cls, inputs: SSDInputs, capability: tuple[int, int]) -> SSDPortableConfig:
-        """The configuration for a GPU of this compute capability, by `PORTABLE`.
-
-        The state of one program, 64 x 128 fp32 numbers, fills half the registers of 4 warps.  The other half holds the
-        chunk's scores and output.
-        """
+        """By `PORTABLE`.  A state of 64 x 128 fp32 numbers fills half the registers of 4 warps, scores and output the
+        other half."""
         headdim, dstate, gate = inputs.x.shape[3], inputs.B.shape[3], inputs.z is not None
         wide = inputs.x.dtype == torch.float32
         row = first_fit(PORTABLE, major=capability[0], wide=wide, headdim=headdim, dstate=dstate, gate=gate)

@@ -20,11 +20,7 @@ class SSDOutput(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SSDInputs(Inputs):
-    """Inputs of one SSD (Mamba-2) call; any strides.
-
-        dt_t = clamp(softplus(dt_t + dt_bias), *dt_limit)
-        h_t  = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T
-        out_t = (h_t C_t + D x_t) * silu(z_t)
+    """Inputs of one SSD (Mamba-2) call, whose mathematics is in `reference.py`; any strides.
 
     x: (b, l, h, p)    dt: (b, l, h), raw    A: (h) fp32, <= 0    B, C: (b, l, g, n), h a multiple of g
     D: (h) or (h, p)   z: as x               dt_bias: (h)
@@ -34,7 +30,7 @@ class SSDInputs(Inputs):
         x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
     x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
-    Raises ValueError, naming the argument.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
+    Raises ValueError, naming the argument.
     """
 
     FIRST: ClassVar[str] = "x"
@@ -86,9 +82,7 @@ class SSDInputs(Inputs):
     @property
     def signature(self) -> Hashable:
         """Equal for inputs that differ only in the values of their tensors, and in addresses by a multiple of 16 bytes.
-
-        It determines whether inputs fit together, which kernels run, their configuration, and what Triton compiles.
-        """
+        It determines whether inputs fit together, which kernels run, and what Triton compiles."""
         return (
             *map(tensor_signature, (self.x, self.dt, self.A, self.B, self.C)),
             *map(tensor_signature, (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens)),
@@ -99,10 +93,7 @@ class SSDInputs(Inputs):
 
     @property
     def power_of_two_chunk(self) -> int:
-        """Chunk of tiled algorithms: the largest power of two up to chunk_size, limited to 16 .. 256.
-
-        It affects only rounding.
-        """
+        """The largest power of two up to chunk_size, limited to 16 .. 256.  It affects only rounding."""
         return min(256, max(16, 1 << (self.chunk_size.bit_length() - 1)))
 
     @property

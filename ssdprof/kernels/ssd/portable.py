@@ -13,8 +13,8 @@ that the segment adds to a zero state.  Then the program waits for the state of 
 runs forwards and computes the output.  The last segment of a sequence needs no first pass.  The chunk size affects only
 speed and rounding, and is independent of `SSDInputs.chunk_size`.
 
-The first pass stops where the decay to the segment's end underflows: earlier chunks would be multiplied by zero.  (A
-NaN or Inf there reaches later segments in the recurrence, but not here.)
+The first pass stops where the decay to the segment's end underflows.  (A NaN or Inf before that reaches later segments
+in the recurrence, but not here.)
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
@@ -76,16 +76,12 @@ STAGES = {
 
 
 class TokenRows(NamedTuple):
-    """TokenRows, one per position, of a tensor of one sequence, head or group.
+    """One row per position, of a tensor of one sequence, head or group."""
 
-    ptr: position 0    tile: offsets of a chunk's rows and columns    stride: between positions
-    step: between blocks of N
-    """
-
-    ptr: Any
-    tile: Any
-    stride: Any
-    step: Any = 0
+    ptr: Any  # position 0
+    tile: Any  # offsets of a chunk's rows and columns
+    stride: Any  # between positions
+    step: Any = 0  # between blocks of N
 
 
 class ChunkGates(NamedTuple):

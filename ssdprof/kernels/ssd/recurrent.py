@@ -214,9 +214,8 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
     dt = tl.clamp(dt, dt_low, dt_high, propagate_nan=tl.PropagateNan.ALL)
     A = tl.load(A_ptr + ptr_offset((i_h,), A_strides)).to(tl.float32)
     x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(tl.float32)
-    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_h // S.HEADS_PER_GROUP, o_n), B_strides), mask=m_n, other=0.0).to(
-        tl.float32
-    )
+    i_g = i_h // S.HEADS_PER_GROUP
+    B = tl.load(B_ptr + ptr_offset((i_b, 0, i_g, o_n), B_strides), mask=m_n, other=0.0).to(tl.float32)
     state = (dt * x)[:, None] * B[None, :]
     if initial_states_ptr is not None:
         initial = tl.load(initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0)
@@ -225,15 +224,7 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
 
 
 def step_state(inputs: SSDInputs) -> torch.Tensor:
-    """First launch of an unfused SSD step: the state of every head after the token, in fp32.
-
-        dt    = clamp(softplus(dt + dt_bias), low, high)
-        state = exp(dt A) state + dt x B^T
-
-    In:   x (b, 1, h, p) | dt (b, 1, h) | A, dt_bias (h) | B (b, 1, g, n) | initial_states (b, h, p, n)
-    Out:  final_states (b, h, p, n) fp32
-    Grid: (b * h * slices of p), slices fastest, then heads.
-    """
+    """First launch of an unfused step: the state after the token, exp(dt A) state + dt x B^T."""
     final_states = torch.empty(inputs.states_shape, dtype=torch.float32, device=inputs.x.device)
     tensors = (inputs.x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, final_states)
     scalars = (strides_of_each(*tensors), *map(float, inputs.dt_limit))
@@ -259,9 +250,8 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
 
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
     state = tl.load(states_ptr + ptr_offset(index, states_strides), mask=m_p[:, None] & m_n[None, :], other=0.0)
-    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_h // S.HEADS_PER_GROUP, o_n), C_strides), mask=m_n, other=0.0).to(
-        tl.float32
-    )
+    i_g = i_h // S.HEADS_PER_GROUP
+    C = tl.load(C_ptr + ptr_offset((i_b, 0, i_g, o_n), C_strides), mask=m_n, other=0.0).to(tl.float32)
     out = tl.sum(state * C[None, :], axis=1)
     if D_ptr is not None:
         x = tl.load(x_ptr + ptr_offset((i_b, 0, i_h, o_p), x_strides), mask=m_p, other=0.0).to(tl.float32)
@@ -277,14 +267,7 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
 
 
 def step_output(inputs: SSDInputs, states: torch.Tensor) -> torch.Tensor:
-    """Second launch of an unfused SSD step: the output, read from the state after the token.
-
-        out = (state C + D x) * silu(z)
-
-    In:   states (b, h, p, n) fp32 | C (b, 1, g, n) | x, z (b, 1, h, p) | D (h) or (h, p)
-    Out:  out (b, 1, h, p), x's dtype
-    Grid: (b * h * slices of p), slices fastest, then heads.
-    """
+    """Second launch of an unfused step: the output, (state C + D x) * silu(z), from the state after the token."""
     out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     tensors = (states, inputs.C, inputs.x, inputs.D, inputs.z, out)
     launch(_ssd_step_output_kernel, _programs(inputs), tensors, (strides_of_each(*tensors),), **_options(inputs))

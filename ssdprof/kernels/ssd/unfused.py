@@ -6,7 +6,7 @@ By default, dtypes are those of the original unfused kernels of state-spaces/mam
 current device, and `SSDInputs` has checked the shapes.  Block sizes: `config.py`, `UNFUSED`.
 
 Shapes: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p), and of chunks:
-        dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) | CB (b, c, g, q, s)
+        dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | CB (b, c, g, q, s)
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 """
 
@@ -104,14 +104,13 @@ def chunk_cumsum(
     dt_raw: torch.Tensor, A: torch.Tensor, chunks: Chunks, *, dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """SSD stage 1 of 5: the time step of every position, and its cumulative log decay in the chunk.
+    """Stage 1: the time step of every position, and its cumulative log decay in the chunk.
 
         dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
         dA_cumsum_log2[q] = sum_{s <= q} dt[s] * A * log2(e)
 
     Logarithms have base 2, because later stages take exp2 of their differences many times per element.
 
-    Out:  dt, dA_cumsum_log2
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
     blocks = unfused_blocks("chunk_cumsum")
@@ -186,11 +185,10 @@ def chunk_state(
     x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *,
     precision: Precision,
 ) -> torch.Tensor:  # fmt: skip
-    """SSD stage 2 of 5: the state after each chunk, starting from a zero state.
+    """Stage 2: the state after each chunk, starting from a zero state.
 
         states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
 
-    Out:  states fp32
     Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one head.
     """
     (batch, seqlen, nheads, headdim), (ngroups, dstate) = x.shape, B.shape[2:]
@@ -249,7 +247,7 @@ def state_passing(
     states: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *, initial_states: torch.Tensor | None = None,
     state_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """SSD stage 3 of 5: the state that enters each chunk, and the final state.
+    """Stage 3: the state that enters each chunk, and the final state.
 
         prev_states[0]   = initial_states, or 0
         prev_states[c+1] = exp(dA_cumsum[c, -1]) * prev_states[c] + states[c]
@@ -317,7 +315,7 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
 
 
 def bmm_chunk(C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Precision) -> torch.Tensor:
-    """SSD stage 4 of 5: C B^T within each chunk, once per group.
+    """Stage 4: C B^T within each chunk, once per group.
 
         CB[q, s] = sum_n C[q, n] * B[s, n]      for s <= q
 
@@ -432,7 +430,7 @@ def chunk_scan(
     inputs: SSDInputs, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, prev_states: torch.Tensor, CB: torch.Tensor,
     chunks: Chunks, *, blocks: Blocks | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """SSD stage 5 of 5: the output, from the state that enters the chunk and from the chunk's own positions.
+    """Stage 5: the output, from the state that enters the chunk and from the chunk's own positions.
 
         a         = dA_cumsum
         y[q, p]   = exp(a[q]) * sum_n C[q, n] * prev_states[p, n]
@@ -443,7 +441,6 @@ def chunk_scan(
     exp(a[q] - a[r]) * exp(a[r] - a[s]): one factor per row and one per column, both at most 1.  Only blocks on the
     diagonal need an exponential per element.
 
-    Out:  out (b, l, h, p), x's dtype
     Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk and head.
     """
     x, C, D, z = inputs.x, inputs.C, inputs.D, inputs.z
@@ -486,11 +483,7 @@ def ssd_unfused(
 
 
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """Output in x's dtype, final states in fp32.
-
-    Raises UnsupportedError for sizes above MAX_HEADDIM or MAX_DSTATE, for inputs that require a gradient, and, outside
-    Triton's interpreter, for tensors that are not on a GPU.
-    """
+    """Output in x's dtype, final states in fp32.  Raises UnsupportedError as `_refuse_unsupported` tells."""
     _refuse_unsupported(inputs)
     with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
         return five_stages(inputs, precision)
@@ -538,6 +531,7 @@ def _blocks(stage: str, inputs: SSDInputs) -> dict[str, int]:
 
 
 def _refuse_unsupported(inputs: SSDInputs) -> None:
+    """Larger sizes, inputs that require a gradient, and, outside Triton's interpreter, tensors not on a GPU."""
     for name, value, limit in (("headdim", inputs.x.shape[3], MAX_HEADDIM), ("dstate", inputs.B.shape[3], MAX_DSTATE)):
         if value > limit:
             raise UnsupportedError(f"unfused: {name} is at most {limit}, not {value}")

@@ -4,11 +4,27 @@
 The algorithm is that of `portable/`.  A first pass reads the segment backwards and computes the state that it adds.
 The program publishes that state, and sums the states that earlier segments have published.  So no segment waits for
 more than the first passes of others.  A second pass reads the segment forwards and computes the output.  With more
-pairs of units than SMs there are no first passes: programs process equal shares of all sequences (`assignment.py`).
+pairs of units than SMs there are no first passes: programs process equal shares of all sequences.
 
 A program owns two units (heads, or slices of 64 of a head's P) that share B and C, or one unit if N is 256.  Its warps
 have roles (`rings.py`).  States and outputs are transposed, so that the state is a matrix operand directly from
 registers, and x, loaded once, serves all three products.  Reasons and alternatives: docs/ssd-performance.md.
+
+Assignment of work: with fewer pairs of units than SMs, sequences are cut into segments, one per program.  With more,
+there is one program per SM, and each processes an equal share of all chunks: several whole pairs and, because these do
+not divide evenly, the end of one sequence and the beginning of another.  A program computes the beginning first and
+leaves its state for the next program.  The next program computes the rest last, a sequence later, so that it does not
+wait.  Example: seven pairs of eight chunks on four programs of 14 chunks each; pairs 0 to 3 are whole:
+
+    program 0   6 6 6 6 6 6 . 3 3 3 3 3 3 3 3
+    program 1   5 5 5 5 . 2 2 2 2 2 2 2 2 . 6 6
+    program 2   4 4 . 1 1 1 1 1 1 1 1 . 5 5 5 5
+    program 3   0 0 0 0 0 0 0 0 . 4 4 4 4 4 4
+
+Programs at about the same position of their sequences own neighbouring pairs, which share B and C.  Tiles that one of
+them has loaded are then in L2 when the others need them.  So pairs are assigned by the programs' ranks.
+
+Assignment: Osama et al. 2023 (arXiv:2301.03598), Stream-K with a data-parallel part, for matrix products.
 
 In:   x (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
@@ -27,20 +43,185 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._gluon import role_barrier
+from ssdprof.kernels._gluon import add, role_barrier
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.work import aggregate
-from ssdprof.kernels.ssd.hopper.assignment import SSDSegment, StreamK, packed_segment_of, segment_of, share_of
+from ssdprof.kernels.hopper.work import OneSegment, aggregate
 from ssdprof.kernels.ssd.hopper.lanes import allocate_exchange
 from ssdprof.kernels.ssd.hopper.rings import SLICE, Shared, allocate, begin_barriers
 from ssdprof.kernels.ssd.hopper.role_copies import loads, stores
-from ssdprof.kernels.ssd.hopper.role_gates import gates
-from ssdprof.kernels.ssd.hopper.role_scores import scores
+from ssdprof.kernels.ssd.hopper.role_gates import gates, scores
 from ssdprof.kernels.ssd.hopper.role_states import units
 from ssdprof.kernels.tensors import tensor_of
 
 FLAGS = gl.constexpr(8)  # offset of the flags in sync; each has a 32-byte sector
-STAGES = {"_fused_hopper_kernel": "setup"}
+SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration
+
+STAGES = {
+    "segments": "ticket", "segment_at": "ticket", "chunks": "ticket", "extent_of": "ticket", "segment_of": "ticket",
+    "find_segment": "ticket", "packed_segment_of": "ticket", "share_of": "ticket", "_fused_hopper_kernel": "setup",
+}  # fmt: skip
+
+
+@aggregate
+class SSDSegment:
+    """Consecutive chunks of a sequence, and the work of a program that owns one segment."""
+
+    sequence: gl.tensor
+    index: gl.tensor  # index of the segment in its sequence; in a share: 1 if it takes over a state, else 0
+    length: gl.tensor  # length of the sequence
+    dt_begin: gl.tensor  # offset of the sequence's dt
+    tile: gl.tensor  # first TMA coordinate of the sequence's tiles
+    row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros past the sequence's end
+    first_chunk: gl.tensor
+    nchunks: gl.tensor
+    unit: gl.tensor  # the first unit, if there are two
+    last: gl.tensor  # whether the segment ends its sequence
+    has_warmup: gl.tensor | gl.constexpr  # whether there is a first pass; False if the kernel has none
+    back_first: gl.tensor  # last chunk that the first pass reads; it runs backwards
+    back_most: gl.tensor  # most chunks of the first pass
+    slot: gl.tensor  # slot in which it leaves a state, or the state that it adds, for later segments
+    slot_step: gl.tensor  # distance from the slot of the preceding segment
+
+    segments, segment_at, chunks = OneSegment.segments, OneSegment.segment_at, OneSegment.chunks
+
+
+@aggregate
+class StreamK:
+    """The work of a program that owns an equal share: the beginning of a pair, whole pairs and the end of one."""
+
+    program: gl.tensor
+    programs: gl.tensor
+    rank: gl.tensor  # rank of the program, by the chunks of its beginning
+    length: gl.tensor  # length of a sequence
+    nchunks: gl.tensor  # chunks of a sequence
+    dt_step: gl.tensor  # stride of dt between sequences
+    wholes: gl.tensor  # number of whole pairs
+    begun: gl.tensor  # the pair that it begins
+    begun_chunks: gl.tensor  # chunks of that beginning; may be 0
+    ended: gl.tensor  # the pair that it takes over
+    ended_chunks: gl.tensor  # chunks of the rest of that pair; may be 0
+    PAIRS: gl.constexpr  # pairs per sequence
+    UNITS: gl.constexpr
+
+    @gluon.jit
+    def segments(self):
+        return gl.minimum(self.begun_chunks, 1) + self.wholes + gl.minimum(self.ended_chunks, 1)
+
+    @gluon.jit
+    def segment_at(self, i):
+        k = i - gl.minimum(self.begun_chunks, 1)
+        begins, ends = k < 0, k == self.wholes
+        pair = gl.where(begins, self.begun, gl.where(ends, self.ended, k * self.programs + self.rank))
+        sequence = pair // self.PAIRS
+        first = gl.where(ends, self.nchunks - self.ended_chunks, 0)
+        nchunks = gl.where(begins, self.begun_chunks, self.nchunks - first)
+        segment = SSDSegment(
+            sequence, gl.minimum(first, 1), self.length, sequence.to(gl.int64) * self.dt_step, sequence,
+            gl.to_tensor(0), first, nchunks, pair % self.PAIRS * self.UNITS, k >= 0, False, first, nchunks,
+            self.program, gl.to_tensor(1),
+        )  # fmt: skip
+        return segment, gl.where(begins, 0, self.begun_chunks + k * self.nchunks)
+
+    @gluon.jit
+    def chunks(self):
+        return self.begun_chunks + self.wholes * self.nchunks + self.ended_chunks
+
+
+@gluon.jit
+def extent_of(index, first, most, length, S: gl.constexpr):
+    """Chunks of a segment, and whether it ends its sequence.  For its first pass: whether it exists, the chunk at which
+    it ends, and its most chunks."""
+    nchunks = gl.maximum(gl.minimum(most, gl.cdiv(length, CHUNK) - first), 0)
+    last = (first + nchunks) * CHUNK >= length
+    if S.PASSING == "recompute":
+        return nchunks, last, index > 0, gl.to_tensor(0), first
+    elif S.PASSING == "look back":
+        return nchunks, last, not last, first, nchunks
+    else:
+        return nchunks, last, False, first, nchunks
+
+
+@gluon.jit
+def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: gl.constexpr):
+    """The segment of a ticket.  Units vary fastest, then sequences, then segments."""
+    rank = ticket // S.PAIRS
+    sequence, index = rank % sequences, rank // sequences
+    is_long = index < LONG_COUNT
+    first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
+    most = gl.where(is_long, K_LONG, K)
+    nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, most, seqlen, S)
+    return SSDSegment(
+        sequence, index, seqlen, sequence.to(gl.int64) * dt_strides[0], sequence, gl.to_tensor(0), first, nchunks,
+        ticket % S.PAIRS * S.UNITS, last, has_warmup, back_first, back_most, rank, gl.to_tensor(sequences),
+    )  # fmt: skip
+
+
+@gluon.jit
+def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
+    """(sequence, segment, begin, length, exists) of the `rank`-th segment of packed sequences."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    sequence = 0  # number of sequences that end before the segment
+    segments_before = 0  # segments of those sequences
+    counted = 0  # segments of all sequences read so far
+    for block in range(0, sequences, SEQUENCE_BLOCK):
+        o_s = block + gl.arange(0, SEQUENCE_BLOCK, layout)
+        # beyond the last sequence, read empty sequences: none of them ends before an existing segment
+        o_start, o_stop = gl.minimum(o_s, sequences).to(gl.int64), gl.minimum(o_s + 1, sequences).to(gl.int64)
+        start = gl.load(cu_seqlens_ptr + o_start * cu_seqlens_stride).to(gl.int32)
+        stop = gl.load(cu_seqlens_ptr + o_stop * cu_seqlens_stride).to(gl.int32)
+        # an empty sequence has one segment without chunks, which copies the initial state to the final state
+        segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
+        ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
+        sequence += gl.sum(ends_before.to(gl.int32), 0)
+        segments_before += gl.sum(gl.where(ends_before, segments, 0), 0)
+        counted += gl.sum(segments, 0)
+    exists = sequence < sequences
+    p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1).to(gl.int64) * cu_seqlens_stride
+    begin = gl.load(p).to(gl.int32)
+    return sequence, rank - segments_before, begin, gl.load(p + cu_seqlens_stride).to(gl.int32) - begin, exists
+
+
+@gluon.jit
+def packed_segment_of(
+    ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, S: gl.constexpr
+):  # fmt: skip
+    """The segment of a ticket, and whether it exists.  Units vary fastest, then segments, then sequences."""
+    rank = ticket // S.PAIRS
+    sequence, index, begin, length, exists = find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K)
+    first = index * K
+    nchunks, last, has_warmup, back_first, back_most = extent_of(index, first, K, length, S)
+    segment = SSDSegment(
+        sequence, index, length, begin.to(gl.int64) * dt_strides[1], begin + length, seqlen - length, first, nchunks,
+        ticket % S.PAIRS * S.UNITS, last, has_warmup, back_first, back_most,
+        rank - sequence,  # the last segment of each sequence needs no slot
+        gl.to_tensor(1),
+    )  # fmt: skip
+    return segment, exists
+
+
+@gluon.jit
+def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
+    """The share of a program in the pairs of all sequences, units fastest.  Requires at least one pair per program.
+
+    `extra` pairs remain if every program owns equally many pairs.  Program p begins the fractional part of
+    (p + 1) * extra / programs of a sequence, so that all shares are equal.
+    """
+    programs, pairs, nchunks = gl.num_programs(0), sequences * S.PAIRS, gl.cdiv(seqlen, CHUNK)
+    extra = pairs % programs
+    begun, taken = (program + 1) * extra % programs, program * extra % programs  # in units of 1 / programs
+    divisor, left = programs, extra
+    while left > 0:
+        divisor, left = left, divisor % left
+    same = (
+        program * divisor // programs
+    )  # `divisor` programs have equal beginnings; the number of those before this one
+    wholes = pairs // programs - 1 + (begun <= extra).to(gl.int32)
+    rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
+    split = pairs - programs
+    return StreamK(
+        program, programs, begun + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes, split + begun + same,
+        nchunks * begun // programs, split + taken + same, rest, S.PAIRS, S.UNITS,
+    )  # fmt: skip
 
 
 @aggregate

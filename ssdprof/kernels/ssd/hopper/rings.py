@@ -7,7 +7,7 @@
     loads       1 warp    loads B, C and x of a chunk through TMA, the Tensor Memory Accelerator
     stores      1 warp    stores the outputs of a chunk through TMA
 
-Each role is in a file `role_*.py`, `units` in `role_states.py`, `loads` and `stores` in `role_copies.py`.  A unit is a
+The roles are in `role_states.py` (`units`), `role_gates.py` (`scores` too) and `role_copies.py`.  A unit is a
 head, or a slice of 64 of a head's P.  A program has two lanes (`lanes.py`): two units of one group, or, if N is 256,
 the two halves of N of one unit, which exchange parts of the output.
 

@@ -9,7 +9,7 @@ with a flag.  The flag is zero until the part is stored, and then holds the segm
 segment k is the sum over earlier segments j of part_j times the decays of j + 1 .. k - 1, plus the initial state times
 all decays.  Parts are always summed from the nearest to the farthest.  The sum stops where the product of the decays is
 zero, so that non-finite parts before that point have no effect.  A program with a share of all sequences
-(`assignment.py`) publishes the state itself, in fp32, with a decay of zero, so that the sum stops there.
+(`hopper_kernel.py`) publishes the state itself, in fp32, with a decay of zero, so that the sum stops there.
 """
 
 from triton.experimental import gluon
