@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """SSD, all five stages in one launch, for Hopper, in Gluon: warp roles, TMA copies, states in registers.
 
-The algorithm is that of `portable/`.  A first pass reads the segment backwards and computes the state that it adds.
+The algorithm is that of `portable.py`.  A first pass reads the segment backwards and computes the state that it adds.
 The program publishes that state, and sums the states that earlier segments have published.  So no segment waits for
 more than the first passes of others.  A second pass reads the segment forwards and computes the output.  With more
 pairs of units than SMs there are no first passes: programs process equal shares of all sequences.
