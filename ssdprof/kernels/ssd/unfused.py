@@ -304,14 +304,19 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
-        C_offset = ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides)
-        b_C = tl.load(C_ptr + C_offset, mask=m_q[:, None] & m_n[None, :], other=0.0)  # [BLOCK_Q, BLOCK_N]
-        B_offset = ptr_offset((i_b, start + o_s[None, :], i_g, o_n[:, None]), B_strides)
-        b_B = tl.load(B_ptr + B_offset, mask=m_n[:, None] & m_s[None, :], other=0.0)  # [BLOCK_N, BLOCK_S]
+        b_C = tl.load(
+            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
+            mask=m_q[:, None] & m_n[None, :], other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
+        b_B = tl.load(
+            B_ptr + ptr_offset((i_b, start + o_s[None, :], i_g, o_n[:, None]), B_strides),
+            mask=m_n[:, None] & m_s[None, :], other=0.0,
+        )  # [BLOCK_N, BLOCK_S]  # fmt: skip
         acc = tl.dot(b_C, b_B, acc, input_precision=DOT_PRECISION)
 
-    CB_offset = ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides)
-    tl.store(CB_ptr + CB_offset, acc.to(CB_ptr.dtype.element_ty))
+    tl.store(
+        CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides), acc.to(CB_ptr.dtype.element_ty)
+    )
 
 
 def bmm_chunk(C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Precision) -> torch.Tensor:
@@ -376,12 +381,14 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     for n in range(0, S.DSTATE, S.BLOCK_N):
         o_n = n + tl.arange(0, S.BLOCK_N)
         m_n = o_n < S.DSTATE
-        C_offset = ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides)
-        b_C = tl.load(C_ptr + C_offset, mask=m_q[:, None] & m_n[None, :], other=0.0)  # [BLOCK_Q, BLOCK_N]
-        prev_states_offset = ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides)
+        b_C = tl.load(
+            C_ptr + ptr_offset((i_b, start + o_q[:, None], i_g, o_n[None, :]), C_strides),
+            mask=m_q[:, None] & m_n[None, :], other=0.0,
+        )  # [BLOCK_Q, BLOCK_N]  # fmt: skip
         b_state = tl.load(
-            prev_states_ptr + prev_states_offset, mask=m_n[:, None] & m_p[None, :], other=0.0
-        )  # [BLOCK_N, BLOCK_P]
+            prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_p[None, :], o_n[:, None]), prev_states_strides),
+            mask=m_n[:, None] & m_p[None, :], other=0.0,
+        )  # [BLOCK_N, BLOCK_P]  # fmt: skip
         acc = tl.dot(b_C, b_state.to(b_C.dtype), acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(dA_first)
 
@@ -391,8 +398,10 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
         b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
-        x_offset = ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides)
-        b_x = tl.load(x_ptr + x_offset, mask=m_p[None, :], other=0.0)  # [BLOCK_S, BLOCK_P]
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
+            mask=m_p[None, :], other=0.0,
+        )  # [BLOCK_S, BLOCK_P]  # fmt: skip
         weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
         acc = tl.dot((b_CB * weight[None, :]).to(b_x.dtype), b_x, acc, input_precision=DOT_PRECISION)
     acc *= decay_exp2(b_dA_q - dA_first)[:, None]
@@ -404,8 +413,10 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
         b_dA_s = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides))
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
-        x_offset = ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides)
-        b_x = tl.load(x_ptr + x_offset, mask=m_s[:, None] & m_p[None, :], other=0.0)  # [BLOCK_S, BLOCK_P]
+        b_x = tl.load(
+            x_ptr + ptr_offset((i_b, start + o_s[:, None], i_h, o_p[None, :]), x_strides),
+            mask=m_s[:, None] & m_p[None, :], other=0.0,
+        )  # [BLOCK_S, BLOCK_P]  # fmt: skip
         weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
         # CB above the diagonal was never written and may be NaN
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * weight, 0.0)
