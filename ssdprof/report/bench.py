@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import TOLERANCES, Clock
@@ -14,7 +14,7 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.report.calls import PRECISION, SHOWN
 from ssdprof.report.facts import environment_versions, tuned
 from ssdprof.report.groups import Against, deviation
-from ssdprof.report.table import Column, Table, facts, strings, table, text
+from ssdprof.report.table import Column, Table, facts, lifted, strings, table, text
 
 T = TypeVar("T")
 READING = (
@@ -35,29 +35,7 @@ _NAMES: tuple[Column[Case], ...] = (
 )
 
 
-class Grid:
-    """The cases of one shape, dtype, draw and layout, in the order in which they ran."""
-
-    def __init__(self, report: Report, title: str, cases: Sequence[Case]) -> None:
-        self.report, self.title, self.cases = report, title, cases
-
-    @property
-    def cells(self) -> Iterable[list[Case]]:
-        """The cases on the same inputs."""
-        found: dict[str, list[Case]] = {}
-        for case in self.cases:
-            found.setdefault(case.place, []).append(case)
-        return found.values()
-
-    def baseline_of(self, case: Case) -> str:
-        """The baseline of `fused`: `unfused` if that was timed and the requested one was not."""
-        timed = {one.implementation for one in self.cases if one.place == case.place and one.device_us}
-        return self.report.baseline if self.report.baseline in timed or "unfused" not in timed else "unfused"
-
-    def exact_of(self, case: Case) -> Case | None:
-        """The case with exact intermediates, for one with relaxed ones."""
-        same = (one for one in self.cases if (one.place, one.implementation) == (case.place, case.implementation))
-        return next((one for one in same if one is not case and one.precision == case.precision.exact), None)
+Grid = tuple[Report, str, list[Case]]  # title, and the cases of one shape, dtype, draw and layout, as they ran
 
 
 def tables(report: Report) -> Iterator[Table]:
@@ -67,20 +45,26 @@ def tables(report: Report) -> Iterator[Table]:
         if (drawn := case.drawn) and case.dims:
             inputs = ", ".join((case.dims.dtype, *drawn.ways, f"{drawn.layout} inputs"))
             found.setdefault(f"{drawn.shape} ({drawn.shape_words}), {inputs}", []).append(case)
-    grids = [Grid(report, title, cases) for title, cases in found.items()]
     for make in (_speedups, _details, _matches, _relaxed, _chunk_sizes):
-        for grid in grids:
-            yield from make(grid)
+        for title, cases in found.items():
+            yield from make((report, title, cases))
     yield from _kernels(report)
     yield from _last(report)
 
 
 def _speedups(grid: Grid) -> Iterator[Table]:
     """A row for each layout of tokens and precision; those without the baseline have a table of their own."""
-    report = grid.report
-    fused = [case for case in grid.cases if case.implementation == JUDGED]
+    report, title, cases = grid
+    timed = {(case.place, case.implementation) for case in cases if case.device_us}
     for base in dict.fromkeys((report.baseline, "unfused")):
-        own = [case for case in fused if grid.baseline_of(case) == base]
+        # `unfused` is the baseline where that was timed and the requested one was not
+        instead = {case.place for case in cases if (case.place, report.baseline) not in timed}
+        instead &= {case.place for case in cases if (case.place, "unfused") in timed}
+        own = [
+            case
+            for case in cases
+            if case.implementation == JUDGED and base == ("unfused" if case.place in instead else report.baseline)
+        ]
 
         def rival_us(case: Case, base: str = base) -> float | None:
             rival = report.rival(case, base)
@@ -106,14 +90,17 @@ def _speedups(grid: Grid) -> Iterator[Table]:
             Column(f"{base},\ndevice", lambda case: fmt.duration(rival_us(case) if case.device_us else None)),
             Column("% of\nroofline", lambda case: fmt.percent(case.floor_pct(report.ceilings), 1)),
         )
-        note = fmt.counts(report.smallest_difference) if any(over(case, "device") for case in grid.cases) else ""
-        found = table(f"Fused over {base}: {grid.title}", columns, own, keys=2, note=note)
+        note = fmt.counts(report.smallest_difference) if any(over(case, "device") for case in cases) else ""
+        found = table(f"Fused over {base}: {title}", columns, own, keys=2, note=note)
         yield from (found,) if found else ()
 
 
 def _details(grid: Grid) -> Iterator[Table]:
     """Every implementation; the cases on the same inputs stay together."""
-    ceilings = grid.report.ceilings
+    report, title, cases = grid
+    places: dict[str, list[Case]] = {}
+    for case in cases:
+        places.setdefault(case.place, []).append(case)
 
     def timed(cell: str, case: Case) -> str:
         return cell if case.device_us else fmt.MISSING
@@ -126,7 +113,7 @@ def _details(grid: Grid) -> Iterator[Table]:
         Column("chunk", lambda case: fmt.count(case.chunk_size)),
         Column("device", lambda case: _us(case.device_us) if case.device_us else case.result),
         Column("call", lambda case: _us(case.call_us)),
-        Column("% of\nroofline", lambda case: fmt.percent(case.floor_pct(ceilings), 1)),
+        Column("% of\nroofline", lambda case: fmt.percent(case.floor_pct(report.ceilings), 1)),
         Column(
             "extra\nmemory", lambda case: timed(fmt.size(case.memory.workspace_bytes if case.memory else None), case)
         ),
@@ -135,42 +122,40 @@ def _details(grid: Grid) -> Iterator[Table]:
         Column("first\ncall", lambda case: timed(_s(case.first_call.seconds if case.first_call else None), case)),
     )
     parts: list[list[Case]] = [[]]
-    for cell in grid.cells:
+    for cell in places.values():
         if len(parts[-1]) + len(cell) > _MOST_ROWS:
             parts.append([])
         parts[-1] += cell
     for part in parts:
-        found = table(f"Every implementation: {grid.title}", columns, part, keys=3)
+        found = table(f"Every implementation: {title}", columns, part, keys=3)
         yield from (found,) if found else ()
-
-
-class _Match(NamedTuple):
-    case: Case
-    tensor: Accuracy
 
 
 def _matches(grid: Grid) -> Iterator[Table]:
     """The share of each output that matches another implementation and the fp64 oracle, with the floor."""
     against: dict[str, Against] = {"match": "vs_baseline", "fp64": "vs_oracle", "floor": "floor"}
-    columns: list[Column[_Match]] = [
-        text("sequences x\ntokens", lambda row: row.case.size),
-        text("implementation", lambda row: row.case.kernel),
-        text(PRECISION, lambda row: row.case.precision.short),
-        text("tensor", lambda row: SHOWN[row.tensor.tensor]),
-        text("matched with", lambda row: found.against if (found := row.tensor.vs_baseline) else fmt.MISSING),
+    report, title, cases = grid
+
+    def case(row: tuple[Case, Accuracy]) -> Case:
+        return row[0]
+
+    columns: list[Column[tuple[Case, Accuracy]]] = [
+        *lifted(case, *_NAMES),
+        text("tensor", lambda row: SHOWN[row[1].tensor]),
+        text("matched with", lambda row: found.against if (found := row[1].vs_baseline) else fmt.MISSING),
     ]
     for what, which in against.items():
         for tolerance in TOLERANCES:
 
-            def cell(row: _Match, which: Against = which, tolerance: float = tolerance) -> str:
-                found = deviation(row.tensor, which)
+            def cell(row: tuple[Case, Accuracy], which: Against = which, tolerance: float = tolerance) -> str:
+                found = deviation(row[1], which)
                 return fmt.percent(found.match_pct(tolerance) if found else None)
 
             columns.append(Column(f"{what}\n@ {fmt.tolerance(tolerance)}", cell))
     yield from _in_parts(
-        f"Matches with {grid.report.matched_with}: {grid.title}",
+        f"Matches with {report.matched_with}: {title}",
         columns,
-        [_Match(case, tensor) for case in grid.cases for tensor in case.accuracy],
+        [(case, tensor) for case in cases for tensor in case.accuracy],
         keys=4,
         note="Match: share of elements with |a - b| <= t + t |b|, rounded down, against the output in the column "
         "before.  Fp64: the same against the fp64 oracle.  Floor: the oracle itself, rounded, against the oracle.",
@@ -178,11 +163,13 @@ def _matches(grid: Grid) -> Iterator[Table]:
 
 
 def _relaxed(grid: Grid) -> Iterator[Table]:
-    """Speedup of relaxed over exact intermediates, for the same implementation and states."""
-    smallest = grid.report.smallest_difference
+    report, title, cases = grid
+    smallest = report.smallest_difference
 
     def over(case: Case, clock: Clock) -> Estimate | None:
-        return case.over(grid.exact_of(case), clock)
+        same = (one for one in cases if (one.place, one.implementation) == (case.place, case.implementation))
+        exact = next((one for one in same if one is not case and one.precision == case.precision.exact), None)
+        return case.over(exact, clock)
 
     def verdict(clock: Clock) -> Column[Case]:
         name = f"verdict,\n{clock}"
@@ -197,17 +184,17 @@ def _relaxed(grid: Grid) -> Iterator[Table]:
         verdict("call"),
     )
     yield from _in_parts(
-        f"Relaxed over exact intermediates: {grid.title}",
+        f"Relaxed over exact intermediates: {title}",
         columns,
-        [case for case in grid.cases if over(case, "device")],
+        [case for case in cases if over(case, "device")],
         keys=3,
         note=fmt.counts(smallest),
     )
 
 
 def _chunk_sizes(grid: Grid) -> Iterator[Table]:
-    """Device times at each chunk size, for cases with several."""
-    tried = [case for case in grid.cases if len(case.trials) > 1]
+    _, title, cases = grid
+    tried = [case for case in cases if len(case.trials) > 1]
 
     def of_size(size: int) -> Column[Case]:
         def cell(case: Case) -> str:
@@ -221,7 +208,7 @@ def _chunk_sizes(grid: Grid) -> Iterator[Table]:
     sizes = sorted({trial.chunk_size for case in tried for trial in case.trials})
     fastest: Column[Case] = Column("fastest", lambda case: fmt.count(case.chunk_size))
     yield from _in_parts(
-        f"Device times by chunk size: {grid.title}",
+        f"Device times by chunk size: {title}",
         (*_NAMES, *map(of_size, sizes), fastest),
         tried,
         keys=3,
@@ -320,7 +307,6 @@ def _in_parts(
 
 
 def _name(case: Case) -> str:
-    """ "fused hopper, exact, fp32 states"."""
     return f"{case.kernel}, {case.precision}"
 
 

@@ -64,7 +64,6 @@ def _listed(lines: Sequence[str], most: int, noun: str) -> Iterator[RenderableTy
 
 
 def _reasons(report: Report) -> list[str]:
-    """The distinct reasons of failed cases."""
     found = {case.why: case for case in reversed(outcome(report).failed) if case.why}
     return [
         f"{case.where}, {case.implementation} ({case.precision}): {reason}" for reason, case in reversed(found.items())
@@ -72,7 +71,6 @@ def _reasons(report: Report) -> list[str]:
 
 
 def _short(sentence: str) -> str:
-    """Cut after a word."""
     return sentence if len(sentence) <= _LONGEST else f"{sentence[: _LONGEST - 3].rpartition(' ')[0]} ..."
 
 

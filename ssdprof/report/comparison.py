@@ -225,12 +225,12 @@ def _resources(pairs: Sequence[Pair]) -> Table | None:
 
 def _stalls(changes: Sequence[StageChange]) -> Table | None:
     columns: tuple[Column[StageChange], ...] = (
-        text("implementation", lambda one: one.implementation),
-        text("stage", lambda one: one.stage),
-        Column("share,\nBASE", lambda one: fmt.share(one.base_pct, 1)),
-        Column("share,\nNEW", lambda one: fmt.share(one.new_pct, 1)),
-        Column("time,\nBASE", lambda one: fmt.duration(one.base_us)),
-        Column("time,\nNEW", lambda one: fmt.duration(one.new_us)),
+        text("implementation", lambda one: one[0]),
+        text("stage", lambda one: one[1]),
+        Column("share,\nBASE", lambda one: fmt.share(one[2], 1)),
+        Column("share,\nNEW", lambda one: fmt.share(one[3], 1)),
+        Column("time,\nBASE", lambda one: fmt.duration(one[4])),
+        Column("time,\nNEW", lambda one: fmt.duration(one[5])),
     )
     note = "Times under ncu cannot be compared with those of a run."
     return table("Busy warp samples of each stage, by ncu", columns, changes, keys=2, note=note)

@@ -190,7 +190,6 @@ def _prefill(report: Report, case: Case) -> Row:
 
 
 def _answers(case: Case) -> Row:
-    """The answers at all positions."""
     band = _band(case)
     interval = band and band.perplexity_interval_pct
     return {

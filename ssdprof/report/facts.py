@@ -85,7 +85,6 @@ def caveats(report: Report) -> tuple[str, ...]:
 
 
 def _throttled(clocks: Clocks | None) -> Iterator[str]:
-    """A caveat if the GPU slowed down while it was timed."""
     if clocks and clocks.throttle_reasons:
         yield (
             f"The GPU throttled while it was timed ({', '.join(clocks.throttle_reasons)}): absolute times are too "
@@ -299,7 +298,6 @@ def _of_answers(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _only_answers(report: Report) -> bool:
-    """Whether the peak memory is that of the answers."""
     return report.peak_bytes is not None and not report.of_calls
 
 

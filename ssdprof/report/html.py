@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from itertools import count
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -38,53 +39,24 @@ _TONES = {
 
 _KINDS = {Table: "table", Note: "note", Figure: "figure"}
 
-
-class Picture(NamedTuple):
-    """titled: the picture is wide and includes its title."""
-
-    title: str
-    svg: Markup
-    titled: bool
+Block = tuple[str, object]  # kind, by which the template draws it, and content
+Picture = tuple[str, Markup, bool]  # title, SVG, and whether the picture is wide and includes its title
+PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
 
 
-class Block(NamedTuple):
-    """An element of the page, which the template draws by its kind."""
-
-    kind: str
-    content: object
-
-
-@dataclass(frozen=True)
-class PagePart:
-    """A section of the page.  folded: collapsed under its title."""
-
-    title: str
-    anchor: str
-    blocks: tuple[Block, ...]
-    folded: bool = False
-    level: int = 2
-
-
-class Pictures:
-    """Numbers pictures, so that their ids are unique."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def __call__(self, title: str, svg: str | None, *, titled: bool = False) -> Iterator[Picture]:
-        """A block with the picture; none if there is no picture."""
-        if svg is not None:
-            self._count += 1
-            yield Picture(title, Markup(inline(svg, f"p{self._count}-", title)), titled)
+def _picture(numbers: Iterator[int], title: str, svg: str | None, *, titled: bool = False) -> Iterator[Picture]:
+    """None if there is no picture.  numbers: make the ids of pictures unique."""
+    if svg is not None:
+        yield title, Markup(inline(svg, f"p{next(numbers)}-", title)), titled
 
 
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
-    document, pictures = compose(report), Pictures()
+    document, numbers = compose(report), count(1)
     found = groups(report)
-    extra = {SPEED: _speed(report, found, pictures), ACCURACY: _accuracy(found[:_LAYERED], pictures)}
+    extra = {SPEED: _speed(report, found, numbers), ACCURACY: _accuracy(found[:_LAYERED], numbers)}
     parts = [_part(one, extra.get(one.title, ())) for one in document.sections]
-    return _page(document, [*parts, *(_stalls(stalls, pictures) if stalls else ())])
+    return _page(document, [*parts, *(_stalls(stalls, numbers) if stalls else ())])
 
 
 def _page(document: Document, parts: Iterable[PagePart]) -> str:
@@ -101,13 +73,13 @@ def _page(document: Document, parts: Iterable[PagePart]) -> str:
 
 
 def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False) -> PagePart:
-    return PagePart(
-        title=section.title,
-        anchor=re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-"),
-        blocks=(*extra, *(Block(_KINDS.get(type(block), "text"), block) for block in section.blocks)),
-        folded=folded or section.depth != "main",
-        level=level,
-    )
+    blocks = (*extra, *((_KINDS.get(type(block), "text"), block) for block in section.blocks))
+    return _page_part(section.title, blocks, level=level, folded=folded or section.depth != "main")
+
+
+def _page_part(title: str, blocks: Sequence[Block], *, level: int = 2, folded: bool = False) -> PagePart:
+    anchor = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    return {"title": title, "anchor": anchor, "blocks": blocks, "folded": folded, "level": level}
 
 
 def _unbroken(text: str) -> Markup:
@@ -117,52 +89,51 @@ def _unbroken(text: str) -> Markup:
 
 def _unique(parts: Iterable[PagePart]) -> list[PagePart]:
     """Sections with unique anchors: the stall report may have a section with the same title as the run's report."""
-    seen: dict[str, int] = {}
+    seen: Counter[object] = Counter()
     found = []
     for one in parts:
-        seen[one.anchor] = seen.get(one.anchor, 0) + 1
-        number = seen[one.anchor]
-        found.append(one if number == 1 else replace(one, anchor=f"{one.anchor}-{number}"))
+        anchor = one["anchor"]
+        seen[anchor] += 1
+        found.append(one if seen[anchor] == 1 else one | {"anchor": f"{anchor}-{seen[anchor]}"})
     return found
 
 
 # --- pictures
 
 
-def _speed(report: Report, found: Sequence[Group], pictures: Pictures) -> Iterator[Block]:
+def _speed(report: Report, found: Sequence[Group], numbers: Iterator[int]) -> Iterator[Block]:
     shown = (
-        *pictures("Speedup", plots.speedups(found)),
-        *pictures("Device time", plots.device_times(found)),
-        *pictures("Roofline of the operator", plots.roofline(report, found)),
+        *_picture(numbers, "Speedup", plots.speedups(found)),
+        *_picture(numbers, "Device time", plots.device_times(found)),
+        *_picture(numbers, "Roofline of the operator", plots.roofline(report, found)),
     )
     if shown:
-        yield Block("pictures", shown)
+        yield "pictures", shown
 
 
-def _accuracy(found: Sequence[Group], pictures: Pictures) -> Iterator[Block]:
-    maps = [heat for group in found for name in group.compared if (heat := heat_map(group, name))]
-    yield from (Block("heat", heat) for heat in maps)
+def _accuracy(found: Sequence[Group], numbers: Iterator[int]) -> Iterator[Block]:
+    yield from [("heat", heat) for group in found for name in group.compared if (heat := heat_map(group, name))]
     shown: list[Picture] = []
     along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
     for group in found:
         where = along.get(group.call.kind if group.call else None, "a chunk")
-        shown += pictures(f"Error along {where}, worst layer, {group.size}", plots.along_positions(group))
-        shown += pictures(f"Largest error of each layer, {group.size}", plots.largest_errors(group))
+        title = f"Error along {where}, worst layer, {group.size}"
+        shown += _picture(numbers, title, plots.along_positions(group))
+        shown += _picture(numbers, f"Largest error of each layer, {group.size}", plots.largest_errors(group))
     if shown:
-        yield Block("pictures", tuple(shown))
+        yield "pictures", shown
 
 
-def _stalls(stalls: StallReport, pictures: Pictures) -> Iterator[PagePart]:
+def _stalls(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PagePart]:
     document = of_stalls.compose(stalls)
     recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
     said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
-    shown = tuple(
-        picture for title, svg in plots.of_stalls(stalls).values() for picture in pictures(title, svg, titled=True)
-    )
-    blocks = [Block("text", line) for line in said] + ([Block("pictures", shown)] if shown else [])
-    yield PagePart("Warp stalls", "warp-stalls", tuple(blocks))
+    made = plots.of_stalls(stalls).values()
+    shown = [picture for title, svg in made for picture in _picture(numbers, title, svg, titled=True)]
+    blocks: list[Block] = [("text", line) for line in said]
+    yield _page_part("Warp stalls", [*blocks, ("pictures", shown)] if shown else blocks)
     if document.summary:
-        yield PagePart("Stalls in words", "stalls-in-words", (Block("list", document.summary),), folded=True, level=3)
+        yield _page_part("Stalls in words", [("list", document.summary)], folded=True, level=3)
     for section in document.sections:
         yield _part(section, level=3, folded=section.title != "Hints")
 
@@ -190,7 +161,6 @@ def inline(svg: str, prefix: str, title: str) -> str:
 
 
 def _local(name: str) -> str:
-    """The name without its namespace, which HTML does not need for <svg> and href."""
     return name.rpartition("}")[2]
 
 

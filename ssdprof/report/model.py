@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ssdprof.core import words as fmt
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.report.calls import PRECISION
 from ssdprof.report.statements import full_name
-from ssdprof.report.table import Column, Note, Section, Table, section, strings, table, text
+from ssdprof.report.table import Column, Note, Section, Table, lifted, section, strings, table, text
 
 ANSWERS_READING = Note(
     "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: positions with another "
@@ -45,21 +45,24 @@ _ANSWERING: tuple[Column[_Band], ...] = (
 )
 
 
-def _of(cell: Callable[[AnswerBand], str]) -> Callable[[_Band], str]:
-    return lambda row: cell(row[1]) if row[1] else fmt.MISSING
+def _band(row: _Band) -> AnswerBand | None:
+    return row[1]
 
 
 _BANDS: tuple[Column[_Band], ...] = (
     Column("KL\nmean", lambda row: fmt.small(row[1].kl_mean) if row[1] else row[0].result),
-    Column("KL\np99", _of(lambda band: fmt.small(band.kl_p99))),
-    Column("KL\nmax", _of(lambda band: fmt.small(band.kl_max))),
-    Column("at\nposition", _of(lambda band: fmt.count(band.kl_max_position))),
-    Column("same\ntop token", _of(lambda band: fmt.percent(band.top1_pct, 2))),
-    Column("flips", _of(lambda band: fmt.count(band.flips))),
-    Column("margin\nmedian", _of(lambda band: fmt.small(band.flip_margin_median))),
-    Column("margin\nlargest", _of(lambda band: fmt.small(band.worst_flip.margin if band.worst_flip else None))),
-    Column("perplexity", _of(lambda band: fmt.small(band.perplexity))),
-    Column("change of\nperplexity", _of(lambda band: _change(band))),
+    *lifted(
+        _band,
+        Column("KL\np99", lambda band: fmt.small(band.kl_p99)),
+        Column("KL\nmax", lambda band: fmt.small(band.kl_max)),
+        Column("at\nposition", lambda band: fmt.count(band.kl_max_position)),
+        Column("same\ntop token", lambda band: fmt.percent(band.top1_pct, 2)),
+        Column("flips", lambda band: fmt.count(band.flips)),
+        Column("margin\nmedian", lambda band: fmt.small(band.flip_margin_median)),
+        Column("margin\nlargest", lambda band: fmt.small(band.worst_flip.margin if band.worst_flip else None)),
+        Column("perplexity", lambda band: fmt.small(band.perplexity)),
+        Column("change of\nperplexity", lambda band: _change(band)),
+    ),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.stalls import KernelStalls, Line, SelfCheck, StallReport
@@ -83,9 +82,8 @@ class StageShare:
             self.reasons[reason] = self.reasons.get(reason, 0.0) + pct
 
 
-@dataclass(frozen=True)
 class KernelGroup:
-    """The kernels of one implementation.
+    """The kernels of one implementation, weighted by their durations.
 
     stages: in the algorithm's order, "stage" or "stage.part".  idle: in percent of all samples.
     hints: each with its kernel, the largest first; only those with enough effect on the whole.
@@ -93,18 +91,28 @@ class KernelGroup:
     lines: those that are not idle, each with its percent of the busy time, the hottest first.
     """
 
-    name: str
-    kernels: tuple[KernelStalls, ...]
-    stages: dict[str, StageShare]
-    idle: dict[str, float]
-    hints: tuple[tuple[str, str], ...]
-    lines: tuple[tuple[float, Line], ...]
-    duration_us: float | None
-    words: Mapping[str, str]
-
-    @property
-    def is_sampled(self) -> bool:
-        return bool(self.stages)
+    def __init__(self, name: str, kernels: Sequence[KernelStalls], words: Mapping[str, str]) -> None:
+        self.name, self.kernels, self.words = name, kernels, words
+        self.stages: dict[str, StageShare] = defaultdict(StageShare)
+        self.idle: dict[str, float] = defaultdict(float)
+        lines: list[tuple[float, Line]] = []
+        weights = _weights(kernels)
+        for kernel, weight in weights:
+            samples, busy = sum(kernel.samples.values()), kernel.busy_samples
+            for stage, by_reason in kernel.stages.items():
+                total = sum(by_reason.values())
+                if stage in kernel.idle:
+                    self.idle[stage] += 100 * weight * total / samples
+                else:
+                    part = {reason: 100 * weight * count / busy for reason, count in by_reason.items()}
+                    self.stages[stage].add(StageShare(100 * weight * total / busy, part))
+            busiest = (line for line in kernel.lines if line.stage not in kernel.idle)
+            lines += [(100 * weight * line.total / busy, line) for line in busiest]
+        self.lines = sorted(lines, key=lambda one: -one[0])
+        self.hints = tuple(_hints(weights))
+        self.is_sampled = bool(self.stages)
+        known = [kernel.duration_us for kernel in kernels if kernel.duration_us is not None]
+        self.duration_us = sum(known) if len(known) == len(kernels) else None
 
     def part(self, stage: str) -> str:
         """The name of a part of a stage, as text."""
@@ -113,8 +121,8 @@ class KernelGroup:
     def parts(self, stage: str) -> dict[str, StageShare]:
         return {part: share for part, share in self.stages.items() if part.split(".")[0] == stage}
 
-    def us(self, share: StageShare) -> float | None:
-        return None if self.duration_us is None else self.duration_us * share.pct / 100
+    def us(self, share: StageShare | None) -> float | None:
+        return None if share is None or self.duration_us is None else self.duration_us * share.pct / 100
 
     def whole(self) -> dict[str, StageShare]:
         """Stages with their parts added up."""
@@ -136,35 +144,7 @@ def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
     found: dict[str, list[KernelStalls]] = {}
     for kernel in report.kernels:
         found.setdefault(kernel.implementation or kernel.kernel, []).append(kernel)
-    return tuple(_group(name, tuple(kernels), report.words) for name, kernels in found.items())
-
-
-def _group(name: str, kernels: tuple[KernelStalls, ...], words: Mapping[str, str]) -> KernelGroup:
-    weights = _weights(kernels)
-    stages: dict[str, StageShare] = defaultdict(StageShare)
-    idle: dict[str, float] = defaultdict(float)
-    lines: list[tuple[float, Line]] = []
-    for kernel, weight in weights:
-        samples, busy = sum(kernel.samples.values()), kernel.busy_samples
-        for stage, by_reason in kernel.stages.items():
-            total = sum(by_reason.values())
-            if stage in kernel.idle:
-                idle[stage] += 100 * weight * total / samples
-            else:
-                part = {reason: 100 * weight * count / busy for reason, count in by_reason.items()}
-                stages[stage].add(StageShare(100 * weight * total / busy, part))
-        lines += [(100 * weight * line.total / busy, line) for line in kernel.lines if line.stage not in kernel.idle]
-    known = [kernel.duration_us for kernel in kernels if kernel.duration_us is not None]
-    return KernelGroup(
-        name=name,
-        kernels=kernels,
-        stages=dict(stages),
-        idle=dict(idle),
-        hints=tuple(_hints(weights)),
-        lines=tuple(sorted(lines, key=lambda one: -one[0])),
-        duration_us=sum(known) if len(known) == len(kernels) else None,
-        words=words,
-    )
+    return tuple(KernelGroup(name, kernels, report.words) for name, kernels in found.items())
 
 
 def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str, str]]:
@@ -176,7 +156,7 @@ def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str,
     yield from ((kernel, hint) for weight, kernel, hint, pct in every if pct is None and 100 * weight >= _KERNEL_PCT)
 
 
-def _weights(kernels: tuple[KernelStalls, ...]) -> list[tuple[KernelStalls, float]]:
+def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]]:
     """Each sampled kernel's share of the whole: by duration, else by samples."""
     sampled = [kernel for kernel in kernels if kernel.busy_samples]
     times = [kernel.duration_us for kernel in sampled]
@@ -187,15 +167,8 @@ def _weights(kernels: tuple[KernelStalls, ...]) -> list[tuple[KernelStalls, floa
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
-class StageChange(NamedTuple):
-    """A stage's share of an implementation's busy time, by ncu.  None: missing in that report."""
-
-    implementation: str
-    stage: str
-    base_pct: float | None
-    new_pct: float | None
-    base_us: float | None
-    new_us: float | None
+# implementation, stage, its share in percent in BASE and NEW, its µs in both, by ncu; None: missing in that report
+StageChange = tuple[str, str, float | None, float | None, float | None, float | None]
 
 
 def changes(base: StallReport | None, new: StallReport | None) -> Iterator[StageChange]:
@@ -209,8 +182,7 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Stage
             for stage in dict.fromkeys((*now, *before)):
                 one, other = before.get(stage), now.get(stage)
                 pcts = one.pct if one else None, other.pct if other else None
-                us = known[group.name].us(one) if one else None, group.us(other) if other else None
-                yield StageChange(group.name, stage, *pcts, *us)
+                yield group.name, stage, *pcts, known[group.name].us(one), group.us(other)
 
 
 # --- the document
@@ -325,7 +297,6 @@ _KERNEL: Column[KernelStalls] = text("kernel", lambda one: one.kernel)
 
 
 def _speeds(report: StallReport) -> Table | None:
-    """The speed of each launch."""
     absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
     columns: tuple[Column[KernelStalls], ...] = (
         _KERNEL,
@@ -345,7 +316,6 @@ def _speeds(report: StallReport) -> Table | None:
 
 
 def _resources(report: StallReport) -> Table | None:
-    """Occupancy, and what limits it."""
 
     def grid(one: KernelStalls) -> str:
         """Without trailing ones."""
@@ -402,7 +372,7 @@ def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
 
     def cells(shares: Iterable[StageShare | None]) -> Iterator[str]:
         for group, share in zip(sampled, shares, strict=True):
-            yield fmt.duration(group.us(share) if share else None)
+            yield fmt.duration(group.us(share))
             yield fmt.share(share.pct if share else None, 1)
 
     wholes = [group.whole() for group in sampled]
@@ -418,7 +388,6 @@ def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
 
 
 def _averages(report: StallReport) -> Table | None:
-    """Stall reasons of kernels without samples."""
     found = [kernel for kernel in report.kernels if kernel.average]
 
     def share(kernel: KernelStalls, reason: str) -> str:
@@ -438,7 +407,6 @@ def _averages(report: StallReport) -> Table | None:
 
 
 def _hottest(group: KernelGroup) -> Table | None:
-    """The lines with the largest share of the busy time."""
 
     def cells(line: Line) -> tuple[str, ...]:
         waits = (f"{reason} {100 * count / line.total:.0f}%" for reason, count in list(line.samples.items())[:2])
@@ -451,7 +419,6 @@ def _hottest(group: KernelGroup) -> Table | None:
 
 
 def _launched(report: StallReport) -> Table | None:
-    """The resources that Triton reports, if there are no stalls."""
     rows = [
         (
             one.implementation,

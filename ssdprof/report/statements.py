@@ -110,7 +110,6 @@ def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
 
 
 def _failed_answers(found: Outcome) -> Iterator[str]:
-    """Phrases."""
     for case in found.answers_failed:
         broken = "; ".join(one.found for one in found.broken if one.case == case.name)
         why = broken or f"{case.result}: {case.why}"
@@ -118,7 +117,6 @@ def _failed_answers(found: Outcome) -> Iterator[str]:
 
 
 def _of_run(report: Report, found: Outcome) -> Iterator[VerdictLine]:
-    """What passed."""
     if found.answers and not found.answers_failed:
         gates = [one for one in report.conditions if METRICS[one.metric].applies(found.answers[0])]
         limits = "they are within the limits" if gates else "no limit was given"

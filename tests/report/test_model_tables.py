@@ -35,7 +35,6 @@ from ssdprof.core.report import LeftOut, Report, StepTime
 from ssdprof.report import bench as of_bench
 from ssdprof.report import comparison, markdown, terminal
 from ssdprof.report.document import compose
-from ssdprof.report.stalls import StageChange
 from ssdprof.report.statements import verdict_lines
 from ssdprof.report.table import Document, Table
 
@@ -311,9 +310,7 @@ def slowed(case: Case) -> Case:
 def test_a_slower_run_is_compared_case_by_case() -> None:
     base = report(layers=(0, 9), precisions=(EXACT_FP32,))
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
-    document = compared(
-        base, new, "slower:3%", "memory:0%", stalls=[StageChange("fused", "scores", 10.0, 12.5, 1.0, None)]
-    )
+    document = compared(base, new, "slower:3%", "memory:0%", stalls=[("fused", "scores", 10.0, 12.5, 1.0, None)])
     failing, passing, last = document.verdict
     name = "layer 0, 131,072 tokens, fused, exact, fp32 states"
     assert failing.text.startswith(f"FAILED: slower:3%: {name}: 1.5 times BASE's time [1.")
