@@ -57,13 +57,6 @@ def rows(report: Report) -> tuple[Case, ...]:
     return tuple(case for case in report.cases if not case.answers or case.judged)
 
 
-def _excused(report: Report) -> set[str]:
-    """Names of cases whose failure does not count, such as those of another library."""
-    found = outcome(report)
-    counted = {case.name for case in (*found.failed, *found.refused, *found.answers_failed)}
-    return {case.name for case in report.cases if case.result != "passed" and case.name not in counted}
-
-
 def _caveats(report: Report) -> tuple[str, ...]:
     return (*report.remarks, *prefill_failures(report)) if report.kind == "prefill" else caveats(report)
 
@@ -222,8 +215,17 @@ def junit(report: Report) -> str:
 
     Keeps to the schema of Apache Ant's JUnit task (https://github.com/windyroad/JUnit-Schema), the strictest in use.
     """
-    excused = _excused(report)
-    cases = [_test_of(case, excused=case.name in excused) for case in rows(report)]
+    found = outcome(report)
+    counted = {case.name for case in (*found.failed, *found.refused, *found.answers_failed)}
+    cases = []
+    for case in rows(report):
+        test = _test(case.implementation, case.name, case.call_us.value / 1e6 if case.call_us else 0.0)
+        why = case.why or case.result
+        if case.result != "passed" and case.name not in counted:  # its failure does not count
+            SubElement(test, "skipped", message=_clean(why))
+        elif case.result != "passed":
+            _answer(test, "failure" if case.result in ("inaccurate", "nonfinite") else "error", case.result, why)
+        cases.append(test)
     root = Element("testsuites")
     for number, (name, tests) in enumerate({"cases": cases, kind(report): list(_whole(report))}.items()):
         root.append(_suite(report, number, name, tests))
@@ -264,16 +266,6 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
     SubElement(suite, "system-out").text = _clean("\n".join(lines))
     SubElement(suite, "system-err")
     return suite
-
-
-def _test_of(case: Case, *, excused: bool) -> Element:
-    test = _test(case.implementation, case.name, case.call_us.value / 1e6 if case.call_us else 0.0)
-    why = case.why or case.result
-    if excused:
-        SubElement(test, "skipped", message=_clean(why))
-    elif case.result != "passed":
-        _answer(test, "failure" if case.result in ("inaccurate", "nonfinite") else "error", case.result, why)
-    return test
 
 
 def _whole(report: Report) -> Iterator[Element]:
@@ -337,13 +329,16 @@ def outputs(report: Report) -> dict[str, str]:
     out = [one for case in cases if (one := case.tensor("out"))]
     matches = [pct for one in out if one.vs_baseline and (pct := one.vs_baseline.match_pct(1e-3)) is not None]
     ratios = [ratio for one in out if (ratio := one.over_floor) is not None]
+    worst = {
+        "least-speedup": min(speedups, default=None),
+        "least-match": min(matches, default=None),
+        "largest-rms-ratio": max(ratios, default=None),
+    }
     return {
         "passed": "true" if outcome(report).passed else "false",
         "verdict": _cut(" ".join(" ".join(line.text for line in verdict_lines(report)).split())),
         "run": identity(report),
-        "least-speedup": _number(min(speedups, default=None)),
-        "least-match": _number(min(matches, default=None)),
-        "largest-rms-ratio": _number(max(ratios, default=None)),
+        **{name: "" if value is None else f"{value:.6g}" for name, value in worst.items()},
     }
 
 
@@ -355,10 +350,6 @@ def _commands(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
         yield f"{head}{_data(_cut(line))}"
     if rest := len(every) - len(shown):
         yield f"{head}{fmt.plural(rest, 'line')} more: see the summary of this step."
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
 
 
 def _cut(text: str) -> str:

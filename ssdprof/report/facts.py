@@ -81,15 +81,12 @@ def caveats(report: Report) -> tuple[str, ...]:
     """Caveats that follow from the results, and the report's own notes."""
     if report.kind == "bench":
         return tuple(f"{one.place} was left out: {one.reason}" for one in report.left_out)
-    return (*_throttled(report.clocks), *_of_calls(report), *report.remarks)
-
-
-def _throttled(clocks: Clocks | None) -> Iterator[str]:
-    if clocks and clocks.throttle_reasons:
-        yield (
-            f"The GPU throttled while it was timed ({', '.join(clocks.throttle_reasons)}): absolute times are too "
-            "long.  Speedups are valid, because the implementations were timed in turns."
-        )
+    throttled = report.clocks.throttle_reasons if report.clocks else ()
+    slow = (
+        f"The GPU throttled while it was timed ({', '.join(throttled)}): absolute times are too "
+        "long.  Speedups are valid, because the implementations were timed in turns."
+    )
+    return (*((slow,) if throttled else ()), *_of_calls(report), *report.remarks)
 
 
 def _of_calls(report: Report) -> Iterator[str]:
@@ -259,7 +256,7 @@ def _of_run(report: Report) -> Iterator[tuple[str, str]]:
             f"copy {report.ceilings.copy_gb_per_s:,.0f} GB/s (read + written), matrix product "
             f"{report.ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run",
         )
-    if report.peak_bytes is not None and not _only_answers(report):
+    if report.peak_bytes is not None and report.of_calls:
         yield "peak memory", f"{fmt.size(report.peak_bytes)} of GPU memory, model and replay"
     yield "CPU", f"{environment.cpu}, {environment.platform}"
     yield versions(environment, ssdprof=report.ssdprof_version)
@@ -289,16 +286,13 @@ def _of_answers(report: Report) -> Iterator[tuple[str, str]]:
         found = cases[0].answers
         assert found
         took = f", {fmt.duration(report.seconds * 1e6)}" if len(lengths) == 1 and report.seconds else ""
-        peak = f", peak memory {fmt.size(report.peak_bytes)} of the GPU" if _only_answers(report) else ""
+        alone = report.peak_bytes is not None and not report.of_calls  # then the peak is that of the answers
+        peak = f", peak memory {fmt.size(report.peak_bytes)} of the GPU" if alone else ""
         yield (
             f"answers, {fmt.tokens(seqlen)}",
             f"{fmt.plural(len(cases), 'case')} against {found.reference}, layers {fmt.indices(found.layers)}, "
             f"model in {found.weights}, segments of {found.segment_length:,}{took}{peak}",
         )
-
-
-def _only_answers(report: Report) -> bool:
-    return report.peak_bytes is not None and not report.of_calls
 
 
 def _of_prefill(report: Report) -> Iterator[tuple[str, str]]:
