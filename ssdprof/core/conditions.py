@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ssdprof.core.base import TOLERANCES
-from ssdprof.core.case import AnswerBand, Case
+from ssdprof.core.case import Case
 from ssdprof.core.report import Condition, Report, Verdict
 from ssdprof.core.statistics import Estimate
 from ssdprof.errors import BadInputError, nearest
@@ -61,8 +61,8 @@ def _timed(case: Case) -> bool:
     return not case.answers
 
 
-def _band(case: Case) -> AnswerBand | None:
-    return case.answers.bands[0] if case.answers and case.answers.bands else None
+def _answers(case: Case) -> bool:
+    return bool(case.answers)
 
 
 def _time(case: Case, where: str, _report: Report) -> Estimate | None:
@@ -86,81 +86,58 @@ def _no_speedup(case: Case, _report: Report) -> str:
     return "its baseline was not timed" if case.time_us else "not timed"
 
 
+def _of_answers(field: str) -> Callable[[Case, str, Report], float | None]:
+    """A field of the band of all positions."""
+
+    def of(case: Case, _where: str, _report: Report) -> float | None:
+        found: float | None = getattr(case.answers.bands[0], field) if case.answers and case.answers.bands else None
+        return found
+
+    return of
+
+
 METRICS: dict[str, Metric] = {
     "speedup": Metric(
-        of=lambda case, where, report: report.speedup(case, over=where),
-        lacks=_no_speedup,
-        says=lambda case, value, at: f"{value:.5g}x over {at.at or case.baseline}",
-        applies=_timed,
-        places=None,
-        more=True,
+        of=lambda case, where, report: report.speedup(case, over=where), lacks=_no_speedup, applies=_timed,
+        says=lambda case, value, at: f"{value:.5g}x over {at.at or case.baseline}", places=None, more=True,
         relative=True,
     ),
     "time": Metric(
-        of=_time,
-        lacks=lambda _case, _report: "not timed",
-        says=lambda _case, value, _: f"{value:,.5g} us",
-        applies=_timed,
-        places=("call", "device"),
-        unit=" us",
-        relative=True,
+        of=_time, lacks=lambda _case, _report: "not timed", says=lambda _case, value, _: f"{value:,.5g} us",
+        applies=_timed, places=("call", "device"), unit=" us", relative=True,
     ),
     "match": Metric(
-        of=_match,
-        lacks=lambda _case, _report: "not compared with a baseline",
-        says=lambda _case, value, _: f"{value:.6g}%",
-        applies=_call,
-        places=tuple(TOLERANCE_NAMES),
-        more=True,
-        percent=True,
-        unit="%",
+        of=_match, lacks=lambda _case, _report: "not compared with a baseline", applies=_call,
+        says=lambda _case, value, _: f"{value:.6g}%", places=tuple(TOLERANCE_NAMES), more=True, percent=True, unit="%",
     ),
     "rms": Metric(
-        of=_rms,
-        lacks=lambda _case, _report: "not compared with the fp64 oracle",
+        of=_rms, lacks=lambda _case, _report: "not compared with the fp64 oracle", applies=_call, relative=True,
         says=lambda _case, value, _: "the floor is 0" if math.isinf(value) else f"{value:.5g} times the floor",
-        applies=_call,
-        relative=True,
         changes=lambda case, _where, _report: out.vs_oracle.rms_ratio if (out := case.tensor("out")) else None,
     ),
     "memory": Metric(
-        of=lambda case, _where, _report: case.memory.workspace_bytes if case.memory else None,
-        says=lambda _case, value, _: f"{value:,.0f} bytes",
-        applies=_call,
-        unit=" bytes",
-        relative=True,
+        of=lambda case, _where, _report: case.memory.workspace_bytes if case.memory else None, applies=_call,
+        says=lambda _case, value, _: f"{value:,.0f} bytes", unit=" bytes", relative=True,
     ),
     "launches": Metric(
         of=lambda case, _where, _report: case.kernels, says=lambda _case, value, _: f"{value:.0f}", applies=_call
     ),
     "kl": Metric(
-        of=lambda case, _where, _report: found.kl_mean if (found := _band(case)) else None,
+        of=_of_answers("kl_mean"), applies=_answers, unit=" nats",
         says=lambda _case, value, at: f"mean KL {value:.3g} is above {at.limit:g}",
-        applies=lambda case: bool(case.answers),
-        unit=" nats",
     ),
     "top1": Metric(
-        of=lambda case, _where, _report: found.top1_pct if (found := _band(case)) else None,
+        of=_of_answers("top1_pct"), applies=_answers, more=True, percent=True, unit="%",
         says=lambda _case, value, at: f"the same top token at {value:.4g}% of positions, below {at.limit:g}%",
-        applies=lambda case: bool(case.answers),
-        more=True,
-        percent=True,
-        unit="%",
     ),
     "perplexity": Metric(
-        of=lambda case, _where, _report: found.perplexity if (found := _band(case)) else None,
-        says=lambda _case, value, _: f"{value:.6g}",
-        applies=lambda case: bool(case.answers),
-        relative=True,
+        of=_of_answers("perplexity"), says=lambda _case, value, _: f"{value:.6g}", applies=_answers, relative=True
     ),
     "perplexity-increase": Metric(
-        of=lambda case, _where, _report: found.perplexity_increase_pct if (found := _band(case)) else None,
+        of=_of_answers("perplexity_increase_pct"), applies=_answers, percent=True, unit="%",
         says=lambda _case, value, at: f"perplexity rises by {value:.3g}%, more than {at.limit:g}%",
-        applies=lambda case: bool(case.answers),
-        percent=True,
-        unit="%",
     ),
-}
+}  # fmt: skip
 # of --fail-if: the time, or the speedup where the machines differ
 SLOWER: dict[str, str] = {"slower": "time", "slower-call": "time"}
 _CHANGES = ("match", "rms", "memory", "launches", "kl", "top1", "perplexity")  # whose limit in --fail-if is a change
@@ -168,7 +145,12 @@ _CHANGES = ("match", "rms", "memory", "launches", "kl", "top1", "perplexity")  #
 
 def parse(option: str, text: str) -> Condition:
     """option: for messages.  Raises BadInputError, which says what to write, for anything that is not a condition."""
-    name, found, metric = _read(option, text, METRICS)
+    name = re.split("[@:]", text, maxsplit=1)[0]
+    if name not in METRICS:
+        raise BadInputError(f"{option} does not know {name!r}.", nearest(name, METRICS))
+    metric, found = METRICS[name], _GRAMMAR.fullmatch(text)
+    if found is None:
+        raise BadInputError(f"{option} cannot read {text!r}.", f"Write {_example(name)}.")
     at, base, unit = found["at"] or "", found["base"], found["unit"]
     if metric.places is not None and at and at not in metric.places:
         known = f"{name} has a place: {', '.join(metric.places)}." if metric.places else f"Write {_example(name)}."
@@ -187,11 +169,12 @@ def parse_fail_if(text: str) -> Condition:
         if name not in METRICS:
             raise BadInputError(f"{option} does not know {name!r}.", nearest(name, (*SLOWER, *METRICS)))
         return parse(option, text)
-    example = _older_example(name)
+    metric = METRICS[SLOWER.get(name, name)]
+    example = f"{name}:{'3%' if metric.relative else '-0.1' if metric.more else '0'}"
     found = _GRAMMAR.fullmatch(text)
     if found is None or found["base"]:
         raise BadInputError(f"{option} cannot read {text!r}.", f"Write {example}.")
-    at, metric = found["at"], METRICS[SLOWER.get(name, name)]
+    at = found["at"]
     if at is not None and (name != "match" or at not in TOLERANCE_NAMES):
         raise BadInputError(
             f"{option} knows no {name} at {at}.", f"A match has a tolerance: {', '.join(TOLERANCE_NAMES)}."
@@ -207,16 +190,6 @@ def parse_fail_if(text: str) -> Condition:
         to_base=True,
         spelling=text,
     )
-
-
-def _read(option: str, text: str, known: Iterable[str]) -> tuple[str, re.Match[str], Metric]:
-    name = re.split("[@:]", text, maxsplit=1)[0]
-    if name not in METRICS:
-        raise BadInputError(f"{option} does not know {name!r}.", nearest(name, known))
-    found = _GRAMMAR.fullmatch(text)
-    if found is None:
-        raise BadInputError(f"{option} cannot read {text!r}.", f"Write {_example(name)}.")
-    return name, found, METRICS[name]
 
 
 def _number(option: str, text: str, word: str, example: str) -> float:
@@ -235,13 +208,6 @@ def _example(name: str) -> str:
     return f"{name}:2{'%' if metric.percent else ''} or {change}"
 
 
-def _older_example(name: str) -> str:
-    metric = METRICS[SLOWER.get(name, name)]
-    if metric.relative:
-        return f"{name}:3%"
-    return f"{name}:-0.1" if metric.more else f"{name}:0"
-
-
 # --- spellings of other options
 
 
@@ -256,27 +222,25 @@ def of_options(
     gates: Iterable[str] = (),
 ) -> tuple[Condition, ...]:
     """The conditions of the options with these names; gates: of --gate.  Raises BadInputError for an invalid one."""
-    found: list[Condition] = []
-
-    def add(metric: str, limit: float | None, spelling: str, at: str = "") -> None:
-        if limit is not None:
-            percent = METRICS[metric].percent
-            found.append(Condition(metric=metric, at=at, limit=limit, percent=percent, spelling=spelling))
-
-    add("speedup", min_speedup, f"min-speedup {min_speedup:g}" if min_speedup is not None else "")
-    for tolerance, least in parse_matches(min_match).items():
-        add("match", least, f"min-match {tolerance}:{least:g}", tolerance)
-    add("rms", max_rms_ratio, f"max-rms-ratio {max_rms_ratio:g}" if max_rms_ratio is not None else "")
     if max_kl is not None and not 0 <= max_kl < math.inf:
         raise BadInputError(
             f"--max-kl is not a divergence: {max_kl}.", "Give a number of nats, 0 or more, such as 0.001."
         )
-    add("kl", max_kl, f"max-kl {max_kl:g}" if max_kl is not None else "")
     top1 = None if min_top1 is None else 100 * parse_percent("--min-top1", min_top1, whole=True)
-    add("top1", top1, f"min-top1 {top1:g}%" if top1 is not None else "")
     rise = max_perplexity_increase
     most = None if rise is None else 100 * parse_percent("--max-perplexity-increase", rise)
-    add("perplexity-increase", most, f"max-perplexity-increase {most:g}%" if most is not None else "")
+    matches = [("match", at, least, f"min-match {at}:") for at, least in parse_matches(min_match).items()]
+    given = (
+        ("speedup", "", min_speedup, "min-speedup "), *matches, ("rms", "", max_rms_ratio, "max-rms-ratio "),
+        ("kl", "", max_kl, "max-kl "), ("top1", "", top1, "min-top1 "),
+        ("perplexity-increase", "", most, "max-perplexity-increase "),
+    )  # fmt: skip
+    found = []
+    for metric, at, limit, option in given:
+        if limit is not None:
+            percent = METRICS[metric].percent
+            spelling = f"{option}{limit:g}{'%' * (percent and metric != 'match')}"
+            found.append(Condition(metric=metric, at=at, limit=limit, percent=percent, spelling=spelling))
     return (*found, *(parse("--gate", text) for text in gates))
 
 
@@ -332,11 +296,8 @@ def verdicts(report: Report, conditions: Sequence[Condition] | None = None) -> I
     for condition in report.conditions if conditions is None else conditions:
         if condition.to_base:
             continue
-        found = list(_of(condition, report))
-        yield from found
-        if not found:
-            nothing = "no case passed that it could judge"
-            yield Verdict(condition=condition, case="", holds=False, found=nothing)
+        nothing = Verdict(condition=condition, case="", holds=False, found="no case passed that it could judge")
+        yield from list(_of(condition, report)) or [nothing]
 
 
 def broken(report: Report, conditions: Sequence[Condition] | None = None) -> tuple[Verdict, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, TypeAdapter, computed_field
 
@@ -200,13 +200,13 @@ def compare(
     smallest_difference: the smallest relative difference of two times that counts.
     Raises BadInputError if the two are of different kinds.
     """
-    before, now = _side(*base), _side(*new)
+    before, now = (_side(*one) for one in (base, new))
     if before.report.kind != now.report.kind:
         raise BadInputError(
             f"BASE is a {before.report.kind} and NEW is a {now.report.kind}.",
             "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
-    machine = differences(before.report.environment, now.report.environment)
+    machine = _machine(before.report.environment, now.report.environment)
     pairs = tuple(_pairs(before, now, machine, smallest_difference))
     return Comparison(
         base=before,
@@ -219,7 +219,13 @@ def compare(
     )
 
 
-def differences(base: Environment, new: Environment) -> tuple[Difference, ...]:
+def _side(name: str, report: Report) -> Side:
+    found = outcome(report)
+    missing = f"{found.missing} of the requested cases are missing" if found.missing else ""
+    return Side(name=name, report=report, unfinished=found.ended_early or missing)
+
+
+def _machine(base: Environment, new: Environment) -> tuple[Difference, ...]:
     """The differences that prevent a comparison of absolute times.  Empty without a GPU, which gives no times."""
     if base.gpu is None or new.gpu is None:
         return ()
@@ -228,12 +234,6 @@ def differences(base: Environment, new: Environment) -> tuple[Difference, ...]:
         for gpu, environment in ((base.gpu, base), (new.gpu, new))
     )
     return _different(before, now)
-
-
-def _side(name: str, report: Report) -> Side:
-    found = outcome(report)
-    missing = f"{found.missing} of the requested cases are missing" if found.missing else ""
-    return Side(name=name, report=report, unfinished=found.ended_early or missing)
 
 
 def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[Difference, ...]:
@@ -246,44 +246,36 @@ def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[Differe
 
 def _pairs(base: Side, new: Side, machine: Sequence[Difference], smallest: float) -> Iterator[Pair]:
     """Cases by name, in the order of NEW; those that are only in BASE come last."""
-    before, now = ({case.name: case for case in side.report.cases if _is_compared(case)} for side in (base, new))
-    for name, case in now.items():
-        yield _pair(before.get(name), case, base, new, machine, smallest)
-    for name, case in before.items():
-        if name not in now:
-            yield Pair(base=case, new=None, smallest_difference=smallest)
+    before, now = (
+        {case.name: case for case in side.report.cases if not case.answers or case.judged} for side in (base, new)
+    )
+    for name in dict.fromkeys((*now, *before)):
+        one, other = before.get(name), now.get(name)
+        how = _compared(one, other, base, new, machine) if one and other else {}
+        yield Pair(base=one, new=other, smallest_difference=smallest, **how)
 
 
-def _is_compared(case: Case) -> bool:
-    return not case.answers or case.judged
-
-
-def _pair(base: Case | None, new: Case, one: Side, other: Side, machine: Sequence[Difference], smallest: float) -> Pair:
-    if base is None:
-        return Pair(base=None, new=new, smallest_difference=smallest)
-    before, now = shape_words(base, one.report), shape_words(new, other.report)
+def _compared(base: Case, new: Case, one: Side, other: Side, machine: Sequence[Difference]) -> dict[str, Any]:
+    """The fields of `Pair` that follow from two cases."""
+    before, now = _shape(base, one.report), _shape(new, other.report)
     whole = new.prefill is not None
     if before != now:
         why = f"other {'model' if whole else 'shape'}: {before}, now {now}"
-        return Pair(
-            base=base, new=new, incomparable=(why,), other_inputs="" if whole else why, smallest_difference=smallest
-        )
+        return {"incomparable": (why,), "other_inputs": "" if whole else why}
     differ = (*machine, *(_different(_needs(base, one.report), _needs(new, other.report)) if whole else ()))
-    known = _inputs(base, one), _inputs(new, other)
+    inputs = _inputs(base, one), _inputs(new, other)
     call = None if differ else _quotient(base.call_us, new.call_us)
-    return Pair(
-        base=base,
-        new=new,
-        time=None if differ else call if whole else _quotient(base.device_us, new.device_us),
-        call=call,
-        over_baseline=_over_baseline(base, new, one.report, other.report),
-        incomparable=tuple(map(str, differ)),
-        other_inputs="" if whole or known[0] == known[1] else f"other inputs: {known[0]}, now {known[1]}",
-        smallest_difference=smallest,
-    )
+    same_baseline = base.baseline == new.baseline
+    return {
+        "time": None if differ else call if whole else _quotient(base.device_us, new.device_us),
+        "call": call,
+        "over_baseline": _quotient(other.report.speedup(new), one.report.speedup(base)) if same_baseline else None,
+        "incomparable": tuple(map(str, differ)),
+        "other_inputs": "" if whole or inputs[0] == inputs[1] else f"other inputs: {inputs[0]}, now {inputs[1]}",
+    }
 
 
-def shape_words(case: Case, report: Report) -> str:
+def _shape(case: Case, report: Report) -> str:
     """The sizes of the call, and whether its inputs were cast; of the whole model, which model it is."""
     if case.prefill:
         assert report.model
@@ -314,12 +306,6 @@ def _inputs(case: Case, side: Side) -> str:
     return "" if case.drawn else f"{side.subject}, prompt {case.inputs[:16]}"
 
 
-def _over_baseline(base: Case, new: Case, one: Report, other: Report) -> Estimate | None:
-    """None unless both speedups are over the same baseline."""
-    before, now = one.speedup(base), other.speedup(new)
-    return _quotient(now, before) if base.baseline == new.baseline else None
-
-
 def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None:
     return statistics.quotient(above, below) if above and below else None
 
@@ -331,7 +317,7 @@ def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
     for pair in pairs:
         if pair.judged_by is not None:
             case = pair.case
-            where, over = calls_of(case)
+            where, over = _calls(case)
             by: TotalBy = "speedup" if not pair.time else "call time" if case.prefill else "device time"
             groups.setdefault((where, over, case.implementation, case.precision, by), []).append(pair.judged_by)
     for (where, over, implementation, precision, by), changes in groups.items():
@@ -348,7 +334,7 @@ def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
         )
 
 
-def calls_of(case: Case) -> tuple[str, TotalOver]:
+def _calls(case: Case) -> tuple[str, TotalOver]:
     """All calls that add up with the case, in words, and what they are over."""
     if case.layer is None:
         return case.where, "length"
@@ -364,23 +350,22 @@ def calls_of(case: Case) -> tuple[str, TotalOver]:
 
 def _offenders(condition: Condition, pairs: Sequence[Pair], new: Side) -> Iterator[Verdict]:
     """The cases that violate the condition.  An incomplete NEW does too, and a condition that applies to no case."""
-
-    def offender(case: str, found: str) -> Verdict:
-        return Verdict(condition=condition, case=case, holds=False, found=found)
-
-    found = {pair.case.name: _judged(condition, pair, new.report) for pair in pairs if pair.base and pair.new}
-    yield from (offender(name, why) for name, why in found.items() if why)
+    both = [pair for pair in pairs if pair.base and pair.new]
+    found = {pair.case.name: _judged(condition, pair, new.report) for pair in both}
+    said = [(name, why) for name, why in found.items() if why]
     if new.unfinished:
-        yield offender("", f"NEW is incomplete: {new.unfinished}")
+        said.append(("", f"NEW is incomplete: {new.unfinished}"))
     elif all(why is None for why in found.values()):
-        yield offender("", f"no case could be judged: {_why_none(condition, pairs)}")
+        said.append(("", f"no case could be judged: {_why_none(condition, both)}"))
+    for name, why in said:
+        yield Verdict(condition=condition, case=name, holds=False, found=why)
 
 
 def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
     """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
     base, new = pair.base, pair.new
-    assert base is not None
-    assert new is not None
+    assert base
+    assert new
     metric = METRICS[SLOWER.get(condition.metric, condition.metric)]
     if not metric.applies(new) or not (condition.to_base or new.judged):
         return None
@@ -432,10 +417,9 @@ def _status(case: Case) -> str:
     return "no such value" if case.result == "passed" else case.result
 
 
-def _why_none(condition: Condition, pairs: Sequence[Pair]) -> str:
-    both = [pair for pair in pairs if pair.base and pair.new]
+def _why_none(condition: Condition, both: Sequence[Pair]) -> str:
     if not both:
         return "no case is in both"
-    if condition.metric in (*SLOWER, "time", "speedup"):
-        return "; ".join(dict.fromkeys(why for pair in both for why in pair.incomparable)) or "BASE has no times"
-    return "; ".join(dict.fromkeys(pair.other_inputs for pair in both if pair.other_inputs)) or "BASE has no such value"
+    timed = condition.metric in (*SLOWER, "time", "speedup")
+    reasons = (why for pair in both for why in (pair.incomparable if timed else [pair.other_inputs]) if why)
+    return "; ".join(dict.fromkeys(reasons)) or f"BASE has no {'times' if timed else 'such value'}"

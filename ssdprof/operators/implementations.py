@@ -12,12 +12,12 @@ The second half of this file loads a user's kernel: an importable function of th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import reduce
 from importlib import import_module, metadata
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ssdprof.kernels import registry
     from ssdprof.kernels.precision import Precision
-    from ssdprof.kernels.registry import Implementation, Plan
+    from ssdprof.kernels.registry import Implementation
 else:
     torch = LazyModule("torch")
     registry = LazyModule("ssdprof.kernels.registry")
@@ -111,7 +111,7 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 
     Nothing is imported: an implementation that is known may still be missing on this machine.
     """
-    records = [operators.get(name) for name in operators.names()]
+    records = operators.records()
     unknown = [word for word in words if word in besides or not any(knows(one, word) for one in records)]
     if unknown:
         names = dict.fromkeys(name for one in records for name in known(one) if name not in besides)
@@ -153,7 +153,7 @@ def resolve(operator: Operator[Any], word: str) -> Implementation:
         return _own(operator, name, name)
     if name in entry_points():
         return _own(operator, name, entry_point(name))
-    others = [one for one in operators.names() if name in known(operators.get(one))]
+    others = [one.name for one in operators.records() if name in known(one)]
     raise BadInputError(
         f"There is no implementation {name!r} of {operator.name}{f': it is one of {others[0]}' if others else ''}.",
         f"{nearest(name, known(operator))}  A kernel of your own is MODULE:FUNCTION.",
@@ -187,7 +187,14 @@ def _own(operator: Operator[Any], name: str, reference: str) -> Implementation:
             f"The entry point {name!r} cannot be loaded.  {error.message}",
             "Leave it out, or repair the package that registers it.",
         ) from error
-    refuse_other_operator(operator, name, function)
+    notes = [parameter.annotation for parameter in _parameters(function).values()]
+    types = {str(getattr(note, "__name__", note)).rpartition(".")[2] for note in notes}
+    for other in operators.records():
+        if other.name != operator.name and other.inputs.__name__ in types:
+            raise BadInputError(
+                f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} layers.",
+                f"Name a function that takes {operator.inputs.__name__}, or run a model with other layers.",
+            )
     return replace(own_implementation(operator, name, function), version=reference)
 
 
@@ -238,66 +245,37 @@ def load(reference: str) -> Callable[..., Any]:
 
 
 def own_implementation(operator: Operator[Any], name: str, function: Callable[..., Any]) -> Implementation:
-    """The function as an implementation of the operator."""
-    has_precision = takes_precision(function)
+    """The function as an implementation of the operator, at every precision if it has a parameter of that name."""
+    has_precision = "precision" in _parameters(function)
 
     def run(inputs: Any, precision: Precision) -> Output:
-        with torch.cuda.device(_index(inputs)):  # Triton launches on the current GPU
-            return _pair(name, function(inputs, precision=precision) if has_precision else function(inputs))
-
-    def plan(_inputs: Any, _precision: Precision) -> Plan:
-        return registry.Plan(variant=name, launches=0)
+        index = tensors.device(inputs).index  # Triton launches on the current GPU; -1 is none
+        with torch.cuda.device(-1 if index is None else index):
+            output = function(inputs, precision=precision) if has_precision else function(inputs)
+        if not isinstance(output, tuple | list) or len(output) != 2:
+            raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
+        for what, tensor in zip(("out", "final_states"), output, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
+        return output[0], output[1]
 
     return registry.Implementation(
         operator=operator.name,
         name=name,
         run=run,
-        plan=plan,
+        plan=lambda _inputs, _precision: registry.Plan(variant=name, launches=0),
         kind="own",
         version=name,
         precisions=None if has_precision else lambda _dtype: (EXACT_FP32,),
     )
 
 
-def takes_precision(function: Callable[..., Any]) -> bool:
-    """Whether the function has a parameter `precision`, and so runs at every requested precision."""
+def _parameters(function: Callable[..., Any]) -> Mapping[str, Parameter]:
+    """Empty for a built-in, which has no signature."""
     try:
-        return "precision" in signature(function).parameters
-    except ValueError:  # a built-in has no signature
-        return False
-
-
-def refuse_other_operator(operator: Operator[Any], name: str, function: Callable[..., Any]) -> None:
-    """BadInputError if the function's annotations name the inputs of another operator."""
-    types = {str(getattr(note, "__name__", note)).rpartition(".")[2] for note in _annotations(function)}
-    for other in map(operators.get, operators.names()):
-        if other.name != operator.name and other.inputs.__name__ in types:
-            raise BadInputError(
-                f"{name} takes {other.inputs.__name__}, and these layers are {operator.layers} layers.",
-                f"Name a function that takes {operator.inputs.__name__}, or run a model with other layers.",
-            )
-
-
-def _annotations(function: Callable[..., Any]) -> list[Any]:
-    try:
-        return [parameter.annotation for parameter in signature(function).parameters.values()]
+        return signature(function).parameters
     except ValueError:
-        return []
-
-
-def _index(inputs: Any) -> int:
-    """The index of the inputs' GPU; -1 on a CPU, for which `torch.cuda.device` does nothing."""
-    index = tensors.device(inputs).index
-    return -1 if index is None else index
-
-
-def _pair(name: str, output: Any) -> Output:
-    if not isinstance(output, tuple | list) or len(output) != 2:
-        raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
-    for what, tensor in zip(("out", "final_states"), output, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must return tensors, and {what} is {_type(tensor)}")
-    return output[0], output[1]
+        return {}
 
 
 def _type(thing: Any) -> str:
