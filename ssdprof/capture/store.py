@@ -48,7 +48,7 @@ from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
 from ssdprof.files import check_writable, locked, put
 from ssdprof.kernels.oracle import sequences
-from ssdprof.operators.dtypes import stored_dtype_name, stored_dtype_named
+from ssdprof.operators.dtypes import dtype_named, stored_dtype_name
 from ssdprof.operators.tensors import device as device_of
 from ssdprof.operators.tensors import tensors
 
@@ -327,7 +327,7 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
         raise BadInputError(f"{path} is damaged: {error}.", AGAIN) from error
     for name, record in capture.tensors.items():
         tensor = found[name]
-        if tuple(tensor.shape) != record.shape or tensor.dtype != stored_dtype_named(record.dtype):
+        if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
             raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
         if _sha256(tensor) != record.sha256:
             raise BadInputError(f"{path}: the bytes of {name} are not those that were written.", AGAIN)

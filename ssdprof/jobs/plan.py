@@ -10,7 +10,7 @@ from ssdprof import operators
 from ssdprof.core.subject import CheckpointRef, Dims, LayerCapture, LayerRef
 from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, library_message
-from ssdprof.operators.dtypes import stored_dtype_named
+from ssdprof.operators.dtypes import dtype_named
 
 
 def stored_dims(capture: LayerCapture) -> Dims:
@@ -18,7 +18,7 @@ def stored_dims(capture: LayerCapture) -> Dims:
     operator = operators.get(capture.layer.operator)
     try:
         tensors = {
-            name: torch.empty(record.shape, dtype=stored_dtype_named(record.dtype), device="meta")
+            name: torch.empty(record.shape, dtype=dtype_named(record.dtype), device="meta")
             for name, record in capture.tensors.items()
         }
         inputs = operator.inputs(**tensors, **operator.binding.arguments(capture.scalars))

@@ -31,7 +31,7 @@ def dtype_name(dtype: torch.dtype) -> DType:
     return name  # type: ignore[return-value]
 
 
-def dtype_named(name: DType) -> torch.dtype:
+def dtype_named(name: StoredDType) -> torch.dtype:
     """ "bf16" -> torch.bfloat16."""
     return getattr(torch, _TORCH[name])  # type: ignore[no-any-return]
 
@@ -46,11 +46,6 @@ def input_dtype(name: DType) -> Literal["fp32", "fp16", "bf16"]:
 def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
     """As `dtype_name`, also for the integers of `cu_seqlens`."""
     return _NAMES[str(dtype)]
-
-
-def stored_dtype_named(name: StoredDType) -> torch.dtype:
-    """The inverse of `stored_dtype_name`."""
-    return getattr(torch, _TORCH[name])  # type: ignore[no-any-return]
 
 
 def precision_of(record: PrecisionRecord) -> Precision:

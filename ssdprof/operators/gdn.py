@@ -16,20 +16,9 @@ from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
+from ssdprof.operators import generate
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.generate import (
-    SEED,
-    Cell,
-    InputDType,
-    InputGenerator,
-    Library,
-    Shape,
-    empty,
-    gate_bias,
-    positions,
-    shapes,
-    uniform,
-)  # fmt: skip
+from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library, Shape
 from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
@@ -103,7 +92,7 @@ LARGEST_K, LARGEST_V = 256, 256
 _ORDER = "Order: key heads / value heads x K x V."
 _NAMES = ("key_heads", "value_heads", "key_dim", "value_dim", "largest_beta")  # 2 if eigenvalues may be negative
 _WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
-SHAPES = shapes(_WORDS, _NAMES, {  # as in the models' configs
+SHAPES = generate.shapes(_WORDS, _NAMES, {  # as in the models' configs
     "qwen3-next-80b": (16, 32, 128, 128, 1),
     "qwen3.5-0.8b": (16, 16, 128, 128, 1),
     "qwen3.5-9b": (16, 32, 128, 128, 1),
@@ -129,7 +118,7 @@ def parse(text: str) -> Shape | None:
         )
     if key_dim > LARGEST_K or value_dim > LARGEST_V:
         raise BadInputError(f"{text} is not measured: K is at most {LARGEST_K}, V at most {LARGEST_V}.", _ORDER)
-    return shapes(_WORDS, _NAMES, {text: (*values, 1)})[text]
+    return generate.shapes(_WORDS, _NAMES, {text: (*values, 1)})[text]
 
 
 # --- how a model calls it
@@ -394,14 +383,14 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
     short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes.
     """
     key_heads, heads, key_dim, value_dim, largest_beta = (cell.shape.sizes[name] for name in _NAMES)
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(generate.SEED)
     normal = partial(torch.randn, device=device, generator=generator)
-    q, k, v = empty([(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim)], cell, device)
+    q, k, v = generate.empty([(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim)], cell, device)
     for tensor in (q, k, v):
         tensor.normal_(generator=generator)
-    dt_bias = gate_bias(heads, generator)
-    A = uniform(heads, SLOWEST, FASTEST, generator)
-    rows, length, bounds = positions(cell)
+    dt_bias = generate.gate_bias(heads, generator)
+    A = generate.uniform(heads, SLOWEST, FASTEST, generator)
+    rows, length, bounds = generate.positions(cell)
     g = -A * torch.nn.functional.softplus(normal(rows, length, heads) + dt_bias)
     if QUARTER_UNGATED in cell.drawn:
         g[..., ::4] = 0

@@ -14,21 +14,9 @@ from ssdprof import kernels
 from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
-from ssdprof.operators import tensors
+from ssdprof.operators import generate, tensors
 from ssdprof.operators.dtypes import dtype_name
-from ssdprof.operators.generate import (
-    SEED,
-    Cell,
-    InputDType,
-    InputGenerator,
-    Library,
-    Shape,
-    empty,
-    gate_bias,
-    positions,
-    shapes,
-    uniform,
-)  # fmt: skip
+from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library, Shape
 from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
@@ -106,7 +94,7 @@ LARGEST_N = 256
 _ORDER = "Order: heads x P x N x groups."
 _NAMES = ("nheads", "headdim", "dstate", "ngroups")
 _WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
-SHAPES = shapes(_WORDS, _NAMES, {  # as in the models' configs
+SHAPES = generate.shapes(_WORDS, _NAMES, {  # as in the models' configs
     "mamba2-2.7b": (80, 64, 128, 1),
     "granite-4.0-h-small": (128, 64, 128, 1),
     "granite-4.0-h-1b": (48, 64, 128, 1),
@@ -131,7 +119,7 @@ def parse(text: str) -> Shape | None:
         )
     if dstate > LARGEST_N:
         raise BadInputError(f"{text} is not measured: N is at most {LARGEST_N}.", _ORDER)
-    return shapes(_WORDS, _NAMES, {text: values})[text]
+    return generate.shapes(_WORDS, _NAMES, {text: values})[text]
 
 
 # --- how a model calls it
@@ -410,19 +398,19 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     the input projection.  Packed and very short sequences have initial states ~ N(0, 1) too.
     """
     h, p, n, g = (cell.shape.sizes[name] for name in _NAMES)
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(generate.SEED)
     normal = partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
-    dt_bias = gate_bias(h, generator)
-    x, B, C = empty([(h, p), (g, n), (g, n)], cell, device)
+    dt_bias = generate.gate_bias(h, generator)
+    x, B, C = generate.empty([(h, p), (g, n), (g, n)], cell, device)
     before = 0 if cell.layout == "contiguous" else 2 * h * p + 2 * g * n  # z x B C
-    dt = empty([(before + h,)], cell, device)[0][..., before:]
+    dt = generate.empty([(before + h,)], cell, device)[0][..., before:]
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
-    bounds = positions(cell)[2]
+    bounds = generate.positions(cell)[2]
     return kernels.SSDInputs(
         x=x,
         dt=dt,
-        A=uniform(h, FASTEST, SLOWEST, generator),
+        A=generate.uniform(h, FASTEST, SLOWEST, generator),
         B=B,
         C=C,
         chunk_size=CHUNK_SIZES[0],

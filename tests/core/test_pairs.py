@@ -27,6 +27,7 @@ from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse, parse_fail_if
 from ssdprof.core.pairs import Comparison, Pair, compare
 from ssdprof.core.report import LeftOut, Report
+from ssdprof.core.statistics import Estimate
 from ssdprof.errors import BadInputError
 
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
@@ -69,6 +70,10 @@ def pair_of(found: Comparison, name: str = FUSED) -> Pair:
     return pair
 
 
+def near(found: Estimate | None, value: float) -> bool:
+    return found is not None and found.value == pytest.approx(value)
+
+
 def offences(found: Comparison) -> dict[str, list[str]]:
     return {
         one.spelling: [f"{each.case}: {each.found}" for each in offenders] for one, offenders in found.verdicts.items()
@@ -102,16 +107,14 @@ def test_a_ratio_and_its_interval() -> None:
     base, new = run(), run(change=slowed(1.05, fused))
     found = compared(base, new)
     pair = pair_of(found)
-    assert pair.time is not None
-    assert pair.time.value == pytest.approx(1 / 1.05)
+    assert near(pair.time, 1 / 1.05)
     own = next(case for case in base.cases if case.name == FUSED).device_us
     assert own is not None
     width = math.sqrt(2) * math.log(own.high / own.low) / 2  # of two independent intervals
     assert pair.time.low == pytest.approx(math.exp(-width) / 1.05)
     assert pair.time.high == pytest.approx(math.exp(width) / 1.05)
     assert pair.verdict == pair.time.verdict(0.01) == "slower"
-    assert pair.over_baseline is not None
-    assert pair.over_baseline.value == pytest.approx(1 / 1.05)
+    assert near(pair.over_baseline, 1 / 1.05)
     assert pair_of(found, FUSED.replace("fused", "unfused")).verdict == "no difference"
     assert pair_of(compared(new, base)).verdict == "faster"
     assert pair_of(compared(base, new, smallest=0.06)).verdict == "no difference"
@@ -128,8 +131,7 @@ def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str) -
     assert [difference.what for difference in found.machine] == [what]
     pair = pair_of(found)
     assert (pair.time, pair.call, pair.incomparable) == (None, None, (str(found.machine[0]),))
-    assert pair.over_baseline is not None
-    assert pair.over_baseline.value == pytest.approx(0.5)
+    assert near(pair.over_baseline, 0.5)
     assert pair_of(found, FUSED.replace("fused", "unfused")).verdict == "not comparable"
     assert {total.by for total in found.totals} == {"speedup"}
     assert f"{FUSED}: 0.5 times BASE's speedup [0.4" in offences(found)["slower:3%"][0]
@@ -308,8 +310,7 @@ def test_prefills_are_compared_by_their_call_times() -> None:
     assert pair.time is not None
     assert (pair.time, pair.verdict) == (pair.call, "slower")
     assert pair.time.value == pytest.approx(1 / 1.05)
-    assert pair.over_baseline is not None
-    assert pair.over_baseline.value == pytest.approx(1 / 1.05)
+    assert near(pair.over_baseline, 1 / 1.05)
     said = offences(compared(prefill(), slow_prefill(), "slower:3%", "slower-call:3%", "slower:4.9%"))
     assert [len(said[one]) for one in ("slower:3%", "slower-call:3%", "slower:4.9%")] == [1, 1, 0]
     assert said["slower:3%"][0].startswith(f"{ROW}: 1.05 times BASE's time [1.0")
@@ -339,8 +340,7 @@ def test_prefill_times_on_something_else_do_not_compare_and_speedups_do(
     pair = pair_of(found, ROW)
     assert (pair.time, pair.call, len(pair.incomparable)) == (None, None, 1)
     assert pair.incomparable[0].startswith(reason)
-    assert pair.over_baseline is not None
-    assert pair.over_baseline.value == pytest.approx(1 / 1.05)
+    assert near(pair.over_baseline, 1 / 1.05)
     assert "0.9524 times BASE's speedup" in offences(found)["slower:3%"][0]
     assert pair_of(found, ROW.replace("fused", "unfused")).verdict == "not comparable"
 
