@@ -34,9 +34,10 @@ from make_random_checkpoint import write_checkpoint
 from ssdprof.capture.store import CapturedLayer
 from ssdprof.core.base import PlacementKind
 from ssdprof.environment import machine
-from ssdprof.jobs import limits, placement
-from ssdprof.jobs.model import load, run_model
-from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs import limits
+from ssdprof.jobs import plan as placement
+from ssdprof.jobs.plan import load, run_model
+from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Unwatched
@@ -51,10 +52,7 @@ Row = dict[str, Any]
 
 def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> CaptureRequest:
     return CaptureRequest(
-        model=ModelRequest(model=str(folder)),
-        prompt=PromptRequest(text="random", seqlens=(seqlen,)),
-        segment_length=seqlen // 4,
-        placement=kind,
+        model=str(folder), text="random", seqlens=(seqlen,), segment_length=seqlen // 4, placement=kind
     )
 
 

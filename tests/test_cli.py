@@ -368,7 +368,7 @@ def test_sigterm_is_told_as_ctrl_c_is(tmp_path: Path) -> None:
 
 def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated, because root may run the tests and may write everywhere."""
-    monkeypatch.setattr("ssdprof.jobs.model.load_model", lambda *_, **__: pytest.fail("loads the model"))
+    monkeypatch.setattr("ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loads the model"))
     monkeypatch.setattr("os.access", lambda *_: False)
     assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16", "--out", "captures")
     assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16")

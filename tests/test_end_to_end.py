@@ -331,7 +331,7 @@ def test_conditions_on_times_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 @demo_alone
 def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan on stdout, and the error of the run with its exit code."""
-    monkeypatch.setattr("ssdprof.jobs.model.load_model", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("ssdprof.jobs.plan.load_model", lambda *_, **__: pytest.fail("loaded"))
     (captures,) = in_demo_run.glob("runs/*/captures")
     shutil.copytree(captures, "broken")
     (file,) = Path("broken").glob("*.safetensors")

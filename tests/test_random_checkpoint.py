@@ -18,7 +18,7 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import known
 from ssdprof.core.subject import Prompt
-from ssdprof.jobs.notes import notes
+from ssdprof.jobs.plan import notes
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"

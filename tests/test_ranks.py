@@ -19,7 +19,7 @@ from torchrun import Start, ranks_of, starting, wait_for
 
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.jobs.request import CaptureRequest, ModelRequest, ReplayRequest
+from ssdprof.jobs.request import CaptureRequest, ReplayRequest
 from ssdprof.jobs.run import check
 from ssdprof.jobs.subject import find_to_replay
 from ssdprof.store import reports
@@ -121,7 +121,7 @@ def test_what_ranks_cannot_share_is_refused(
 
 
 def test_more_ranks_than_layers_are_refused(two: tuple[Ranks, Ranks]) -> None:
-    found = find_to_replay(CaptureRequest(model=ModelRequest(model="demo"), layers="first:1"))
+    found = find_to_replay(CaptureRequest(model="demo", layers="first:1"))
     with pytest.raises(BadInputError, match=r"^2 ranks cannot share 1 layer\."):
         check(found, ReplayRequest(), two[0])
     check(found, ReplayRequest())

@@ -20,8 +20,8 @@ from ssdprof.environment import doctor, machine, toolchain
 from ssdprof.environment.toolchain import Need, needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
-from ssdprof.jobs.capture import capture
-from ssdprof.jobs.request import CaptureRequest, ModelRequest
+from ssdprof.jobs.request import CaptureRequest
+from ssdprof.jobs.run import capture
 from ssdprof.progress import Unwatched
 
 
@@ -209,7 +209,7 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def capture_demo(folder: Path) -> None:
-    request = CaptureRequest(model=ModelRequest(model="demo"))
+    request = CaptureRequest(model="demo")
     capture(request, folder / "captures", overwrite=False, watcher=Unwatched())
 
 

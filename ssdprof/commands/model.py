@@ -19,9 +19,8 @@ from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
-from ssdprof.jobs.capture import capture as store_captures
-from ssdprof.jobs.dry_run import check_start, plan
-from ssdprof.jobs.request import COMPARED, AnswersRequest, CaptureRequest, OutputOptions, ReplayRequest
+from ssdprof.jobs.plan import check_start, plan
+from ssdprof.jobs.request import COMPARED, AnswersRequest, CaptureRequest, ReplayRequest
 from ssdprof.jobs.run import resolve_implementations
 from ssdprof.jobs.stalls import profile_run
 from ssdprof.jobs.subject import Stored, Subject
@@ -52,12 +51,12 @@ def run(options: RunOptions, asked: tuple[CaptureRequest, ReplayRequest, Subject
             run_job.check(found, wanted, ranks)
             check_start(planned, found, request)
         return
-    wanted = replace(wanted, conditions=_judged_here(wanted.conditions, options))
+    conditions = _judged_here(wanted.conditions, options)
+    wanted = replace(wanted, conditions=conditions, command=terminal.command_line())
     watcher = TerminalWatcher() if reports else Unwatched()
     tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
-    keep = OutputOptions(out=options.out, save_captures=options.save_captures, command=terminal.command_line())
     with terminal.only_data_on_stdout():
-        folder, report = run_job.run(request, wanted, keep, watcher, found=found, ranks=ranks)
+        folder, report = run_job.run(request, wanted, watcher, found=found, ranks=ranks)
     if not reports:
         return
     shown = tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
@@ -129,7 +128,7 @@ def capture(options: CaptureOptions, asked: tuple[CaptureRequest, Subject]) -> N
         check_start(planned, subject, request)
         return
     watcher = TerminalWatcher()
-    folder, manifest = store_captures(request, options.out, overwrite=options.force, watcher=watcher, subject=subject)
+    folder, manifest = run_job.capture(request, options.out, overwrite=options.force, watcher=watcher, subject=subject)
     if options.json:
         terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
     else:
@@ -147,9 +146,9 @@ def answers(options: AnswersOptions, asked: tuple[CaptureRequest, AnswersRequest
         return
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    keep = OutputOptions(out=options.out, command=terminal.command_line())
+    wanted = replace(wanted, command=terminal.command_line())
     with terminal.only_data_on_stdout():
-        folder, report = answers_job.answers(request, wanted, keep, TerminalWatcher(), subject)
+        folder, report = answers_job.answers(request, wanted, TerminalWatcher(), subject)
     shown = tables.render(compose(report), verdict_last=True)
     output.finish(report, shown, as_json=options.json, note=output.kept(folder))
 

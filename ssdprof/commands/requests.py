@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ssdprof import operators, settings
 from ssdprof.capture.prompt import parse_seq, parse_seqs
@@ -26,17 +26,19 @@ from ssdprof.core.report import Condition
 from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
 from ssdprof.files import check_target
-from ssdprof.jobs.grid import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
 from ssdprof.jobs.request import (
     AnswersRequest,
     CaptureRequest,
-    ModelRequest,
-    PromptRequest,
     ReplayRequest,
-    ServingRequest,
+    expand,
+    lengths,
+    parse_chunk_sizes,
+    parse_dtypes,
     parse_implementations,
     parse_serving,
+    parse_shapes,
     parse_states,
+    parse_tokens,
 )
 from ssdprof.jobs.subject import Stored, Subject, captures_of, find, find_to_replay, refuse_large
 from ssdprof.operators.generate import Cell, InputDType, Tokens
@@ -58,9 +60,9 @@ def on_model(options: ModelOptions) -> CaptureRequest:
     """Raises BadInputError."""
     if options.prompt_file is not None and options.prompt == "random":
         raise BadInputError("--prompt random and --prompt-file cannot be combined.", "Give one of them.")
-    serving = ServingRequest()
+    served: dict[str, Any] = {}
     if isinstance(options, ServedModelOptions):
-        serving = parse_serving(
+        packed, chunk = parse_serving(
             options.batch,
             options.packed,
             options.chunked_prefill,
@@ -68,17 +70,18 @@ def on_model(options: ModelOptions) -> CaptureRequest:
             seq=options.seq,
             segment=options.segment,
         )
+        served = {"batch": options.batch, "packed": packed, "chunk": chunk, "decode": options.decode}
     check_layers(options.layers)
     return CaptureRequest(
-        model=ModelRequest(model=options.model, revision=options.revision, tokenizer=options.tokenizer),
-        prompt=PromptRequest(
-            text=options.prompt_file or options.prompt,
-            seqlens=None if options.seq is None else parse_seqs(options.seq),
-            serving=serving,
-        ),
+        model=options.model,
+        revision=options.revision,
+        tokenizer=options.tokenizer,
+        text=options.prompt_file or options.prompt,
+        seqlens=None if options.seq is None else parse_seqs(options.seq),
         layers=options.layers,
         segment_length=None if options.segment is None else parse_seq(options.segment),
         placement=options.placement if isinstance(options, PlacedModelOptions) else None,
+        **served,
     )
 
 
@@ -108,6 +111,8 @@ def run(options: RunOptions) -> tuple[CaptureRequest, ReplayRequest, Subject | S
         cast=options.cast,
         tensor_parallel=options.tensor_parallel,
         conditions=_gates(options),
+        out=options.out,
+        save_captures=options.save_captures,
     )
     added = {"--answers": options.answers, "--prefill": options.prefill, "--stalls": options.stalls}
     given = [option for option, wanted in added.items() if wanted]
@@ -120,7 +125,8 @@ def run(options: RunOptions) -> tuple[CaptureRequest, ReplayRequest, Subject | S
         raise BadInputError(
             "--stalls and --tensor-parallel cannot be combined: --stalls profiles all heads.", "Leave out one of them."
         )
-    served = request.prompt.serving != ServingRequest() or options.tensor_parallel > 1
+    served = (request.batch, request.packed, request.chunk, request.decode) != (1, None, None, 0)
+    served = served or options.tensor_parallel > 1
     if served and (options.answers or options.prefill):
         raise BadInputError(
             f"{given[0]} runs one whole sequence through all heads of the model.",
@@ -163,6 +169,7 @@ def answers(options: AnswersOptions) -> tuple[CaptureRequest, AnswersRequest, Su
             max_perplexity_increase=options.max_perplexity_increase,
             gates=options.gate or (),
         ),
+        out=options.out,
     )
     if not options.dry_run:
         check_folder(options.out)

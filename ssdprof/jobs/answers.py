@@ -24,9 +24,9 @@ from ssdprof.core.case import Answers, Case, Generated
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.jobs import limits, notes
-from ssdprof.jobs.model import Loaded, load
-from ssdprof.jobs.request import AnswersRequest, CaptureRequest, OutputOptions
+from ssdprof.jobs import limits
+from ssdprof.jobs.plan import Loaded, load, notes
+from ssdprof.jobs.request import AnswersRequest, CaptureRequest
 from ssdprof.jobs.subject import Subject
 from ssdprof.jobs.substitute import Compute, by_layer, implemented, precisions_of, substituted
 from ssdprof.measure.accuracy import oracle_output
@@ -40,9 +40,7 @@ from ssdprof.store.reports import Writer, draft, opened
 from ssdprof.store.reports import load as load_report
 
 
-def answers(
-    request: CaptureRequest, wanted: AnswersRequest, keep: OutputOptions, watcher: Watcher, subject: Subject
-) -> tuple[Path, Report]:
+def answers(request: CaptureRequest, wanted: AnswersRequest, watcher: Watcher, subject: Subject) -> tuple[Path, Report]:
     """Compare the answers of a whole model on each prompt.
 
     subject: the whole model, the result of `loaded_as`.  Returns the report's folder and the report.
@@ -53,7 +51,7 @@ def answers(
     header = draft(
         "answers",
         subject.ref.repo_id,
-        keep.command,
+        wanted.command,
         model=subject.ref,
         environment=collect(),
         conditions=wanted.conditions,
@@ -61,9 +59,9 @@ def answers(
         prompts=loaded.prompts,
         segment_length=max(loaded.segment_lengths),
         placement=loaded.placement,
-        notes=(*notes.notes(subject.ref, loaded.prompts), *notes.of_placement(loaded.placement)),
+        notes=notes(subject.ref, loaded.prompts, placement=loaded.placement),
     )
-    with opened(keep.out, header, watcher) as writer:
+    with opened(wanted.out, header, watcher) as writer:
         compare_answers(loaded, subject, wanted, watcher, writer)
     return load_report(writer.folder)
 

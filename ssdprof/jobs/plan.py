@@ -1,16 +1,389 @@
-"""What follows from a request before anything large is downloaded."""
+"""What follows from a request before layers run: where weights go, what a dry run tells, the loaded model, the notes.
+
+The placement of the weights and its cost are predicted from shapes, before anything is downloaded or loaded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ssdprof import operators
-from ssdprof.core.subject import CheckpointRef, Dims, LayerCapture, LayerRef
-from ssdprof.core.words import words
-from ssdprof.errors import BadInputError, library_message
+from ssdprof.capture import store
+from ssdprof.capture.forward import check_ids, logits
+from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.memory import (
+    SEGMENT_LENGTHS,
+    MemoryEstimate,
+    choose_segment_length,
+    decoder_layer_bytes,
+    estimate_memory,
+    predict_memory,
+)
+from ssdprof.capture.store import CapturedLayer
+from ssdprof.capture.tokenizer import build_prompt
+from ssdprof.checkpoint.load import DType, LocalCheckpoint, check_space, fetch, fetch_tokenizer, load_model
+from ssdprof.checkpoint.meta import (
+    DeviceMap,
+    Place,
+    infer,
+    largest_streamed,
+    meta_model,
+    place_of,
+    quiet_transformers,
+    weights_by_place,
+)
+from ssdprof.core.base import PlacementKind
+from ssdprof.core.subject import (
+    DECODED_ON_LOAD,
+    Cast,
+    CheckpointRef,
+    Dims,
+    DryRun,
+    Held,
+    LayerCapture,
+    Placement,
+    PlannedFile,
+    Prompt,
+    split_prompt,
+)
+from ssdprof.core.words import placement_words, size_words
+from ssdprof.environment.child import started
+from ssdprof.environment.machine import copy_bytes_per_s, free_memory, host_memory, read_bytes_per_s
+from ssdprof.errors import BadInputError, MissingCapabilityError, library_message
+from ssdprof.files import why
+from ssdprof.jobs import limits
+from ssdprof.jobs.request import CaptureRequest
+from ssdprof.jobs.subject import Stored, Subject
 from ssdprof.operators.dtypes import dtype_named
+from ssdprof.progress import Watcher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OnLayer = Callable[[CapturedLayer], object]
+KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
+_FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
+_BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A placement, with the arguments for loading.
+
+    device_map: None: all of the model is on one device.
+    segment_length: tokens per forward call that fit with this placement; None: decided after loading.
+    rewritten_bytes: weights that transformers converts on loading and writes to a temporary folder.
+    """
+
+    record: Placement
+    device_map: Mapping[str, Place] | None = None
+    segment_length: int | None = None
+    rewritten_bytes: int = 0
+
+    def check_disk(self) -> None:
+        """MissingCapabilityError unless the temporary folder has room for what transformers writes, for each rank."""
+        free, needed = shutil.disk_usage(tempfile.gettempdir()).free, self.rewritten_bytes * started()
+        if needed > free:
+            raise MissingCapabilityError(
+                f"transformers would write {size_words(needed)} of converted weights to the temporary folder, which "
+                f"has room for {size_words(free)}.",
+                "Set TMPDIR to a folder on a larger disk, or use --layers first:N with fewer layers.",
+            )
+
+    def priced(self, weights: Path | None) -> Placement:
+        """The placement with the measured speed of streaming its weights.  weights: a file of them, if there is one."""
+        record, seconds_per_byte = self.record, 0.0
+        if not record.streamed_layer_bytes:
+            return record
+        if any(held.place == "disk" for held in record.held):
+            speed = read_bytes_per_s(weights) if weights else None
+            if speed is None:
+                return record
+            seconds_per_byte += 1 / speed
+        if (device := torch.device(record.device)).type == "cuda":
+            seconds_per_byte += 1 / copy_bytes_per_s(device, record.streamed_layer_bytes)
+        return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
+
+
+def choose(request: CaptureRequest, subject: Subject) -> Placed:
+    """The placement that the request names, or else the fastest one that fits.  Downloads and loads nothing.
+
+    MissingCapabilityError if none fits, BadInputError for a checkpoint that does not support the requested one.
+    """
+    wanted, only_whole = request.placement, ""
+    if subject.located.original:
+        only_whole = "its weights are not in transformers' format"
+    elif (method := subject.ref.quantization) not in (None, *DECODED_ON_LOAD):
+        only_whole = f"its weights stay quantised ({method}) once loaded"
+    if only_whole:
+        if wanted not in (None, "one-gpu"):
+            raise BadInputError(
+                f"{subject.ref.repo_id} supports only --placement one-gpu: {only_whole}.", "Leave it out."
+            )
+        wanted = "one-gpu"
+    chooser = _Chooser(request, subject)
+    if wanted == "one-gpu":
+        limits.check_weights(subject)
+        return chooser.one_gpu()
+    if wanted is not None:
+        chooser.refuse_impossible(wanted)
+        if (placed := chooser.placed(wanted)) is None:
+            raise chooser.layer_too_large() or chooser.too_large(wanted)
+        return placed
+    if limits.free_bytes() - subject.weight_bytes >= chooser.least_beside():
+        return chooser.one_gpu()
+    for kind in KINDS[1:]:
+        if chooser.possible(kind) and (placed := chooser.placed(kind)) is not None:
+            return placed
+    # The estimate leaves no room for activations.  Only weights are checked here; the loaded model may still refuse.
+    try:
+        limits.check_weights(subject)
+    except MissingCapabilityError as error:
+        raise chooser.layer_too_large() or error from None
+    return chooser.one_gpu()
+
+
+def bytes_beside_weights(request: CaptureRequest, subject: Subject) -> int:
+    """Bytes that must be free on the device in addition to the weights, for the shortest allowed segments."""
+    return _Chooser(request, subject).least_beside()
+
+
+class _Chooser:
+    """Chooses a placement for one request, with the memory that is free now."""
+
+    def __init__(self, request: CaptureRequest, subject: Subject) -> None:
+        self._subject = subject
+        self._model: PreTrainedModel = meta_model(
+            subject.located, deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
+        )
+        self._wanted = {layer.index for layer in subject.layers}
+        self._need: MemoryEstimate = estimate_memory(self._model.base_model, self._wanted, depth=max(self._wanted))
+        self._seqlen = max(subject.seqlens)
+        longest = max(subject.serving.packed, default=self._seqlen)
+        fixed = subject.serving.chunk or request.segment_length
+        shorter = [length for length in SEGMENT_LENGTHS if length < longest]
+        self._lengths = (min(fixed, longest),) if fixed else (longest, *shorter)
+        self._main: Place = limits.device().index if limits.device().type == "cuda" else "cpu"
+
+    def least_beside(self) -> int:
+        return min(map(self._beside, self._lengths))
+
+    def one_gpu(self) -> Placed:
+        beside = limits.free_bytes() - self._subject.weight_bytes
+        length = next((length for length in self._lengths if self._beside(length) <= beside), self._lengths[-1])
+        return Placed(record=self._record("one-gpu", {"": self._main}, length))
+
+    def possible(self, kind: PlacementKind) -> bool:
+        """Whether this machine has the places of `kind` at all."""
+        if kind == "all-gpus":
+            return len(self._gpus) > 1
+        return kind != "cpu-offload" or self._main != "cpu"
+
+    def refuse_impossible(self, kind: PlacementKind) -> None:
+        if not self.possible(kind):
+            needed = "two NVIDIA GPUs" if kind == "all-gpus" else "an NVIDIA GPU"
+            raise MissingCapabilityError(
+                f"--placement {kind} needs {needed}; {len(self._gpus)} can be used here.", "Leave out --placement."
+            )
+
+    def placed(self, kind: PlacementKind) -> Placed | None:
+        """The placement with the longest segments that leave room for the weights, which each segment streams."""
+        for length in self._lengths:
+            room = dict(self._room(kind, self._beside(length)))
+            if (mapped := infer(self._model, room)) is not None:
+                record = self._record(kind, mapped, length)
+                written = self._rewritten(mapped)
+                return Placed(record=record, device_map=mapped, segment_length=length, rewritten_bytes=written)
+        return None
+
+    def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
+        places = [f"{size_words(free)} on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
+        return MissingCapabilityError(
+            f"{self._subject.ref.repo_id} does not fit with --placement {kind}: its weights are "
+            f"{size_words(self._subject.weight_bytes)}, what it computes takes {size_words(self.least_beside())}, and "
+            f"there is room for {' and '.join(places)}.",
+            _FITTING,
+        )
+
+    def layer_too_large(self) -> MissingCapabilityError | None:
+        """The error for a device that cannot hold one layer and the token embedding at a time; None if it can."""
+        subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
+        layer = max(decoder_layer_bytes(self._model).values())
+        embedding = self._model.get_input_embeddings().weight.nbytes
+        if layer + embedding + computed <= free:
+            return None
+        fits = limits.what_fits(subject, free - computed)
+        shortest = self._needed(SEGMENT_LENGTHS[-1], SEGMENT_LENGTHS[-1])
+        return MissingCapabilityError(
+            f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
+            f"{size_words(layer)} of weights, its token embedding {size_words(embedding)}, what is computed takes "
+            f"{size_words(computed)}, and {size_words(free)} are free.",
+            f"Use a shorter --seq.  {fits}" if layer + embedding + shortest <= free else fits,
+        )
+
+    def _beside(self, length: int) -> int:
+        """Bytes needed in addition to the weights with segments of this length, replaying included."""
+        return self._needed(self._seqlen, length)
+
+    def _needed(self, seqlen: int, segment_length: int) -> int:
+        serving = self._subject.serving
+        if serving.chunk is not None or (serving.decode and segment_length >= seqlen):  # with a cache in both cases
+            return self._subject.batch * self._need.chunked(seqlen, min(segment_length, seqlen))
+        return self._subject.batch * self._need.least(seqlen, (segment_length,))
+
+    @cached_property
+    def _gpus(self) -> Mapping[int, int]:
+        """Free bytes of the GPUs of this process, the computing one first; only that one if there are other ranks.
+
+        A GPU that CUDA cannot start, because another process has it exclusively, is left out.
+        """
+        if self._main == "cpu":
+            return {}
+        found = {int(self._main): limits.free_bytes()}
+        for index in range(torch.cuda.device_count()) if started() == 1 else ():
+            if index != self._main:
+                with suppress(MissingCapabilityError):
+                    found[index] = free_memory(torch.device("cuda", index))
+        return found
+
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Place, int]]:
+        """Bytes available for weights at each place, after activations."""
+        if self._main == "cpu":
+            yield "cpu", limits.free_bytes() - beside
+        for index, free in self._gpus.items():
+            if index == self._main or free > beside:  # others may be filled by other processes
+                yield index, free - beside
+        if kind == "cpu-offload":
+            # Segments, but not chunks, collect inputs in main memory, which may be half of what is left then.
+            collected = 0 if self._subject.serving.chunk else self._subject.batch * self._seqlen
+            yield "cpu", host_memory() - 2 * collected * self._need.capture
+        if kind == "disk-offload":
+            yield "disk", 0
+
+    def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
+        serving = self._subject.serving
+        found = weights_by_place(self._model, mapped)
+        layer, module = largest_streamed(self._model, mapped, self._main)
+        activations = None
+        with suppress(Exception), quiet_transformers():  # the model's code may raise any error; a real run reports it
+            activations = predict_memory(
+                self._model.base_model,
+                self._wanted,
+                seqlen=self._seqlen,
+                segment_length=length,
+                batch=self._subject.batch,
+                on_gpu=self._main != "cpu",
+                serving=serving,
+            )
+        resident = found.get(self._main, (0, 0))[1]
+        calls = sum(len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,))
+        return Placement(
+            kind=kind,
+            device=_name(self._main),
+            held=tuple(Held(place=_name(place), layers=n, weight_bytes=size) for place, (n, size) in found.items()),
+            predicted_peak_bytes=None if activations is None else resident + module + activations,
+            streamed_layer_bytes=layer,
+            forward_calls=calls + serving.decode,
+        )
+
+    def _rewritten(self, mapped: DeviceMap) -> int:
+        """Bytes of weights that transformers writes to a temporary folder.
+
+        It reads a streamed weight from the checkpoint if the stored form is the used one.  A weight that it assembles
+        from several, such as all experts of a layer, has a shape that is not in the files.  It writes all weights of a
+        checkpoint that it decodes.
+        """
+        located = self._subject.located
+        depth = located.depth(self._subject.deepest_layer)
+        stored = {tensor.shape for tensor in located.weights.tensors(depth, head=self._subject.head).values()}
+        decoded = self._subject.ref.quantization in DECODED_ON_LOAD
+        return sum(
+            parameter.nbytes
+            for name, parameter in self._model.named_parameters()
+            if place_of(name, mapped) == "disk" and (decoded or tuple(parameter.shape) not in stored)
+        )
+
+
+def _name(place: Place) -> str:
+    return f"cuda:{place}" if isinstance(place, int) else place
+
+
+# --- a dry run
+
+
+def plan(found: Subject | Stored, request: CaptureRequest, *, tensor_parallel: int = 1) -> DryRun:
+    """The plan of `run` or `capture`: downloads and memory.
+
+    tensor_parallel: ranks among which a run divides the heads.
+    BadInputError for a config that transformers cannot use, and for a missing file of a capture.
+    """
+    of = partial(
+        DryRun,
+        checkpoint=found.ref,
+        layers=found.layers,
+        seqlens=found.seqlens,
+        batch=found.batch,
+        serving=found.serving,
+        tensor_parallel=tensor_parallel,
+        device=str(limits.device()),
+        free_bytes=limits.free_bytes(),
+    )
+    if isinstance(found, Stored):
+        sizes = {capture.file: _size(found.folder / capture.file) for capture in found.chosen}
+        return of(
+            dims=stored_dims(found.chosen[0]).words,
+            files=tuple(PlannedFile(name=name, size_bytes=size, cached=True) for name, size in sizes.items()),
+            weight_bytes=0,
+            notes=() if found.manifest.complete else (_BROKEN_OFF,),
+        )
+    files = found.located.files(found.deepest_layer, head=found.whole)
+    return of(
+        dims=found.located.size_words(found.layers[0]),
+        files=files,
+        weight_bytes=found.weight_bytes,
+        placement=_placement(found, request),
+        notes=found.located.notes,
+    )
+
+
+def check_start(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
+    """Raise if a model would not run: no placement fits, a prompt cannot be built, or there is no room to download."""
+    if isinstance(found, Stored):
+        return
+    if planned.placement is None:
+        choose(request, found).check_disk()
+    build_prompts(request, found)
+    check_space(found.located, found.deepest_layer, head=found.head)
+
+
+def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
+    """The placement; None if none fits, and then `check_start` raises after the plan is shown."""
+    try:
+        placed = choose(request, subject)
+        placed.check_disk()
+    except MissingCapabilityError:
+        return None
+    located = subject.located
+    depth = located.depth(subject.deepest_layer)
+    there = [name for name in located.weights.files(depth, head=subject.head) if located.source.cached(name)]
+    return placed.priced(located.source.path(there[0]) if there else None)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {why(error)}.", "Capture again.") from error
 
 
 def stored_dims(capture: LayerCapture) -> Dims:
@@ -29,18 +402,198 @@ def stored_dims(capture: LayerCapture) -> Dims:
     return operator.judged.dims(inputs)
 
 
-def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int) -> None:
-    """BadInputError for a layer of these sizes whose heads a server could not divide among `ranks`."""
-    if ranks == 1:
-        return
-    refusal = operators.get(layer.operator).refusal
-    fitting: list[int] = []
-    if refusal is None:
-        why = f"{operators.get(layer.operator).layers} layers cannot be divided here"
-    elif why := refusal(sizes, ranks):
-        fitting = [number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)]
-    if why:
-        raise BadInputError(
-            f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
-            f"Give {words(map(str, fitting), 'or')}." if fitting else "Leave out --tensor-parallel.",
+# --- the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model on its device, and its prompts.
+
+    model: the base model.  whole: the model with its language-model head; None if only the base model was requested.
+    ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
+    placement: where the model's weights are.  files: the source of weights on the disk.
+    """
+
+    model: Any
+    ids: tuple[torch.Tensor, ...]
+    prompts: tuple[Prompt, ...]
+    segment_lengths: tuple[int, ...]
+    placement: Placement
+    files: LocalCheckpoint
+    whole: Any = None
+
+
+def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
+    """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download."""
+    for note in subject.located.notes:
+        watcher.say(note)
+    _quiet_libraries()
+    placed = choose(request, subject)
+    placed.check_disk()
+    built = build_prompts(request, subject)
+    local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
+    placed.check_disk()  # again: the download may have filled the disk
+    record = placed.priced(weights_file(local))
+    if record.kind != "one-gpu":
+        watcher.say(placement_words(record))
+    with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
+        dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
+        loaded = load_model(local, device=limits.device(), dtype=dtype, device_map=placed.device_map)
+    model: Any = loaded.base_model  # the model itself, if it has no head
+    lengths = []
+    for seqlen in subject.seqlens:
+        length = subject.serving.chunk or request.segment_length or placed.segment_length
+        length = length or choose_segment_length(model, seqlen, subject.layers, batch=subject.batch)
+        lengths.append(min(length, max(subject.serving.packed, default=seqlen)))
+    return Loaded(
+        model=model,
+        ids=tuple(ids for ids, _ in built),
+        prompts=tuple(prompt for _, prompt in built),
+        segment_lengths=tuple(lengths),
+        placement=record,
+        files=local,
+        whole=loaded if subject.head else None,
+    )
+
+
+def weights_file(local: LocalCheckpoint) -> Path | None:
+    """The largest file of a fetched checkpoint's weights."""
+    files = local.folder.rglob("*.safetensors")
+    return max(files, key=lambda file: file.stat().st_size, default=None)
+
+
+def build_prompts(request: CaptureRequest, subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
+    """Token ids and their record, for each length.  Downloads the tokenizer.  Raises what `build_prompt` raises."""
+    tokenizer = fetch_tokenizer(subject.located)
+    vocabulary = subject.located.vocab_size
+    file = request.text if isinstance(request.text, Path) else None
+    built = []
+    for seqlen in subject.seqlens:
+        ids, prompt = build_prompt(
+            tokenizer.folder if tokenizer else None,
+            seqlen,
+            kind="file" if isinstance(request.text, Path) else request.text,
+            file=file,
+            vocab_size=vocabulary,
+            batch=subject.batch,
+            packed=subject.serving.packed,
         )
+        if vocabulary is not None:
+            check_ids(vocabulary, ids)
+        words = f"{tokenizer.label}: {prompt.tokenizer}" if tokenizer else prompt.tokenizer
+        built.append((ids, prompt.model_copy(update={"tokenizer": words, "serving": subject.serving})))
+    return built
+
+
+def _quiet_libraries() -> None:
+    """Silence transformers' progress bars and warnings of fallbacks that capture replaces, and those of accelerate."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    getLogger("accelerate").setLevel(ERROR)
+
+
+def run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
+    """Run the model on every prompt; each handler sees each wanted layer."""
+
+    def on_layer(captured: CapturedLayer) -> None:
+        for handle in handlers:
+            handle(captured)
+
+    for ids, segment_length in zip(loaded.ids, loaded.segment_lengths, strict=True):
+        capture_layers(
+            loaded.model,
+            ids,
+            subject.layers,
+            ref=subject.ref,
+            segment_length=segment_length,
+            on_layer=on_layer,
+            serving=subject.serving,
+            head=partial(logits, loaded.whole) if subject.serving.decode else None,
+        )
+
+
+def store_in(folder: Path, subject: Subject, loaded: Loaded, *, overwrite: bool = False) -> store.CaptureWriter:
+    longest = max(loaded.segment_lengths)
+    return store.CaptureWriter(
+        folder, checkpoint=subject.ref, prompts=loaded.prompts, segment_length=longest, overwrite=overwrite
+    )
+
+
+# --- notes for the reader of a report, in sentences
+
+
+def notes(
+    ref: CheckpointRef,
+    prompts: Sequence[Prompt],
+    *,
+    absent: Sequence[str] = (),
+    ranks: int = 1,
+    cast: Cast | None = None,
+    placement: Placement | None = None,
+) -> tuple[str, ...]:
+    """`report.caveats` adds those that follow from the results.
+
+    absent: a sentence for each unavailable implementation.  ranks: tensor-parallel ones that shared the heads.
+    """
+    return tuple(_notes(ref, prompts, absent, ranks, cast, placement))
+
+
+def _notes(
+    ref: CheckpointRef,
+    prompts: Sequence[Prompt],
+    absent: Sequence[str],
+    ranks: int,
+    cast: Cast | None,
+    placement: Placement | None,
+) -> Iterator[str]:
+    if absent:
+        yield f"Not compared: {'; '.join(reason.rstrip('.') for reason in absent)}."
+    if ref.siblings:
+        yield (
+            f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: {', '.join(ref.siblings)}."
+        )
+    if ref.random_weights:
+        yield (
+            "The weights are random: good for speed, which depends on shapes, but the accuracy says little about any "
+            "trained model, and the model's answers mean nothing."
+        )
+    if ref.quantization is not None:
+        decoded = " and was decoded to 16 bit as it was loaded" if ref.quantization in DECODED_ON_LOAD else ""
+        yield (
+            f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its projections is part of the "
+            "values that were replayed."
+        )
+    longest = max(max(one.serving.packed, default=one.seqlen) + one.serving.decode for one in prompts)
+    if ref.trained_context is not None and longest > ref.trained_context:
+        yield (
+            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its activations beyond "
+            "that may be unlike those in use."
+        )
+    if any(prompt.kind == "random" for prompt in prompts):
+        yield (
+            "The prompt is random tokens: good for speed, but no text has such statistics, so decays, states and "
+            "accuracy may be unlike those in use."
+        )
+    if ranks > 1:
+        yield (
+            f"What was replayed is the share of the first of {ranks} tensor-parallel ranks: its heads alone, with "
+            "their groups or key heads; a single group is on every rank.  The model itself ran undivided."
+        )
+    if cast is not None:
+        yield (
+            f"The captured inputs were {cast}: times, matches and errors are those of {cast.to} inputs, and the model "
+            f"itself ran in {cast.source}.  Parameters, states and gates that the model keeps in fp32 were not cast."
+        )
+    if placement is None or placement.kind == "one-gpu":
+        return
+    kind, device = placement.kind, placement.device
+    where = " and ".join(
+        f"{held.layers} from {'main memory' if held.place == 'cpu' else 'the disk'}"
+        for held in placement.held
+        if held.place in ("cpu", "disk") and held.place != device
+    )
+    how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
+    how = "were divided among the GPUs" if kind == "all-gpus" else how
+    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {device}."

@@ -34,15 +34,14 @@ from ssdprof.core.subject import tokens as tokens_of
 from ssdprof.environment.machine import ClockWatch, collect, installed_version
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
-from ssdprof.jobs import limits, notes
+from ssdprof.jobs import limits
 from ssdprof.jobs.compare import device_times
-from ssdprof.jobs.model import load
-from ssdprof.jobs.parts import marking, part_times, parts_marked
+from ssdprof.jobs.plan import load, notes
 from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.run import Resolved
 from ssdprof.jobs.subject import Subject, refuse_large
 from ssdprof.jobs.subject import find as find_layers
-from ssdprof.jobs.substitute import Compute, substituted
+from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked, substituted
 from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import blaming, call_of, forget_peak, peak_bytes, status_of
@@ -132,7 +131,7 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
         smallest_difference=request.smallest_difference,
         prompts=loaded.prompts,
         absent=request.resolved.absent,
-        notes=(*notes.of_absent(request.resolved.absent), *notes.notes(subject.ref, loaded.prompts)),
+        notes=notes(subject.ref, loaded.prompts, absent=request.resolved.absent),
     )
     timer, profile = CudaTimer(device), partial(traced, device=device)
     bundled = ConvAndNorm(sites if "bundled" in request.conv_and_norm else ())

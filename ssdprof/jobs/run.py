@@ -1,11 +1,11 @@
-"""`ssdprof run`: from a model or stored captures to a report.
+"""`ssdprof run`, and `capture` without the comparison: from a model or stored captures to a report.
 
 locate -> fetch -> build prompts -> load -> capture each layer -> compare on it -> compare answers, if requested
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,20 +17,20 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
 from ssdprof.capture.store import CapturedLayer, token_major
-from ssdprof.core.base import DType, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.report import Report, Requested
-from ssdprof.core.subject import CallRef, LayerRef, Prompt, split_prompt
+from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerRef, Placement, Prompt, split_prompt
+from ssdprof.core.words import plural, words
 from ssdprof.environment.machine import ClockWatch, collect
 from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
-from ssdprof.jobs import limits, notes
+from ssdprof.jobs import limits
 from ssdprof.jobs.answers import compare_answers
 from ssdprof.jobs.compare import Comparer, Entry, wanted_pairs
-from ssdprof.jobs.model import OnLayer, load, run_model, store_in
-from ssdprof.jobs.plan import refuse_sharding, stored_dims
-from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, CaptureRequest, Compared, OutputOptions, ReplayRequest
-from ssdprof.jobs.subject import Stored, Subject, find_to_replay, refuse_larger
+from ssdprof.jobs.plan import OnLayer, load, notes, run_model, store_in, stored_dims
+from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, CaptureRequest, ReplayRequest
+from ssdprof.jobs.subject import Stored, Subject, find, find_to_replay, refuse_larger
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import forget_peak, peak_bytes
@@ -79,9 +79,12 @@ class Resolved:
         return tuple(dict.fromkeys(one.name for one in self.found if one.kind != "library"))
 
     def pairs(
-        self, operator: str, dtype: DType, wanted: tuple[PrecisionRecord, ...], names: Sequence[str], baseline: str
+        self, operator: str, dtype: DType, replay: ReplayRequest, call: CallRef | None
     ) -> list[tuple[Implementation, PrecisionRecord, PrecisionRecord]]:
-        """`wanted_pairs` of an operator, with the implementations."""
+        """`wanted_pairs` of a call of an operator, with the implementations: decode steps have their own."""
+        names, baseline, wanted = replay.implementations, replay.baseline, replay.precisions(dtype)
+        if call is not None and call.kind == "decode":  # computed in fp32, whatever the precision of the prompt
+            names, baseline, wanted = STEPS, STEPS[0], (EXACT_FP32,)
         record = operators.get(operator)
         compared = [one for one in (self.cache.get(record, name) for name in names) if not one.absent]
         known = {one.name: one for one in (*compared, self.cache.get(record, baseline))}
@@ -134,7 +137,7 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
                 f"not be replayed yet, because {why}.",
                 "Use 'ssdprof capture' for now, or run a model with other layers.",
             )
-        if found.serving.decode and (why := unsupported_reason(name, STEPS.implementations)):
+        if found.serving.decode and (why := unsupported_reason(name, STEPS)):
             raise BadInputError(f"Decode steps cannot be replayed: {why}.", "Leave out --decode.")
     resolved = resolve_implementations(replay.implementations, replay.baseline, found.layers)
     limits.check_replay(found.seqlens, found.batch)
@@ -149,10 +152,26 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
     return resolved
 
 
+def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int) -> None:
+    """BadInputError for a layer of these sizes whose heads a server could not divide among `ranks`."""
+    if ranks == 1:
+        return
+    refusal = operators.get(layer.operator).refusal
+    fitting: list[int] = []
+    if refusal is None:
+        why = f"{operators.get(layer.operator).layers} layers cannot be divided here"
+    elif why := refusal(sizes, ranks):
+        fitting = [number for number in range(2, max(sizes.values()) + 1) if not refusal(sizes, number)]
+    if why:
+        raise BadInputError(
+            f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
+            f"Give {words(map(str, fitting), 'or')}." if fitting else "Leave out --tensor-parallel.",
+        )
+
+
 def run(
     request: CaptureRequest,
     replay: ReplayRequest,
-    keep: OutputOptions,
     watcher: Watcher,
     *,
     found: Subject | Stored | None = None,
@@ -164,84 +183,58 @@ def run(
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
-    found = found or find_to_replay(request, save_captures=keep.save_captures)
+    found = found or find_to_replay(request, save_captures=replay.save_captures)
     if why := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {why}")
     resolved = check(found, replay, ranks)
-    folder = (
-        _of_stored(found, replay, keep, watcher, resolved, ranks)
-        if isinstance(found, Stored)
-        else _of_model(request, found, replay, keep, watcher, resolved, ranks)
-    )
-    return load_report(folder)
-
-
-def _of_model(
-    request: CaptureRequest,
-    subject: Subject,
-    replay: ReplayRequest,
-    keep: OutputOptions,
-    watcher: Watcher,
-    resolved: Resolved,
-    ranks: Ranks | None,
-) -> Path:
-    loaded = load(request, subject, watcher)
-    dtype = dtype_name(loaded.model.dtype)
-    header = _header(subject, replay, resolved, keep, loaded.prompts, dtype).changed(
+    prompts: Sequence[Prompt]
+    if isinstance(found, Stored):
+        manifest, load_layer = captures.load(found.folder)
+        dtype, prompts = stored_dims(found.chosen[0]).dtype, manifest.prompts
+        header = _header(found, replay, resolved, prompts, dtype).changed(
+            segment_length=manifest.segment_length, capture_complete=manifest.complete
+        )
+        layers = ranks.share(found.layers) if ranks else found.layers
+        chosen = [capture for capture in found.chosen if capture.layer in layers]
+        with (
+            opened(replay.out, header, watcher, ranks) as writer,
+            _replaying(writer, replay, resolved, dtype, prompts, watcher, len(chosen)) as on_layer,
+        ):
+            for capture in chosen:
+                on_layer(load_layer(capture, limits.device()))
+        return load_report(writer.folder)
+    loaded = load(request, found, watcher)
+    dtype, prompts = dtype_name(loaded.model.dtype), loaded.prompts
+    header = _header(found, replay, resolved, prompts, dtype, loaded.placement).changed(
         segment_length=max(loaded.segment_lengths), placement=loaded.placement
     )
-    header = header.changed(notes=(*header.notes, *notes.of_placement(loaded.placement)))
-    with opened(keep.out, header, watcher, ranks) as writer:
-        mine = replace(subject, layers=ranks.share(subject.layers)) if ranks else subject
-        with _replaying(writer, replay, resolved, dtype, loaded.prompts, watcher, mine.calls) as on_layer:
-            if keep.save_captures:
+    with opened(replay.out, header, watcher, ranks) as writer:
+        mine = replace(found, layers=ranks.share(found.layers)) if ranks else found
+        with _replaying(writer, replay, resolved, dtype, prompts, watcher, mine.calls) as on_layer:
+            if replay.save_captures:
                 with store_in(writer.captures, mine, loaded) as kept:
                     run_model(mine, loaded, kept.add, on_layer)
             else:
                 run_model(mine, loaded, on_layer)
-        if subject.whole and not subject.serving.decode:  # with --decode the model is whole, but none are compared
+        if found.whole and not found.serving.decode:  # with --decode the model is whole, but none are compared
             wanted = AnswersRequest(precisions=replay.precisions, implementations=resolved.answering, weights="own")
-            compare_answers(loaded, subject, wanted, watcher, writer)
-    return writer.folder
-
-
-def _of_stored(
-    stored: Stored,
-    replay: ReplayRequest,
-    keep: OutputOptions,
-    watcher: Watcher,
-    resolved: Resolved,
-    ranks: Ranks | None,
-) -> Path:
-    manifest, load_layer = captures.load(stored.folder)
-    dtype = stored_dims(stored.chosen[0]).dtype
-    mine = ranks.share(stored.layers) if ranks else stored.layers
-    chosen = [capture for capture in stored.chosen if capture.layer in mine]
-    header = _header(stored, replay, resolved, keep, manifest.prompts, dtype).changed(
-        segment_length=manifest.segment_length, capture_complete=manifest.complete
-    )
-    with (
-        opened(keep.out, header, watcher, ranks) as writer,
-        _replaying(writer, replay, resolved, dtype, manifest.prompts, watcher, len(chosen)) as on_layer,
-    ):
-        for capture in chosen:
-            on_layer(load_layer(capture, limits.device()))
-    return writer.folder
+            compare_answers(loaded, found, wanted, watcher, writer)
+    return load_report(writer.folder)
 
 
 def _header(
     found: Subject | Stored,
     replay: ReplayRequest,
     resolved: Resolved,
-    keep: OutputOptions,
     prompts: Sequence[Prompt],
     dtype: DType,
+    placement: Placement | None = None,
 ) -> Report:
     cast = replay.cast_from(dtype)
     return draft(
         "run",
         found.ref.repo_id,
-        keep.command,
+        replay.command,
         model=found.ref,
         environment=collect(),
         requested=tuple(_requested(found.layers, prompts, replay, resolved, cast.to if cast else dtype)),
@@ -253,11 +246,8 @@ def _header(
         cast=cast,
         tensor_parallel=replay.tensor_parallel,
         absent=resolved.absent,
-        notes=(
-            *notes.of_absent(resolved.absent),
-            *notes.notes(found.ref, prompts),
-            *notes.of_ranks(replay.tensor_parallel),
-            *notes.of_cast(cast),
+        notes=notes(
+            found.ref, prompts, absent=resolved.absent, ranks=replay.tensor_parallel, cast=cast, placement=placement
         ),
     )
 
@@ -269,11 +259,7 @@ def _requested(
     for prompt in prompts:
         for layer in layers:
             for call in prompt.serving.calls(prompt.seqlen, prompt.batch):
-                of = steps_of(replay, call)
-                pairs = resolved.pairs(
-                    layer.operator, dtype, of.precisions or replay.precisions(dtype), of.implementations, of.baseline
-                )
-                for implementation, precision, _ in pairs:
+                for implementation, precision, _ in resolved.pairs(layer.operator, dtype, replay, call):
                     size = call_size(_seqlen(prompt, call), prompt.batch, call)
                     yield Requested(f"layer {layer.index}, {size}", implementation.name, str(precision))
 
@@ -288,13 +274,6 @@ def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
     assert chunks is not None
     start, stop = split_prompt(prompt.seqlen, chunks)[call.number - 1]
     return stop - start
-
-
-def steps_of(replay: ReplayRequest, call: CallRef | None) -> Compared:
-    """What is compared in a call: decode steps have implementations of their own."""
-    if call is not None and call.kind == "decode":
-        return STEPS
-    return Compared(implementations=replay.implementations, precisions=(), baseline=replay.baseline)
 
 
 @contextmanager
@@ -337,11 +316,7 @@ def _replaying(
             if lost:
                 writer.note(f"{where}: {lost}")
             dims = operators.of(inputs).judged.dims(inputs)
-            of = steps_of(wanted, captured.call)
-            pairs = resolved.pairs(
-                captured.layer.operator, dims.dtype, of.precisions or wanted.precisions(dims.dtype), of.implementations,
-                of.baseline,
-            )  # fmt: skip
+            pairs = resolved.pairs(captured.layer.operator, dims.dtype, wanted, captured.call)
             prompt = (dims.seqlen, dims.batch)
             if (call := captured.call) is not None:
                 prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
@@ -425,7 +400,7 @@ def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
     own = given[binding.views[0]].dtype
     names = [n for n in (*binding.views, *binding.per_position) if n in given and n not in binding.always_fp32]
     changed = {name: given[name].to(dtype) for name in names if given[name].dtype == own}
-    lost = [words for name, tensor in changed.items() for words in _lost(name, given[name], tensor)]
+    lost = [phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)]
     remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
     return token_major(replace(inputs, **changed)), remark
 
@@ -438,3 +413,42 @@ def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]
         yield f"{infinite:,} of {name} became infinite"
     if zero:
         yield f"{zero:,} of {name} became 0"
+
+
+# --- captures without a comparison
+
+
+def capture(
+    request: CaptureRequest, out: Path | None, *, overwrite: bool, watcher: Watcher, subject: Subject | None = None
+) -> tuple[Path, CaptureManifest]:
+    """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest.
+
+    subject: the result of `find` for the request, if it was called before.
+    """
+    captures.check_folder(out, overwrite=overwrite)
+    limits.check_capture()
+    if why := unusable_gpu():
+        watcher.say(f"This capture uses the CPU.  {why}")
+    subject = subject or find(request)
+    loaded = load(request, subject, watcher)
+    folder = out or captures.default_folder(subject.ref, loaded.prompts, subject.layers)
+    with (
+        limits.memory_errors(),
+        _reporting_interrupt(store_in(folder, subject, loaded, overwrite=overwrite), subject.calls) as writer,
+        watcher.step("Capturing layers", subject.calls) as advance,
+    ):
+        run_model(subject, loaded, writer.add, lambda _: advance(1))
+    return folder, writer.manifest
+
+
+@contextmanager
+def _reporting_interrupt(writer: captures.CaptureWriter, calls: int) -> Iterator[captures.CaptureWriter]:
+    """The writer's context; an interrupt says what is kept.  calls: to be captured."""
+    try:
+        with writer:
+            yield writer
+    except KeyboardInterrupt:
+        if not writer.manifest.layers:
+            raise
+        kept = f"What was captured is kept in {writer.folder}, marked as incomplete"
+        raise KeyboardInterrupt(f"{kept}: {len(writer.manifest.layers):,} of {plural(calls, 'call')}.") from None

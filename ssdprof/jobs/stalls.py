@@ -23,9 +23,9 @@ from ssdprof.core.subject import LayerCapture
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
-from ssdprof.jobs.capture import capture
 from ssdprof.jobs.plan import stored_dims
-from ssdprof.jobs.request import COMPARED, CaptureRequest, ModelRequest, PromptRequest, ServingRequest
+from ssdprof.jobs.request import COMPARED, CaptureRequest
+from ssdprof.jobs.run import capture
 from ssdprof.operators.implementations import kind_of, knows
 from ssdprof.progress import Advance, Watcher
 from ssdprof.stalls import ncu
@@ -90,12 +90,11 @@ def profile_run(
     layer = report.captured[len(report.captured) // 2].index
     longest = max(prompt.seqlen for prompt in report.prompts)
     # the prompt as one call of every operator, without decode steps; a pack is drawn with the same lengths
-    serving = replace(asked.prompt.serving, chunk=None, decode=0)
-    prompt = replace(asked.prompt, seqlens=None if serving.packed else (longest,), serving=serving)
+    whole = replace(asked, layers=str(layer), seqlens=None if asked.packed else (longest,), chunk=None, decode=0)
     request = StallRequest(layer=layer, precision=EXACT_FP32, tuned=tuned, command=report.command)
-    places = [Path(asked.model.model).expanduser(), folder / CAPTURES]
+    places = [Path(asked.model).expanduser(), folder / CAPTURES]
     with _made(folder / stall_files.FOLDER, overwrite=False) as out:
-        return _profile(places, lambda: replace(asked, layers=str(layer), prompt=prompt), request, out, watcher)
+        return _profile(places, lambda: whole, request, out, watcher)
 
 
 def _profile(
@@ -267,16 +266,19 @@ def _of_run(report: Report, request: StallRequest) -> CaptureRequest:
             "The run's sequences were packed, and the run did not store them.", "Run it with --save-captures."
         )
     return CaptureRequest(
-        model=ModelRequest(model=report.model.requested, revision=report.model.revision),
-        prompt=PromptRequest(text=prompt.kind, seqlens=(prompt.seqlen,), serving=ServingRequest(batch=prompt.batch)),
+        model=report.model.requested,
+        revision=report.model.revision,
+        text=prompt.kind,
+        seqlens=(prompt.seqlen,),
+        batch=prompt.batch,
         layers=str(layers[len(layers) // 2].index),
     )
 
 
 def _of_model(request: StallRequest) -> CaptureRequest:
     return CaptureRequest(
-        model=ModelRequest(model=request.where or ""),
-        prompt=PromptRequest(seqlens=None if request.seqlen is None else (request.seqlen,)),
+        model=request.where or "",
+        seqlens=None if request.seqlen is None else (request.seqlen,),
         layers="first:1" if request.layer is None else str(request.layer),
     )
 

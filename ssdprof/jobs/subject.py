@@ -12,9 +12,9 @@ from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.capture.prompt import LONGEST_SEQLEN
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import select_layers
-from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Prompt, Serving
+from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.request import CaptureRequest, ModelRequest
+from ssdprof.jobs.request import CaptureRequest
 from ssdprof.operators.generate import boundaries
 
 SEED = 0  # of the lengths of packed sequences
@@ -81,52 +81,39 @@ class Stored:
         return tuple(dict.fromkeys(found))
 
     @property
-    def prompt(self) -> Prompt:
-        """One of the prompts: all are served in the same way."""
-        return self.manifest.prompts[0]
-
-    @property
     def batch(self) -> int:
-        return self.prompt.batch
+        return self.manifest.prompts[0].batch
 
     @property
     def serving(self) -> Serving:
-        return self.prompt.serving
+        """Of one of the prompts: all are served in the same way."""
+        return self.manifest.prompts[0].serving
 
 
 def captures_of(request: CaptureRequest) -> Path | None:
     """The folder of stored captures, if the request names one."""
-    folder = Path(request.model.model).expanduser()
+    folder = Path(request.model).expanduser()
     return folder if is_capture(folder) else None
 
 
 def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) -> Subject:
-    """Locate the model and select its layers; downloads small files.
-
-    whole, head: see `Subject`.
-    """
-    model = request.model
-    located = open_model(model.model, revision=model.revision, tokenizer=model.tokenizer)
+    """Locate the model and select its layers; downloads small files.  whole, head: see `Subject`."""
+    located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
     layers = located.select(request.layers)
-    asked = request.prompt.serving
     from ssdprof.jobs import limits  # imports torch, so after all other checks
 
-    whole = whole or asked.decode > 0  # a model that generates tokens
+    whole = whole or request.decode > 0  # a model that generates tokens
     lengths: tuple[int, ...] = ()
-    if asked.packed is not None:
-        _refuse_too_many(asked.packed.at_least)  # drawing a million lengths takes seconds
-        lengths = tuple(stop - start for start, stop in pairwise(boundaries(asked.packed, SEED)))
-    seqlens = (sum(lengths),) if lengths else request.prompt.seqlens or limits.default_seqlens()
-    _refuse_too_many(asked.batch * max(seqlens))
+    if request.packed is not None:
+        _refuse_too_many(request.packed.at_least)  # drawing a million lengths takes seconds
+        lengths = tuple(stop - start for start, stop in pairwise(boundaries(request.packed, SEED)))
+    seqlens = (sum(lengths),) if lengths else request.seqlens or limits.default_seqlens()
+    _refuse_too_many(request.batch * max(seqlens))
+    serving = Serving(packed=lengths, chunk=request.chunk, decode=request.decode)
     return Subject(
-        located=located,
-        layers=layers,
-        seqlens=seqlens,
-        batch=asked.batch,
-        serving=Serving(packed=lengths, chunk=asked.chunk, decode=asked.decode),
-        whole=whole,
+        located=located, layers=layers, seqlens=seqlens, batch=request.batch, serving=serving, whole=whole,
         head=whole or head,
-    )
+    )  # fmt: skip
 
 
 def _refuse_too_many(tokens: int) -> None:
@@ -144,18 +131,13 @@ def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whol
     every implementation.
     """
     folder = captures_of(request)
-    if folder is not None:
-        if whole:
-            raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
-        return _find_stored(folder, request, save_captures=save_captures)
-    subject = find(request, whole=whole)
-    refuse_large(subject)
-    return subject
-
-
-def _find_stored(folder: Path, request: CaptureRequest, *, save_captures: bool) -> Stored:
-    plain = CaptureRequest(model=ModelRequest(model=request.model.model), layers=request.layers)
-    if request != plain or save_captures:
+    if folder is None:
+        subject = find(request, whole=whole)
+        refuse_large(subject)
+        return subject
+    if whole:
+        raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
+    if request != CaptureRequest(model=request.model, layers=request.layers) or save_captures:
         raise BadInputError(
             f"{folder} holds stored captures: their model, prompt and segments cannot be changed.",
             "--layers is the only model option that applies to stored captures.",

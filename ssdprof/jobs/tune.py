@@ -30,7 +30,7 @@ from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import device_times
-from ssdprof.jobs.grid import parse_dtypes
+from ssdprof.jobs.request import parse_dtypes
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan
 from ssdprof.measure.accuracy import Candidate, compare

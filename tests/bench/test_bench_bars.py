@@ -20,7 +20,7 @@ from ssdprof import operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.case import FirstCall
 from ssdprof.core.report import Report
-from ssdprof.jobs.grid import expand, parse_shapes, parse_tokens
+from ssdprof.jobs.request import expand, parse_shapes, parse_tokens
 from ssdprof.store.reports import dump
 
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")

@@ -18,7 +18,7 @@ from rivals import Rivals
 
 from ssdprof import operators
 from ssdprof.core.report import Report
-from ssdprof.jobs.grid import expand, parse_shapes, parse_tokens
+from ssdprof.jobs.request import expand, parse_shapes, parse_tokens
 from ssdprof.store.reports import dump
 
 GENERATOR = operators.get("gdn").generated

@@ -22,8 +22,8 @@ from ssdprof.checkpoint.load import LocalCheckpoint, fetch, fetch_tokenizer, loa
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
-from ssdprof.jobs.dry_run import check_start, plan
-from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs.plan import check_start, plan
+from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import find
 
 Save = Callable[[str], Path]
@@ -256,7 +256,7 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
 
 @pytest.mark.usefixtures("tiny_hub")
 def test_too_little_disk_is_said_by_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = CaptureRequest(model=ModelRequest(model="org/tiny"), prompt=PromptRequest(seqlens=(64,), text="random"))
+    request = CaptureRequest(model="org/tiny", seqlens=(64,), text="random")
     subject = find(request)
     planned = plan(subject, request)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))

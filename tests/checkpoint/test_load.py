@@ -22,7 +22,7 @@ from ssdprof.checkpoint.load import fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.meta import meta_model
 from ssdprof.checkpoint.model import open_model
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
-from ssdprof.jobs.placement import weights_file
+from ssdprof.jobs.plan import weights_file
 
 Save = Callable[[str], Path]
 

@@ -20,14 +20,7 @@ from ssdprof.commands.options import (
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.conditions import of_options
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.request import (
-    AnswersRequest,
-    CaptureRequest,
-    ModelRequest,
-    PromptRequest,
-    ReplayRequest,
-    ServingRequest,
-)
+from ssdprof.jobs.request import AnswersRequest, CaptureRequest, ReplayRequest
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -46,14 +39,19 @@ def test_the_request_of_a_model() -> None:
         decode=4,
     )
     assert requests.on_model(options) == CaptureRequest(
-        model=ModelRequest(model="demo", revision="v1", tokenizer="other"),
-        prompt=PromptRequest(text=Path("prompt.txt"), seqlens=(1024, 2048), serving=ServingRequest(batch=3, decode=4)),
+        model="demo",
+        revision="v1",
+        tokenizer="other",
+        text=Path("prompt.txt"),
+        seqlens=(1024, 2048),
+        batch=3,
+        decode=4,
         layers="first:2",
         segment_length=1024,
         placement="cpu-offload",
     )
     chunked = requests.on_model(ServedModelOptions(model="demo", chunked_prefill="8k"))
-    assert chunked.prompt.serving == ServingRequest(chunk=8192)
+    assert chunked == CaptureRequest(model="demo", chunk=8192)
 
 
 def test_the_request_of_a_replay() -> None:
@@ -170,7 +168,7 @@ def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
 
 
 def test_stalls_go_with_a_batch() -> None:
-    assert requests.run(RunOptions(model="demo", stalls=True, batch=2))[0].prompt.serving.batch == 2
+    assert requests.run(RunOptions(model="demo", stalls=True, batch=2))[0].batch == 2
 
 
 def test_captured_inputs_of_tune_have_their_own_shape() -> None:

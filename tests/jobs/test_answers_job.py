@@ -15,7 +15,7 @@ from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.conditions import broken, of_options
 from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
-from ssdprof.jobs.request import AnswersRequest, CaptureRequest, ModelRequest, OutputOptions, PromptRequest
+from ssdprof.jobs.request import AnswersRequest, CaptureRequest
 from ssdprof.jobs.subject import find
 from ssdprof.kernels import registry
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -38,12 +38,10 @@ def plain_baseline(registries_of_its_own: None, monkeypatch: pytest.MonkeyPatch)
 
 
 def answered(seqlen: int = 24, **wanted: Any) -> Report:
-    request = CaptureRequest(
-        model=ModelRequest(model="demo"), prompt=PromptRequest(text="random", seqlens=(seqlen,)), layers="first:1"
-    )
+    request = CaptureRequest(model="demo", text="random", seqlens=(seqlen,), layers="first:1")
     asked = AnswersRequest(precisions=lambda _: (EXACT_FP32,), **({"weights": "fp32"} | wanted))
     subject = job.loaded_as(find(request, whole=True), asked)
-    folder, report = job.answers(request, asked, OutputOptions(), Unwatched(), subject)
+    folder, report = job.answers(request, asked, Unwatched(), subject)
     assert load(folder)[1] == report
     return report
 

@@ -7,7 +7,7 @@ from cases import checkpoint as make_checkpoint
 from cases import prompt as make_prompt
 
 from ssdprof.core.subject import Serving
-from ssdprof.jobs.notes import notes
+from ssdprof.jobs.plan import notes
 
 
 @pytest.mark.parametrize(

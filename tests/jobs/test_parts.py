@@ -9,8 +9,7 @@ from prefill_fakes import cpu_trace
 from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import EXACT_FP32
-from ssdprof.jobs.parts import _modules, marking, part_times, parts_marked
-from ssdprof.jobs.substitute import implemented, substituted
+from ssdprof.jobs.substitute import _modules, implemented, marking, part_times, parts_marked, substituted
 from ssdprof.measure.trace import GpuWork, work
 
 

@@ -27,11 +27,10 @@ from ssdprof.core.subject import Held, Placement, Serving
 from ssdprof.core.words import placement_words
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.jobs import limits, model, placement
-from ssdprof.jobs.dry_run import check_start, plan
-from ssdprof.jobs.model import load, run_model
-from ssdprof.jobs.placement import Placed, choose, priced
-from ssdprof.jobs.request import CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs import limits
+from ssdprof.jobs import plan as placement
+from ssdprof.jobs.plan import Placed, check_start, choose, load, plan, run_model
+from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Unwatched
@@ -68,12 +67,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(
     folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
 ) -> tuple[CaptureRequest, Subject]:
-    request = CaptureRequest(
-        model=ModelRequest(model=str(folder)),
-        prompt=PromptRequest(text="random", seqlens=(seqlen,)),
-        placement=kind,
-        **options,
-    )
+    request = CaptureRequest(model=str(folder), text="random", seqlens=(seqlen,), placement=kind, **options)
     return request, find(request)
 
 
@@ -220,10 +214,10 @@ def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pyt
     request, subject = asked(granite)
     placed = replace(choose(request, subject), rewritten_bytes=11_000)
     monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
-    placement.check_disk(placed)
+    placed.check_disk()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(placement, "choose", lambda *_: placed)
-    monkeypatch.setattr(model, "fetch", None)
+    monkeypatch.setattr(placement, "fetch", None)
     planned = plan(subject, request)
     assert planned.placement is None
     for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
@@ -235,9 +229,8 @@ def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pyt
 def test_a_tokenizer_of_another_model_is_found_before_the_download(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "fetch", None)
-    prompt = PromptRequest(text="random", seqlens=(256,))
-    request = CaptureRequest(model=ModelRequest(model=str(granite), tokenizer="demo"), prompt=prompt)
+    monkeypatch.setattr(placement, "fetch", None)
+    request = CaptureRequest(model=str(granite), tokenizer="demo", text="random", seqlens=(256,))
     subject = find(request)
     planned = plan(subject, request)
     for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
@@ -271,15 +264,15 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
         return 2e9
 
     monkeypatch.setattr(placement, "copy_bytes_per_s", copy_bytes_per_s)
-    assert "measured after the download" in placement_words(priced(Placed(record=record), None))
-    found = priced(Placed(record=record), granite / "model.safetensors")
+    assert "measured after the download" in placement_words(Placed(record=record).priced(None))
+    found = Placed(record=record).priced(granite / "model.safetensors")
     assert found.seconds_per_layer == pytest.approx(1.0)
     assert copied == [GB]  # there is room for a layer, but possibly not for more
     words = placement_words(found)
     assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
     in_memory = record.model_copy(update={"held": (Held(place="cpu", layers=4, weight_bytes=4 * GB),)})
-    assert priced(Placed(record=in_memory), None).seconds_per_layer == pytest.approx(0.5)
+    assert Placed(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
 
 
 def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path) -> None:

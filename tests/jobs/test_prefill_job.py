@@ -19,7 +19,7 @@ from ssdprof.core.report import Report
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import prefill as job
 from ssdprof.jobs.prefill import PrefillRequest, find, time_prefills
-from ssdprof.jobs.request import COMPARED, CaptureRequest, ModelRequest, PromptRequest
+from ssdprof.jobs.request import COMPARED, CaptureRequest
 from ssdprof.jobs.run import resolve_implementations
 from ssdprof.kernels import registry
 from ssdprof.measure import isolate
@@ -55,7 +55,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def timed(
     *seqlens: int, layers: str = "all", names: tuple[str, ...] = COMPARED, baseline: str = "unfused", **fields: Any
 ) -> Report:
-    model = CaptureRequest(model=ModelRequest(model="demo"), prompt=PromptRequest(seqlens=seqlens), layers=layers)
+    model = CaptureRequest(model="demo", seqlens=seqlens, layers=layers)
     subject = find(model)
     resolved = resolve_implementations(names, baseline, subject.layers)
     folder, report = time_prefills(

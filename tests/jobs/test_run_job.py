@@ -17,7 +17,7 @@ from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
 from ssdprof.jobs import limits
 from ssdprof.jobs import run as job
-from ssdprof.jobs.request import CaptureRequest, ModelRequest, OutputOptions, ReplayRequest
+from ssdprof.jobs.request import CaptureRequest, ReplayRequest
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.operators.tensors import tensors
@@ -40,12 +40,12 @@ def captured(*chosen: int) -> CaptureRequest:
             strides = {name: tensor.stride() for name, tensor in tensors(given).items()}
             writer.add(CapturedLayer(layer=one, inputs=given, model_strides=strides))
     layers = ",".join(map(str, chosen)) or "all"
-    return CaptureRequest(model=ModelRequest(model="captures"), layers=layers)
+    return CaptureRequest(model="captures", layers=layers)
 
 
 def replayed(*layers: int, **wanted: Any) -> Report:
     folder, report = job.run(
-        captured(*layers), ReplayRequest(**wanted), OutputOptions(out=Path("kept"), command=("ssdprof", "run")),
+        captured(*layers), ReplayRequest(**wanted, out=Path("kept"), command=("ssdprof", "run")),
         Unwatched(),
     )  # fmt: skip
     assert load(folder)[1] == report

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from ssdprof.capture import store
 from ssdprof.cli import app
-from ssdprof.jobs.grid import parse_shapes
+from ssdprof.jobs.request import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
