@@ -7,13 +7,9 @@ w (HV, C, K), S (HV, V, K), the state transposed.  `Arithmetic` has the dtype an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
-from stage_formulas import FP64, Arithmetic
-
-from ssdprof.kernels.gdn.inputs import GDNInputs
+from stage_formulas import FP64, Arithmetic, Chunk
 
 
 def qk_l2norm(x: torch.Tensor, a: Arithmetic = FP64) -> torch.Tensor:
@@ -71,33 +67,6 @@ def chunk_output(
     scores = a.operand(a.intermediate(q @ k.mT) * a.intermediate(decays(g_cumsum, a))).tril()
     before = a.intermediate(a.of(g_cumsum).exp())[..., None] * (q @ a.operand(S).mT)
     return scale * (before + scores @ a.of(v_new).mT)
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Chunk c of row b: positions start..stop of `sequence`.  first: whether it is the first chunk of the sequence."""
-
-    b: int
-    c: int
-    start: int
-    stop: int
-    sequence: int
-    first: bool
-    last: bool
-
-
-def chunks_of(inputs: GDNInputs) -> list[Chunk]:
-    batch, length = inputs.q.shape[:2]
-    rows = [(b, b, 0, length) for b in range(batch)]
-    if inputs.cu_seqlens is not None:
-        rows = [(0, i, start, stop) for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist()))]
-    chunks: list[Chunk] = []
-    for b, sequence, start, stop in rows:
-        for position in range(start, stop, inputs.chunk_size):
-            end = min(position + inputs.chunk_size, stop)
-            c = sum(chunk.b == b for chunk in chunks)
-            chunks.append(Chunk(b, c, position, end, sequence, position == start, end == stop))
-    return chunks
 
 
 def of_chunk(tensor: torch.Tensor, chunk: Chunk, size: int, heads: int) -> torch.Tensor:

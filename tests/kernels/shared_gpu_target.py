@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from fused_kernels import hopper_fine
 from gdn_hopper_cases import GDNCase
-from gdn_sanitizer_target import ONE_LAUNCH, on_the_gpu
+from sanitizer_target import ONE_LAUNCH, on_the_gpu
 from ssd_cases import Case
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig

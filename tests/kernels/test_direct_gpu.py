@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gdn_hopper_cases import GDNCase
-from gdn_sanitizer_target import on_the_gpu
+from sanitizer_target import on_the_gpu
 from ssd_cases import Case
 
 from ssdprof.kernels import get

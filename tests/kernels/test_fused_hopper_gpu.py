@@ -199,13 +199,6 @@ def test_neighbours_do_not_meet(dstate: int) -> None:
     assert theirs.out[:, :100].isnan().all()
 
 
-@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "A", "initial_states"])
-def test_nan_is_not_swallowed(name: str) -> None:
-    inputs = Case(**SMALL, seqlen=300, initial_states=True, dt_limit=(0.0, 0.1)).inputs()
-    getattr(inputs, name)[-1:] = torch.nan
-    assert not torch.isfinite(hopper(inputs).out).all()
-
-
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
 @pytest.mark.parametrize("dstate", [128, 256])
 def test_bitwise_the_same_in_every_call(dstate: int, precision: Precision) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gdn_cases import EXACT, Case
+from sanitizer_target import on_the_gpu
 from test_gdn_fused import CASES, CONFIGS, LIMITS, TINY, assert_bitwise, assert_close, fused
 
 from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -32,16 +33,11 @@ WIDE = GDNPortableConfig()  # slices of 128 of V, as in long calls
 FINE = {"wide": WIDE, "wide, cut": replace(WIDE, segment=2), "narrow, cut": replace(CONFIGS["cut"] or TINY, chunk=64)}
 
 
-def cuda(inputs: GDNInputs) -> GDNInputs:
-    tensors = {name: value.cuda() for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
-    return replace(inputs, **tensors)
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_interpreters_cases(case: str, config: str) -> None:
     """A decay is the exponential of a difference of two fp32 sums, so its relative error grows with the sums."""
-    inputs = cuda(CASES[case].inputs())
+    inputs = on_the_gpu(CASES[case].inputs())
     largest_sum = float(inputs.g.abs().max()) * 64 * math.log2(math.e)
     assert_close(fused(inputs, CONFIGS[config]), gdn_recurrence(inputs), LIMITS[FP32] + 2**-24 * largest_sum)
 
@@ -50,7 +46,7 @@ def test_the_interpreters_cases(case: str, config: str) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_sizes(size: str, dtype: torch.dtype, lengths: tuple[int, ...] | None) -> None:
-    inputs = cuda(Case(length=2000, lengths=lengths, initial_state=True, dtype=dtype, **SIZES[size]).inputs())
+    inputs = on_the_gpu(Case(length=2000, lengths=lengths, initial_state=True, dtype=dtype, **SIZES[size]).inputs())
     expected = gdn_chunked(inputs)
     assert_close(fused(inputs), expected, LIMITS[dtype])
     assert_close(gdn_recurrent(inputs), expected, LIMITS[dtype])
@@ -59,13 +55,14 @@ def test_sizes(size: str, dtype: torch.dtype, lengths: tuple[int, ...] | None) -
 @pytest.mark.parametrize("config", FINE)
 @pytest.mark.parametrize("size", ["qwen", "olmo, beta to 2", "60"])
 def test_cuts_of_wide_and_narrow_slices(size: str, config: str) -> None:
-    inputs = cuda(Case(length=1000, initial_state=True, dtype=BF16, **SIZES[size]).inputs())  # type: ignore[arg-type]
+    case = Case(length=1000, initial_state=True, dtype=BF16, **SIZES[size])  # type: ignore[arg-type]
+    inputs = on_the_gpu(case.inputs())
     assert_close(fused(inputs, FINE[config]), gdn_chunked(inputs), LIMITS[BF16])
 
 
 @pytest.mark.parametrize("length", [1, 12, 300, 5000])
 def test_a_cuda_graph_replays_a_call(length: int) -> None:
-    inputs = cuda(Case(length=length, initial_state=True, dtype=BF16, **QWEN).inputs())  # type: ignore[arg-type]
+    inputs = on_the_gpu(Case(length=length, initial_state=True, dtype=BF16, **QWEN).inputs())  # type: ignore[arg-type]
     expected = fused(inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -78,7 +75,7 @@ def test_a_cuda_graph_replays_a_call(length: int) -> None:
 def test_batch_invariant() -> None:
     from ssdprof.kernels import gdn_fused
 
-    inputs = cuda(Case(length=5000, batch=5, dtype=BF16, **QWEN).inputs())  # type: ignore[arg-type]
+    inputs = on_the_gpu(Case(length=5000, batch=5, dtype=BF16, **QWEN).inputs())  # type: ignore[arg-type]
     tensors = [inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta]
     together = gdn_fused(*tensors, use_qk_l2norm=True, batch_invariant=True)
     alone = gdn_fused(*(one[3:4] for one in tensors), use_qk_l2norm=True, batch_invariant=True)
@@ -89,7 +86,7 @@ def test_batch_invariant() -> None:
 def test_batch_invariant_packs(kernel: str) -> None:
     """QWEN's K = V = 128 runs the Hopper kernel on a Hopper GPU; K = V = 60 never does."""
     dims = QWEN if kernel == "hopper" else QWEN | {"key_dim": 60, "value_dim": 60}
-    inputs = cuda(Case(lengths=(5000, 0, 70, 3000), dtype=BF16, **dims).inputs())  # type: ignore[arg-type]
+    inputs = on_the_gpu(Case(lengths=(5000, 0, 70, 3000), dtype=BF16, **dims).inputs())  # type: ignore[arg-type]
     together = run(inputs, batch_invariant=True)
     tensors = {name: getattr(inputs, name)[:, :5000] for name in ("q", "k", "v", "g", "beta")}
     first = replace(inputs, **tensors, cu_seqlens=torch.tensor([0, 5000], device="cuda"))
@@ -195,7 +192,7 @@ def test_hard_inputs_of_olmo(kind: str) -> None:
 
     collinear, gate = (0.9, 0.01) if kind != "no gate" else (0.0, 0.0)
     case = Case(length=4096, key_heads=3, key_dim=96, value_dim=192, dtype=BF16, largest_beta=2.0)
-    inputs = cuda(case.but(collinear=collinear, gate=gate).inputs())
+    inputs = on_the_gpu(case.but(collinear=collinear, gate=gate).inputs())
     expected, unfused = gdn_chunked(inputs), get("gdn", "unfused").run(inputs, EXACT)
     for ours, theirs, exact in zip(fused(inputs), unfused, expected, strict=True):
         error, limit = ((one.double() - exact).square().mean().sqrt() for one in (ours, theirs))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gdn_hopper_cases import GDNCase
+from sanitizer_target import on_the_gpu
 
 from ssdprof.kernels import get
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported
@@ -54,11 +55,6 @@ CASES: dict[str, tuple[GDNCase, GDNHopperConfig | None]] = {
 }
 
 
-def on_gpu(inputs: GDNInputs) -> GDNInputs:
-    tensors = {name: value for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
-    return replace(inputs, **{name: tensor.cuda() for name, tensor in tensors.items()})
-
-
 def run(inputs: GDNInputs, config: GDNHopperConfig | None = None) -> GDNOutput:
     assert unsupported(inputs) == ""
     chosen = GDNHopperConfig.choose(inputs, 132, batch_invariant=False)
@@ -86,7 +82,7 @@ def assert_same(a: GDNOutput, b: GDNOutput) -> None:
 def test_against_the_oracle(name: str) -> None:
     """Each head is judged separately; memory that no kernel has written holds NaN (`conftest.py`)."""
     case, config = CASES[name]
-    inputs = on_gpu(case.inputs())
+    inputs = on_the_gpu(case.inputs())
     assert_right(run(inputs, config), inputs)
 
 
@@ -95,7 +91,7 @@ def test_parts_add_no_error(name: str) -> None:
     """Compared with first passes over all chunks before, whose states are those of a single segment."""
     case, config = CASES[name]
     assert config is not None
-    inputs = on_gpu(case.inputs())
+    inputs = on_the_gpu(case.inputs())
     exact = gdn_chunked(inputs, torch.float64).out
     ours, whole = (head_errors(run(inputs, one).out, exact, 2) for one in (config, replace(config, transition_parts=0)))
     assert (ours < 1.02 * whole).all()
@@ -113,7 +109,7 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
         "fast": dict(gate=-4.0, batch=128, seqlen=128),
         "collinear keys": dict(gate=-1e-3), "normalised inside": dict(normalise=True, gate=-1e-3),
     }.get(name, {})  # fmt: skip
-    inputs = on_gpu(replace(FEW, **(dict(seqlen=16384, heads=8) | changes)).inputs())
+    inputs = on_the_gpu(replace(FEW, **(dict(seqlen=16384, heads=8) | changes)).inputs())
     if name == "collinear keys":
         k = inputs.k[:, :1].float() + 0.1 * inputs.k.float()
         inputs = replace(inputs, k=(k / k.norm(dim=-1, keepdim=True)).to(inputs.k.dtype))
@@ -129,7 +125,7 @@ def assert_as_exact_as_unfused(inputs: GDNInputs) -> None:
 
 
 def test_final_states_with_v_before_k_have_the_same_bits() -> None:
-    inputs = on_gpu(replace(FEW, seqlen=1000).inputs())
+    inputs = on_the_gpu(replace(FEW, seqlen=1000).inputs())
     first = run(inputs, CUT)
     other = GDNHopperLaunch(inputs, CUT, state_v_first=True)(inputs)
     assert other.final_states.mT.is_contiguous()
@@ -138,7 +134,7 @@ def test_final_states_with_v_before_k_have_the_same_bits() -> None:
 
 @pytest.mark.parametrize("config", [CUT, PARTS], ids=["first passes", "parts"])
 def test_bitwise_the_same_in_every_call(config: GDNHopperConfig) -> None:
-    inputs = on_gpu(replace(MANY, seqlen=4096, gate=-1e-3).inputs())
+    inputs = on_the_gpu(replace(MANY, seqlen=4096, gate=-1e-3).inputs())
     config = replace(config, segment=16)
     first = run(inputs, config)
     for _ in range(20):
@@ -146,13 +142,13 @@ def test_bitwise_the_same_in_every_call(config: GDNHopperConfig) -> None:
 
 
 def test_a_cut_changes_no_bit_if_the_whole_past_is_seen() -> None:
-    inputs = on_gpu(replace(FEW, seqlen=2000).inputs())
+    inputs = on_the_gpu(replace(FEW, seqlen=2000).inputs())
     one, cut = (run(inputs, GDNHopperConfig(segment=segment, truncation_log2=float("-inf"))) for segment in (32, 5))
     assert_same(one, cut)
 
 
 def test_a_head_does_not_depend_on_the_others() -> None:
-    inputs = on_gpu(replace(FEW, seqlen=4096, gate=-1e-4).inputs())
+    inputs = on_the_gpu(replace(FEW, seqlen=4096, gate=-1e-4).inputs())
     g = inputs.g.clone()
     g[..., 1:] = -5.0
     ours, other = run(inputs, PARTS), run(replace(inputs, g=g), PARTS)
@@ -163,7 +159,7 @@ def test_a_head_does_not_depend_on_the_others() -> None:
 @pytest.mark.parametrize("gate", [-0.1, -1e-4])
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
 def test_nan_stays_in_its_heads_and_sequence(name: str, gate: float) -> None:
-    inputs = on_gpu(GDNCase(batch=2, seqlen=2048, key_heads=2, heads=4, gate=gate).inputs())
+    inputs = on_the_gpu(GDNCase(batch=2, seqlen=2048, key_heads=2, heads=4, gate=gate).inputs())
     poisoned = getattr(inputs, name).clone()
     poisoned[1, 700, 0] = torch.nan
     clean, result = (run(one, PARTS) for one in (inputs, replace(inputs, **{name: poisoned})))
@@ -175,7 +171,7 @@ def test_nan_stays_in_its_heads_and_sequence(name: str, gate: float) -> None:
 
 @pytest.mark.parametrize("config", [CUT, PARTS], ids=["first passes", "parts"])
 def test_in_a_graph(config: GDNHopperConfig) -> None:
-    inputs = on_gpu(replace(FEW, seqlen=3000, gate=-1e-3).inputs())
+    inputs = on_the_gpu(replace(FEW, seqlen=3000, gate=-1e-3).inputs())
     launch = GDNHopperLaunch(inputs, config)
     expected = launch(inputs)
     torch.cuda.synchronize()
@@ -190,7 +186,7 @@ def test_in_a_graph(config: GDNHopperConfig) -> None:
 
 
 def test_beside_another_stream_that_fills_the_gpu() -> None:
-    inputs = on_gpu(replace(MANY, seqlen=8192, gate=-1e-4).inputs())
+    inputs = on_the_gpu(replace(MANY, seqlen=8192, gate=-1e-4).inputs())
     config = GDNHopperConfig(segment=32, transition_parts=2, longest_first_pass=31)
     alone = run(inputs, config)
     matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
@@ -208,7 +204,7 @@ def test_beside_another_stream_that_fills_the_gpu() -> None:
 
 def test_strides_past_32_bits(much_gpu_memory: None) -> None:  # noqa: ARG001
     """Sequences 2^31 elements apart."""
-    inputs = on_gpu(GDNCase(batch=2, seqlen=640, heads=4, gate=-1e-4).inputs())
+    inputs = on_the_gpu(GDNCase(batch=2, seqlen=640, heads=4, gate=-1e-4).inputs())
     apart = 2**31 + 64
     moved = {}
     for name in ("q", "k", "v", "g", "beta"):
@@ -219,7 +215,7 @@ def test_strides_past_32_bits(much_gpu_memory: None) -> None:  # noqa: ARG001
 
 
 def test_views_of_a_wider_tensor() -> None:
-    inputs = on_gpu(replace(FEW, batch=3, seqlen=900, initial_state=False, gate=-1e-3).inputs())
+    inputs = on_the_gpu(replace(FEW, batch=3, seqlen=900, initial_state=False, gate=-1e-3).inputs())
     expected = run(inputs, PARTS)
     moved = {}
     for name in ("q", "k", "v", "g", "beta"):
@@ -246,7 +242,7 @@ SLICED = {
 
 @pytest.mark.parametrize("name", SLICED)
 def test_slices_against_the_oracle(name: str) -> None:
-    inputs = on_gpu(SLICED[name].inputs())
+    inputs = on_the_gpu(SLICED[name].inputs())
     plan = get("gdn", "fused").plan(inputs, Precision())
     assert plan.variant == "hopper"
     assert "padded to 128" in plan.reason
@@ -258,4 +254,4 @@ def test_slices_against_the_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["olmo", "no gate", "slow"])
 def test_no_head_of_slices_is_less_exact_than_unfused(name: str) -> None:
-    assert_as_exact_as_unfused(on_gpu(replace(SLICED[name], seqlen=8192).inputs()))
+    assert_as_exact_as_unfused(on_the_gpu(replace(SLICED[name], seqlen=8192).inputs()))

@@ -14,8 +14,8 @@ import gdn_stages as oracle
 import pytest
 import torch
 from gdn_cases import EXACT, RELAXED, Case
-from gdn_stages import Chunk, chunks_of, of_chunk, workspace
-from stage_formulas import Arithmetic, Formula, assert_within
+from gdn_stages import of_chunk, workspace
+from stage_formulas import Arithmetic, Chunk, Formula, assert_within, chunks_of
 
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.gdn.config import operand_dtype

@@ -24,12 +24,9 @@ KERNELS = [
     *(pytest.param(operator, kernel, marks=ON_HOPPER) for operator in HOPPER_ONLY for kernel in HOPPER_ONLY[operator]),
 ]
 MOST = 100_000  # reports
+TARGET = str(Path(__file__).with_name("sanitizer_target.py"))
 
 pytestmark = pytest.mark.gpu
-
-
-def target(operator: str) -> str:
-    return str(Path(__file__).with_name(f"{operator}_sanitizer_target.py"))
 
 
 def run(*command: str, **environment: str) -> str:
@@ -54,7 +51,7 @@ def sanitized(tool: str, operator: str, kernel: str, *arguments: str, cases: tup
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     options = ("--target-processes", "application-only", "--show-backtrace", "no", "--print-limit", str(MOST))
-    return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, target(operator), kernel, *cases)
+    return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, TARGET, operator, kernel, *cases)
 
 
 @pytest.mark.parametrize(("operator", "kernel"), KERNELS)
@@ -97,4 +94,4 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
 
 @pytest.mark.parametrize(("operator", "kernel"), KERNELS)
 def test_launches_that_block(operator: str, kernel: str) -> None:
-    run(sys.executable, target(operator), kernel, CUDA_LAUNCH_BLOCKING="1")
+    run(sys.executable, TARGET, operator, kernel, CUDA_LAUNCH_BLOCKING="1")

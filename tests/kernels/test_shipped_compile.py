@@ -17,7 +17,7 @@ import pytest
 import torch
 import triton
 from compile_target import CAPABILITIES, RECORDED, assert_recorded, compiled, on_meta, recorded_form
-from machine_code import HASHES, operators_hashes
+from machine_code import HASHES, TABLES, operators_hashes
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.precision import Precision
@@ -83,8 +83,9 @@ def test_takes_no_more_than_recorded(capability: int) -> None:
             )
 
 
-def test_machine_code_is_the_recorded_one() -> None:
-    assert_recorded("test_shipped_compile")
+@pytest.mark.parametrize(("module", "table"), TABLES)
+def test_machine_code_is_the_recorded_one(module: str, table: str) -> None:
+    assert_recorded(module, table)
 
 
 def test_operators_hashes_are_those_of_the_recorded_kernels() -> None:

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from compile_target import CAPABILITIES, SHARED_BYTES, assert_recorded, compiled, on_meta
+from compile_target import CAPABILITIES, SHARED_BYTES, compiled, on_meta
 from ssd_cases import EXACT, RELAXED, Case
 
 from ssdprof.kernels.chunks import Chunks
@@ -93,7 +93,3 @@ def test_the_limits_can_be_broken() -> None:
     """The test detects a configuration that cannot fit: 256 x 128 accumulators in 4 warps."""
     kernels = compiled("test_ssd_compile", 90, "TOO_LARGE")["chunk_scan"]
     assert kernels[0].spilled_bytes > 0
-
-
-def test_machine_code_is_the_recorded_one() -> None:
-    assert_recorded("test_ssd_compile")

@@ -4,13 +4,10 @@ A formula is evaluated twice: `hi` in fp64, and `lo` in fp32 with the roundings 
 stage passes if max|ours - hi| <= 2 * (max|lo - hi| + eps * max|hi|), eps of the stage's output dtype.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
-
 import pytest
 import torch
 from ssd_cases import EXACT, RELAXED, Case
-from stage_formulas import Arithmetic, Formula, assert_within
+from stage_formulas import Arithmetic, Chunk, Formula, assert_within, chunks_of
 
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.precision import Precision
@@ -28,37 +25,6 @@ PRECISIONS = pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=["exact"
 def assert_stage(ours: torch.Tensor, formula: Formula, inputs: SSDInputs, precision: Precision = EXACT) -> None:
     dtype = inputs.x.dtype
     assert_within(ours, formula, Arithmetic(torch.float32, dtype, precision.intermediate_dtype(dtype)))
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Chunk c of row b, positions start..stop.  first: whether it is the first chunk of its sequence."""
-
-    b: int
-    c: int
-    start: int
-    stop: int
-    sequence: int
-    first: bool
-    last: bool
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
-
-
-def chunks_of(inputs: SSDInputs) -> list[Chunk]:
-    batch, seqlen = inputs.x.shape[:2]
-    rows = [(b, b, 0, seqlen) for b in range(batch)]
-    if inputs.cu_seqlens is not None:
-        rows = [(0, i, start, stop) for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist()))]
-    chunks = []
-    for b, sequence, start, stop in rows:
-        for position in range(start, stop, inputs.chunk_size):
-            end = min(position + inputs.chunk_size, stop)
-            c = sum(chunk.b == b for chunk in chunks)
-            chunks.append(Chunk(b, c, position, end, sequence, position == start, end == stop))
-    return chunks
 
 
 def gate(inputs: SSDInputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
