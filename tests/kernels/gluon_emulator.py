@@ -27,7 +27,6 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
-from ssdprof.kernels.gdn.hopper import slow_heads
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
 from ssdprof.kernels.tensors import Part
@@ -67,7 +66,7 @@ SSD = Source.of(
     lanes=2,
 )  # fmt: skip
 GDN = Source.of(
-    gdn_launch, slow_heads,
+    gdn_launch,
     files=(
         "rings", "assignment", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores", "role_states",
         "role_copies", "parts", "hopper_kernel",

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof.kernels import gdn_fused
 from ssdprof.kernels.gdn import fused
-from ssdprof.kernels.gdn.hopper import launch, slices, slow_heads
+from ssdprof.kernels.gdn.hopper import launch, slices
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.tensors import ALIGNMENT, Layout, Part
@@ -74,8 +74,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     def launcher(*_prepared: Any) -> Callable[..., None]:
         return lambda _programs, *arguments: made.append(arguments)
 
-    for module in (launch, slow_heads):
-        monkeypatch.setattr(module, "Launcher", launcher)
+    monkeypatch.setattr(launch, "Launcher", launcher)
     hopper = replace(fused.HOPPER, unsupported=lambda inputs: "" if inputs.q.shape[3] == inputs.v.shape[3] else "no")
     monkeypatch.setattr(slices, "unsupported_otherwise", lambda _inputs: "")
     monkeypatch.setattr(fused, "VARIANTS", (hopper, fused.SLICES))

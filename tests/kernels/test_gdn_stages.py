@@ -20,8 +20,15 @@ from stage_formulas import Arithmetic, Chunk, Formula, assert_within, chunks_of
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.unfused.states import chunk_output, chunk_state
-from ssdprof.kernels.gdn.unfused.system import gate_cumsum, qk_l2norm, recompute_w_u, scaled_dot_kkt, solve_tril
+from ssdprof.kernels.gdn.unfused.l2norm import qk_l2norm
+from ssdprof.kernels.gdn.unfused.stages import (
+    chunk_output,
+    chunk_state,
+    gate_cumsum,
+    recompute_w_u,
+    scaled_dot_kkt,
+    solve_tril,
+)  # fmt: skip
 from ssdprof.kernels.precision import Precision
 
 BATCH = Case(batch=2, length=75, key_heads=2, values_per_key=2, key_dim=20, value_dim=24, l2norm=False, chunk_size=32)

@@ -199,100 +199,57 @@ def _unrolled(key_dim: int, value_dim: int) -> bool:
     return min(key_dim, value_dim) <= 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class GateCumsumConfig:
-    """block_h: heads per program.  Heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector."""
+# Block sizes, in capitals, and launch options of each stage
 
-    block_h: int = 8
-    num_warps: int = 4
+GATE_CUMSUM = {"BLOCK_H": 8, "num_warps": 4}  # heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector
+SOLVE_TRIL = {"num_warps": 1}  # no step of the substitution waits for another warp: 1.6 times as fast as with two
 
 
-@dataclass(frozen=True, kw_only=True)
-class QkL2NormConfig:
-    block_rows: int
-    num_warps: int = 4
-
-    @classmethod
-    def choose(cls, *, key_dim: int) -> QkL2NormConfig:
-        """4096 elements per program."""
-        return cls(block_rows=4096 // int(triton.next_power_of_2(key_dim)))
+def _options(num_warps: int = 4, num_stages: int = 2, **blocks: int) -> dict[str, int]:
+    return blocks | {"num_warps": num_warps, "num_stages": num_stages}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaledDotKktConfig:
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 2
-
-    @classmethod
-    def choose(cls, *, key_dim: int, operand: torch.dtype) -> ScaledDotKktConfig:
-        """All of K at once if possible: this gives eight warps enough to load."""
-        block_k = _block(key_dim, 32 if operand == torch.float32 else 128)
-        return cls(block_k=block_k, num_warps=8 if block_k == 128 else 4)
+def qk_l2norm_options(key_dim: int) -> dict[str, int]:
+    """4096 elements per program."""
+    return {"BLOCK_ROWS": 4096 // int(triton.next_power_of_2(key_dim)), "num_warps": 4}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SolveTrilConfig:
-    """One warp, so that no step of the substitution waits for another warp: 1.6 times as fast as with two."""
-
-    num_warps: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecomputeWUConfig:
-    block_k: int
-    block_v: int
-    num_warps: int = 4
-    num_stages: int = 3
-
-    @classmethod
-    def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> RecomputeWUConfig:
-        """Three stages, so that the next two blocks are loaded during a product."""
-        if operand == torch.float32:
-            if _unrolled(key_dim, value_dim):
-                return cls(block_k=16, block_v=16, num_warps=2, num_stages=2)
-            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_stages=2)
-        return cls(block_k=_block(key_dim, 64), block_v=_block(value_dim, 64))
+def scaled_dot_kkt_options(key_dim: int, operand: torch.dtype) -> dict[str, int]:
+    """All of K at once if possible: this gives eight warps enough to load."""
+    block_k = _block(key_dim, 32 if operand == torch.float32 else 128)
+    return _options(BLOCK_K=block_k, num_warps=8 if block_k == 128 else 4)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GDNChunkStateConfig:
-    """block_v: rows of the transposed state per program."""
-
-    block_v: int
-    num_warps: int = 4
-    num_stages: int = 2
-
-    @classmethod
-    def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype, states: int) -> GDNChunkStateConfig:
-        """states: sequences times value heads.
-
-        A program processes its chunks one after the other.  So few states are cut into narrow slices, and loads run
-        three chunks ahead.  Many states are cut into slices of 64, which read w and k half as often and are the rows of
-        one matrix instruction of four warps on a Hopper GPU.
-        """
-        if operand == torch.float32:
-            return cls(block_v=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
-        if key_dim > 128:
-            return cls(block_v=_block(value_dim, 32), num_warps=8)
-        narrow = _block(value_dim, 32)
-        if states * triton.cdiv(value_dim, narrow) <= _ONE_PROGRAM_EACH:
-            return cls(block_v=narrow, num_stages=4)
-        return cls(block_v=_block(value_dim, 64), num_stages=3)
+def recompute_w_u_options(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, int]:
+    """Three stages for 16 bit, so that the next two blocks are loaded during a product."""
+    if operand != torch.float32:
+        return _options(BLOCK_K=_block(key_dim, 64), BLOCK_V=_block(value_dim, 64), num_stages=3)
+    if _unrolled(key_dim, value_dim):
+        return _options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
+    return _options(BLOCK_K=_block(key_dim, 32), BLOCK_V=_block(value_dim, 32))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkOutputConfig:
-    block_k: int
-    block_v: int
-    num_warps: int = 4
-    num_stages: int = 2
+def chunk_state_options(key_dim: int, value_dim: int, operand: torch.dtype, states: int) -> dict[str, int]:
+    """BLOCK_V: rows of the transposed state per program.  states: sequences times value heads.
 
-    @classmethod
-    def choose(cls, *, key_dim: int, value_dim: int, operand: torch.dtype) -> ChunkOutputConfig:
-        """Up to 128 of V, so that q k^T is computed once.  Four warps, so that two programs share a multiprocessor."""
-        if operand == torch.float32:
-            if _unrolled(key_dim, value_dim):
-                return cls(block_k=16, block_v=16, num_warps=2)
-            return cls(block_k=_block(key_dim, 32), block_v=_block(value_dim, 32), num_warps=8)
-        return cls(block_k=_block(key_dim, 64), block_v=_block(value_dim, 128))
+    A program processes its chunks one after the other.  So few states are cut into narrow slices, and loads run three
+    chunks ahead.  Many states are cut into slices of 64, which read w and k half as often and are the rows of one
+    matrix instruction of four warps on a Hopper GPU.
+    """
+    if operand == torch.float32:
+        return _options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
+    if key_dim > 128:
+        return _options(BLOCK_V=_block(value_dim, 32), num_warps=8)
+    narrow = _block(value_dim, 32)
+    if states * triton.cdiv(value_dim, narrow) <= _ONE_PROGRAM_EACH:
+        return _options(BLOCK_V=narrow, num_stages=4)
+    return _options(BLOCK_V=_block(value_dim, 64), num_stages=3)
+
+
+def chunk_output_options(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, int]:
+    """Up to 128 of V, so that q k^T is computed once.  Four warps, so that two programs share a multiprocessor."""
+    if operand != torch.float32:
+        return _options(BLOCK_K=_block(key_dim, 64), BLOCK_V=_block(value_dim, 128))
+    if _unrolled(key_dim, value_dim):
+        return _options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
+    return _options(BLOCK_K=_block(key_dim, 32), BLOCK_V=_block(value_dim, 32), num_warps=8)

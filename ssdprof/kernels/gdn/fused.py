@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.hopper import config as hopper_config
 from ssdprof.kernels.gdn.hopper import slices as hopper_slices
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
-from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, launch_count, workspace_bytes
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, launch_count, workspace
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch, PortableWorkspace
+from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch, handed_on
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
 from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
@@ -109,7 +110,7 @@ def _plan_hopper(call: VariantCall) -> Plan:
         variant="hopper",
         launches=launch_count(call.inputs, config),
         config=settings,
-        workspace_bytes=workspace_bytes(call.inputs, config),
+        workspace_bytes=workspace(call.inputs, config)[0].nbytes,
         reason=f"two launches: inverses of all chunks, then the states{slow}; {reason}{_equals(call)}",
     )
 
@@ -160,7 +161,9 @@ def _plan_portable(call: VariantCall) -> Plan:
         variant="interpreter" if INTERPRETED else "portable",
         launches=2,
         config=settings,
-        workspace_bytes=PortableWorkspace.of(call.inputs, call.precision, config).bytes,
+        workspace_bytes=sum(
+            prod(shape) * dtype.itemsize for shape, dtype in handed_on(call.inputs, call.precision, config)
+        ),
         reason=f"two launches: factors of all chunks, then the states; {reason}{_equals(call)}",
     )
 

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import decay_exp, ptr_offset, sequence_bounds
-from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
@@ -128,10 +128,10 @@ class GDNRecurrentLaunch:
     ) -> None:
         self._in_place = in_place
         self._index, self._device = inputs.q.get_device(), inputs.q.device
-        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
+        self._states = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
         self._programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], config.block_v)
         new = torch.empty(inputs.v.shape, device="meta")
-        final = strides_of(inputs.initial_state) if in_place else self._final_states.strides
+        final = strides_of(inputs.initial_state) if in_place else self._states[1]
         tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
         self._launcher = Launcher(
             _gdn_recurrent_kernel,
@@ -146,18 +146,16 @@ class GDNRecurrentLaunch:
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(self._index):  # no effect for -1, the CPU
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = self._place_for_states(inputs)
+            if self._in_place:
+                assert inputs.initial_state is not None
+                final_states = inputs.initial_state
+            else:
+                final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=self._device)
             self._launcher(
                 self._programs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state,
                 inputs.cu_seqlens, out, final_states,
             )  # fmt: skip
         return GDNOutput(out, final_states)
-
-    def _place_for_states(self, inputs: GDNInputs) -> torch.Tensor:
-        if self._in_place:
-            assert inputs.initial_state is not None
-            return inputs.initial_state
-        return self._final_states.empty(self._device)
 
 
 _launches: LaunchCache[GDNRecurrentLaunch] = LaunchCache()
@@ -185,11 +183,7 @@ def _prepare(inputs: GDNInputs, in_place: bool) -> GDNRecurrentLaunch:
     return GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs), in_place=in_place)
 
 
-def _run(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-    return gdn_recurrent(inputs)
-
-
-_EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
+EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
 
 
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:
@@ -198,8 +192,8 @@ def plan(inputs: GDNInputs, precision: Precision) -> Plan:
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
         config=asdict(GDNRecurrentConfig.choose(inputs)),
-        reason="one launch, token by token; fp32 throughout" + _EQUALS * (precision != Precision()),
+        reason="one launch, token by token; fp32 throughout" + EQUALS * (precision != Precision()),
     )
 
 
-register(Implementation(operator="gdn", name="recurrent", run=_run, plan=plan))
+register(Implementation(operator="gdn", name="recurrent", run=lambda inputs, _: gdn_recurrent(inputs), plan=plan))

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from triton import next_power_of_2
 
+from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
-from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel
+from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel, _parts_kernel
+from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, MOST_ROWS
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import DIM
-from ssdprof.kernels.gdn.hopper.slow_heads import LongMemory
-from ssdprof.kernels.gdn.hopper.workspace import HopperWorkspace, padded_strides
-from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.launch import Launcher
-from ssdprof.kernels.tensors import Descriptor, Part, part, row_stride, rows, steps, tiles
+from ssdprof.kernels.tensors import Descriptor, Layout, Part, Place, part, row_stride, rows, steps, tiles
 
-Gates = tuple[Part | None, Part | None, Part | None]  # decays, bounds, norms
-
-
-class Begun(NamedTuple):
-    """A call after its first launch.  descriptors: of q, k and the inverses."""
-
-    memory: torch.Tensor | None
-    descriptors: tuple[Any, Any, Any]
-    gates: Gates
+AHEAD = 3  # parts of which `combine_kernel.py` has loads under way, or uses them
+PARTS_RING = 3  # slots of the rings of `parts.py`
+PARTS_REGISTERS = 240  # of a role of two matrices
+WIDE = 16  # most pairs with 16 rows of V in a program of `combine_kernel.py`; with more, 32 fill the GPU, too
 
 
-def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig, *, padded: bool = False) -> int:
-    """Bytes of the workspace of a call."""
-    return HopperWorkspace.of(inputs, config, padded=padded).layout.nbytes
+def workspace(
+    inputs: GDNInputs, config: GDNHopperConfig, *, padded: bool = False
+) -> tuple[Layout, dict[str, Place | None]]:
+    """Places of the tensors that one launch writes for another; None if a call has no such launch.
+
+    `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 | bounds (HV, slots) fp32
+        norms (slots, H, 2, 64) fp32, if it normalises q and k
+    `parts.py`: backs (rows) int32 | parts (rows, parts, V, K) fp32 | moves (rows, parts, 2, K, K) bf16
+    `combine_kernel.py`: entering (rows, V, K) fp32
+    `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
+    """
+    layout, single = Layout(), torch.float32
+    slots, heads, chunk, dim = slot_count(inputs), inputs.v.shape[2], CHUNK.value, DIM.value
+    first, count = not config.fused_inverse, config.transition_parts
+    slow = row_count(inputs, config.segment) if count else 0
+    norms = first and inputs.use_qk_l2norm
+    return layout, {
+        "inverse": layout.add(inputs.q.dtype, slots, heads, chunk, chunk) if first else None,
+        "decays": layout.add(single, slots, heads, chunk) if first else None,
+        "bounds": layout.add(single, heads, slots) if first else None,
+        "norms": layout.add(single, slots, inputs.q.shape[2], 2, chunk) if norms else None,
+        "backs": layout.add(torch.int32, slow) if slow else None,
+        "parts": layout.add(single, slow, count, dim, dim) if slow else None,
+        "moves": layout.add(torch.bfloat16, slow, count, 2, dim, dim) if slow else None,
+        "entering": layout.add(single, slow, dim, dim) if slow else None,
+        "padded": layout.add(single, inputs.sequences, heads, dim, dim) if padded else None,
+    }
 
 
 def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
@@ -44,17 +64,20 @@ class GDNHopperLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them.
 
     padded: final states are written to the workspace with K = V = 128.  Then call only `begin` and `finish`.
+
+    Raises ValueError for a configuration that does not fit the inputs.
     """
 
     def __init__(
         self, inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False, padded: bool = False
     ) -> None:
+        _check(inputs, config)
         seqlen, key_heads = inputs.q.shape[1:3]
         heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
-        slots = slot_count(inputs)
+        slots, self._inverts = slot_count(inputs), config.fused_inverse
         self._index, self._device = inputs.q.get_device(), inputs.q.device
-        self._places = HopperWorkspace.of(inputs, config, padded=padded)
-        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
+        self._layout, self._places = workspace(inputs, config, padded=padded)
+        self._states = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
         self._q, self._k, self._v = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
         row = heads * inputs.v.shape[3]
         self._out = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
@@ -69,9 +92,7 @@ class GDNHopperLaunch:
             self._programs = segments * inputs.sequences * heads
         sizes = (seqlen, inputs.sequences, slots)
         cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
-        self._inverts = config.fused_inverse
-        self._check(inputs, config)
-        gate_strides = _vector_strides(inputs.g), _vector_strides(inputs.beta)
+        gate_strides = tuple((gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta))
         self._prep = Launcher(
             _prep_kernel,
             (*gate_strides, cu_strides, *sizes),
@@ -79,7 +100,7 @@ class GDNHopperLaunch:
             | dict(num_warps=4, maxnreg=96),  # five programs per SM
         )
         initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
-        final = padded_strides(heads, state_v_first=state_v_first) if padded else self._final_states.strides
+        final = state_strides(heads, DIM.value, DIM.value, v_first=state_v_first) if padded else self._states[1]
         options: dict[str, Any] = dict(  # GROUP: value heads per key head
             KEY_HEADS=key_heads, HEADS=heads, GROUP=heads // key_heads, PACKED=packed,
             PERSISTENT=config.persistent_programs > 0, FIRST_SEGMENT_EXTRA=config.first_segment_extra,
@@ -87,56 +108,87 @@ class GDNHopperLaunch:
             STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers, num_warps=4,
         )  # fmt: skip
         scalars = inputs.scale_or_default, config.truncation_log2, *sizes, config.segment
-        self._long_memory = LongMemory(inputs, config, self._places, (cu_strides, *scalars), options)
         self._main = Launcher(_hopper_kernel, ((*gate_strides, cu_strides), *scalars), options)
+        self._rows = row_count(inputs, config.segment) if config.transition_parts else 0
+        if self._rows:
+            self._prepare_parts(inputs, config, (cu_strides, *scalars), options)
+
+    def _prepare_parts(
+        self, inputs: GDNInputs, config: GDNHopperConfig, scalars: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        """The launches that compute the states entering segments of slow heads."""
+        pairs, tasks = inputs.sequences * inputs.v.shape[2], config.transition_parts * self._rows
+        boundaries = self._rows // pairs
+        self._parts_programs = min(config.transition_programs, tasks)
+        block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
+        self._combine_programs = pairs * DIM.value // block_v
+        parts_options = options | dict(
+            ROWS=max(LEAST_ROWS, next_power_of_2(self._rows)), PARTS=config.transition_parts,
+            MOST=next_power_of_2(ceil_div(tasks, self._parts_programs)), KEY_DEPTH=PARTS_RING, DEPTH=PARTS_RING,
+            STATE_REGISTERS=PARTS_REGISTERS,
+        )  # fmt: skip
+        limits = config.longest_first_pass, config.least_first_pass
+        self._make_parts = Launcher(_parts_kernel, (*scalars, self._rows, *limits), parts_options)
+        self._combine = Launcher(
+            _combine_kernel,
+            (options["STATE_STRIDES"][:4], pairs, boundaries, config.segment),
+            dict(
+                HEADS=inputs.v.shape[2], PARTS=config.transition_parts, BOUNDARIES=next_power_of_2(boundaries),
+                DIM=DIM.value, BLOCK_V=block_v, AHEAD=AHEAD, num_warps=warps,
+            ),
+        )  # fmt: skip
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(self._index):  # no effect for -1, the CPU
             begun = self.begin(inputs)
             # the host does the rest while the GPU runs the first launch
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = self._final_states.empty(self._device)
+            final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=self._device)
             self.finish(begun, inputs, out, final_states)
         return GDNOutput(out, final_states)
 
-    def begin(self, inputs: GDNInputs) -> Begun:
+    def begin(self, inputs: GDNInputs) -> tuple[dict[str, Part | None], tuple[Any, Any, Any]]:
         """Allocate the workspace, and launch the kernel that inverts the chunks, unless the last launch inverts them.
 
-        The current device must be that of the inputs, here and in `finish`.
+        The current device must be that of the inputs, here and in `finish`.  Returns the parts of the workspace, and
+        the descriptors of q, k and the inverses.
         """
-        places = self._places
-        memory = places.layout.allocate(self._device) if places.layout.nbytes else None
-        q, k = self._q.of(inputs.q), self._k.of(inputs.k)
-        if memory is None or places.inverse is None:
-            return Begun(memory, (q, k, None), (None, None, None))
-        inverse = self._inverse.of(Part(memory, places.inverse))
-        gates = part(memory, places.decays), part(memory, places.bounds), part(memory, places.norms)
-        self._prep(self._prep_programs, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, *gates)
-        return Begun(memory, (q, k, inverse), gates)
+        memory = self._layout.allocate(self._device) if self._layout.nbytes else None
+        places = {name: part(memory, place) for name, place in self._places.items()}
+        q, k, inverse = self._q.of(inputs.q), self._k.of(inputs.k), None
+        if places["inverse"] is not None:
+            inverse = self._inverse.of(places["inverse"])
+            self._prep(
+                self._prep_programs, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, places["decays"],
+                places["bounds"], places["norms"],
+            )  # fmt: skip
+        return places, (q, k, inverse)
 
-    def finish(self, begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part) -> None:
-        """Launch the other kernels."""
-        memory, (q, k, inverse), gates = begun
-        descriptors = (q, k, self._v.of(inputs.v), inverse, self._out.of(out))
-        entering, backs = self._long_memory(memory, descriptors, inputs, gates)
+    def finish(self, begun: Any, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part) -> None:
+        """Launch the other kernels.  begun: what `begin` returned."""
+        places, (q, k, inverse) = begun
+        v, backs, entering = self._v.of(inputs.v), places["backs"], places["entering"]
+        gates = places["decays"], places["bounds"], places["norms"]
+        if self._rows:
+            parts, moves = places["parts"], places["moves"]
+            self._make_parts(self._parts_programs, k, v, inverse, inputs.cu_seqlens, parts, moves, backs, *gates)
+            self._combine(self._combine_programs, parts, moves, backs, inputs.initial_state, entering)
         g, beta = (inputs.g, inputs.beta) if self._inverts else (None, None)
         self._main(
-            self._programs, *descriptors, inputs.initial_state, inputs.cu_seqlens, entering, backs, final_states,
-            *gates, g, beta,
+            self._programs, q, k, v, inverse, self._out.of(out), inputs.initial_state, inputs.cu_seqlens, entering,
+            backs, final_states, *gates, g, beta,
         )  # fmt: skip
 
-    def padded(self, begun: Begun) -> Part:
-        """The part of the workspace for padded final states."""
-        assert begun.memory is not None
-        assert self._places.padded is not None
-        return Part(begun.memory, self._places.padded)
 
-    def _check(self, inputs: GDNInputs, config: GDNHopperConfig) -> None:
-        whole = config.persistent_programs or config.segment * CHUNK.value >= inputs.v.shape[1]
-        if config.first_segment_extra and (whole or config.transition_parts or inputs.cu_seqlens is not None):
-            raise ValueError("a longer first segment needs several segments, no parts and no packed sequences")
-        if config.fused_inverse and (inputs.use_qk_l2norm or not whole):
-            raise ValueError("one launch takes whole sequences whose keys are normalised")
+def _check(inputs: GDNInputs, config: GDNHopperConfig) -> None:
+    whole = config.persistent_programs or config.segment * CHUNK.value >= inputs.v.shape[1]
+    if config.first_segment_extra and (whole or config.transition_parts or inputs.cu_seqlens is not None):
+        raise ValueError("a longer first segment needs several segments, no parts and no packed sequences")
+    if config.fused_inverse and (inputs.use_qk_l2norm or not whole):
+        raise ValueError("one launch takes whole sequences whose keys are normalised")
+    slow = row_count(inputs, config.segment) if config.transition_parts else 0
+    if slow and (slow > MOST_ROWS or config.segment % config.transition_parts):
+        raise ValueError(f"transition_parts = {config.transition_parts} with {slow} rows of {config.segment} chunks")
 
 
 def gdn_fused_hopper(inputs: GDNInputs, *, config: GDNHopperConfig) -> GDNOutput:
@@ -149,8 +201,3 @@ def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *,
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]
     return tiles(tensor, strides, sizes=(heads, columns), block=(1, CHUNK.value, DIM.value), packed=packed)
-
-
-def _vector_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Strides of g or beta (b, l, hv)."""
-    return tensor.stride(0), row_stride(tensor), tensor.stride(2)

@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported_otherwise
-from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
-from ssdprof.kernels.gdn.hopper.launch import workspace_bytes as hopper_bytes
+from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, workspace
 from ssdprof.kernels.gdn.hopper.rings import DIM
-from ssdprof.kernels.gdn.hopper.workspace import padded_strides
-from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.hopper.schedule import ceil_div
 
 LEAST = 64  # K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
@@ -62,7 +60,7 @@ def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     of_slices = sliced(inputs)
     gates = of_slices.g.nbytes + of_slices.beta.nbytes if slice_count(inputs) > 1 else 0
     initial = 0 if of_slices.initial_state is None else of_slices.initial_state.nbytes
-    return hopper_bytes(of_slices, config, padded=True) + gates + initial
+    return workspace(of_slices, config, padded=True)[0].nbytes + gates + initial
 
 
 class SlicedLaunch:
@@ -73,15 +71,16 @@ class SlicedLaunch:
         self._launch = GDNHopperLaunch(sliced(inputs), config, state_v_first=state_v_first, padded=True)
         self._index, self._device, self._count = inputs.q.get_device(), inputs.q.device, slice_count(inputs)
         self._gates = (*inputs.g.shape, self._count), (*inputs.g.stride(), 0), (*inputs.beta.stride(), 0)
-        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
         sequences, heads, key_dim, value_dim = inputs.states_shape
+        self._states = inputs.states_shape, state_strides(heads, key_dim, value_dim, v_first=state_v_first)
         self._pieces = sequences, heads, self._count, key_dim, value_dim // self._count
-        self._final = self._cut(self._final_states.strides)
-        self._final_padded = self._joined(padded_strides(heads * self._count, state_v_first=state_v_first))
-        self._initial_shape = sequences, heads * self._count, DIM.value, DIM.value
+        self._final = self._cut(self._states[1])
+        padded = heads * self._count, DIM.value, DIM.value
+        self._final_padded = self._joined(state_strides(*padded, v_first=state_v_first))
+        self._initial_shape = sequences, *padded
         if inputs.initial_state is not None:
             self._initial = self._cut(inputs.initial_state.stride())
-            self._initial_padded = self._joined(padded_strides(heads * self._count, state_v_first=False))
+            self._initial_padded = self._joined(state_strides(*padded, v_first=False))
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(self._index):  # no effect for -1, the CPU
@@ -97,9 +96,10 @@ class SlicedLaunch:
             if inputs.initial_state is not None:
                 inputs = GDNInputs.unchecked(**vars(inputs) | {"initial_state": self._pad(inputs.initial_state)})
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            padded = self._launch.padded(begun)
+            padded = begun[0]["padded"]
+            assert padded is not None
             self._launch.finish(begun, inputs, out, padded)
-            final_states = self._final_states.empty(self._device)
+            final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=self._device)
             final_states.as_strided(self._pieces, self._final).copy_(padded.strided(self._pieces, self._final_padded))
         return GDNOutput(out, final_states)
 

@@ -22,8 +22,7 @@ Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ import triton.language as tl
 
 from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.config import GDNPortableConfig, inverse_products, operand_dtype
-from ssdprof.kernels.gdn.inputs import FinalStates, GDNInputs, GDNOutput
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.gdn.portable.factors import _gdn_factors_kernel, first_slot, load_rows, piece_of_slot, slot_count
 from ssdprof.kernels.launch import Described, Launcher, described
 from ssdprof.kernels.precision import Precision
@@ -247,41 +246,16 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
             tl.store(final_ptr + tile, state[n], mask=m_value & (o_n < S.KEY_DIM))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PortableWorkspace:
-    """Shapes of the tensors that the first launch writes for the second, and the dtype of operands."""
-
-    state_factor: tuple[int, ...]
-    out_factor: tuple[int, ...]
-    rows: tuple[int, ...]
-    chunks: tuple[int, ...]
-    operand_dtype: torch.dtype
-
-    @classmethod
-    def of(cls, inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> PortableWorkspace:
-        length, heads = inputs.v.shape[1:3]
-        slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
-        padded = triton.cdiv(inputs.q.shape[3], config.block_k) * config.block_k
-        return cls(
-            state_factor=(slots, heads, config.chunk, padded),
-            out_factor=(slots, heads, config.chunk, config.chunk),
-            rows=(slots, heads, 2, config.chunk),
-            chunks=(slots, heads, 2),
-            operand_dtype=operand_dtype(inputs.q.dtype, precision),
-        )
-
-    def allocate(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Uninitialised tensors, in the order of the fields."""
-        operands, gates = (self.state_factor, self.out_factor), (self.rows, self.chunks)
-        return (
-            *(torch.empty(shape, dtype=self.operand_dtype, device=device) for shape in operands),
-            *(torch.empty(shape, dtype=torch.float32, device=device) for shape in gates),
-        )
-
-    @property
-    def bytes(self) -> int:
-        operands = prod(self.state_factor) + prod(self.out_factor)
-        return operands * self.operand_dtype.itemsize + 4 * (prod(self.rows) + prod(self.chunks))
+def handed_on(
+    inputs: GDNInputs, precision: Precision, config: GDNPortableConfig
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor that the first launch writes for the second, in the order of `factors.py`."""
+    length, heads = inputs.v.shape[1:3]
+    slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
+    padded = triton.cdiv(inputs.q.shape[3], config.block_k) * config.block_k
+    operand = operand_dtype(inputs.q.dtype, precision)
+    operands = [((slots, heads, config.chunk, columns), operand) for columns in (padded, config.chunk)]
+    return [*operands, ((slots, heads, 2, config.chunk), torch.float32), ((slots, heads, 2), torch.float32)]
 
 
 class GDNPortableLaunch:
@@ -290,76 +264,63 @@ class GDNPortableLaunch:
     def __init__(
         self, inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
     ) -> None:
-        self._workspace = PortableWorkspace.of(inputs, precision, config)
-        self._final_states = FinalStates.of(inputs, state_v_first=state_v_first)
-        self._index = inputs.q.get_device()
-        slots, heads, chunk, _ = self._workspace.state_factor
-        self._factors_programs = slots * heads
-        segments = inputs.sequences
-        packed = inputs.cu_seqlens is not None
+        (length, heads, value_dim), key_dim, chunk = inputs.v.shape[1:], inputs.q.shape[3], config.chunk
+        self._index, self._handed_on = inputs.q.get_device(), handed_on(inputs, precision, config)
+        self._states = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+        packed, sizes, segments = inputs.cu_seqlens is not None, (length, inputs.sequences), inputs.sequences
+        self._factors_programs = slot_count(*sizes, chunk, packed=packed) * heads
         if config.segment:
-            segments = slot_count(inputs.v.shape[1], inputs.sequences, config.segment * chunk, packed=packed)
-        self._scan_programs = segments * heads * triton.cdiv(inputs.v.shape[3], config.block_v)
+            segments = slot_count(*sizes, config.segment * chunk, packed=packed)
+        self._scan_programs = segments * heads * triton.cdiv(value_dim, config.block_v)
         new = torch.empty(inputs.v.shape, device="meta")
         q_strides, k_strides, cu_strides = tile_strides(inputs.q), tile_strides(inputs.k), strides_of(inputs.cu_seqlens)
+        initial_strides, operand = strides_of(inputs.initial_state), self._handed_on[0][1]
         spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in (inputs.q, inputs.k, inputs.v, new)]
-        spans += [
-            inputs.q.shape[3] * strides[2] + inputs.v.shape[3] * strides[3]
-            for strides in (strides_of(inputs.initial_state), self._final_states.strides)
-            if strides
-        ]
-        wide = self._workspace.operand_dtype == torch.float32
+        spans += [key_dim * st[2] + value_dim * st[3] for st in (initial_strides, self._states[1]) if st]
         common: dict[str, Any] = dict(
-            VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=inputs.q.shape[3], CHUNK=chunk,
-            BLOCK_K=config.block_k, OPERAND=TL_DTYPE[self._workspace.operand_dtype],
-            ALIGNED=not packed and inputs.v.shape[1] % chunk == 0, ALIGNMENT=_alignment(inputs.q, inputs.k, inputs.v),
-            OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
+            VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, CHUNK=chunk,
+            BLOCK_K=config.block_k, OPERAND=TL_DTYPE[operand], ALIGNED=not packed and length % chunk == 0,
+            ALIGNMENT=_alignment(inputs.q, inputs.k, inputs.v), OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
         )  # fmt: skip
-        sizes = (inputs.v.shape[1], inputs.sequences)
+        merge = tl.float16 if inputs.use_qk_l2norm and operand != torch.float32 else tl.float32
+        registers = {"maxnreg": config.factors_registers} if config.factors_registers else {}
+        strides = (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides)
         self._factors = Launcher(
             _gdn_factors_kernel,
-            (
-                (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides),
-                *sizes,
-                inputs.scale_or_default,
-            ),
-            common
-            | {
-                "L2NORM": bool(inputs.use_qk_l2norm),
-                "MERGE": tl.float16 if inputs.use_qk_l2norm and not wide else tl.float32,
-                "MERGE_PRECISION": inverse_products(self._workspace.operand_dtype),
-                "num_warps": config.factors_warps,
-            }
-            | ({"maxnreg": config.factors_registers} if config.factors_registers else {}),
-        )
-        self._scan = Launcher(
-            _gdn_scan_kernel,
-            (
-                (
-                    q_strides, k_strides, tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides,
-                    tile_strides(new), self._final_states.strides,
-                ),
-                *sizes,
-            ),
+            (strides, *sizes, inputs.scale_or_default),
             common
             | dict(
-                VALUE_DIM=inputs.v.shape[3], SEGMENT=config.segment, CUT=config.segment > 0, BLOCK_V=config.block_v,
+                L2NORM=bool(inputs.use_qk_l2norm), MERGE=merge, MERGE_PRECISION=inverse_products(operand),
+                num_warps=config.factors_warps,
+            )
+            | registers,
+        )  # fmt: skip
+        strides = (
+            q_strides, k_strides, tile_strides(inputs.v), initial_strides, cu_strides, tile_strides(new),
+            self._states[1],
+        )  # fmt: skip
+        self._scan = Launcher(
+            _gdn_scan_kernel,
+            (strides, *sizes),
+            common
+            | dict(
+                VALUE_DIM=value_dim, SEGMENT=config.segment, CUT=config.segment > 0, BLOCK_V=config.block_v,
                 V_ROWS=config.v_rows, SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
             ),
         )  # fmt: skip
 
     def __call__(self, inputs: GDNInputs) -> GDNOutput:
         with torch.cuda.device(self._index):  # no effect for -1, the CPU
-            device = inputs.q.device
-            factors = self._workspace.allocate(device)
+            device, cu_seqlens = inputs.q.device, inputs.cu_seqlens
+            factors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._handed_on]
             self._factors(
-                self._factors_programs, inputs.q, inputs.k, inputs.g, inputs.beta, inputs.cu_seqlens, *factors
-            )
+                self._factors_programs, inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *factors
+            )  # fmt: skip
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = self._final_states.empty(device)
+            final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=device)
             self._scan(
-                self._scan_programs, inputs.q, inputs.k, inputs.v, *factors, inputs.initial_state, inputs.cu_seqlens,
-                out, final_states,
+                self._scan_programs, inputs.q, inputs.k, inputs.v, *factors, inputs.initial_state, cu_seqlens, out,
+                final_states,
             )  # fmt: skip
         return GDNOutput(out, final_states)
 

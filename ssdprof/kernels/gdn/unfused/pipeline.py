@@ -6,18 +6,15 @@ of the unfused Triton kernels of flash-linear-attention (`config.py`).
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
-
 import torch
 
 from ssdprof.kernels.chunks import Chunks, chunk_count
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.gdn import config as configs
+from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.unfused.states import chunk_output, chunk_state
-from ssdprof.kernels.gdn.unfused.system import gate_cumsum, qk_l2norm, recompute_w_u, scaled_dot_kkt, solve_tril
+from ssdprof.kernels.gdn.unfused import stages
+from ssdprof.kernels.gdn.unfused.l2norm import qk_l2norm
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 
@@ -67,17 +64,17 @@ def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     if inputs.use_qk_l2norm:
         q, k = qk_l2norm(q, dtype=operand), qk_l2norm(k, dtype=operand)
     chunks = Chunks.of(inputs)
-    g_cumsum_log2 = gate_cumsum(inputs.g, chunks)
-    L = scaled_dot_kkt(k, beta, g_cumsum_log2, chunks, operand=operand)
-    A = solve_tril(L, inputs.length, chunks, operand=operand)
+    g_cumsum_log2 = stages.gate_cumsum(inputs.g, chunks)
+    L = stages.scaled_dot_kkt(k, beta, g_cumsum_log2, chunks, operand=operand)
+    A = stages.solve_tril(L, inputs.length, chunks, operand=operand)
     del L  # w and u can reuse its memory
-    w, u = recompute_w_u(A, k, v, beta, g_cumsum_log2, chunks, precision=precision)
+    w, u = stages.recompute_w_u(A, k, v, beta, g_cumsum_log2, chunks, precision=precision)
     del A
-    prev_states, v_new, final_states = chunk_state(
+    prev_states, v_new, final_states = stages.chunk_state(
         k, w, u, g_cumsum_log2, chunks, inputs_dtype=dtype, precision=precision, initial_state=inputs.initial_state
     )
     del w, u
-    out = chunk_output(
+    out = stages.chunk_output(
         q, k, prev_states, v_new, g_cumsum_log2, chunks,
         scale=inputs.scale_or_default, out_dtype=dtype, precision=precision,
     )  # fmt: skip
@@ -89,14 +86,14 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
     _refuse_unsupported(inputs)
     (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
     operand, size = operand_dtype(inputs.q.dtype, precision), inputs.chunk_size
-    dims: dict[str, Any] = {"key_dim": key_dim, "value_dim": value_dim, "operand": operand}
-    stages: dict[str, Any] = {
-        "gate_cumsum": configs.GateCumsumConfig(),
-        "scaled_dot_kkt": configs.ScaledDotKktConfig.choose(key_dim=key_dim, operand=operand),
-        "solve_tril": configs.SolveTrilConfig(),
-        "recompute_w_u": configs.RecomputeWUConfig.choose(**dims),
-        "chunk_state": configs.GDNChunkStateConfig.choose(**dims, states=inputs.sequences * heads),
-        "chunk_output": configs.ChunkOutputConfig.choose(**dims),
+    dims = (key_dim, value_dim, operand)
+    chosen = {
+        "gate_cumsum": config.GATE_CUMSUM,
+        "scaled_dot_kkt": config.scaled_dot_kkt_options(key_dim, operand),
+        "solve_tril": config.SOLVE_TRIL,
+        "recompute_w_u": config.recompute_w_u_options(*dims),
+        "chunk_state": config.chunk_state_options(*dims, states=inputs.sequences * heads),
+        "chunk_output": config.chunk_output_options(*dims),
     }
     extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
     chunks = batch * chunk_count(inputs) * heads
@@ -109,7 +106,7 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
         variant="interpreter" if INTERPRETED else "portable",
         launches=6 + int(inputs.cu_seqlens is not None) + 2 * int(inputs.use_qk_l2norm),
         config={"chunk_size": size}
-        | {f"{stage}.{key}": value for stage, config in stages.items() for key, value in asdict(config).items()},
+        | {f"{stage}.{key.lower()}": value for stage, options in chosen.items() for key, value in options.items()},
         workspace_bytes=most + 4 * chunks * size + operand.itemsize * normalised,
         reason=", and ".join(["six stages, one launch each", *(what for what, there in extra.items() if there)]),
     )

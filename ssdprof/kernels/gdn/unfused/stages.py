@@ -1,0 +1,565 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The six stages of unfused GDN, a kernel and its launcher each.
+
+Launchers run on the current device, and `GDNInputs` has checked the shapes.  Block sizes and warps: `../config.py`.
+Oracle: the function of the same name in tests/kernels/gdn_stages.py.  Source: Yang, Kautz and Hatamizadeh 2024
+(arXiv:2412.06464), section 3.3; docs/gdn-mathematics.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, in_units, ptr_offset
+from ssdprof.kernels.gdn import config
+from ssdprof.kernels.gdn.config import LEAF, intermediate, inverse_products, operand_dtype
+from ssdprof.kernels.launch import Described, described, launch
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.tensors import strides_of_each, strides_unit
+
+# 2^-160 is zero in fp32.  A lower g, in particular -inf, would cost differences of later sums their precision.
+FORGOTTEN = tl.constexpr(-160.0)
+
+STAGES = {
+    "_own_chunk": "setup", "_rows": "caller", "_load": "caller", "_side_by_side": "solve_tril",
+    "_merge_pairs": "solve_tril", "_gdn_gate_cumsum_kernel": "gate_cumsum",
+    "_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt", "_gdn_solve_tril_kernel": "solve_tril",
+    "_gdn_recompute_w_u_kernel": "recompute_w_u", "_gdn_chunk_state_kernel": "chunk_state",
+    "_gdn_chunk_output_kernel": "chunk_output",
+}  # fmt: skip
+
+
+@triton.jit
+def _own_chunk(unit, spans_ptr, length, heads, nchunks, CHUNK_SIZE: tl.constexpr):
+    """(head, row of the batch, chunk, its first position, its positions) of a unit of (B * NT * heads)."""
+    i_h, i_bc = unit % heads, unit // heads
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)
+    return i_h, i_b, i_c, start, count
+
+
+@triton.jit
+def _rows(ptr, strides, index, mask, OPERAND: tl.constexpr):
+    """A tile of q, k or v (CHUNK_SIZE, BLOCK) as an operand."""
+    return tl.load(ptr + ptr_offset(index, strides), mask=mask, other=0.0).to(OPERAND)
+
+
+@described
+def _gate_cumsum_metadata(tensors: Any, _S: Any) -> Described:
+    g = tensors[0]
+    return "b{} t{} hv{}".format(*g.shape), 2 * g.numel(), g.numel() * (g.element_size() + 4)
+
+
+@triton.jit(launch_metadata=_gate_cumsum_metadata)
+def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    g_ptr, spans_ptr, g_cumsum_log2_ptr = tensors
+    g_strides, g_cumsum_log2_strides = strides
+    # --- this program's heads and chunk
+    h_blocks = tl.cdiv(heads, S.BLOCK_H)
+    i_bc = tl.program_id(0) // h_blocks
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    o_h = (tl.program_id(0) % h_blocks) * S.BLOCK_H + tl.arange(0, S.BLOCK_H)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_h = o_h < heads
+
+    b_g = tl.load(
+        g_ptr + ptr_offset((i_b, start + o_i[None, :], o_h[:, None]), g_strides),
+        mask=m_h[:, None] & (o_i < count)[None, :], other=0.0,
+    ).to(tl.float32)  # [BLOCK_H, CHUNK_SIZE]  # fmt: skip
+    b_g = tl.clamp(b_g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    # later stages subtract these sums, and their rounding becomes a relative error of the decay: round them only once
+    b_sum = tl.cumsum(b_g.to(tl.float64), axis=1).to(tl.float32)
+    index = (i_b, i_c, o_h[:, None], o_i[None, :])
+    tl.store(g_cumsum_log2_ptr + ptr_offset(index, g_cumsum_log2_strides), b_sum, mask=m_h[:, None])
+
+
+def gate_cumsum(g: torch.Tensor, chunks: Chunks) -> torch.Tensor:
+    """Stage 1: the cumulative log decay, g_cumsum_log2[i] = sum_{j <= i} clamp(g[j] * log2(e), FORGOTTEN, 0).
+
+    Later stages take exp2 of differences many times per element.  Positions past the sequence's end count as g = 0.
+
+    In:   g (B, T, HV)
+    Out:  g_cumsum_log2 (B, NT, HV, C) fp32
+    Grid: (B * NT * blocks of heads)
+    """
+    batch, length, heads = g.shape
+    g_cumsum_log2 = torch.empty(batch, chunks.count, heads, chunks.size, device=g.device, dtype=torch.float32)
+    launch(
+        _gdn_gate_cumsum_kernel,
+        batch * chunks.count * triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
+        (g, chunks.spans, g_cumsum_log2),
+        ((g.stride(), g_cumsum_log2.stride()), length, heads, chunks.count),
+        CHUNK_SIZE=chunks.size, **config.GATE_CUMSUM,
+    )  # fmt: skip
+    return g_cumsum_log2
+
+
+@described
+def _scaled_dot_kkt_metadata(tensors: Any, _S: Any) -> Described:
+    k, *_, L = tensors
+    moved = k.numel() * k.element_size() + L.numel() * 4 * 5 // 8
+    return "b{} t{} h{} k{}".format(*k.shape), 2 * k.numel() * L.shape[-1], moved
+
+
+@triton.jit(launch_metadata=_scaled_dot_kkt_metadata)
+def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    k_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, L_ptr = tensors
+    k_strides, beta_strides, g_cumsum_log2_strides, L_strides = strides
+    i_h, i_b, i_c, start, count = _own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_i = o_i < count
+
+    # --- once per key head
+    k_strides = in_units(k_strides, S.UNIT)
+    kkt = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
+        mask = m_i[:, None] & (o_k < S.KEY_DIM)[None, :]
+        b_k = _rows(k_ptr, k_strides, (i_b, start + o_i[:, None], i_h, o_k[None, :]), mask, S.OPERAND)
+        kkt = tl.dot(b_k, tl.trans(b_k), kkt, input_precision=DOT_PRECISION)
+
+    # --- for each value head
+    m_below = o_i[:, None] > o_i[None, :]
+    m_block = (o_i // S.LEAF)[:, None] >= (o_i // S.LEAF)[None, :]
+    for value in tl.static_range(S.VALUES_PER_KEY):
+        i_hv = i_h * S.VALUES_PER_KEY + value
+        b_beta = tl.load(
+            beta_ptr + ptr_offset((i_b, start + o_i, i_hv), beta_strides), mask=m_i, other=0.0
+        ).to(tl.float32)  # fmt: skip
+        b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_hv, o_i), g_cumsum_log2_strides))
+        weight = decay_exp2(b_g[:, None] - b_g[None, :]) * b_beta[:, None]
+        tl.store(
+            L_ptr + ptr_offset((i_b, i_c, i_hv, o_i[:, None], o_i[None, :]), L_strides),
+            tl.where(m_below, kkt * weight, 0.0), mask=m_block,
+        )  # fmt: skip
+
+
+def scaled_dot_kkt(
+    k: torch.Tensor, beta: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks, *, operand: torch.dtype
+) -> torch.Tensor:
+    """Stage 2: the triangular system of each chunk.
+
+        L[i, j] = beta[i] * exp(g_cumsum[i] - g_cumsum[j]) * sum_k k[i, k] * k[j, k]      for j < i, else 0
+
+    Blocks of 16 x 16 above the diagonal are not written, and solve_tril does not read them.
+
+    In:   k (B, T, H, K) | beta (B, T, HV) | g_cumsum_log2 (B, NT, HV, C) fp32
+    Out:  L (B, NT, HV, C, C) fp32
+    Grid: (B * NT * H), with all value heads of a key head
+    """
+    batch, length, heads, key_dim = k.shape
+    L = torch.empty(*g_cumsum_log2.shape, chunks.size, device=k.device, dtype=torch.float32)
+    launch(
+        _gdn_scaled_dot_kkt_kernel,
+        batch * chunks.count * heads,
+        (k, beta, g_cumsum_log2, chunks.spans, L),
+        ((k.stride(), beta.stride(), g_cumsum_log2.stride(), L.stride()), length, heads, chunks.count),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUES_PER_KEY=beta.shape[2] // heads, OPERAND=TL_DTYPE[operand],
+        UNIT=strides_unit(k), LEAF=LEAF, **config.scaled_dot_kkt_options(key_dim, operand),
+    )  # fmt: skip
+    return L
+
+
+@described
+def _solve_tril_metadata(tensors: Any, _S: Any) -> Described:
+    L, _, A = tensors
+    batch, nchunks, heads, size, _ = L.shape
+    flops = L.numel() * size // 3
+    return f"b{batch} c{nchunks} hv{heads} size{size}", flops, L.numel() * 4 * 5 // 8 + A.numel() * A.element_size()
+
+
+@triton.jit
+def _side_by_side(left, right):
+    """Join two (n, r, c) tensors to one (n, r, 2 * c)."""
+    n: tl.constexpr = left.shape[0]
+    r: tl.constexpr = left.shape[1]
+    c: tl.constexpr = left.shape[2]
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 1, 3, 2)), (n, r, 2 * c))
+
+
+@triton.jit
+def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
+    """Merge inverses of diagonal blocks, (2 * n, s, s), to those of blocks twice as large, (n, 2 * s, 2 * s)."""
+    PAIRS: tl.constexpr = A.shape[0] // 2
+    HALF: tl.constexpr = A.shape[1]
+    top, bottom = tl.split(tl.permute(tl.reshape(A, (PAIRS, 2, HALF, HALF)), (0, 2, 3, 1)))
+    first, o_h = tl.arange(0, PAIRS)[:, None, None] * (2 * HALF), tl.arange(0, HALF)
+    below = ptr_offset((first + HALF + o_h[None, :, None], first + o_h[None, None, :]), L_strides)
+    corner = tl.dot(tl.load(L_ptr + below), top, input_precision=PRODUCTS)
+    corner = -tl.dot(bottom, corner, input_precision=PRODUCTS)
+    upper, lower = _side_by_side(top, tl.zeros_like(top)), _side_by_side(corner, bottom)
+    return tl.reshape(tl.permute(tl.join(upper, lower), (0, 3, 1, 2)), (PAIRS, 2 * HALF, 2 * HALF))
+
+
+@triton.jit(launch_metadata=_solve_tril_metadata)
+def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    L_ptr, spans_ptr, A_ptr = tensors
+    L_strides, A_strides = strides
+    i_h, i_b, i_c, _, count = _own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    L_ptr += ptr_offset((i_b, i_c, i_h), L_strides[:3])
+
+    # --- blocks of S.LEAF rows
+    LEAVES: tl.constexpr = S.CHUNK_SIZE // S.LEAF
+    o_n, o_r = tl.arange(0, LEAVES), tl.arange(0, S.LEAF)
+    A = tl.where(o_r[None, :, None] == o_r[None, None, :], 1.0, 0.0) + tl.zeros((LEAVES, S.LEAF, S.LEAF), tl.float32)
+    for i in tl.static_range(1, S.LEAF):
+        row = tl.load(
+            L_ptr + ptr_offset((o_n[:, None] * S.LEAF + i, o_n[:, None] * S.LEAF + o_r[None, :]), L_strides[3:])
+        )  # [LEAVES, LEAF], zero from column i on  # fmt: skip
+        known = tl.sum(row[:, :, None] * A, axis=1)
+        A = tl.where(o_r[None, :, None] == i, A - known[:, None, :], A)
+
+    # --- pairs of blocks
+    for _ in tl.static_range(S.MERGES):
+        A = _merge_pairs(A, L_ptr, L_strides[3:], S.PRODUCTS)
+
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    tl.store(
+        A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides),
+        tl.reshape(A, (S.CHUNK_SIZE, S.CHUNK_SIZE)).to(A_ptr.dtype.element_ty),
+    )
+
+
+def solve_tril(L: torch.Tensor, length: int, chunks: Chunks, *, operand: torch.dtype) -> torch.Tensor:
+    """Stage 3: the inverse of each chunk's triangular system, A = (I + L)^-1.
+
+    Blocks of 16 rows are inverted by forward substitution in fp32, all at once.  Then neighbouring blocks T and B, with
+    C between them, are merged until one is left: its lower corner is -B^-1 C T^-1.  No intermediate number grows with
+    nearly collinear keys.  A Neumann series would sum powers of L, which do grow.
+
+    In:   L (B, NT, HV, C, C) fp32, its blocks of 16 x 16 on and below the diagonal
+    Out:  A (B, NT, HV, C, C) in the operands' dtype, zeros above the diagonal
+    Grid: (B * NT * HV)
+    """
+    batch, _, heads, size, _ = L.shape
+    A = torch.empty(L.shape, device=L.device, dtype=operand)
+    launch(
+        _gdn_solve_tril_kernel,
+        batch * chunks.count * heads,
+        (L, chunks.spans, A),
+        ((L.stride(), A.stride()), length, heads, chunks.count),
+        CHUNK_SIZE=size, LEAF=LEAF, MERGES=(size // LEAF).bit_length() - 1, PRODUCTS=inverse_products(operand),
+        **config.SOLVE_TRIL,
+    )  # fmt: skip
+    return A
+
+
+@described
+def _recompute_w_u_metadata(tensors: Any, _S: Any) -> Described:
+    A, k, v, *_, w, u = tensors
+    batch, length, heads, value_dim = v.shape
+    flops = 2 * A.numel() * (k.shape[3] + value_dim)
+    return f"b{batch} t{length} hv{heads} k{k.shape[3]} v{value_dim}", flops, (A, k, v, w, u)
+
+
+@triton.jit(launch_metadata=_recompute_w_u_metadata)
+def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+    A_ptr, k_ptr, v_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, w_ptr, u_ptr = tensors
+    A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides = strides
+    k_strides, v_strides = in_units(k_strides, S.UNIT), in_units(v_strides, S.UNIT)
+    w_strides = in_units(w_strides, S.UNIT)
+
+    # --- this program's chunk; value heads of one key head are in neighbouring programs, because they share k
+    i_h, i_bc = tl.program_id(0) % heads, tl.program_id(0) // heads
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_i = o_i < count
+    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(S.INTERMEDIATE)
+    b_beta = tl.load(beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0)
+    b_beta = b_beta.to(tl.float32)
+    b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
+
+    # --- u
+    b_A_u = (b_A * b_beta.to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
+    for first_v in range(0, S.VALUE_DIM, S.BLOCK_V):
+        o_v = first_v + tl.arange(0, S.BLOCK_V)
+        m_v = o_v < S.VALUE_DIM
+        b_v = tl.load(
+            v_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), v_strides),
+            mask=m_i[:, None] & m_v[None, :], other=0.0,
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_V]  # fmt: skip
+        b_u = tl.dot(b_A_u, b_v, input_precision=DOT_PRECISION)
+        tl.store(
+            u_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), u_strides),
+            tl.trans(b_u).to(S.OPERAND), mask=m_v[:, None],
+        )  # fmt: skip
+
+    # --- w
+    b_A_w = (b_A * (decay_exp2(b_g) * b_beta).to(S.INTERMEDIATE)[None, :]).to(S.OPERAND)
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
+        m_k = o_k < S.KEY_DIM
+        b_k = tl.load(
+            k_ptr + ptr_offset((i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides),
+            mask=m_i[:, None] & m_k[None, :], other=0.0,
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        b_w = tl.dot(b_A_w, b_k, input_precision=DOT_PRECISION)
+        tl.store(
+            w_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), w_strides),
+            b_w.to(S.OPERAND), mask=m_k[None, :],
+        )  # fmt: skip
+
+
+def recompute_w_u(
+    A: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
+    *, precision: Precision,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Stage 4: keys and values of each chunk after the inverse, which do not depend on the state.
+
+        u[v, i] = sum_j A[i, j] * beta[j] * v[j, v]
+        w[i, k] = sum_j A[i, j] * beta[j] * exp(g_cumsum[j]) * k[j, k]
+
+    In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
+          g_cumsum_log2 (B, NT, HV, C) fp32
+    Out:  w (B, NT, HV, C, K) | u (B, NT, HV, V, C), both in the operands' dtype; rows past the sequence's end are zero
+    Grid: (B * NT * HV)
+    """
+    batch, length, heads, value_dim = v.shape
+    key_dim, operand = k.shape[3], operand_dtype(v.dtype, precision)
+    w = torch.empty(batch, chunks.count, heads, chunks.size, key_dim, device=v.device, dtype=operand)
+    u = torch.empty(batch, chunks.count, heads, value_dim, chunks.size, device=v.device, dtype=operand)
+    tensors = (A, k, v, beta, g_cumsum_log2)
+    launch(
+        _gdn_recompute_w_u_kernel,
+        batch * chunks.count * heads,
+        (*tensors, chunks.spans, w, u),
+        (strides_of_each(*tensors, w, u), length, heads, chunks.count, heads // k.shape[2]),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(v.dtype, precision), UNIT=strides_unit(k, v, w),
+        **config.recompute_w_u_options(key_dim, value_dim, operand),
+    )  # fmt: skip
+    return w, u
+
+
+@described
+def _chunk_state_metadata(tensors: Any, _S: Any) -> Described:
+    k, w, u, *_, prev_states, v_new, _ = tensors
+    batch, nchunks, heads, _, key_dim = w.shape
+    flops = 4 * u.numel() * key_dim
+    return f"b{batch} c{nchunks} hv{heads} k{key_dim} v{u.shape[3]}", flops, (w, u, k, prev_states, v_new)
+
+
+@triton.jit
+def _load(pointers, mask, WHOLE: tl.constexpr):
+    """Load, with zeros where the mask is false.  WHOLE: the mask is true everywhere."""
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit(launch_metadata=_chunk_state_metadata)
+def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+    (
+        k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr, prev_states_ptr, v_new_ptr,
+        final_states_ptr,
+    ) = tensors  # fmt: skip
+    (
+        k_strides, w_strides, u_strides, g_cumsum_log2_strides, initial_state_strides, prev_states_strides,
+        v_new_strides, final_states_strides,
+    ) = strides  # fmt: skip
+    # --- this program's rows of a state
+    V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    ALL_K: tl.constexpr = S.KEY_DIM == S.BLOCK_K
+    ALL_V: tl.constexpr = S.VALUE_DIM % S.BLOCK_V == 0
+    i_sh = tl.program_id(0) // V_BLOCKS
+    i_s, i_h = i_sh // heads, i_sh % heads
+    o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    o_k, o_i = tl.arange(0, S.BLOCK_K), tl.arange(0, S.CHUNK_SIZE)
+    m_v, m_k = o_v < S.VALUE_DIM, o_k < S.KEY_DIM
+    m_vk = m_v[:, None] & m_k[None, :]
+    if bounds_ptr is None:
+        i_b, first, after = i_s, 0, nchunks
+        begin, end = tl.zeros((), tl.int64), tl.cast(length, tl.int64)
+    else:
+        i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+        begin = tl.load(spans_ptr + 2 * first, mask=first < after, other=0)
+        end = tl.load(spans_ptr + 2 * after - 1, mask=first < after, other=0)
+
+    # --- addresses of the first chunk; those of later chunks are multiples of a stride further
+    k_strides, w_strides = in_units(k_strides, S.UNIT), in_units(w_strides, S.UNIT)
+    prev_states_strides = in_units(prev_states_strides, S.UNIT)
+    p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
+    p_u = u_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), u_strides)
+    p_k = k_ptr + ptr_offset((i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides)
+    p_g = g_cumsum_log2_ptr + ptr_offset((i_b, first, i_h), g_cumsum_log2_strides[:3])
+    p_prev = prev_states_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides)
+    p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
+
+    # --- loop over chunks
+    state = tl.zeros((S.BLOCK_V, S.BLOCK_K), dtype=tl.float32)
+    if initial_state_ptr is not None:
+        initial_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), initial_state_strides)
+        state += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
+    for turn in range(after - first):
+        step = tl.cast(turn, tl.int64)
+        state_operand = state.to(S.OPERAND)
+        if ALL_K and ALL_V:
+            tl.store(p_prev + step * prev_states_strides[1], state_operand)
+        else:
+            tl.store(p_prev + step * prev_states_strides[1], state_operand, mask=m_vk)
+        b_w = _load(p_w + step * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
+        b_u = _load(p_u + step * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
+        m_i = o_i < end - begin - step * S.CHUNK_SIZE
+        b_k = tl.load(
+            p_k + step * S.CHUNK_SIZE * k_strides[1], mask=m_i[:, None] & m_k[None, :], other=0.0
+        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        p_g_chunk = p_g + step * g_cumsum_log2_strides[1]
+        b_g = tl.load(p_g_chunk + o_i)
+        g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
+
+        v_new = b_u.to(tl.float32) - tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
+        if ALL_V:
+            tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND))
+        else:
+            tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND), mask=m_v[:, None])
+        to_end = decay_exp2(g_end - b_g).to(S.INTERMEDIATE)
+        decayed = (v_new.to(S.INTERMEDIATE) * to_end[None, :]).to(S.OPERAND)
+        state = tl.dot(decayed, b_k, state * decay_exp2(g_end), input_precision=DOT_PRECISION)
+        state = state.to(S.STATE).to(tl.float32)
+    final_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides)
+    tl.store(final_states_ptr + final_offset, state, mask=m_vk)
+
+
+def chunk_state(
+    k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks, *,
+    inputs_dtype: torch.dtype, precision: Precision, initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Stage 5: the state that enters each chunk, the values that the chunk writes, and the final state.
+
+        v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
+        S'[v, k]     = exp(g_end) * S[v, k] + sum_i exp(g_end - g_cumsum[i]) * v_new[v, i] * k[i, k]
+
+    S is the transposed state that enters the chunk, and g_end = g_cumsum[C - 1].  This is the serial stage.
+
+    In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C) | g_cumsum_log2 (B, NT, HV, C) fp32
+          initial_state (sequences, HV, K, V) or None
+    Out:  prev_states (B, NT, HV, V, K) | v_new (B, NT, HV, V, C), both in the operands' dtype
+          final_states (sequences, HV, K, V) fp32
+    Grid: (sequences * HV * blocks of V)
+    """
+    batch, length, key_heads, key_dim = k.shape
+    heads, value_dim = u.shape[2:4]
+    operand = operand_dtype(inputs_dtype, precision)
+    options = config.chunk_state_options(key_dim, value_dim, operand, states=chunks.sequences * heads)
+    prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=k.device, dtype=operand)
+    v_new = torch.empty_like(u)
+    final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=k.device, dtype=torch.float32)
+    given, results = (k, w, u, g_cumsum_log2, initial_state), (prev_states, v_new, final_states)
+    launch(
+        _gdn_chunk_state_kernel,
+        chunks.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        (*given, chunks.spans, chunks.bounds, *results),
+        (strides_of_each(*given, *results), length, heads, chunks.count, heads // key_heads),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(inputs_dtype, precision),
+        STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k, w, prev_states),
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), **options,
+    )  # fmt: skip
+    return results
+
+
+@described
+def _chunk_output_metadata(tensors: Any, _S: Any) -> Described:
+    q, k, prev_states, v_new, *_, out = tensors
+    batch, length, heads, value_dim = out.shape
+    flops = 2 * v_new.numel() * (q.shape[3] + v_new.shape[4] // 2)
+    return f"b{batch} t{length} hv{heads} k{q.shape[3]} v{value_dim}", flops, (q, k, prev_states, v_new, out)
+
+
+@triton.jit(launch_metadata=_chunk_output_metadata)
+def _gdn_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr):
+    q_ptr, k_ptr, prev_states_ptr, v_new_ptr, g_cumsum_log2_ptr, spans_ptr, out_ptr = tensors
+    q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides = strides
+    # --- heads of one chunk are in neighbouring programs, because they share q and k
+    V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    i_bch = tl.program_id(0) // V_BLOCKS
+    i_h, i_bc = i_bch % heads, i_bch // heads
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    i_kh = i_h // values_per_key
+    o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_v, m_i = o_v < S.VALUE_DIM, o_i < count
+
+    # --- products with q
+    q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
+    prev_states_strides, out_strides = in_units(prev_states_strides, S.UNIT), in_units(out_strides, S.UNIT)
+    acc = tl.zeros((S.CHUNK_SIZE, S.BLOCK_V), dtype=tl.float32)
+    scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), dtype=tl.float32)
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
+        m_k = o_k < S.KEY_DIM
+        m_ik = m_i[:, None] & m_k[None, :]
+        b_q = _rows(q_ptr, q_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.OPERAND)
+        b_k = _rows(k_ptr, k_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.OPERAND)
+        b_S = tl.load(
+            prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
+            mask=m_v[:, None] & m_k[None, :], other=0.0,
+        )  # [BLOCK_V, BLOCK_K]  # fmt: skip
+        acc = tl.dot(b_q, tl.trans(b_S), acc, input_precision=DOT_PRECISION)
+        scores = tl.dot(b_q, tl.trans(b_k), scores, input_precision=DOT_PRECISION)
+
+    # --- decays, and the chunk's own values
+    b_g = tl.load(g_cumsum_log2_ptr + ptr_offset((i_b, i_c, i_h, o_i), g_cumsum_log2_strides))
+    b_v_new = tl.load(
+        v_new_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), v_new_strides),
+        mask=m_v[:, None], other=0.0,
+    )  # [BLOCK_V, CHUNK_SIZE]  # fmt: skip
+    acc *= decay_exp2(b_g).to(S.INTERMEDIATE).to(tl.float32)[:, None]
+    decay = decay_exp2(b_g[:, None] - b_g[None, :]).to(S.INTERMEDIATE)
+    b_scores = tl.where(o_i[:, None] >= o_i[None, :], scores.to(S.INTERMEDIATE) * decay, 0.0).to(S.OPERAND)
+    acc = tl.dot(b_scores, tl.trans(b_v_new), acc, input_precision=DOT_PRECISION) * scale
+    tl.store(
+        out_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), out_strides),
+        acc.to(out_ptr.dtype.element_ty), mask=m_i[:, None] & m_v[None, :],
+    )  # fmt: skip
+
+
+def chunk_output(
+    q: torch.Tensor, k: torch.Tensor, prev_states: torch.Tensor, v_new: torch.Tensor, g_cumsum_log2: torch.Tensor,
+    chunks: Chunks, *, scale: float, out_dtype: torch.dtype, precision: Precision,
+) -> torch.Tensor:  # fmt: skip
+    """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected values.
+
+        out[i, v] = scale * (exp(g_cumsum[i]) * sum_k q[i, k] * S[v, k]
+                             + sum_{j <= i} exp(g_cumsum[i] - g_cumsum[j]) * (sum_k q[i, k] * k[j, k]) * v_new[v, j])
+
+    In:   q, k (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C)
+          g_cumsum_log2 (B, NT, HV, C) fp32
+    Out:  out (B, T, HV, V), the inputs' dtype
+    Grid: (B * NT * HV * blocks of V)
+    """
+    batch, length, key_heads, key_dim = q.shape
+    heads, value_dim = v_new.shape[2:4]
+    operand = operand_dtype(out_dtype, precision)
+    options = config.chunk_output_options(key_dim, value_dim, operand)
+    out = torch.empty(batch, length, heads, value_dim, device=q.device, dtype=out_dtype)
+    tensors = (q, k, prev_states, v_new, g_cumsum_log2)
+    launch(
+        _gdn_chunk_output_kernel,
+        batch * chunks.count * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        (*tensors, chunks.spans, out),
+        (strides_of_each(*tensors, out), length, heads, chunks.count, heads // key_heads, float(scale)),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(out_dtype, precision),
+        UNIT=strides_unit(q, k, prev_states, out), **options,
+    )  # fmt: skip
+    return out
