@@ -14,6 +14,8 @@ Grid: pairs * V / BLOCK_V, a pair being a sequence and a head; rows are ordered 
 import triton
 import triton.language as tl
 
+import ssdprof.kernels.device  # noqa: F401  chooses the interpreter or a GPU before the kernel is defined
+
 STAGES = {"_combine_kernel": "warm_up"}
 
 
