@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from inspect import Signature
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -27,7 +28,6 @@ from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printab
 INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # the class of click, unknown options included
-_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 HELP = "Measure what a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."
 EPILOG = (
@@ -72,22 +72,17 @@ class Commands(TyperGroup):
 
 def _ranks() -> Any:
     """The module, imported only after an error, because the import is slow."""
-    from ssdprof.store import ranks
-
-    return ranks
+    return import_module("ssdprof.store.ranks")
 
 
 def _expected(error: OSError) -> SsdprofError | None:
     """The message for an error of the operating system that no stage expected; None for a defect in ssdprof."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MissingCapabilityError(
-            f"The disk is full: {error}.", "Free some space.  Reports that were written earlier are complete."
-        )
-    if error.errno in _NO_PERMISSION:
-        name = error.filename or "A file or folder"
-        return MissingCapabilityError(
-            f"{name} cannot be used: {error.strerror}.", "Check its permissions and its owner, or name another place."
-        )
+        hint = "Free some space.  Reports that were written earlier are complete."
+        return MissingCapabilityError(f"The disk is full: {error}.", hint)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "Check its permissions and its owner, or name another place."
+        return MissingCapabilityError(f"{error.filename or 'A file or folder'} cannot be used: {error.strerror}.", hint)
     return None
 
 
@@ -101,22 +96,60 @@ app = typer.Typer(
 )
 
 
-# options -> functions in `ssdprof.commands`, each called with the options and the result of the one before
-_COMMANDS: dict[type, tuple[str, ...]] = {
+def runs(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="A folder of runs.", show_default="runs", parser=options.path)
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """List the runs, newest first: time, model, tokens, GPU and verdict."""
+    _module("stored").runs(folder, as_json=json)
+
+
+def models(json: options.Json = False) -> None:
+    """List the supported model families and their published checkpoints.
+
+    Other checkpoints of a listed model type work too.
+    """
+    _module("stored").models(as_json=json)
+
+
+def doctor(json: options.Json = False) -> None:
+    """Check what this machine can do, and name what is missing.
+
+    Without a GPU, everything works except timing.
+    """
+    _module("machine").doctor(as_json=json)
+
+
+def schemas(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which schema; without it, list them.")] = None,
+) -> None:
+    """Print the JSON schema of what a command prints with --json."""
+    _module("stored").schemas(name)
+
+
+def _module(name: str) -> Any:
+    return import_module(f"ssdprof.commands.{name}")
+
+
+# A command, or its options -> functions in `ssdprof.commands`, each called with the options and the result of the one
+# before.
+_COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("requests:run", "model:run"),
-    options.RunsOptions: ("stored:runs",),
+    runs: (),
     options.CaptureOptions: ("requests:capture", "model:capture"),
     options.AccuracyOptions: ("stored:accuracy",),
     options.AnswersOptions: ("requests:answers", "model:answers"),
     options.ExportOptions: ("stored:export",),
     options.CompareOptions: ("stored:compare",),
     options.PrefillOptions: ("requests:prefill", "model:prefill"),
-    options.StallsOptions: ("requests:stalls", "stalls:stalls"),
-    options.BenchOptions: ("requests:bench", "bench:bench"),
-    options.TuneOptions: ("requests:tune", "tune:tune"),
-    options.ModelsOptions: ("stored:models",),
-    options.DoctorOptions: ("machine:doctor",),
-    options.SchemasOptions: ("stored:schemas",),
+    options.StallsOptions: ("requests:stalls", "kernels:stalls"),
+    options.BenchOptions: ("requests:bench", "kernels:bench"),
+    options.TuneOptions: ("requests:tune", "kernels:tune"),
+    models: (),
+    doctor: (),
+    schemas: (),
 }
 
 
@@ -125,8 +158,7 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
         values: tuple[Any, ...] = (kind(**given),)
         for name in functions:
             module, _, function = name.partition(":")
-            found = getattr(import_module(f"ssdprof.commands.{module}"), function)(*values)
-            values = (values[0], found)
+            values = (values[0], getattr(_module(module), function)(*values))
 
     declared = list(options.parameters(kind))
     command.__signature__ = Signature(declared)  # type: ignore[attr-defined]  # Typer reads it, and the annotations
@@ -134,14 +166,11 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     return command
 
 
-def _help(kind: type) -> str:
-    """The docstring with one line per paragraph, because Typer keeps the line breaks of the source."""
-    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-
-
 for _kind, _functions in _COMMANDS.items():
-    app.command(_kind.__name__.removesuffix("Options").lower(), help=_help(_kind))(_command(_kind, _functions))
+    # Typer keeps the line breaks of the source
+    _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (inspect.getdoc(_kind) or "").split("\n\n"))
+    _name = _kind.__name__.removesuffix("Options").lower()
+    app.command(_name, help=_help)(_command(_kind, _functions) if _functions else _kind)
 
 
 def _print_version(wanted: bool) -> None:

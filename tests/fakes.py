@@ -13,7 +13,7 @@ import torch
 from cases import layer
 
 from ssdprof import kernels
-from ssdprof.commands import bench as bench_command
+from ssdprof.commands import kernels as bench_command
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.case import Case
 from ssdprof.core.subject import Ceilings

@@ -5,15 +5,15 @@ from __future__ import annotations
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ssdprof.commands import options, terminal
+from ssdprof.commands import terminal
 from ssdprof.environment import doctor as machine
 
 STYLES = {"ok": "green", "warn": "yellow", "missing": "red"}
 
 
-def doctor(options: options.DoctorOptions) -> None:
+def doctor(*, as_json: bool) -> None:
     checks = machine.doctor()
-    if options.json:
+    if as_json:
         terminal.print_json([check.model_dump() for check in checks])
         return
     table = RichTable(box=None, show_header=False, pad_edge=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from ssdprof.commands import output, terminal
 from ssdprof.commands.options import AnswersOptions, CaptureOptions, PrefillOptions, RunOptions
 from ssdprof.commands.output import TerminalWatcher
-from ssdprof.core.base import KernelOrigin, PrecisionRecord, Record
+from ssdprof.core.base import PrecisionRecord, Record
 from ssdprof.core.report import Condition, Report
 from ssdprof.core.subject import CaptureManifest
 from ssdprof.environment.toolchain import require_gpu
@@ -46,10 +48,8 @@ def run(options: RunOptions, asked: tuple[CaptureRequest, ReplayRequest, Subject
     reports = ranks is None or ranks.first  # the first rank reports for all
     if options.dry_run:
         if reports:
-            planned = plan(found, request, tensor_parallel=options.tensor_parallel)
-            output.show_plan(planned, as_json=options.json)
-            run_job.check(found, wanted, ranks)
-            check_start(planned, found, request)
+            check = partial(run_job.check, found, wanted, ranks)
+            _plan(found, request, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
     conditions = _judged_here(wanted.conditions, options)
     wanted = replace(wanted, conditions=conditions, command=terminal.command_line())
@@ -66,6 +66,21 @@ def run(options: RunOptions, asked: tuple[CaptureRequest, ReplayRequest, Subject
     if options.stalls:
         _stalls(request, folder, report, tuned, as_json=options.json)
     output.end(report)
+
+
+def _plan(
+    found: Subject | Stored,
+    request: CaptureRequest,
+    check: Callable[[], object],
+    *,
+    tensor_parallel: int = 1,
+    as_json: bool,
+) -> None:
+    """Show the plan of a dry run, and raise what would keep the model from running."""
+    planned = plan(found, request, tensor_parallel=tensor_parallel)
+    output.show_plan(planned, as_json=as_json)
+    check()
+    check_start(planned, found, request)
 
 
 def _judged_here(conditions: tuple[Condition, ...], options: RunOptions) -> tuple[Condition, ...]:
@@ -122,10 +137,7 @@ def _stalls(request: CaptureRequest, folder: Path, report: Report, tuned: Path |
 def capture(options: CaptureOptions, asked: tuple[CaptureRequest, Subject]) -> None:
     request, subject = asked
     if options.dry_run:
-        planned = plan(subject, request)
-        output.show_plan(planned, as_json=options.json)
-        limits.check_capture()
-        check_start(planned, subject, request)
+        _plan(subject, request, limits.check_capture, as_json=options.json)
         return
     watcher = TerminalWatcher()
     folder, manifest = run_job.capture(request, options.out, overwrite=options.force, watcher=watcher, subject=subject)
@@ -139,10 +151,7 @@ def answers(options: AnswersOptions, asked: tuple[CaptureRequest, AnswersRequest
     request, wanted, subject = asked
     subject = answers_job.loaded_as(subject, wanted)
     if options.dry_run:
-        planned = plan(subject, request)
-        output.show_plan(planned, as_json=options.json)
-        answers_job.check(subject, wanted)
-        check_start(planned, subject, request)
+        _plan(subject, request, partial(answers_job.check, subject, wanted), as_json=options.json)
         return
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
@@ -163,12 +172,11 @@ def prefill(
     subject = prefill_job.find(request)
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    both: tuple[KernelOrigin, ...] = ("model", "bundled")
     wanted = prefill_job.PrefillRequest(
         model=request,
         batch=options.batch,
         precision=PrecisionRecord(intermediates=options.dtypes, state_dtype=options.states),
-        conv_and_norm=both if options.conv_and_norm == "bundled" else ("model",),
+        conv_and_norm=("model", "bundled") if options.conv_and_norm == "bundled" else ("model",),
         resolved=resolve_implementations(names, options.baseline, subject.layers),
         first_call_s=options.first_call,
         seconds=options.seconds,

@@ -1,6 +1,6 @@
 """The options of every command: a class each, whose docstring is the help, and whose fields are the options.
 
-A field is declared by `option`, `flag` or `argument`, or as Typer wants parameters: annotated with `typer.Option`.
+A field is declared by `option`, `flag` or `argument`, or its type is annotated with `info`.
 Imports nothing that takes time: the shell's completion and --help read all of it.
 """
 
@@ -17,6 +17,11 @@ import typer
 from ssdprof.errors import unreadable
 
 Kind = TypeVar("Kind")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def options(kind: type[Kind]) -> type[Kind]:
+    return dataclass(frozen=True, kw_only=True)(kind)
 
 
 def path(text: str) -> Path:
@@ -36,145 +41,99 @@ def existing_file(text: str) -> Path:
         raise unreadable(f"The file {text}", error, "Give the path of a text file.") from None
 
 
-def option(default: Any, metavar: str, help: str, *names: str, shown: bool | str = True, **more: Any) -> Any:
-    """A field.  shown: the default in words; False: none.  more: arguments of `typer.Option`."""
-    info = typer.Option(*names, metavar=metavar or None, help=help, show_default=shown, **more)
-    return field(default=default, metadata={"typer": info})
+def info(metavar: str, help: str, *names: str, shown: bool | str = True, **more: Any) -> Any:
+    """Annotates a type.  shown: the default in words; False: none.  more: arguments of `typer.Option`."""
+    return typer.Option(*names, metavar=metavar or None, help=help, show_default=shown, **more)
+
+
+def option(default: Any, metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """A field.  The other arguments: see `info`."""
+    return field(default=default, metadata={"typer": info(metavar, help, *names, **more)})
 
 
 def flag(name: str, help: str) -> Any:
-    return field(default=False, metadata={"typer": typer.Option(name, help=help)})
+    return option(False, "", help, name)
 
 
 def argument(default: Any, metavar: str, help: str, *, shown: bool | str = False, **more: Any) -> Any:
     """default: ... if it is required."""
-    info = typer.Argument(metavar=metavar, help=help, show_default=shown, **more)
-    return field(default=MISSING if default is ... else default, metadata={"typer": info})
+    declared = typer.Argument(metavar=metavar, help=help, show_default=shown, **more)
+    return field(default=MISSING if default is ... else default, metadata={"typer": declared})
 
 
 def parameters(kind: type) -> Iterator[Parameter]:
     """The fields of a class of options as parameters of a command, those of its base classes first."""
     types = get_type_hints(kind, include_extras=True)
     for one in fields(kind):
-        info = one.metadata.get("typer")
-        yield Parameter(
-            one.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if one.default is MISSING else one.default,
-            annotation=Annotated[types[one.name], info] if info else types[one.name],
-        )
+        declared, default = one.metadata.get("typer"), Parameter.empty if one.default is MISSING else one.default
+        annotation = Annotated[types[one.name], declared] if declared else types[one.name]
+        yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 # --- shared by several commands
 
-Implementations = Annotated[
-    str,
-    typer.Option(
-        "--impl",
-        "--implementations",
-        metavar="I[,I...]",
-        help="Implementations: unfused, fused, another library (mamba_ssm, published=DIR; fla, flash_qla, flashinfer), "
-        "or your own kernel: MODULE:FUNCTION.",
-    ),
-]
-Baseline = Annotated[str, typer.Option(metavar="NAME", help="The implementation that the others are compared with.")]
-FirstCall = Annotated[
-    float, typer.Option(metavar="SECONDS", min=1, help="Longest first call of your own kernel, compilation included.")
-]
-Dtypes = Annotated[
-    Literal["exact", "relaxed", "all"],
-    typer.Option(help="Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or both."),
-]
 _STATES = "Dtypes of inter-chunk states: fp32, fp16, bf16, all."
-States = Annotated[str, typer.Option(metavar="D[,D...]", help=_STATES)]
-UsualStates = Annotated[
-    str | None, typer.Option(metavar="D[,D...]", help=_STATES, show_default="fp32 with exact, the inputs' with relaxed")
-]
-AnswerStates = Annotated[
-    str | None, typer.Option(metavar="D[,D...]", help=_STATES, show_default="fp32 with exact, 16 bit with relaxed")
-]
-OneDtype = Annotated[Literal["exact", "relaxed"], typer.Option(help="Precision of intermediates.")]
-OneState = Annotated[Literal["fp32", "fp16", "bf16"], typer.Option(help="Dtype of inter-chunk states.")]
 _DIFFERENCE = "as faster or slower only if its 95 % interval lies beyond this difference."
-SmallestDifference = Annotated[str, typer.Option(metavar="P%", help=f"Report a kernel {_DIFFERENCE}")]
-MinSpeedup = Annotated[
-    float | None,
-    typer.Option(metavar="X", min=0, help="Fail unless every case is X times as fast as the baseline, by device time."),
-]
-MinMatch = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TOL:P",
-        help="Fail unless P % of the output matches the baseline's within TOL: 0, 1e-3 or 1e-2.  Repeatable.",
-    ),
-]
-MaxRmsRatio = Annotated[
-    float | None,
-    typer.Option(metavar="R", min=0, help="Fail if the output's RMS error is more than R times its floor."),
-]
-Gates = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--gate",
-        metavar="METRIC[@WHERE]:LIMIT",
-        help="Fail unless it holds: speedup@fla:1.3, time@call:500, match@1e-2:99%, rms:2, memory:1e9, launches:2, "
-        "kl:0.001, top1:99%.  Repeatable.",
-    ),
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        parser=existing_file,
-        help="Settings file, in TOML.",
-        show_default="the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]",
-    ),
-]
-NoTuned = Annotated[
-    bool, typer.Option("--no-tuned", help="Use the built-in configurations, not those that 'ssdprof tune' has stored.")
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run", help="Show the download, the memory needed, and what would keep the model from running; then stop."
-    ),
-]
-RunFolder = Annotated[
-    Path | None, typer.Option(metavar="DIR", parser=path, help="Folder of the run.", show_default="runs/<time>-<model>")
-]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", parser=path, help="The file to write.", show_default="stdout"),
-]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite FILE.")]
-Operator = Annotated[str, typer.Argument(metavar="OPERATOR", help="ssd or gdn.")]
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        metavar="S[,S...]",
-        help="Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN.",
-        show_default="mamba2-2.7b or qwen3-next-80b",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-FormatJson = Annotated[bool, typer.Option("--json", help="The same as --format json.")]
 _MODEL = "Hub id, local folder, family name, [bold]demo[/bold] or [bold]demo-gdn[/bold]."
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
 _LENGTHS = "Sequence lengths: 1k,16k.  1k,...,256k doubles at each step."
 _BATCHES = "Batch sizes, each combined with every length."
 _DTYPES = "Dtypes of the inputs: bf16, fp16, fp32."
+_WAYS = "unfused, fused, another library (mamba_ssm, published=DIR; fla, flash_qla, flashinfer), or your own kernel"
 
-
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-def options(kind: type[Kind]) -> type[Kind]:
-    return dataclass(frozen=True, kw_only=True)(kind)
+Implementations = Annotated[
+    str, info("I[,I...]", f"Implementations: {_WAYS}: MODULE:FUNCTION.", "--impl", "--implementations")
+]
+Baseline = Annotated[str, info("NAME", "The implementation that the others are compared with.")]
+FirstCall = Annotated[float, info("SECONDS", "Longest first call of your own kernel, compilation included.", min=1)]
+Dtypes = Annotated[
+    Literal["exact", "relaxed", "all"],
+    info("", "Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or both."),
+]
+UsualStates = Annotated[str | None, info("D[,D...]", _STATES, shown="fp32 with exact, the inputs' with relaxed")]
+OneDtype = Annotated[Literal["exact", "relaxed"], info("", "Precision of intermediates.")]
+OneState = Annotated[Literal["fp32", "fp16", "bf16"], info("", "Dtype of inter-chunk states.")]
+SmallestDifference = Annotated[str, info("P%", f"Report a kernel {_DIFFERENCE}")]
+MinSpeedup = Annotated[
+    float | None, info("X", "Fail unless every case is X times as fast as the baseline, by device time.", min=0)
+]
+MinMatch = Annotated[
+    list[str] | None,
+    info("TOL:P", "Fail unless P % of the output matches the baseline's within TOL: 0, 1e-3 or 1e-2.  Repeatable."),
+]
+MaxRmsRatio = Annotated[
+    float | None, info("R", "Fail if the output's RMS error is more than R times its floor.", min=0)
+]
+_GATES = (
+    "Fail unless it holds: speedup@fla:1.3, time@call:500, match@1e-2:99%, rms:2, memory:1e9, launches:2, kl:0.001, "
+    "top1:99%.  Repeatable."
+)
+Gates = Annotated[list[str] | None, info("METRIC[@WHERE]:LIMIT", _GATES, "--gate")]
+_SETTINGS = "the nearest ssdprof.toml, or pyproject.toml with [tool.ssdprof]"
+Config = Annotated[Path | None, info("FILE", "Settings file, in TOML.", shown=_SETTINGS, parser=existing_file)]
+NoTuned = Annotated[
+    bool, info("", "Use the built-in configurations, not those that 'ssdprof tune' has stored.", "--no-tuned")
+]
+_DRY_RUN = "Show the download, the memory needed, and what would keep the model from running; then stop."
+DryRun = Annotated[bool, info("", _DRY_RUN, "--dry-run")]
+RunFolder = Annotated[Path | None, info("DIR", "Folder of the run.", shown="runs/<time>-<model>", parser=path)]
+Output = Annotated[Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)]
+Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
+_SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN."
+Shape = Annotated[str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b or qwen3-next-80b")]
+Json = Annotated[bool, info("", "Print JSON on stdout.", "--json")]
+FormatJson = Annotated[bool, info("", "The same as --format json.", "--json")]
+_PLACES = "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or on the disk."
+Placement = Annotated[
+    Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None,
+    info("", _PLACES, shown="the fastest that fits"),
+]
 
 
 @options
 class ModelOptions:
     """The model, its layers, and the prompt."""
 
-    model: ModelName
+    model: str = argument(..., "MODEL", _MODEL)
     seq: str | None = option(
         None, "N[,N...]", "Tokens of the prompt: 16384, 128k, or several: 1k,16k.", shown="16k on a GPU, 512 without"
     )
@@ -182,39 +141,21 @@ class ModelOptions:
     prompt: Literal["default", "random"] = option(
         "default", "", "The built-in text, or random tokens, which are unlike a real prompt."
     )
-    prompt_file: Path | None = option(
-        None, "FILE", "Take the prompt from a UTF-8 text file.", shown=False, parser=existing_file
-    )
+    prompt_file: Path | None = option(None, "FILE", "Take the prompt from a UTF-8 text file.", parser=existing_file)
     revision: str | None = option(None, "REV", "Branch, tag or commit on the hub.", shown="the main branch")
     tokenizer: str | None = option(None, "MODEL", "Take the tokenizer from another model.", shown="the model's own")
     segment: str | None = option(None, "N", "Tokens per forward call of the model: 8192, or 8k.", shown="by length")
 
 
 @options
-class PlacedModelOptions(ModelOptions):
-    """And where the weights are."""
+class ServedModelOptions(ModelOptions):
+    """And where the weights are, and how a server would run the prompt."""
 
-    placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = option(
-        None,
-        "",
-        "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or on the disk.",
-        shown="the fastest that fits",
-    )
-
-
-@options
-class ServedModelOptions(PlacedModelOptions):
-    """And how a server would run the prompt."""
-
-    batch: int = option(1, "N", "Run N different prompts side by side.", shown=True, min=1, max=65536)
-    packed: str | None = option(
-        None, "NxA-B", "Run N sequences of A to B tokens, packed into one call: 64x1k-4k.", shown=False
-    )
+    placement: Placement = None
+    batch: int = option(1, "N", "Run N different prompts side by side.", min=1, max=65536)
+    packed: str | None = option(None, "NxA-B", "Run N sequences of A to B tokens, packed into one call: 64x1k-4k.")
     chunked_prefill: str | None = option(
-        None,
-        "N",
-        "Replay the prompt in chunks of N tokens, each with the states that the previous one left: 8k.",
-        shown=False,
+        None, "N", "Replay the prompt in chunks of N tokens, each with the states that the previous one left: 8k."
     )
     decode: int = option(
         0, "N", "Let the model generate N tokens after the prompt, and replay each step.", min=0, max=4096
@@ -233,10 +174,8 @@ class RunOptions(ServedModelOptions):
     interrupted.
     """
 
-    model: str = argument(..., "MODEL", f"{_MODEL} Or a folder of stored captures.", shown=False)
-    tensor_parallel: int = option(
-        1, "N", "Replay the share of one GPU when N GPUs divide each layer's heads.", shown=True, min=1
-    )
+    model: str = argument(..., "MODEL", f"{_MODEL} Or a folder of stored captures.")
+    tensor_parallel: int = option(1, "N", "Replay the share of one GPU when N GPUs divide each layer's heads.", min=1)
     dtypes: Dtypes = "all"
     states: UsualStates = None
     cast: Literal["fp16", "bf16", "fp32"] | None = option(
@@ -259,14 +198,6 @@ class RunOptions(ServedModelOptions):
     no_tuned: NoTuned = False
     dry_run: DryRun = False
     full: bool = flag("--full", "Print every table instead of one screen.")
-    json: Json = False
-
-
-@options
-class RunsOptions:
-    """List the runs, newest first: time, model, tokens, GPU and verdict."""
-
-    folder: Path | None = argument(None, "DIR", "A folder of runs.", shown="runs", parser=path)
     json: Json = False
 
 
@@ -299,7 +230,7 @@ class AccuracyOptions:
         None, "NAME", "The implementation that the run compared them with.", shown="the run's baseline"
     )
     dtypes: Dtypes = "all"
-    states: States = "all"
+    states: str = option("all", "D[,D...]", _STATES)
     min_match: MinMatch = None
     max_rms_ratio: MaxRmsRatio = None
     config: Config = None
@@ -307,7 +238,7 @@ class AccuracyOptions:
 
 
 @options
-class AnswersOptions(PlacedModelOptions):
+class AnswersOptions(ModelOptions):
     """Compare a model's next-token predictions between implementations of its operators.
 
     A prompt of your own (--prompt-file) is the best test.
@@ -316,8 +247,9 @@ class AnswersOptions(PlacedModelOptions):
     --max-perplexity-increase, if given.  Exit code 1 says that one was not.
     """
 
+    placement: Placement = None
     dtypes: Dtypes = "all"
-    states: AnswerStates = None
+    states: str | None = option(None, "D[,D...]", _STATES, shown="fp32 with exact, 16 bit with relaxed")
     impl: Implementations = "unfused,fused"
     reference: Literal["auto", "oracle", "unfused"] = option(
         "auto",
@@ -336,13 +268,9 @@ class AnswersOptions(PlacedModelOptions):
         "--per-layer", "Also replace one layer at a time, to find the layer that causes a difference."
     )
     generate: int = option(0, "N", "Also compare N greedy tokens after the prompt.", shown="none", min=0)
-    max_kl: float | None = option(None, "X", "Fail if the mean KL divergence exceeds X nats.", shown=False)
-    min_top1: str | None = option(
-        None, "P%", "Fail unless P % of the positions keep their most likely token.", shown=False
-    )
-    max_perplexity_increase: str | None = option(
-        None, "P%", "Fail if the prompt's perplexity rises by more than P %.", shown=False
-    )
+    max_kl: float | None = option(None, "X", "Fail if the mean KL divergence exceeds X nats.")
+    min_top1: str | None = option(None, "P%", "Fail unless P % of the positions keep their most likely token.")
+    max_perplexity_increase: str | None = option(None, "P%", "Fail if the prompt's perplexity rises by more than P %.")
     gate: Gates = None
     out: RunFolder = None
     no_tuned: NoTuned = False
@@ -382,8 +310,8 @@ class CompareOptions:
     nothing was compared.
     """
 
-    base: str = argument(..., "BASE", "A report's folder, its name under runs/, or what --json printed.", shown=False)
-    new: str = argument(..., "NEW", "The same, for the new result.", shown=False)
+    base: str = argument(..., "BASE", "A report's folder, its name under runs/, or what --json printed.")
+    new: str = argument(..., "NEW", "The same, for the new result.")
     fail_if: list[str] | None = option(
         None,
         "METRIC:LIMIT",
@@ -466,7 +394,7 @@ class BenchOptions:
     refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
     """
 
-    operator: Operator
+    operator: str = argument(..., "OPERATOR", "ssd or gdn.")
     shape: Shape = None
     seq: str = option("1k,4k,16k,64k", "N[,N...]", _LENGTHS)
     batch: str = option("1", "B[,B...]", _BATCHES)
@@ -524,8 +452,8 @@ class TuneOptions:
     configurations, and say so, unless --no-tuned is given.
     """
 
-    operator: Operator = "ssd"
-    where: str | None = argument(None, "RUN|CAPTURES", "Tune on captured inputs instead of random ones.", shown=False)
+    operator: str = argument("ssd", "OPERATOR", "ssd or gdn.", shown=True)
+    where: str | None = argument(None, "RUN|CAPTURES", "Tune on captured inputs instead of random ones.")
     shape: Shape = None
     seq: str | None = option(None, "N[,N...]", _LENGTHS, shown="1k,8k,64k; all lengths of captures")
     batch: str | None = option(None, "B[,B...]", _BATCHES, shown="1")
@@ -536,31 +464,4 @@ class TuneOptions:
     force: Force = False
     dry_run: bool = flag("--dry-run", "List the candidates, and stop.")
     clear: bool = flag("--clear", "Delete the stored results, and stop.")
-    json: Json = False
-
-
-@options
-class ModelsOptions:
-    """List the supported model families and their published checkpoints.
-
-    Other checkpoints of a listed model type work too.
-    """
-
-    json: Json = False
-
-
-@options
-class SchemasOptions:
-    """Print the JSON schema of what a command prints with --json."""
-
-    name: str | None = argument(None, "NAME", "Which schema; without it, list them.", shown=True)
-
-
-@options
-class DoctorOptions:
-    """Check what this machine can do, and name what is missing.
-
-    Without a GPU, everything works except timing.
-    """
-
     json: Json = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,8 +41,8 @@ class TerminalWatcher:
         self._depth += 1
         try:
             if self._console.is_terminal:
-                with self._shown() as bars:
-                    yield from self._bar(bars, text, total, unit)
+                with self._bar(text, total, unit) as advance:
+                    yield advance
             else:
                 yield self._lines(text, total, unit)
         finally:
@@ -62,27 +62,12 @@ class TerminalWatcher:
             self.say(text)
         return advance
 
-    def _bar(self, bars: Progress, text: str, total: int | None, unit: str) -> Iterator[Advance]:
-        task = bars.add_task(text, total=total, unit=unit)
-        bars.refresh()
-
-        def advance(amount: int) -> None:
-            bars.advance(task, amount)
-            bars.refresh()
-
-        try:
-            yield advance
-        finally:
-            bars.remove_task(task)
-
     @contextmanager
-    def _shown(self) -> Iterator[Progress]:
-        """The bars on screen, the outermost step's first.  They are drawn when a step reports progress, not by a
-        separate thread, which would share the interpreter with the timed work."""
-        if self._bars is not None:
-            yield self._bars
-            return
-        columns = (
+    def _bar(self, text: str, total: int | None, unit: str) -> Iterator[Advance]:
+        """A bar below those of the outer steps.  It is drawn when a step reports progress, not by a separate thread,
+        which would share the interpreter with the timed work."""
+        outermost = self._bars is None
+        bars = self._bars = self._bars or Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -90,15 +75,24 @@ class TerminalWatcher:
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            auto_refresh=False,
+            speed_estimate_period=_ETA_FROM,
         )
-        self._bars = Progress(
-            *columns, console=self._console, transient=True, auto_refresh=False, speed_estimate_period=_ETA_FROM
-        )
-        try:
-            with self._bars:
-                yield self._bars
-        finally:
-            self._bars = None
+
+        def advance(amount: int) -> None:
+            bars.advance(task, amount)
+            bars.refresh()
+
+        with bars if outermost else nullcontext():
+            task = bars.add_task(text, total=total, unit=unit)
+            bars.refresh()
+            try:
+                yield advance
+            finally:
+                bars.remove_task(task)
+                self._bars = None if outermost else bars
 
 
 def finish(report: Report, shown: RenderableType, *, as_json: bool, note: str = "") -> None:
@@ -122,11 +116,9 @@ def end(report: Report) -> None:
     The reasons are named on stderr; of the failed cases of a run its report tells.
     """
     found = outcome(report)
-    if found.passed:
-        return
-    if report.kind in ("bench", "prefill"):
-        fail(statements.errors(report))
-    fail(f"GATE FAILED: {one}" for one in found.broken)
+    if not found.passed:
+        of_cases = report.kind in ("bench", "prefill")
+        fail(statements.errors(report) if of_cases else (f"GATE FAILED: {one}" for one in found.broken))
 
 
 def fail(lines: Iterable[str]) -> NoReturn:

@@ -1,4 +1,7 @@
-"""Options -> what a command is asked to do.  Wrong options are refused here, before torch is imported."""
+"""Options -> what a command is asked to do.  Wrong options are refused here, before torch is imported.
+
+Every function raises BadInputError; those that find a model, ModelUnavailableError if it is not there.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +11,14 @@ from typing import Any, NamedTuple
 from ssdprof import operators, settings
 from ssdprof.capture.prompt import parse_seq, parse_seqs
 from ssdprof.checkpoint.names import check_layers
-from ssdprof.commands.options import (
-    AnswersOptions,
-    BenchOptions,
-    CaptureOptions,
-    ModelOptions,
-    PlacedModelOptions,
-    PrefillOptions,
-    RunOptions,
-    ServedModelOptions,
-    StallsOptions,
-    TuneOptions,
-)
+from ssdprof.commands import options as declared
 from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 from ssdprof.core.conditions import of_options, parse_percent
 from ssdprof.core.report import Condition
 from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
 from ssdprof.files import check_target
+from ssdprof.jobs import request as wanted
 from ssdprof.jobs.request import (
     AnswersRequest,
     CaptureRequest,
@@ -35,17 +28,13 @@ from ssdprof.jobs.request import (
     parse_chunk_sizes,
     parse_dtypes,
     parse_implementations,
-    parse_serving,
     parse_shapes,
-    parse_states,
     parse_tokens,
 )
 from ssdprof.jobs.subject import Stored, Subject, captures_of, find, find_to_replay, refuse_large
-from ssdprof.operators.generate import Cell, InputDType, Tokens
+from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.store.ranks import Ranks, follows, join
 from ssdprof.store.reports import check_folder
-
-Precisions = Callable[[DType], tuple[PrecisionRecord, ...]]
 
 
 def refuse_ranks(*what: str) -> None:
@@ -56,20 +45,13 @@ def refuse_ranks(*what: str) -> None:
         )
 
 
-def on_model(options: ModelOptions) -> CaptureRequest:
-    """Raises BadInputError."""
+def on_model(options: declared.ModelOptions) -> CaptureRequest:
     if options.prompt_file is not None and options.prompt == "random":
         raise BadInputError("--prompt random and --prompt-file cannot be combined.", "Give one of them.")
     served: dict[str, Any] = {}
-    if isinstance(options, ServedModelOptions):
-        packed, chunk = parse_serving(
-            options.batch,
-            options.packed,
-            options.chunked_prefill,
-            options.decode,
-            seq=options.seq,
-            segment=options.segment,
-        )
+    if isinstance(options, declared.ServedModelOptions):
+        how = (options.batch, options.packed, options.chunked_prefill, options.decode)
+        packed, chunk = wanted.parse_serving(*how, seq=options.seq, segment=options.segment)
         served = {"batch": options.batch, "packed": packed, "chunk": chunk, "decode": options.decode}
     check_layers(options.layers)
     return CaptureRequest(
@@ -80,12 +62,16 @@ def on_model(options: ModelOptions) -> CaptureRequest:
         seqlens=None if options.seq is None else parse_seqs(options.seq),
         layers=options.layers,
         segment_length=None if options.segment is None else parse_seq(options.segment),
-        placement=options.placement if isinstance(options, PlacedModelOptions) else None,
+        placement=getattr(options, "placement", None),
         **served,
     )
 
 
-def _gates(options: RunOptions | BenchOptions) -> tuple[Condition, ...]:
+def _states(options: declared.RunOptions | declared.AnswersOptions | declared.BenchOptions) -> tuple[DType, ...] | None:
+    return None if options.states is None else wanted.parse_states(options.states)
+
+
+def _gates(options: declared.RunOptions | declared.BenchOptions) -> tuple[Condition, ...]:
     given = of_options(
         min_speedup=options.min_speedup,
         min_match=options.min_match or (),
@@ -98,12 +84,11 @@ def _gates(options: RunOptions | BenchOptions) -> tuple[Condition, ...]:
 # --- run, capture, answers, prefill
 
 
-def run(options: RunOptions) -> tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]:
-    """Raises BadInputError; ModelUnavailableError for a model that is not there."""
+def run(options: declared.RunOptions) -> tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]:
     request = on_model(options)
     replay = ReplayRequest(
         intermediates=options.dtypes,
-        states=None if options.states is None else parse_states(options.states),
+        states=_states(options),
         implementations=parse_implementations("--impl", options.impl),
         baseline=options.baseline,
         first_call_s=options.first_call,
@@ -115,7 +100,7 @@ def run(options: RunOptions) -> tuple[CaptureRequest, ReplayRequest, Subject | S
         save_captures=options.save_captures,
     )
     added = {"--answers": options.answers, "--prefill": options.prefill, "--stalls": options.stalls}
-    given = [option for option, wanted in added.items() if wanted]
+    given = [option for option, asked in added.items() if asked]
     if options.cast is not None and given:
         raise BadInputError(
             f"--cast and {given[0]} cannot be combined: --cast changes the inputs of the replay alone.",
@@ -142,21 +127,20 @@ def run(options: RunOptions) -> tuple[CaptureRequest, ReplayRequest, Subject | S
     return request, replay, find_to_replay(request, save_captures=options.save_captures, whole=options.answers), ranks
 
 
-def capture(options: CaptureOptions) -> tuple[CaptureRequest, Subject]:
+def capture(options: declared.CaptureOptions) -> tuple[CaptureRequest, Subject]:
     refuse_ranks("ssdprof capture")
     request = on_model(options)
     return request, find(request)
 
 
-def answers(options: AnswersOptions) -> tuple[CaptureRequest, AnswersRequest, Subject]:
+def answers(options: declared.AnswersOptions) -> tuple[CaptureRequest, AnswersRequest, Subject]:
     refuse_ranks("ssdprof answers")
-    request = on_model(options)
-    states = None if options.states is None else parse_states(options.states)
+    request, states = on_model(options), _states(options)
 
     def precisions(dtype: DType) -> tuple[PrecisionRecord, ...]:
         return precisions_for("bf16" if dtype == "fp32" else dtype, options.dtypes, states)
 
-    wanted = AnswersRequest(
+    asked = AnswersRequest(
         precisions=precisions,
         implementations=parse_implementations("--impl", options.impl),
         reference=options.reference,
@@ -175,10 +159,10 @@ def answers(options: AnswersOptions) -> tuple[CaptureRequest, AnswersRequest, Su
         check_folder(options.out)
     subject = find(request, whole=True)
     refuse_large(subject)
-    return request, wanted, subject
+    return request, asked, subject
 
 
-def prefill(options: PrefillOptions) -> tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]:
+def prefill(options: declared.PrefillOptions) -> tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]:
     """The request, all implementations, the smallest difference that counts, and the conditions."""
     refuse_ranks("ssdprof prefill")
     request = on_model(options)
@@ -201,15 +185,14 @@ class BenchWords(NamedTuple):
     cells: tuple[Cell, ...]
     too_large: tuple[Tokens, ...]
     chunk_sizes: tuple[int, ...]
-    precisions: Precisions
+    precisions: Callable[[DType], tuple[PrecisionRecord, ...]]
     libraries: tuple[str, ...]
     names: tuple[str, ...]
     smallest_difference: float
     conditions: tuple[Condition, ...]
 
 
-def bench(options: BenchOptions) -> BenchWords:
-    """Raises BadInputError."""
+def bench(options: declared.BenchOptions) -> BenchWords:
     most = parse_seq(options.max_tokens)
     tokens, too_large = parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
     shapes = parse_shapes(operators.get(options.operator).generated, options.shape)
@@ -218,7 +201,7 @@ def bench(options: BenchOptions) -> BenchWords:
         against = [*(name for name in against if name != "published"), f"published={options.published}"]
     libraries = tuple(dict.fromkeys(against))
     also = parse_implementations("--also", options.also) if options.also else ()
-    states = None if options.states is None else parse_states(options.states)
+    states = _states(options)
     if not follows():
         check_folder(options.out)
     return BenchWords(
@@ -233,8 +216,8 @@ def bench(options: BenchOptions) -> BenchWords:
     )
 
 
-def tune(options: TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
-    """The cells of drawn inputs, or none and the lengths of captured ones.  Raises BadInputError."""
+def tune(options: declared.TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
+    """The cells of drawn inputs, or none and the lengths of captured ones."""
     refuse_ranks("ssdprof tune")
     if options.clear:
         return (), None
@@ -248,12 +231,12 @@ def tune(options: TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ...] | None
             )
         return (), None if options.seq is None else lengths(options.seq)
     tokens, _ = parse_tokens(options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31)
-    dtypes: tuple[InputDType, ...] = parse_dtypes(options.dtype or "bf16")
+    dtypes = parse_dtypes(options.dtype or "bf16")
     return expand(parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
 
 
-def stalls(options: StallsOptions) -> tuple[tuple[str, ...], int | None]:
-    """The implementations, and tokens of the prompt.  Raises BadInputError."""
+def stalls(options: declared.StallsOptions) -> tuple[tuple[str, ...], int | None]:
+    """The implementations, and tokens of the prompt."""
     refuse_ranks("ssdprof stalls")
     if options.where is not None and not options.where.strip():
         raise BadInputError(

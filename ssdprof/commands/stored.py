@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from ssdprof import files, operators, settings
-from ssdprof.checkpoint.names import FAMILIES, Family
+from ssdprof.checkpoint.names import FAMILIES
 from ssdprof.commands import options, output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import Record, precisions_for
@@ -79,17 +78,16 @@ def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
     )
 
 
-def runs(options: options.RunsOptions) -> None:
-    folder = options.folder or reports.RUNS
-    if options.folder is not None and not folder.is_dir():
+def runs(folder: Path | None, *, as_json: bool) -> None:
+    if folder is not None and not folder.is_dir():
         raise BadInputError(f"{folder} is not a folder.", "Name a folder that holds runs, or leave it out for runs/.")
-    found = reports.listed(folder)
-    if options.json:
+    found = reports.listed(folder or reports.RUNS)
+    if as_json:
         terminal.print_json([listed(path, report).model_dump(mode="json") for path, report in found])
     elif table := brief.runs(found):
         terminal.out().print(SplitTable(table, rest="--json"))
     else:
-        terminal.err().print(f"There are no runs in {folder}.  Make one with 'ssdprof run MODEL'.")
+        terminal.err().print(f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'.")
 
 
 # --- accuracy
@@ -107,12 +105,10 @@ def accuracy(options: options.AccuracyOptions) -> None:
     if options.impl is not None:
         names = parse_implementations("--impl", options.impl)
         known = dict.fromkeys(case.implementation for case in report.of_calls)
-        for name in names:
-            if name not in known:
-                raise BadInputError(f"Run {report.id} has no implementation {name!r}.", nearest(name, known))
+        for name in (name for name in names if name not in known):
+            raise BadInputError(f"Run {report.id} has no implementation {name!r}.", nearest(name, known))
         report = report.restricted(implementations=names)
-    replaced = {one.metric for one in limits}
-    kept = [one for one in report.conditions if one.metric not in replaced]
+    kept = [one for one in report.conditions if one.metric not in {limit.metric for limit in limits}]
     report = report.changed(conditions=(*kept, *limits))
     states = parse_states(options.states)
     table = brief.accuracy_table(report, options.dtypes, states, every_state=options.states != "all")
@@ -142,29 +138,23 @@ def export(options: options.ExportOptions) -> None:
         _to_github(report)
     else:
         target = _target(options.output, force=options.force)
-        _write(_FORMATS[chosen](folder, report, target), target, force=options.force, source=f" from {folder}")
+        _write(_exported(chosen, folder, report, target), target, force=options.force, source=f" from {folder}")
     output.end(report)
 
 
-def _markdown(folder: Path, report: Report, target: Path | None) -> str:
-    """With the stalls of a run.  Pictures are written next to the target."""
-    text = markdown.render(compose(report))
-    profiled = stall_files.of_run(folder)
-    if profiled is None:
-        return text
-    figures = stall_files.write_pictures(target, profiled) if target else {}
-    return f"{text}\n{stall_files.as_markdown(profiled, figures)}"
-
-
-_FORMATS: dict[str, Callable[[Path, Report, Path | None], str]] = {
-    "markdown": _markdown,
-    "html": lambda folder, report, _: html.render(report, stall_files.of_run(folder)),
-    "json": lambda _, report, __: reports.dump(report),
-    "junit": lambda _, report, __: exports.junit(report),
-    "csv": lambda _, report, __: exports.csv(report),
-    "benchmark-action": lambda _, report, __: exports.benchmark_action(report),
-    "benchmark-action-bigger": lambda _, report, __: exports.benchmark_action(report, bigger=True),
-}
+def _exported(format: str, folder: Path, report: Report, target: Path | None) -> str:
+    """The text of a report.  Markdown and HTML have the stalls of a run, with pictures next to the target."""
+    if format == "html":
+        return html.render(report, stall_files.of_run(folder))
+    if format == "markdown":
+        text, profiled = markdown.render(compose(report)), stall_files.of_run(folder)
+        if profiled is None:
+            return text
+        figures = stall_files.write_pictures(target, profiled) if target else {}
+        return f"{text}\n{stall_files.as_markdown(profiled, figures)}"
+    if format.startswith("benchmark-action"):
+        return exports.benchmark_action(report, bigger=format.endswith("-bigger"))
+    return {"json": reports.dump, "junit": exports.junit, "csv": exports.csv}[format](report)
 
 
 def _to_github(report: Report) -> None:
@@ -208,10 +198,11 @@ def compare(options: options.CompareOptions) -> None:
     sides = (options.base, base), (options.new, new)
     found = pairs.compare(*sides, smallest_difference=smallest, conditions=conditions)
     changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
-    document, as_json = comparison.compose(found, tuple(changes)), options.json or options.format == "json"
-    if target is not None or as_json or options.format:
-        text = pairs.DOCUMENT.dump_json(found, indent=1).decode() if as_json else markdown.render(document)
-        _write(text, target, force=options.force)
+    document = comparison.compose(found, tuple(changes))
+    if options.json or options.format == "json":
+        _write(pairs.DOCUMENT.dump_json(found, indent=1).decode(), target, force=options.force)
+    elif target is not None or options.format:
+        _write(markdown.render(document), target, force=options.force)
     else:
         terminal.out().print(render(document, rest="--format markdown"))
     if not found.passed:
@@ -224,32 +215,29 @@ def compare(options: options.CompareOptions) -> None:
 # --- models
 
 
-def models(options: options.ModelsOptions) -> None:
-    if options.json:
+def models(*, as_json: bool) -> None:
+    if as_json:
         terminal.print_json([asdict(row) for row in FAMILIES])
         return
     for row in FAMILIES:
-        terminal.out().print(SplitTable(_table(row)), "")
-
-
-def _table(row: Family) -> Table:
-    outline = operators.get(row.operator)
-    return Table(
-        title=f"{row.title}: {outline.title}, model type {row.model_type}",
-        headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),
-        rows=tuple(
-            (
-                known.repo,
-                f"{known.parameters / 1e9:g} B",
-                f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
-                f"{known.trained_context:,}" if known.trained_context else MISSING,
-                outline.words.format(**known.dims) if known.dims else "?",
-            )
-            for known in row.checkpoints
-        ),
-        align=("left", "right", "right", "right", "left"),
-        note=f"{' or '.join(row.typed)} takes {row.flagship}." if row.typed else "",
-    )
+        outline = operators.get(row.operator)
+        table = Table(
+            title=f"{row.title}: {outline.title}, model type {row.model_type}",
+            headers=("checkpoint", "parameters", "layers", "trained on", "operator's sizes"),
+            rows=tuple(
+                (
+                    known.repo,
+                    f"{known.parameters / 1e9:g} B",
+                    f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
+                    f"{known.trained_context:,}" if known.trained_context else MISSING,
+                    outline.words.format(**known.dims) if known.dims else "?",
+                )
+                for known in row.checkpoints
+            ),
+            align=("left", "right", "right", "right", "left"),
+            note=f"{' or '.join(row.typed)} takes {row.flagship}." if row.typed else "",
+        )
+        terminal.out().print(SplitTable(table), "")
 
 
 # --- schemas
@@ -283,9 +271,9 @@ def schema(name: str) -> dict[str, Any]:
     return {"$schema": GenerateJsonSchema.schema_dialect, **adapter.json_schema(mode="serialization"), "title": title}
 
 
-def schemas(options: options.SchemasOptions) -> None:
-    if options.name is not None:
-        print(json.dumps(schema(options.name), indent=1, sort_keys=True))
+def schemas(name: str | None) -> None:
+    if name is not None:
+        print(json.dumps(schema(name), indent=1, sort_keys=True))
         return
-    for name, (printed_by, _) in SCHEMAS.items():
-        print(f"{name:15} {printed_by}".rstrip())
+    for listed_name, (printed_by, _) in SCHEMAS.items():
+        print(f"{listed_name:15} {printed_by}".rstrip())

@@ -20,11 +20,6 @@ WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        reader_is_gone()
-
-
 def reader_is_gone() -> NoReturn:
     """End without a message when the reader of stdout has closed it, as `head` does."""
     drop_output()
@@ -70,8 +65,11 @@ def _json_escape(error: UnicodeError) -> tuple[str, int]:
 
 def out() -> Console:
     """stdout, for data.  A pipe or a file has no width of its own."""
-    console = _Console(highlight=False)
-    return console if console.is_terminal else _Console(highlight=False, width=WIDTH_OF_A_PIPE)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH_OF_A_PIPE)
+    console.on_broken_pipe = reader_is_gone  # type: ignore[method-assign]
+    return console
 
 
 def err() -> Console:

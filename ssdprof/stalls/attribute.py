@@ -19,16 +19,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 from ssdprof import operators
 from ssdprof.core.stalls import Line, Samples
 from ssdprof.operators.operator import KnownSource, Stages
-from ssdprof.stalls.read import Point, RawKernel, base_name
+from ssdprof.stalls.read import RawKernel, base_name
 
 CALLER = "caller"
 IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or after their role
@@ -50,19 +50,19 @@ def attribute(
     The number is that of the samples with the stage of a neighbour.  known: the stages of the kernel's operator.
     """
     places = [sources.place(point.file, point.line) for point in kernel.points]
-    launched = sources.kernel(kernel.function)
-    specialized = launched is not None and launched.specialized
+    specialized = sources.specialized(kernel.function)
     by_stage: dict[str, Counter[str]] = defaultdict(Counter)
     by_line: dict[tuple[str, int, str, str, str], Counter[str]] = defaultdict(Counter)
     from_neighbours = 0
     for point, place, stage in zip(kernel.points, places, _stages(places), strict=True):
-        idle, busy = _split(point, specialized and place.header)
-        for name, samples in ((IDLE_WARPS, idle), (stage, busy)):
-            if samples:
-                by_stage[name].update(samples)
-                by_line[point.file, point.line, "" if point.line else point.sass, place.function, name].update(samples)
-        if place.stage is None:
-            from_neighbours += sum(busy.values())
+        # In the header of a kernel with warp roles, the only block-wide barriers are those at which warps wait for a
+        # role, and for the end of the other roles.
+        idles = specialized and place.header
+        for reason, count in point.samples.items():
+            name = IDLE_WARPS if idles and reason == _BLOCK_BARRIER else stage
+            by_stage[name][reason] += count
+            by_line[point.file, point.line, "" if point.line else point.sass, place.function, name][reason] += count
+            from_neighbours += count if place.stage is None and name == stage else 0
     lines = [
         Line(
             file=base_name(file),
@@ -74,14 +74,9 @@ def attribute(
         )
         for (file, line, sass, function, stage), samples in by_line.items()
     ]
-    return (
-        {
-            name: ordered(by_stage[name])
-            for name in sorted(by_stage, key=lambda name: _stage_order(name, by_stage[name].total(), known))
-        },
-        tuple(sorted(lines, key=lambda line: (-line.total, line.file, line.line, line.stage, line.text))),
-        from_neighbours,
-    )
+    lines.sort(key=lambda line: (-line.total, line.file, line.line, line.stage, line.text))
+    stages = sorted(by_stage, key=lambda name: _stage_order(name, by_stage[name].total(), known))
+    return {name: ordered(by_stage[name]) for name in stages}, tuple(lines), from_neighbours
 
 
 def ordered(samples: Mapping[str, int]) -> Samples:
@@ -95,22 +90,9 @@ def is_idle(stage: str, known: Stages) -> bool:
 
 def _stages(places: Sequence[LineStage]) -> list[str]:
     """The stage of each place: its own, or its neighbour's if it has none."""
-    found: list[str] = []
-    before: str | None = None
-    for place in places:
-        before = place.stage or before
-        found.append(before or "")
+    found = list(accumulate((place.stage or "" for place in places), lambda before, own: own or before))
     after = next((stage for stage in found if stage), UNKNOWN)
     return [stage or after for stage in found]
-
-
-def _split(point: Point, is_compilers: bool) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """(idle, busy) samples.  In the header of a kernel with warp roles, the only block-wide barriers are those at which
-    warps wait for a role, and for the end of the other roles."""
-    if not is_compilers:
-        return {}, point.samples
-    idle = {reason: count for reason, count in point.samples.items() if reason == _BLOCK_BARRIER}
-    return idle, {reason: count for reason, count in point.samples.items() if reason not in idle}
 
 
 def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
@@ -152,9 +134,10 @@ class Sources:
         parsed = self._file(file)
         return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
 
-    def kernel(self, name: str) -> Function | None:
-        """The launched function, in any of the files."""
-        return next((one for parsed in self._all() for one in parsed.functions if one.name == name), None)
+    def specialized(self, kernel: str) -> bool:
+        """Whether some warps of the launched function have no role.  It may be in any of the files."""
+        found = (one.specialized for parsed in self._all() for one in parsed.functions if one.name == kernel)
+        return next(found, False)
 
     def implementation(self, kernel: str) -> str:
         """The implementation of the kernel, if its file is a known one of another library; else ""."""
@@ -164,11 +147,10 @@ class Sources:
 
     def fillers(self) -> dict[str, tuple[str, ...]]:
         """Stage of waiting -> functions that end the wait, from all files."""
-        found: dict[str, tuple[str, ...]] = {}
-        for parsed in self._all():
-            for stage, names in parsed.fillers.items():
-                found[stage] = tuple(dict.fromkeys((*found.get(stage, ()), *names)))
-        return found
+        found: dict[str, dict[str, None]] = defaultdict(dict)
+        for stage, names in (pair for parsed in self._all() for pair in parsed.fillers.items()):
+            found[stage] |= dict.fromkeys(names)
+        return {stage: tuple(names) for stage, names in found.items()}
 
     def _all(self) -> Iterator[SourceFile]:
         files = (self._file(file) for file in self._recorded if not _LIBRARY.search(file))
@@ -200,7 +182,7 @@ def _installed(file: str) -> str | None:
 
 @dataclass(frozen=True)
 class LineStage:
-    """stage: None for a line that belongs to the calling function.  header: between a function's name and its body."""
+    """stage: None for a line of the calling function.  header: between a function's name and its body."""
 
     function: str = ""
     stage: str | None = None
@@ -237,14 +219,10 @@ class SourceFile:
         if not found:  # no code on this line: the compiler named the wrong line or file
             return LineStage("", UNKNOWN)
         function = found[-1]
-        if line < function.body:
-            return LineStage(function.name, None, header=True)
-        if function.stage is None:
-            return LineStage(function.name)
-        begun = bisect_right(function.starts, (line, "\uffff"))
-        return LineStage(
-            function.name, self.waits.get(line) or (function.starts[begun - 1][1] if begun else function.stage)
-        )
+        if line < function.body or function.stage is None:
+            return LineStage(function.name, None, header=line < function.body)
+        begun = [stage for start, stage in function.starts if start <= line]
+        return LineStage(function.name, self.waits.get(line) or (begun or [function.stage])[-1])
 
 
 def parse(text: str, known: KnownSource | None = None) -> SourceFile:
@@ -322,8 +300,7 @@ def _waits(tree: ast.Module, waits: Mapping[str, str]) -> dict[int, str]:
 
 
 def _fillers(tree: ast.Module, waits: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Functions with `arrive(shared.NAME...)`, `mbarrier.arrive(...)`, `mbarrier.expect(...)`, or of a variable that is
-    one."""
+    """Functions with `arrive(shared.NAME...)`, `mbarrier.arrive(...)`, `mbarrier.expect(...)`, or of such a variable."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for function in (node for node in ast.walk(tree) if waits and isinstance(node, ast.FunctionDef)):
         barriers = {

@@ -110,8 +110,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         absent.append("stall reasons")
     if not kernel.points:
         absent.append("source lines")
-    count = kernel.number(_SAMPLE_COUNT)
-    name = kernel.function
+    count, name = kernel.number(_SAMPLE_COUNT), kernel.function
     found = KernelStalls(
         kernel=name,
         implementation=implementation or known.kernels.get(name, "") or sources.implementation(name),
@@ -157,7 +156,9 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
     if speed["l2_bytes"] is None:
         speed["l2_bytes"] = _product(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
     tensor_flops, tensor_peak = _tensor(kernel, speed["tensor_pct"])
-    bandwidth = _rate(kernel, "dram__bytes.sum.peak_sustained", "dram__cycles_elapsed.avg.per_second")
+    bandwidth = _product(
+        kernel.number("dram__bytes.sum.peak_sustained"), kernel.number("dram__cycles_elapsed.avg.per_second")
+    )
     found: dict[str, Any] = {
         "grid": None if grid[0] is None else (int(grid[0]), int(grid[1] or 1), int(grid[2] or 1)),
         **used,
@@ -187,7 +188,8 @@ def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, fl
     flops, most = sum(kinds.values()), max(kinds, key=lambda name: kinds[name])
     peak = kernel.number(f"{most}.sum.peak_sustained_elapsed.per_second")
     if peak is None:
-        peak = _rate(kernel, f"{most}.sum.peak_sustained", "sm__cycles_elapsed.avg.per_second")
+        per_cycle = kernel.number(f"{most}.sum.peak_sustained")
+        peak = _product(per_cycle, kernel.number("sm__cycles_elapsed.avg.per_second"))
     share_pct = kernel.number(f"{most}.sum.pct_of_peak_sustained_elapsed")
     if not (peak and share_pct and pipe_pct):
         return flops, None
@@ -223,43 +225,28 @@ def _product(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one * other
 
 
-def _rate(kernel: RawKernel, per_cycle: str, cycles_per_second: str) -> float | None:
-    return _product(kernel.number(per_cycle), kernel.number(cycles_per_second))
-
-
 # --- self-checks
 
 
 def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[str]) -> Iterator[SelfCheck]:
     """Sums, and lost samples."""
-    count, total = kernel.number(_SAMPLE_COUNT), sum(kernel.totals.values())
-    by_reason: Counter[str] = Counter()
-    for point in kernel.points:
-        by_reason.update(point.samples)
-    unknown = sum(found.stages.get(UNKNOWN, {}).values())
-    off = [f"{why} {by_reason[why]:,} of {n:,}" for why, n in kernel.totals.items() if by_reason[why] != n]
-    dropped = kernel.number("smsp__pcsamp_dropped_bytes")
-    by_line, by_stage = (line.samples for line in found.lines), found.stages.values()
+    count, dropped = kernel.number(_SAMPLE_COUNT), kernel.number("smsp__pcsamp_dropped_bytes")
+    total = sum(kernel.totals.values()) if kernel.points else None
+    by_reason = sum((Counter(point.samples) for point in kernel.points), Counter[str]())
     counted = None if count is None or not kernel.totals else round(count)
+    off = [f"{why} {by_reason[why]:,} of {n:,}" for why, n in kernel.totals.items() if by_reason[why] != n]
     yield _sums("reasons add up to the samples", [kernel.totals], counted)
-    yield _sums("lines add up to the kernel", by_line, total if kernel.points else None)
-    yield _sums("stages add up to the kernel", by_stage, total if kernel.points else None)
-    yield _check(
-        "every reason adds up over the lines",
-        not off if kernel.points and kernel.totals else None,
-        "; ".join(off) or f"{len(kernel.totals)} reasons",
-    )
-    sampled = True if kernel.points else None
-    yield _check(
-        "every line has a stage",
-        sampled and unknown == 0,
-        f"{unknown:,} samples on lines of unknown stage" if unknown else "yes",
-    )
-    absent = f"not in the report: {', '.join(sorted(not_recorded))}"
-    yield _check("the source was recorded", sampled and not not_recorded, absent if not_recorded else "yes")
-    yield _check(
-        "no sample was dropped", None if dropped is None else not dropped, f"{dropped or 0:,.0f} bytes dropped"
-    )
+    yield _sums("lines add up to the kernel", (line.samples for line in found.lines), total)
+    yield _sums("stages add up to the kernel", found.stages.values(), total)
+    adds_up = not off if kernel.points and kernel.totals else None
+    yield _check("every reason adds up over the lines", adds_up, "; ".join(off) or f"{len(kernel.totals)} reasons")
+    sampled, unknown = True if kernel.points else None, sum(found.stages.get(UNKNOWN, {}).values())
+    lost = f"{unknown:,} samples on lines of unknown stage" if unknown else "yes"
+    yield _check("every line has a stage", sampled and unknown == 0, lost)
+    absent = f"not in the report: {', '.join(sorted(not_recorded))}" if not_recorded else "yes"
+    yield _check("the source was recorded", sampled and not not_recorded, absent)
+    none_dropped = None if dropped is None else not dropped
+    yield _check("no sample was dropped", none_dropped, f"{dropped or 0:,.0f} bytes dropped")
 
 
 def _checks_of_reports(reports: Sequence[RawReport], asked: Sequence[Launched]) -> Iterator[SelfCheck]:

@@ -49,43 +49,30 @@ class Program:
     version: str
 
 
-@dataclass(frozen=True)
-class NcuError:
-    """A pattern in ncu's output, with the message and the hint for the user."""
-
-    pattern: str
-    message: str
-    hint: str
-
-
-ERRORS = (
-    NcuError("ERR_NVGPUCTRPERM", "The driver does not let this user read the GPU's hardware counters.", _REMEDIES),
-    NcuError(
-        "LibraryNotLoaded|Failed to initialize the profiler",
+# a pattern in ncu's output -> the message and the hint for the user
+ERRORS = {
+    "ERR_NVGPUCTRPERM": ("The driver does not let this user read the GPU's hardware counters.", _REMEDIES),
+    "LibraryNotLoaded|Failed to initialize the profiler": (
         "ncu cannot reach the NVIDIA driver's profiler: the kernel driver is sandboxed here, as in gVisor.",
         "Use a machine or container that talks to the kernel driver directly.",
     ),
-    NcuError(
-        "not compatible with Nsight Compute|driver is not supported",
+    "not compatible with Nsight Compute|driver is not supported": (
         "This ncu and the NVIDIA driver do not fit together.",
         "Install the ncu that comes with the driver's CUDA version, or a newer driver.",
     ),
-    NcuError(
-        "driver resource was unavailable|[Pp]rofiler.*already in use|another.*profil",
+    "driver resource was unavailable|[Pp]rofiler.*already in use|another.*profil": (
         "Another profiler holds the GPU's counters.",
         "Stop it: DCGM ('nv-hostengine'), another ncu, or a torch profiler.",
     ),
-    NcuError(
-        "Failed to connect to",
+    "Failed to connect to": (
         "ncu could not attach to the process that it started.",
         "Unset what injects other tools into processes: CUDA_INJECTION64_PATH, LD_PRELOAD.",
     ),
-    NcuError(
-        "No kernels were profiled",
+    "No kernels were profiled": (
         "ncu profiled no kernel: none of the requested kernels was launched inside the range.",
         "Does this implementation launch Triton kernels?",
     ),
-)
+}
 
 
 class Job(Record):
@@ -119,24 +106,18 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
         try:
             run(target(job, launched), timeout_s=timeout_s, environ=_environment(job))
         except MissingCapabilityError as error:
-            if refusal := _refusal(launched):
-                raise refusal from error
-            raise
+            try:  # the error that the target wrote instead of its launches, if it did
+                written = json.loads(launched.read_text(encoding="utf-8"))
+                refusal = SsdprofError(written["message"], written["hint"], ExitCode(written["exit_code"]))
+            except (OSError, ValueError, LookupError):
+                raise error from None
+            raise refusal from error
         if not launched.is_file():
             raise MissingCapabilityError(
                 f"{job.implementation} ended its process with exit code 0 before it was profiled.",
                 "Leave it out of --impl.",
             )
         return Launched.model_validate_json(launched.read_text(encoding="utf-8"))
-
-
-def _refusal(launched: Path) -> SsdprofError | None:
-    """The error that the target wrote instead of its launches; None if it wrote none."""
-    try:
-        written = json.loads(launched.read_text(encoding="utf-8"))
-        return SsdprofError(written["message"], written["hint"], ExitCode(written["exit_code"]))
-    except (OSError, ValueError, LookupError):
-        return None
 
 
 def profile(
@@ -243,8 +224,10 @@ def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str])
                 f"Profiling took longer than {timeout_s:.0f} s and was stopped.",
                 "Use a shorter --seq, or give it more time with --timeout.",
             ) from None
-        finally:
-            _end(process)
+        finally:  # ncu starts the target, and either of them may hang
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if process.returncode != 0 or "==ERROR==" in output:
         raise explain(output, process.returncode)
     return output
@@ -252,9 +235,9 @@ def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str])
 
 def explain(output: str, returncode: int) -> MissingCapabilityError:
     """The error for a failed command, from its output."""
-    for known in ERRORS:
-        if re.search(known.pattern, output):
-            return MissingCapabilityError(known.message, known.hint)
+    for pattern, (message, hint) in ERRORS.items():
+        if re.search(pattern, output):
+            return MissingCapabilityError(message, hint)
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "ERROR" in line or "Error" in line]
     last = (errors or lines or [""])[-1].removeprefix("==ERROR==").strip()
@@ -262,10 +245,3 @@ def explain(output: str, returncode: int) -> MissingCapabilityError:
     return MissingCapabilityError(
         f"A process of the profile failed ({how}){f': {last[:300]}' if last else '.'}", "ssdprof doctor may say why."
     )
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill the process group: ncu starts the target, and either of them may hang."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -74,7 +74,7 @@ class RawKernel:
 
 @dataclass(frozen=True, kw_only=True)
 class RawReport:
-    """A file.  name: without folders.  whole: whether its length agrees with its headers; None if unknown."""
+    """A file.  name: without folders.  whole: whether its length agrees with its headers; None: unknown."""
 
     name: str
     sha256: str
@@ -115,15 +115,10 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
     """By ncu-report in a child process."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
-        command = [*child.python("ssdprof.stalls.read"), str(path), str(out)]
+        command, environ = [*child.python("ssdprof.stalls.read"), str(path), str(out)], os.environ | child.search_path()
         try:
             ended = subprocess.run(
-                command,
-                env=os.environ | child.search_path(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_TIMEOUT_S,
-                check=False,
+                command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False
             )
         except subprocess.TimeoutExpired as error:
             raise BadInputError(f"{path} is damaged: ncu-report did not finish.", _AGAIN) from error
@@ -145,19 +140,22 @@ def _is_whole(content: bytes) -> bool | None:
     """Whether the blocks end where the file ends; None for another container."""
     if not content.startswith(_MAGIC):
         return None
-    at = len(_MAGIC)
     try:
-        size = struct.unpack_from("<I", content, at)[0]  # of the file's own header
-        if content[at + 4 : at + 4 + size] != _LAYOUT:
+        header, at = _header(content, len(_MAGIC))
+        if header != _LAYOUT:
             return None
-        at += 4 + size
         while at < len(content):
-            size = struct.unpack_from("<I", content, at)[0]
-            header = content[at + 4 : at + 4 + size]
-            at += 4 + size + _payload_size(header)
+            header, at = _header(content, at)
+            at += _payload_size(header)
     except (struct.error, IndexError):
         return False
-    return bool(at == len(content))
+    return at == len(content)
+
+
+def _header(content: bytes, at: int) -> tuple[bytes, int]:
+    """A header and where it ends."""
+    end = at + 4 + int(struct.unpack_from("<I", content, at)[0])
+    return content[at + 4 : end], end
 
 
 def _payload_size(header: bytes) -> int:

@@ -11,8 +11,7 @@ of calls into its PTX as a comment, which ptxas drops:
 
     .loc 3 382 10    // role_scores.py:82:10 @[ role_scores.py:64:17 @[ hopper_kernel.py:161:45 ] ]
 
-So each .loc is replaced, before ptxas reads it, by the innermost line of the chain that has a stage.  Nothing but the
-line table changes.
+So each .loc is replaced, before ptxas reads it, by the innermost line of the chain that has a stage.
 """
 
 from __future__ import annotations
@@ -76,14 +75,12 @@ def load(folder: Path, layer: int, seqlen: int, device: str) -> Any:
 
 def refusal_of(error: Exception) -> dict[str, Any]:
     """The message and hint for the user, and the exit code of the command, which the error's type determines."""
-    if isinstance(error, SsdprofError):
-        message, hint, code = error.message, error.hint, error.exit_code
-    elif isinstance(error, torch.OutOfMemoryError):
-        message, hint = "The layer's tensors do not fit into the GPU's memory.", "Use a shorter --seq."
-        code = ExitCode.MISSING_CAPABILITY
-    else:
-        message, hint, code = f"{error}.", "Name another --layer, --impl or precision.", ExitCode.BAD_INPUT
-    return {"message": message, "hint": hint, "exit_code": int(code)}
+    if isinstance(error, torch.OutOfMemoryError):
+        full = "The layer's tensors do not fit into the GPU's memory."
+        error = SsdprofError(full, "Use a shorter --seq.", ExitCode.MISSING_CAPABILITY)
+    elif not isinstance(error, SsdprofError):
+        error = SsdprofError(f"{error}.", "Name another --layer, --impl or precision.", ExitCode.BAD_INPUT)
+    return {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}
 
 
 def call_at(implementation: Implementation, inputs: Any, wanted: PrecisionRecord) -> Call:
@@ -129,7 +126,6 @@ def profiled(call: Call) -> None:
 
 
 # --- lines of callers
-
 
 _KEY = "ssdprof: lines of callers"  # part of the key of such kernels in Triton's cache, if it asks
 _FILE = re.compile(r'^\s*\.file\s+(\d+) "([^"]+)"', re.MULTILINE)

@@ -10,7 +10,7 @@ import torch
 from fakes import SHAPE
 
 from ssdprof import operators
-from ssdprof.commands.bench import ways
+from ssdprof.commands.kernels import ways
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
