@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -76,21 +76,20 @@ def first_nonfinite(comparison: Divergence) -> int | None:
 def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
     """The band of all positions, then, for a long prompt, one for each part of it."""
     count = len(comparison.kl)
-    parts = [(start, min(stop, count)) for start, stop in _edges(count)]
+    edges = zip(BANDS, (*BANDS[1:], count), strict=True)
+    parts = [(start, min(stop, count)) for start, stop in edges if start < count]
     return tuple(_band(comparison, start, stop) for start, stop in ((0, count), *(parts if len(parts) > 1 else ())))
-
-
-def _edges(count: int) -> Iterator[tuple[int, int]]:
-    for start, stop in zip(BANDS, (*BANDS[1:], count), strict=True):
-        if start < count:
-            yield start, stop
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
     cut = Divergence(**{field.name: getattr(comparison, field.name)[start:stop] for field in fields(Divergence)})
     kl = cut.kl.numpy()
     flipped = (cut.token != cut.reference_token).nonzero()[:, 0]
-    worst = int(flipped[cut.margin[flipped].argmax()]) if len(flipped) else None
+    worst = None
+    if len(flipped):
+        at = int(flipped[cut.margin[flipped].argmax()])
+        tokens = {"reference_token": int(cut.reference_token[at]), "token": int(cut.token[at])}
+        worst = Flip(position=start + at, margin=float(cut.margin[at]), **tokens)
     known = cut.loss.isfinite() & cut.reference_loss.isfinite()
     return AnswerBand(
         start=start,
@@ -102,14 +101,7 @@ def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
         top1_pct=100.0 * (1 - len(flipped) / len(kl)),
         flips=len(flipped),
         flip_margin_median=float(cut.margin[flipped].quantile(0.5)) if len(flipped) else None,
-        worst_flip=None
-        if worst is None
-        else Flip(
-            position=start + worst,
-            margin=float(cut.margin[worst]),
-            reference_token=int(cut.reference_token[worst]),
-            token=int(cut.token[worst]),
-        ),
+        worst_flip=worst,
         **_perplexities(cut.reference_loss[known].numpy(), cut.loss[known].numpy()),
     )
 
@@ -121,17 +113,14 @@ def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) ->
             ("reference_perplexity", "perplexity", "perplexity_increase_pct", "perplexity_interval_pct")
         )
     interval = mean_interval(other - reference)
+    differences = (float((other - reference).mean()), interval.low, interval.high)
+    increase, low, high = (float(100 * np.expm1(one)) for one in differences)  # percent
     return {
         "reference_perplexity": float(np.exp(reference.mean())),
         "perplexity": float(np.exp(other.mean())),
-        "perplexity_increase_pct": _increase_pct(float((other - reference).mean())),
-        "perplexity_interval_pct": Interval(low=_increase_pct(interval.low), high=_increase_pct(interval.high)),
+        "perplexity_increase_pct": increase,
+        "perplexity_interval_pct": Interval(low=low, high=high),
     }
-
-
-def _increase_pct(difference: float) -> float:
-    """Change of the perplexity in percent, from the difference of two mean losses."""
-    return float(100 * np.expm1(difference))
 
 
 def _at(log_probabilities: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

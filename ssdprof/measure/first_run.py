@@ -76,14 +76,7 @@ class Call:
 
 
 def call_of(
-    implementation: Implementation,
-    inputs: Any,
-    precision: PrecisionRecord,
-    *,
-    label: str = "",
-    widens: bool = False,
-    precheck: Callable[[], None] = lambda: None,
-    out_of_bounds: Callable[[], str] = lambda: "",
+    implementation: Implementation, inputs: Any, precision: PrecisionRecord, *, label: str = "", **more: Any
 ) -> Call:
     """The call of an implementation.  The other arguments: see `Call`."""
     wanted = precision_of(precision)
@@ -94,9 +87,7 @@ def call_of(
         precision=wanted,
         run=partial(implementation.run, inputs, wanted),
         plan=partial(implementation.plan, inputs, wanted),
-        widens=widens,
-        precheck=precheck,
-        out_of_bounds=out_of_bounds,
+        **more,
     )
 
 
@@ -164,7 +155,6 @@ class Deadline:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the time of the whole bench is over."""
         return time.monotonic() >= self.until
 
     @property
@@ -178,28 +168,23 @@ def timed_first_call(run: Callable[[], Output], device: torch.device, deadline: 
     A call can be stopped between two steps of a compiler, and while it waits for one, but not during the GPU's work.
     """
     compiled: dict[str, float] = {}
-    began = time.monotonic()
-    with _noted(compiled), _at_most(deadline.seconds):
-        output = run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    return output, FirstCall(seconds=time.monotonic() - began, compiled=compiled)
-
-
-@contextmanager
-def _noted(compiled: dict[str, float]) -> Iterator[None]:
-    """Collects every kernel that Triton compiles in the block, in any thread."""
 
     def note(*, src: Any, times: triton.knobs.CompileTimes, cache_hit: bool, **_: Any) -> None:
+        """Called by Triton for every kernel, in any thread."""
         if not cache_hit:
             compiled[src.name] = max(times.total / 1e6, compiled.get(src.name, 0.0))
 
     before = triton.knobs.compilation.listener
+    began = time.monotonic()
     triton.knobs.compilation.listener = note
     try:
-        yield
+        with _at_most(deadline.seconds):
+            output = run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
     finally:
         triton.knobs.compilation.listener = before
+    return output, FirstCall(seconds=time.monotonic() - began, compiled=compiled)
 
 
 @contextmanager
@@ -255,7 +240,8 @@ def blaming(device: torch.device, culprit: str, work: Callable[[], T]) -> T:
 def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None:
     """Raises MissingCapabilityError if the GPU is unusable for this process.
 
-    After a fault in one kernel, all later CUDA calls fail, and other implementations would be blamed."""
+    After a fault in one kernel, all later CUDA calls fail, and other implementations would be blamed.
+    """
     if not _answers(device):
         raise MissingCapabilityError(
             f"{culprit} left the GPU unusable for this process: {first_line(error)}",
@@ -296,13 +282,9 @@ def first_line(error: BaseException) -> str:
 
     Errors of compilers and of CUDA may fill pages.
     """
-    lines = (line for line in str(error).splitlines() if line.strip())
-    return next(lines, None) or f"no message, raised {_where(error)}"
-
-
-def _where(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "outside of Python"
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    where = [f"in {Path(frame.filename).name}, line {frame.lineno}" for frame in frames] or ["outside of Python"]
+    return next((line for line in str(error).splitlines() if line.strip()), f"no message, raised {where[0]}")
 
 
 # --- the Triton kernels that a call launched, and their compiled resources
@@ -323,7 +305,9 @@ def recorded_launches() -> Iterator[list[Launch]]:
     with _at_launch(note):
         yield launches
     if handles:
-        loaded = _loaded_kernels()
+        # Triton keeps no list of compiled kernels, the garbage collector does.  By exact type, because isinstance asks
+        # every object for its __class__, which wakes lazy modules and proxies.
+        loaded = {thing.function: thing for thing in gc.get_objects() if type(thing) is CompiledKernel}
         launches += [describe(loaded[handle]) for handle in handles if handle in loaded]
 
 
@@ -369,15 +353,6 @@ def describe(kernel: Any) -> Launch:
     )
 
 
-def _loaded_kernels() -> dict[int, Any]:
-    """Function handle -> compiled kernel.  Triton keeps no list of them, the garbage collector does.
-
-    By exact type, because isinstance asks every object for its __class__, which wakes lazy modules and proxies.
-    """
-    kernels = (thing for thing in gc.get_objects() if type(thing) is CompiledKernel)
-    return {kernel.function: kernel for kernel in kernels if kernel.function is not None}
-
-
 # --- memory
 
 _peaks_before_reset: dict[int, int] = {}  # device index -> bytes
@@ -417,10 +392,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def outputs_that_fit(inputs: Any) -> int:
-    """The number of outputs that fit in half of the free memory.
-
-    The other half is for an implementation's workspace and for a block of the oracle.
-    """
+    """The number of outputs in half of the free memory: the rest is for a workspace and a block of the oracle."""
     output_bytes = sum(form.nbytes for form in operators.of(inputs).judged.forms(inputs))
     return free_memory(tensors.device(inputs)) // 2 // output_bytes
 

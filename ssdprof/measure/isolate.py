@@ -34,7 +34,7 @@ from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import fingerprint
-from ssdprof.measure.first_run import Call, CallRejected, FirstRun, call_of, first_run, type_and_message
+from ssdprof.measure.first_run import Call, CallRejected, call_of, first_run, type_and_message
 from ssdprof.operators import implementations, tensors
 
 GUARD = 1 << 20  # bytes on each side
@@ -60,11 +60,19 @@ class _Block:
         memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
+    def placed(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        """A tensor in the block, of the same form, from this byte on."""
+        own = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
+        return own.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def bits(self) -> tuple[int, ...]:
+        """A fingerprint, with the guards."""
+        return fingerprint(self.memory.view(torch.int64))
+
     def overrun(self) -> str:
         """ "before", "behind" or "around", by which guard has changed; empty if none has."""
-        before, behind = (
-            not bool((side == 0xFF).all()) for side in (self.memory[: self.start], self.memory[self.stop :])
-        )
+        sides = self.memory[: self.start], self.memory[self.stop :]
+        before, behind = (not bool((side == 0xFF).all()) for side in sides)
         return "around" if before and behind else "before" if before else "behind" if behind else ""
 
 
@@ -75,12 +83,13 @@ class GuardedInputs:
     """
 
     def __init__(self, inputs: Any) -> None:
-        given = tensors.tensors(inputs)
-        self._blocks = [_copied(group, given) for group in _sharing(given)]
-        copies = {name: _placed(block, given[name], given) for block in self._blocks for name in block.names}
+        self._blocks: list[tuple[_Block, tuple[int, ...]]] = []  # with its bytes
+        copies: dict[str, torch.Tensor] = {}
+        for block, of_block in _copied(tensors.tensors(inputs)):
+            self._blocks.append((block, block.bits()))
+            copies |= of_block
         self.inputs = replace(inputs, **copies)
         self._elements = {name: fingerprint(tensor) for name, tensor in copies.items()}
-        self._bytes = [_bytes(block) for block in self._blocks]
 
     def out_of_bounds(self) -> str:
         """A phrase on writes to the inputs or next to them; empty if there were none."""
@@ -88,12 +97,27 @@ class GuardedInputs:
         changed = [name for name, before in self._elements.items() if fingerprint(now[name]) != before]
         if changed:
             return f"it changes its inputs: {', '.join(changed)}"
-        for block, before in zip(self._blocks, self._bytes, strict=True):
-            if where := block.overrun():
+        for block, bits in self._blocks:
+            if where := block.overrun() or ("between the elements of" if block.bits() != bits else ""):
                 return f"it writes out of bounds, {where} its inputs {', '.join(block.names)}"
-            if _bytes(block) != before:
-                return f"it writes out of bounds, between the elements of its inputs {', '.join(block.names)}"
         return ""
+
+
+class _GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, blocks: list[_Block]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._blocks = blocks
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        # meta tensors have no memory
+        if name not in _ALLOCATIONS or made.layout != torch.strided or not made.numel() or made.is_meta:
+            return made
+        shape = f"a tensor of shape {tuple(made.shape)} that it allocates"
+        block = _Block.of(_extent(made), 0, made.device, (shape,))
+        self._blocks.append(block)
+        placed = block.placed(made, 0)
+        return placed.copy_(made) if "empty" not in name else placed
 
 
 @contextmanager
@@ -102,33 +126,14 @@ def guarded_allocations() -> Iterator[Callable[[], str]]:
 
     The value is a function that describes writes next to them, to be called in the context; "" if there were none.
     """
-    mode = _GuardedAllocations()
-    with mode:
-        yield mode.out_of_bounds
+    blocks: list[_Block] = []
 
+    def out_of_bounds() -> str:
+        over = ((block.overrun(), block.names[0]) for block in blocks)
+        return next((f"it writes out of bounds, {where} {name}" for where, name in over if where), "")
 
-class _GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks: list[_Block] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ not in _ALLOCATIONS or made.layout != torch.strided or not made.numel():
-            return made
-        if made.is_meta:  # it has no memory
-            return made
-        shape = f"a tensor of shape {tuple(made.shape)} that it allocates"
-        block = _Block.of(_extent(made), 0, made.device, (shape,))
-        self._blocks.append(block)
-        placed = block.memory[block.start : block.stop].view(made.dtype).as_strided(made.shape, made.stride())
-        return placed.copy_(made) if "empty" not in func.overloadpacket.__name__ else placed
-
-    def out_of_bounds(self) -> str:
-        for block in self._blocks:
-            if where := block.overrun():
-                return f"it writes out of bounds, {where} {block.names[0]}"
-        return ""
+    with _GuardedAllocations(blocks):
+        yield out_of_bounds
 
 
 def unwritten(tensor: torch.Tensor) -> int:
@@ -138,31 +143,20 @@ def unwritten(tensor: torch.Tensor) -> int:
     return int((elements == 0xFF).all(-1).sum())
 
 
-def _sharing(given: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Names of tensors that share memory, together."""
+def _copied(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[_Block, dict[str, torch.Tensor]]]:
+    """Blocks with the memory from the first to the last byte of the tensors that share it, and the tensors' copies."""
     groups: dict[int, list[str]] = {}
     for name, tensor in given.items():
         groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    return [tuple(names) for names in groups.values()]
-
-
-def _copied(names: tuple[str, ...], given: Mapping[str, torch.Tensor]) -> _Block:
-    """The memory from the first to the last byte that the tensors reach."""
-    first = min(given[name].data_ptr() for name in names)
-    size = max(given[name].data_ptr() + _extent(given[name]) for name in names) - first
-    one = given[names[0]]
-    storage = one.untyped_storage()
-    source = torch.empty(0, dtype=torch.uint8, device=one.device)
-    source.set_(storage, first - storage.data_ptr(), (size,), (1,))
-    block = _Block.of(size, first % _ALIGNED, one.device, names)
-    block.memory[block.start : block.stop].copy_(source)
-    return block
-
-
-def _placed(block: _Block, tensor: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The tensor's copy in the block."""
-    start = block.start + tensor.data_ptr() - min(given[name].data_ptr() for name in block.names)
-    return block.memory[start : start + _extent(tensor)].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    for names in groups.values():
+        first = min(given[name].data_ptr() for name in names)
+        size = max(given[name].data_ptr() + _extent(given[name]) for name in names) - first
+        storage, device = given[names[0]].untyped_storage(), given[names[0]].device
+        source = torch.empty(0, dtype=torch.uint8, device=device)
+        source.set_(storage, first - storage.data_ptr(), (size,), (1,))
+        block = _Block.of(size, first % _ALIGNED, device, tuple(names))
+        block.memory[block.start : block.stop].copy_(source)
+        yield block, {name: block.placed(given[name], given[name].data_ptr() - first) for name in names}
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -171,11 +165,6 @@ def _extent(tensor: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
-
-
-def _bytes(block: _Block) -> tuple[int, ...]:
-    """A fingerprint of the block, with its guards."""
-    return fingerprint(block.memory.view(torch.int64))
 
 
 # --- first calls in another process
@@ -229,9 +218,8 @@ def _tried(implementation: Implementation, inputs: Any, precision: PrecisionReco
         if code == 0 and (folder / _VERDICT).is_file():
             return FirstCallVerdict.model_validate_json((folder / _VERDICT).read_text(encoding="utf-8"))
         words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
-    return FirstCallVerdict(
-        status="failed", reason=_death(code, limit_s, next((line for line in words[::-1] if line), ""))
-    )
+    last = next((line for line in words[::-1] if line), "")
+    return FirstCallVerdict(status="failed", reason=_death(code, limit_s, last))
 
 
 def _run(command: list[str], words: Path, timeout_s: float) -> int:
@@ -239,18 +227,9 @@ def _run(command: list[str], words: Path, timeout_s: float) -> int:
 
     In any case, no process of its group is left.
     """
-    environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
-    with (
-        words.open("wb") as file,
-        subprocess.Popen(
-            command,
-            env=environment | child.search_path(),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as process,
-    ):
+    environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)} | child.search_path()
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with words.open("wb") as file, subprocess.Popen(command, env=environment, stdout=file, **streams) as process:
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -283,19 +262,13 @@ class BoundKernel:
 
     def call(self, precision: PrecisionRecord, *, label: str = "") -> Call:
         """label: see `Call`."""
-        implementation = self._implementation
-        if self._guarded is None:
-            return call_of(
-                implementation, self._inputs, precision, label=label, widens=implementation.kind == "library"
-            )
-        return call_of(
-            implementation,
-            self._guarded.inputs,
-            precision,
-            label=label,
-            precheck=partial(self._isolated.require, implementation, self._inputs, precision),
-            out_of_bounds=self._guarded.out_of_bounds,
-        )
+        implementation, guarded = self._implementation, self._guarded
+        if guarded is None:
+            widens = implementation.kind == "library"
+            return call_of(implementation, self._inputs, precision, label=label, widens=widens)
+        precheck = partial(self._isolated.require, implementation, self._inputs, precision)
+        checks = {"precheck": precheck, "out_of_bounds": guarded.out_of_bounds}
+        return call_of(implementation, guarded.inputs, precision, label=label, **checks)
 
 
 # --- in the other process
@@ -323,7 +296,10 @@ def judged(implementation: Implementation, inputs: Any, precision: PrecisionReco
     guarded = GuardedInputs(inputs)
     call = call_of(implementation, guarded.inputs, precision, out_of_bounds=guarded.out_of_bounds)
     with guarded_allocations() as damage:
-        tried = _first_run(call)
+        try:
+            tried = first_run(call)
+        except MissingCapabilityError as error:  # the GPU is unusable for this process, which ends here
+            return FirstCallVerdict(status="failed", reason=type_and_message(error.__cause__ or error))
         if tried.output is None:
             return FirstCallVerdict(status=tried.status, reason=tried.reason)
         if words := damage():
@@ -332,14 +308,6 @@ def judged(implementation: Implementation, inputs: Any, precision: PrecisionReco
         if elements := unwritten(tensor):
             return FirstCallVerdict(status="failed", reason=f"it leaves {elements:,} elements of {name} unwritten")
     return FirstCallVerdict(status="ran")
-
-
-def _first_run(call: Call) -> FirstRun:
-    try:
-        return first_run(call)
-    except MissingCapabilityError as error:  # the GPU is unusable for this process, which ends here
-        cause = error.__cause__ or error
-        return FirstRun(status="failed", reason=type_and_message(cause))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -40,20 +41,14 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
     Zeros would be faster: they use less power, so the clock rises.
     """
-    return Ceilings(copy_gb_per_s=_copy_gb_per_s(device), matmul_tflops=_matmul_tflops(device))
-
-
-def _copy_gb_per_s(device: torch.device) -> float:
-    free, _ = torch.cuda.mem_get_info(device)
-    source = torch.empty(min(_COPY_BYTES, free // 8), dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return 2 * len(source) / _median_seconds(lambda: target.copy_(source), device) / 1e9
-
-
-def _matmul_tflops(device: torch.device) -> float:
+    size = min(_COPY_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    copy_s = _median_seconds(partial(torch.empty_like(source).copy_, source), device)
+    del source
     a, b = (torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * _MATMUL_SIZE**3 / _median_seconds(lambda: torch.mm(a, b, out=out), device) / 1e12
+    matmul_s = _median_seconds(lambda: torch.mm(a, b, out=out), device)
+    return Ceilings(copy_gb_per_s=2 * size / copy_s / 1e9, matmul_tflops=2 * _MATMUL_SIZE**3 / matmul_s / 1e12)
 
 
 def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -67,7 +62,7 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
             run()
             stop.record()
             stop.synchronize()
-            times.append(start.elapsed_time(stop) / 1e3)
+            times.append(float(start.elapsed_time(stop)) / 1e3)
     return median(times)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -129,26 +129,12 @@ class CudaTimer:
 
     def _elapsed_us(self) -> float:
         self._stop.synchronize()
-        return 1e3 * self._start.elapsed_time(self._stop)
+        return 1e3 * float(self._start.elapsed_time(self._stop))
 
 
-# --- CUDA events, typed
-
-
-class CudaEvent(Protocol):
-    def record(self) -> None:
-        """On the current stream."""
-
-    def synchronize(self) -> None:
-        """Wait until the GPU has passed it."""
-
-    def elapsed_time(self, end_event: CudaEvent, /) -> float:
-        """Milliseconds from this event to the other."""
-
-
-def cuda_event() -> CudaEvent:
-    """An event that can be timed."""
-    return cast(CudaEvent, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+def cuda_event() -> Any:
+    """An event that can be timed: `record`, `synchronize`, and `elapsed_time` to another, in milliseconds."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 # --- several implementations in turns
@@ -192,10 +178,6 @@ class Session:
 class _CallError(Exception):
     """A call after the first one raised."""
 
-    def __init__(self, key: str, error: Exception) -> None:
-        super().__init__(key)
-        self.key, self.failed_later = key, FailedAfterTiming("failed", f"a later call raised {type_and_message(error)}")
-
 
 def time_in_turns(
     runs: Mapping[str, Run], timer: Timer, plan: SamplingPlan, *, check: Callable[[str, Output], str]
@@ -208,6 +190,17 @@ def time_in_turns(
     recordings: dict[str, Recording] = {}
     untimed: dict[str, str] = {}
     failed_later: dict[str, FailedAfterTiming] = {}
+
+    def called(key: str, work: Callable[[], T]) -> T:
+        """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is unusable."""
+        try:
+            return blaming(timer.device, key, work)
+        except (MissingCapabilityError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a kernel's own, of any kind
+            refuse_if_interrupted(error)
+            failed_later[key] = FailedAfterTiming("failed", f"a later call raised {type_and_message(error)}")
+            raise _CallError from error
 
     def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
         recordings.clear()
@@ -222,51 +215,29 @@ def time_in_turns(
                 untimed[key] = f"{key} is not timed: no memory is left for its CUDA graph: {error}"
         samplers: dict[Name, Sampler] = {}
         for key, recording in recordings.items():
-            samplers["call", key] = partial(_called, timer, key, partial(timer.call_us, runs[key]))
-            samplers["device", key] = partial(_called, timer, key, partial(timer.device_us, recording))
+            samplers["call", key] = partial(called, key, partial(timer.call_us, runs[key]))
+            samplers["device", key] = partial(called, key, partial(timer.device_us, recording))
         return samplers
 
     def sampled_without_errors() -> dict[Name, Recordings]:
-        """Samples.  If a run raises, sampling restarts without it, so that all results come from the same turns."""
+        """If a run raises, sampling restarts without it, so that all results come from the same turns."""
         while True:
-            try:
+            with suppress(_CallError):
                 return sample_in_turns(set_up, plan)
-            except _CallError as error:
-                failed_later[error.key] = error.failed_later
+
+    def reason_now(key: str) -> str:
+        """The result of `check` for a replay and for a call; all GPU work of the call has ended after it."""
+        timer.device_us(recordings[key])  # recordings share memory: only the latest replay's output is intact
+        return check(key, recordings[key].output) or check(key, runs[key]())
 
     gc.collect()
     with no_garbage_collection():  # a collection during a call is not part of the call
         samples = sampled_without_errors()
-
     sampled: dict[str, Sampled] = {}
-    for key in runs:
-        if key in untimed or key in failed_later:
-            continue
-        look = partial(_reason_now, partial(check, key), runs[key], timer, recordings[key])
-        try:
-            reason = _called(timer, key, look)  # all GPU work of the call has ended after the check
-        except _CallError as error:
-            failed_later[key] = error.failed_later
-            continue
-        if reason:
-            failed_later[key] = FailedAfterTiming("inaccurate", f"after it was timed: {reason}")
-        else:
-            sampled[key] = Sampled(call=samples["call", key], device=samples["device", key])
+    for key in (key for key in runs if key not in untimed and key not in failed_later):
+        with suppress(_CallError):
+            if reason := called(key, partial(reason_now, key)):
+                failed_later[key] = FailedAfterTiming("inaccurate", f"after it was timed: {reason}")
+            else:
+                sampled[key] = Sampled(call=samples["call", key], device=samples["device", key])
     return Session(sampled=sampled, untimed=untimed, failed_later=failed_later)
-
-
-def _called(timer: Timer, key: str, work: Callable[[], T]) -> T:
-    """The result of `work`.  Raises _CallError, or MissingCapabilityError with the key if the GPU is unusable."""
-    try:
-        return blaming(timer.device, key, work)
-    except (MissingCapabilityError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a kernel's own, of any kind
-        refuse_if_interrupted(error)
-        raise _CallError(key, error) from error
-
-
-def _reason_now(check: Callable[[Output], str], run: Run, timer: Timer, recording: Recording) -> str:
-    """The result of `check` for a replay and for a call."""
-    timer.device_us(recording)  # recordings share memory: only the latest replay's output is intact
-    return check(recording.output) or check(run())

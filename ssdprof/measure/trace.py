@@ -7,10 +7,11 @@ kernel was launched, and how long it ran.  A kernel belongs to the innermost mar
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,54 +55,27 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace:
 
 def work(trace: Trace) -> list[GpuWork]:
     """All work on the GPU, in the trace's order."""
-    parts = {thread: _Timeline(marks) for thread, marks in _marks(trace).items()}
-    launched = {
-        event["args"]["correlation"]: event
-        for event in trace
-        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
-    }
+    marks: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)  # by thread: begin, -end, part
+    launched = {}
+    for event in trace:
+        kind, arguments = event.get("cat"), event.get("args", {})
+        if kind == "user_annotation" and event["name"].startswith(PREFIX):
+            begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            marks[event["tid"]].append((begin, -end, event["name"].removeprefix(PREFIX)))
+        elif kind in _LAUNCHES and "correlation" in arguments:
+            launched[arguments["correlation"]] = event
+    for of_thread in marks.values():
+        of_thread.sort()  # an inner mark comes after the outer one, also if both begin at once
     found = []
     for event in trace:
         if event.get("cat") in _ON_THE_GPU:
             launch = launched.get(event.get("args", {}).get("correlation"))
-            timeline = parts.get(launch["tid"]) if launch else None
-            part = timeline.at(launch["ts"]) if launch and timeline else None
+            part = _open_at(launch["ts"], marks[launch["tid"]]) if launch else None
             found.append(GpuWork(part=part, name=event["name"], us=float(event["dur"])))
     return found
 
 
-def _marks(trace: Trace) -> dict[Any, list[tuple[float, float, str]]]:
-    """(begin, end, part) of every mark, by thread."""
-    found: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
-    for event in trace:
-        if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX):
-            begin = float(event["ts"])
-            found[event["tid"]].append((begin, begin + float(event["dur"]), event["name"].removeprefix(PREFIX)))
-    return found
-
-
-class _Timeline:
-    """The innermost mark at any time.  Marks of a thread are nested."""
-
-    def __init__(self, marks: Iterable[tuple[float, float, str]]) -> None:
-        self._times: list[float] = []
-        self._parts: list[str | None] = []
-        opened: list[tuple[float, str]] = []  # end, part
-        for begin, end, part in sorted(marks, key=lambda mark: (mark[0], -mark[1])):
-            self._close(opened, begin)
-            opened.append((end, part))
-            self._change(begin, part)
-        self._close(opened, float("inf"))
-
-    def at(self, time: float) -> str | None:
-        place = bisect_right(self._times, time)
-        return self._parts[place - 1] if place else None
-
-    def _close(self, opened: list[tuple[float, str]], until: float) -> None:
-        while opened and opened[-1][0] <= until:
-            end, _ = opened.pop()
-            self._change(end, opened[-1][1] if opened else None)
-
-    def _change(self, time: float, part: str | None) -> None:
-        self._times.append(time)
-        self._parts.append(part)
+def _open_at(time: float, marks: list[tuple[float, float, str]]) -> str | None:
+    """The innermost mark.  Marks of a thread are nested."""
+    begun = marks[: bisect_right(marks, (time, math.inf))]
+    return next((part for _, negative_end, part in reversed(begun) if -negative_end > time), None)

@@ -22,7 +22,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 
 from ssdprof import operators
@@ -90,7 +89,10 @@ def is_idle(stage: str, known: Stages) -> bool:
 
 def _stages(places: Sequence[LineStage]) -> list[str]:
     """The stage of each place: its own, or its neighbour's if it has none."""
-    found = list(accumulate((place.stage or "" for place in places), lambda before, own: own or before))
+    found, before = [], ""
+    for place in places:
+        before = place.stage or before
+        found.append(before)
     after = next((stage for stage in found if stage), UNKNOWN)
     return [stage or after for stage in found]
 
@@ -300,7 +302,7 @@ def _waits(tree: ast.Module, waits: Mapping[str, str]) -> dict[int, str]:
 
 
 def _fillers(tree: ast.Module, waits: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Functions with `arrive(shared.NAME...)`, `mbarrier.arrive(...)`, `mbarrier.expect(...)`, or of such a variable."""
+    """Functions with `arrive(shared.NAME...)`, `mbarrier.arrive(...)`, `mbarrier.expect(...)`, or of one's variable."""
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for function in (node for node in ast.walk(tree) if waits and isinstance(node, ast.FunctionDef)):
         barriers = {
