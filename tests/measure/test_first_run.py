@@ -1,0 +1,111 @@
+"""The first run of a call: its status, the culprit of a fault, peaks, and the number of outputs in memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ssdprof.errors import ExitCode, MissingCapabilityError
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Plan
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.measure import first_run as module
+from ssdprof.measure.first_run import Call, FirstRun, forget_peak, outputs_that_fit, peak_bytes, run_and_measure
+
+GPU = torch.device("cuda")
+MakeInputs = Callable[..., SSDInputs]
+
+
+def faulty() -> SSDOutput:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+
+def attempted(inputs: SSDInputs, run: Callable[[], SSDOutput] = faulty) -> FirstRun:
+    plan = Plan(variant="portable", launches=1, config={})
+    fields = {"implementation": "scan", "label": "scan exact", "precision": Precision(), "plan": lambda: plan}
+    return module.first_run(Call(inputs=inputs, run=run, **fields))  # type: ignore[arg-type]
+
+
+def test_an_error_becomes_a_status_and_a_reason(make_inputs: MakeInputs) -> None:
+    tried = attempted(make_inputs())
+    assert (tried.status, tried.output, tried.variant) == ("failed", None, "portable")
+    assert tried.reason == "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(
+    make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_answers", lambda _: False)
+    words = "scan left the GPU unusable for this process: CUDA error: an il"
+    with pytest.raises(MissingCapabilityError, match=f"^{words}") as caught:
+        attempted(make_inputs())
+    assert "\n" not in caught.value.message
+    assert caught.value.exit_code == ExitCode.MISSING_CAPABILITY
+
+
+def test_an_interrupt_that_c_code_made_another_error_of_is_still_one(make_inputs: MakeInputs) -> None:
+    def interrupted() -> SSDOutput:
+        raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        attempted(make_inputs(), interrupted)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_gpu_that_cannot_be_waited_for_is_lost(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+    """Its culprit is named; an error that leaves the GPU is not touched."""
+
+    def synchronize(_: torch.device) -> None:
+        if lost:
+            raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert module._answers(torch.device("cpu"))
+    assert module.blaming(GPU, "fused", lambda: 3) == 3
+    with pytest.raises(MissingCapabilityError if lost else RuntimeError, match="illegal memory access") as caught:
+        module.blaming(GPU, "fused", faulty)
+    assert str(caught.value).startswith("fused left the GPU unusable") == lost
+
+
+def test_an_error_without_a_message_says_where_it_was_raised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError
+    words = r"RuntimeError: no message, raised in test_first_run\.py, line \d+"
+    assert re.fullmatch(words, module.type_and_message(caught.value))
+    assert module.first_line(RuntimeError()) == "no message, raised outside of Python"
+    assert module.first_line(RuntimeError("\n  \nptxas failed\nand more")) == "ptxas failed"
+
+
+# --- memory
+
+
+def test_outputs_fill_half_of_the_free_memory(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    output_bytes = 2 * 100 * 4 * 32 * 2 + 2 * 4 * 32 * 16 * 4
+    monkeypatch.setattr(module, "free_memory", lambda _device: 10 * output_bytes)
+    assert outputs_that_fit(make_inputs(batch=2)) == 5
+
+
+def test_without_a_gpu_there_is_no_peak() -> None:
+    output = SSDOutput(torch.zeros(1), torch.zeros(1))
+    assert run_and_measure(lambda: output, torch.device("cpu")) == (output, None)
+
+
+@pytest.mark.gpu
+def test_workspace_is_the_peak_beyond_the_outputs_and_the_longer_peak_survives() -> None:
+    device, size = GPU, 64 << 20
+
+    def run() -> SSDOutput:
+        workspace = torch.zeros(4 * size, dtype=torch.uint8, device=device)
+        return SSDOutput(workspace[:size].clone(), workspace[:size].clone())
+
+    forget_peak(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.zeros(10 * size, dtype=torch.uint8, device=device)
+    _output, measured = run_and_measure(run, device)
+    assert measured is not None
+    assert measured.peak_bytes == pytest.approx(6 * size, rel=0.05)
+    assert measured.workspace_bytes == pytest.approx(4 * size, rel=0.05)
+    assert peak_bytes(device) == pytest.approx(before + 10 * size, rel=0.05)
