@@ -86,7 +86,7 @@ class Stored:
 
     @property
     def serving(self) -> Serving:
-        """Of one of the prompts: all are served in the same way."""
+        """How each prompt is served; it is the same for all."""
         return self.manifest.prompts[0].serving
 
 

@@ -167,7 +167,7 @@ def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
     assert calls[0]["backend"] == "flashinfer", "it does not choose another library"
     run(replace(given, scale=2.0), Precision())
     assert calls[2]["q"] is not calls[0]["q"]
-    held = run.args[1].__self__  # type: ignore[attr-defined]
+    held = run.args[0].__self__  # type: ignore[attr-defined]
     gc.collect()
     assert held._prepared == {}, "those inputs are gone"
 

@@ -187,7 +187,7 @@ def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
 
 def test_tries_of_the_published_kernel_do_not_find_flags_of_the_try_before(checkout: Path) -> None:
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
-    call: Any = load_published(checkout).run.args[1]  # type: ignore[attr-defined]
+    call: Any = load_published(checkout).run.args[0]  # type: ignore[attr-defined]
     kernel = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
     flags = torch.ones(4)
     kernel.pre_hook({"sync_atomic": flags})
