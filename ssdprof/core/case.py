@@ -488,6 +488,11 @@ class Case(Record):
         return "; ".join(one.reason for one in self.accuracy if one.reason)
 
     @property
+    def only_outside(self) -> bool:
+        """Whether nothing is wrong with it but an error outside the budget, found before it was timed."""
+        return self.result == "inaccurate" and not self.later_fault
+
+    @property
     def tolerated(self) -> bool:
         """Whether it is timed although it is outside the budget: another library's, close enough to be the operator."""
         rms = [one.vs_oracle.rms_ratio for one in self.accuracy]
@@ -508,7 +513,12 @@ class Case(Record):
         """Whether gates apply: not to the baseline, other libraries, noise, and single layers in the model."""
         if self.answers:
             return not self.answers.change and self.answers.alone is None
-        return self.baseline not in ("", self.implementation) and self.kind != "library"
+        return self.rated_against is not None and self.kind != "library"
+
+    @property
+    def rated_against(self) -> tuple[str, str] | None:
+        """The place and the name of its baseline; None if it is of the baseline itself."""
+        return None if self.baseline in ("", self.implementation) else (self.place, self.baseline)
 
     # --- times
 

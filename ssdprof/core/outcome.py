@@ -15,6 +15,7 @@ class Outcome:
 
     judged: number of cases that were compared or failed, without those of other libraries and those of answers.
     failed: the judged cases that did not pass.
+    outside: cases of baselines outside their budget: the verdict is on what is compared with them.
     refused: requested cases that an implementation does not support, except other libraries.
     missing: number of requested cases that are neither in the report nor left out by name.
     broken: conditions that do not hold, each with its case.
@@ -24,6 +25,7 @@ class Outcome:
     ended_early: str
     judged: int
     failed: tuple[Case, ...]
+    outside: tuple[Case, ...]
     refused: tuple[Case, ...]
     missing: int
     broken: tuple[Verdict, ...]
@@ -45,13 +47,17 @@ def outcome(report: Report) -> Outcome:
     calls = [case for case in own if not case.answers]
     refused = [case for case in calls if case.result == "refused"]
     answers = tuple(case for case in own if case.answers and case.judged)
+    rivals = {case.rated_against for case in report.cases}
+    outside = [one for one in report.cases if one.outside_budget and (one.place, one.implementation) in rivals]
+    excused = [case for case in outside if case.only_outside]
     requested = {one.name for one in report.requested}
     found = broken(report)
     of_answers = {one.case for one in found}
     return Outcome(
         ended_early=_ended_early(report),
-        judged=len(calls) - len(refused),
-        failed=tuple(case for case in calls if case.result not in ("passed", "refused")),
+        judged=len([case for case in calls if case not in (*refused, *excused)]),
+        failed=tuple(case for case in calls if case.result not in ("passed", "refused") and case not in excused),
+        outside=tuple(outside),
         refused=tuple(case for case in refused if not case.prefill and (not requested or case.name in requested)),
         missing=len(report.missing),
         broken=found,

@@ -183,6 +183,7 @@ class _Cells:
         """Raises BudgetSpent, also half-way."""
         comparer = Comparer(
             timer=self._timer,
+            ceilings=self.writer.report.ceilings,
             sampling=SamplingPlan(
                 smallest_difference=self.request.smallest_difference, max_rounds=MAX_ROUNDS, seconds=seconds
             ),

@@ -8,7 +8,7 @@ Only what passed is timed, and what it computes while it is timed is checked aga
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ import torch
 from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.core.case import Case, ChunkTrial, FirstCall
+from ssdprof.core.subject import Ceilings
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.first_run import (
@@ -74,10 +75,12 @@ class Comparer:
     """Compares entries of one call after another.
 
     timer: None: nothing is timed.  process: the name of this one in the samples.
+    ceilings: of this GPU, by which no time is too short.
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
     """
 
     timer: Timer | None = None
+    ceilings: Ceilings | None = None
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
     process: str = ""
     deadline: Deadline = field(default_factory=Deadline)
@@ -108,11 +111,12 @@ class Comparer:
         for one in ready:
             if one.case.trials:
                 yield one.untimed
-        for turns in dict.fromkeys(one.entry.turns for one in ready):
-            group = [one for one in ready if one.entry.turns == turns and one.case.result == "passed"]
-            if group:
-                with self.watcher.step(f"{label}: timing"):
-                    yield from self._sampled(group, self.timer)
+        rivals = {entry.case.rated_against for entry in entries}
+        timed = [one for one in ready if one.case.result == "passed" or one.outside_baseline(rivals)]
+        for turns in dict.fromkeys(one.entry.turns for one in timed):
+            group = [one for one in timed if one.entry.turns == turns]
+            with self.watcher.step(f"{label}: timing"):
+                yield from self._sampled(group, self.timer)
 
     # --- accuracy
 
@@ -238,9 +242,9 @@ class Comparer:
             candidate = Candidate[str](output=output, precision=call.precision)
             accuracy = compare_with_oracle(call.inputs, {name: candidate})[name]
             again = known.case.changed(accuracy=accuracy)
-            if again.result == "passed":
+            if again.result == known.case.result:
                 nondeterministic.add(name)
-            return "" if again.result == "passed" else again.outside_budget
+            return "" if again.result == known.case.result else again.outside_budget
 
         session = time_in_turns(
             {name: one.entry.call.run for name, one in named.items()}, timer, self.sampling, check=check
@@ -255,7 +259,8 @@ class Comparer:
             elif untimed := session.untimed.get(name):
                 yield case.changed(reason=untimed)
             else:
-                yield case.changed(samples=session.sampled[name].records(self.process))
+                timed = case.changed(samples=session.sampled[name].records(self.process))
+                yield case.changed(**unmeasured) if (unmeasured := _above_roof(timed, self.ceilings)) else timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +275,19 @@ class _Verified:
     def untimed(self) -> Case:
         """The case for as long as it is not timed."""
         return self.case.changed(reason=NOT_TIMED) if self.case.result == "passed" else self.case
+
+    def outside_baseline(self, rivals: Collection[tuple[str, str] | None]) -> bool:
+        """Whether it is a baseline outside its budget.  It is timed, because the verdict is on the others."""
+        return self.case.only_outside and (self.case.place, self.case.implementation) in rivals
+
+
+def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, str]:
+    """Fields of a case whose device time is shorter than this GPU can be: its work was not what was timed."""
+    share, time = case.floor_pct(ceilings), case.device_us
+    if share is None or time is None or share <= 100:
+        return {}
+    reason = f"the measurement failed: {time.value:.4g} us of device time would be {share:.4g}% of the roofline"
+    return {"status": "failed", "reason": f"{reason}, so that not all of its work was timed"}
 
 
 def _borrowed(verdict: Case, case: Case, output: Output) -> dict[str, Any]:

@@ -303,6 +303,7 @@ def _replaying(
             forget_peak(gpu)
         comparer = Comparer(
             timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
+            ceilings=writer.report.ceilings,
             sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
             process=writer.process,
             watcher=watcher,

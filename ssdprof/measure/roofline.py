@@ -17,7 +17,7 @@ import torch
 from ssdprof import operators
 from ssdprof.core.case import Launch, Work
 from ssdprof.core.subject import Ceilings
-from ssdprof.measure.timing import cuda_event
+from ssdprof.measure.timing import Event
 
 _COPY_BYTES = 2 << 30
 _MATMUL_SIZE = 8192
@@ -57,12 +57,11 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
             run()
         times = []
         for _ in range(_REPEATS):
-            start, stop = cuda_event(), cuda_event()
+            start, stop = Event(), Event()
             start.record()
             run()
             stop.record()
-            stop.synchronize()
-            times.append(float(start.elapsed_time(stop)) / 1e3)
+            times.append(start.ms_until(stop) / 1e3)
     return median(times)
 
 

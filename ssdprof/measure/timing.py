@@ -28,6 +28,10 @@ from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.operators.operator import Output
 
 T = TypeVar("T")
+# taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no time
+_Event, _current_stream, _synchronize = torch.cuda.Event, torch.cuda.current_stream, torch.cuda.synchronize
+_record, _wait, _elapsed_ms = _Event.record, _Event.synchronize, _Event.elapsed_time
+_replay, _amax = torch.cuda.CUDAGraph.replay, torch.amax
 _PAGE = 2 << 20  # bytes, CUDA's unit of allocation
 _MOST_PADDING = 32  # pages
 
@@ -70,7 +74,7 @@ class CudaTimer:
         # four times the L2: replaces every line, and keeps the GPU busy while the host enqueues the timed work
         self._evictor = torch.zeros(max(256 << 20, 4 * l2_bytes) // 4, device=device)
         self._sink = torch.zeros((), device=device)
-        self._start, self._stop = cuda_event(), cuda_event()
+        self._start, self._stop = Event(), Event()
         self._pool = torch.cuda.graph_pool_handle()
         self._padding: torch.Tensor | None = None
 
@@ -109,7 +113,7 @@ class CudaTimer:
     def call_us(self, run: Run) -> float:
         """The GPU is idle when the call begins, so the launch time is not hidden."""
         self._evict_l2()
-        torch.cuda.synchronize(self.device)
+        _synchronize(self.device)
         self._start.record()
         run()
         self._stop.record()
@@ -119,22 +123,32 @@ class CudaTimer:
         """The eviction still runs while the graph is enqueued, so it hides the launch time."""
         self._evict_l2()
         self._start.record()
-        recording.graph.replay()
+        _replay(recording.graph)
         self._stop.record()
         return self._elapsed_us()
 
     def _evict_l2(self) -> None:
         """Evict by reading: written lines would be stored during the timed region."""
-        torch.amax(self._evictor, dim=0, out=self._sink)
+        _amax(self._evictor, dim=0, out=self._sink)
 
     def _elapsed_us(self) -> float:
-        self._stop.synchronize()
-        return 1e3 * float(self._start.elapsed_time(self._stop))
+        return 1e3 * self._start.ms_until(self._stop)
 
 
-def cuda_event() -> Any:
-    """An event that can be timed: `record`, `synchronize`, and `elapsed_time` to another, in milliseconds."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+class Event:
+    """A CUDA event that can be timed."""
+
+    def __init__(self) -> None:
+        self._event = _Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """On the current stream."""
+        _record(self._event, _current_stream())
+
+    def ms_until(self, stop: Event) -> float:
+        """Milliseconds from this event to the other.  Waits until the GPU has passed the other."""
+        _wait(stop._event)
+        return float(_elapsed_ms(self._event, stop._event))
 
 
 # --- several implementations in turns

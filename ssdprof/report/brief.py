@@ -19,8 +19,8 @@ from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import caveats, gpu_name, meanings, origin, when
-from ssdprof.report.groups import Against, Group, Pooled, Series, groups, places, precision_order, trouble_words
-from ssdprof.report.statements import nothing_timed, shortcomings, verdict_lines
+from ssdprof.report.groups import Against, Group, Pooled, Series, groups, precision_order
+from ssdprof.report.statements import advice, nothing_timed, shortcomings, verdict_lines
 from ssdprof.report.table import Column, Table, VerdictLine, lifted, table, text
 
 _MOST_CAVEATS = 3
@@ -53,8 +53,12 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         yield from _listed(warnings, _MOST_CAVEATS, "more caveat")
     yield from _listed(_reasons(report), _MOST_REASONS, "more reason")
     yield Text(_MORE, style="dim")
-    for line in verdict_lines(report):
-        yield terminal.verdict(line._replace(text=_short(line.text)))
+    lines = list(verdict_lines(report))
+    if outcome(report).passed:  # bad news is last
+        lines += advice([(group, name) for group in found for name in group.compared])
+        lines.sort(key=lambda line: not line.good)
+    for line in lines:
+        yield terminal.verdict(line if line.good else line._replace(text=_short(line.text)))
 
 
 def _listed(lines: Sequence[str], most: int, noun: str) -> Iterator[RenderableType]:
@@ -197,34 +201,13 @@ def accuracy_table(
     wanted = [PrecisionRecord(intermediates=kind, state_dtype=state) for kind in kinds for state in state_dtypes]
     wrong = shortcomings(outcome(report.restricted(precisions=wanted)))
     parts += [terminal.verdict(VerdictLine(line, False)) for line in wrong]
-    advised: dict[tuple[str, bool], list[Group]] = {}
-    for group, name in found:
-        series = group.series(name)
-        advised.setdefault((advice(series), all(one.within_budget for one in series)), []).append(group)
-    for (words, good), own in advised.items():
-        where = places(own)
-        parts.append(terminal.verdict(VerdictLine(f"{where[0].upper()}{where[1:]}, {words}", good)))
+    parts += map(terminal.verdict, advice(found))
     parts += map(terminal.bullet, caveats(report))
     for group, name in found:
         for tensor in calls.TENSORS:
             if made := calls.matches(group, name, tensor):
                 parts += ["", terminal.SplitTable(made)]
     return Renderables(*parts)
-
-
-def advice(series: Sequence[Series]) -> str:
-    """The precisions of an implementation that may be used, judged by the operator's own output."""
-    name = series[0].implementation
-    good = [one for one in series if one.within_budget]
-    bad = "; ".join(f"{one.precision}: {trouble_words(one)}" for one in series if not one.within_budget)
-    if not good:
-        return f"{name} may not be used at {bad}."
-    layers = len({case.layer for one in good for case in one.cases})
-    where = "every layer replayed" if layers > 1 else "the layer replayed"
-    words = (
-        f"{name} may be used at {'; '.join(str(one.precision) for one in good)}: within the error budget in {where}."
-    )
-    return f"{words}  It may not be used at {bad}." if bad else words
 
 
 def _with_baseline(group: Group, name: str, chosen: Callable[[Case], bool]) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
@@ -9,6 +10,7 @@ from datetime import datetime
 from ssdprof.core import words as fmt
 from ssdprof.core.base import PrecisionRecord
 from ssdprof.core.case import Case
+from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CheckpointRef, Clocks, Environment, Prompt
 from ssdprof.report.groups import Group, case_words, groups, layer_of, precision_order, precision_words
@@ -80,7 +82,8 @@ def when(created: str) -> str:
 def caveats(report: Report) -> tuple[str, ...]:
     """Caveats that follow from the results, and the report's own notes."""
     if report.kind == "bench":
-        return tuple(f"{one.place} was left out: {one.reason}" for one in report.left_out)
+        left_out = (f"{one.place} was left out: {one.reason}" for one in report.left_out)
+        return (*_of_baselines(report), *left_out)
     throttled = report.clocks.throttle_reasons if report.clocks else ()
     slow = (
         f"The GPU throttled while it was timed ({', '.join(throttled)}): absolute times are too "
@@ -94,6 +97,7 @@ def _of_calls(report: Report) -> Iterator[str]:
     timed = any(case.time_us for case in cases)
     if report.model and report.model.source == "demo" and timed:
         yield "The built-in demo model is too small to fill a GPU: its times do not represent a real model's."
+    yield from _of_baselines(report)
     yield from _of_libraries(cases)
     yield from _equal_precisions(cases, timed)
     for group in groups(report):
@@ -105,6 +109,30 @@ def _of_calls(report: Report) -> Iterator[str]:
                 f"{one} {are} no more than one chunk of {fmt.words(map(str, sorted(chunks)), 'or')}: no state "
                 "is passed on, so the dtype of the states is not tested."
             )
+
+
+def _of_baselines(report: Report) -> Iterator[str]:
+    """A caveat on each precision of a baseline outside its budget, with the errors where it is largest."""
+    found: dict[str, list[Case]] = {}
+    for case in outcome(report).outside:
+        found.setdefault(case.label, []).append(case)
+    for label, cases in found.items():
+        worst = max(cases, key=_rms)
+        rated = [one for one in report.cases if one.rated_against == (worst.place, worst.implementation)]
+        rated.sort(key=lambda one: one.precision == worst.precision)  # where there is one, the same precision is shown
+        errors = {one.implementation: fmt.small(_rms(one)) for one in rated if one.accuracy}
+        timed = ", but timed" if worst.time_us else ""
+        others = "".join(f", of {name} {error}" for name, error in errors.items())
+        yield (
+            f"The baseline is outside its error budget{timed}: {label} in {worst.place} (rms error "
+            f"{fmt.small(_rms(worst))}{others})."
+        )
+
+
+def _rms(case: Case) -> float:
+    """The RMS error of the output; infinite if it is unknown."""
+    out = case.tensor("out")
+    return math.inf if out is None or out.vs_oracle.rms_ratio is None else out.vs_oracle.rms_ratio
 
 
 def _of_libraries(cases: Iterable[Case]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from ssdprof.report.groups import (
     groups,
     layer_of,
     layer_words,
+    places,
     pool,
     precision_order,
     precision_words,
@@ -29,6 +30,8 @@ from ssdprof.report.table import Statement, VerdictLine, shortened
 
 _MOST_STATEMENTS = 2  # of an implementation
 _MOST_BROKEN = 6  # cases named for each gate
+_MUCH_WORSE = 10  # times the error of exact intermediates, from which a precision is not advised
+_NOISE = 2  # times the model's noise, up to which answers cannot be told from it
 
 
 NOTHING = "Nothing was compared."
@@ -41,12 +44,20 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     """Lines on whether the report is complete, what failed, what was refused, and what passed."""
     if report.kind == "prefill":
         return tuple(_of_prefill(report))
-    wrong = [VerdictLine(line, False) for line in errors(report)]
+    lines = [VerdictLine(line, False) for line in errors(report)]
     if report.kind != "bench":
-        return (*wrong, *_of_run(report, outcome(report)))
-    passed = sum(case.result == "passed" for case in report.cases)
-    good = VerdictLine(f"PASSED: {fmt.plural(passed, 'case')} compared with the fp64 oracle.", True)
-    return tuple(wrong) or (good,)
+        lines += _of_run(report, outcome(report))
+    elif not lines:
+        passed = sum(case.result == "passed" for case in report.cases)
+        lines = [VerdictLine(f"PASSED: {fmt.plural(passed, 'case')} compared with the fp64 oracle.", True)]
+    timed = {case.name for case in report.of_calls if case.time_us}
+    left = [case.name for case in report.of_calls if case.result == "passed" and case.name not in timed]
+    if timed and left:
+        said = (
+            f"NO TIME: {fmt.plural(len(left), 'case')} passed and could not be timed: {shortened(left, _MOST_BROKEN)}."
+        )
+        lines.append(VerdictLine(said, False))
+    return tuple(lines)
 
 
 def errors(report: Report) -> tuple[str, ...]:
@@ -133,7 +144,69 @@ def _of_run(report: Report, found: Outcome) -> Iterator[VerdictLine]:
         who = "The other case is" if one else f"The other {found.judged} cases are"
     else:
         who = "The one case is" if one else f"All {found.judged} cases are"
-    yield VerdictLine(f"{who} within the error budget against the fp64 oracle.", True)
+    interpreted = any(case.variant == "interpreter" for case in report.of_calls)
+    how = "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run" if interpreted else ""
+    yield VerdictLine(f"{who} within the error budget against the fp64 oracle{how}.", True)
+
+
+# --- where an implementation may be used
+
+
+def advice(found: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
+    """The precisions at which the implementations may be used: one line for all groups with the same words."""
+    advised: dict[tuple[str, bool], list[Group]] = {}
+    for group, name in found:
+        series = group.series(name)
+        advised.setdefault((_advice(series), all(one.within_budget for one in series)), []).append(group)
+    for (words, good), own in advised.items():
+        where = places(own)
+        yield VerdictLine(f"{where[0].upper()}{where[1:]}, {words}", good)
+
+
+def _advice(series: Sequence[Series]) -> str:
+    name = series[0].implementation
+    good = [one for one in series if one.within_budget and not _doubt(one, series)]
+    bad = "; ".join(
+        f"{one.precision}: {_doubt(one, series) if one.within_budget else trouble_words(one)}"
+        for one in series
+        if one not in good
+    )
+    if not good:
+        return f"{name} may not be used at {bad}."
+    layers = len({case.layer for one in good for case in one.cases})
+    where = "every layer replayed" if layers > 1 else "the layer replayed"
+    words = (
+        f"{name} may be used at {'; '.join(str(one.precision) for one in good)}: within the error budget in {where}."
+    )
+    return f"{words}  It may not be used at {bad}." if bad else words
+
+
+def _doubt(one: Series, every: Sequence[Series]) -> str:
+    """Why a precision within its budget is not advised; empty if it is: by the model's answers if they were compared,
+    else by the output's error."""
+    exact = [other for other in every if other.within_budget and other.precision.intermediates == "exact"]
+    if not exact or one in exact:
+        return ""
+    if (noise := _over_noise(one)) is not None:
+        return f"its answers diverge {noise:,.0f} times as far as by the model's own noise" if noise > _NOISE else ""
+    least = min(other.rms_ratio for each in exact if (other := each.pooled("vs_oracle")))
+    own = one.pooled("vs_oracle")
+    times = own.rms_ratio / least if own and least else 0.0
+    return f"its error is {times:,.0f} times that of exact intermediates" if times >= _MUCH_WORSE else ""
+
+
+def _over_noise(one: Series) -> float | None:
+    """The divergence of the model's answers over that of its noise; None if they were not compared."""
+    own, noise = list[float](), list[float]()
+    for case in one.group.report.of_answers:
+        same = case.judged and (case.implementation, case.precision) == (one.implementation, one.precision)
+        if case.answers and case.answers.bands and (same or case.answers.change):
+            into = own if same else noise
+            into.append(case.answers.bands[0].kl_mean)
+    return max(own) / max(noise) if own and any(noise) else None
+
+
+# --- benches and prefills
 
 
 def _of_bench(report: Report) -> Iterator[str]:
@@ -144,8 +217,9 @@ def _of_bench(report: Report) -> Iterator[str]:
     ours = [case for case in report.cases if case.kind != "library"]
     if not ours:
         yield NOTHING
+    excused = outcome(report).outside
     for case in ours:
-        if case.result != "passed":
+        if case.result != "passed" and not (case.only_outside and case in excused):
             yield f"{case.place}: {case.kernel}, {case.precision}: {case.result}: {case.why}"
 
 
@@ -198,9 +272,7 @@ def nothing_timed(report: Report) -> str:
         return ""
     if report.environment.gpu is not None:
         return "nothing was timed in this run."
-    interpreted = any(case.variant == "interpreter" for case in cases)
-    how = "; kernels ran in Triton's interpreter" if interpreted else ""
-    return f"nothing was timed, because this machine has no GPU{how}."
+    return "nothing was timed, because this machine has no GPU."
 
 
 def _on_prefills(report: Report) -> Iterator[Statement]:

@@ -12,7 +12,8 @@ import torch
 from fakes import QUICK, RAN, FakeTimer, compared, entries, inputs, noisy, right
 
 from ssdprof.core.base import PrecisionRecord, precisions_for
-from ssdprof.core.case import Case, FirstCall
+from ssdprof.core.case import Case, FirstCall, Work
+from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, device_times, wanted_pairs
@@ -289,6 +290,18 @@ def test_another_library_is_timed_if_it_is_nearly_right() -> None:
     assert "budget" in found["near"].outside_budget
 
 
+def test_a_baseline_outside_its_budget_is_timed_and_one_that_is_not_finite_is_not() -> None:
+    def nan(output: SSDOutput) -> SSDOutput:
+        return SSDOutput(output.out * float("nan"), output.final_states)
+
+    for spoil, result in ((noisy(0.05), "inaccurate"), (nan, "nonfinite")):
+        (base,) = entries("base", 200.0, spoil=spoil)
+        found = compared([base], entries("fast", baseline=base), timer=FakeTimer())
+        assert (found["base"].result, found["fast"].result) == (result, "passed")
+        over = found["fast"].over(found["base"])
+        assert (over.value if over else None) == (2 if result == "inaccurate" else None)
+
+
 def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in_the_first() -> None:
     calls: list[int] = []
 
@@ -309,6 +322,18 @@ def test_states_of_a_library_are_widened_to_be_judged_and_not_to_be_timed() -> N
     (case,) = compared(half).values()
     assert case.result == "passed"
     assert half[0].call.run()[1].dtype == torch.bfloat16
+
+
+def test_nothing_is_faster_than_the_roof() -> None:
+    """10 MB take 2.5 us at 4,000 GB/s."""
+    ceilings = Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
+    (fast,), (good,) = entries("fast", 1.0), entries("good", 3.0)
+    for entry in (fast, good):
+        entry.case = entry.case.changed(work=Work(bytes_moved=10_000_000, flops=0))
+    found = compared([fast], [good], timer=FakeTimer(), ceilings=ceilings)
+    assert (found["good"].result, bool(found["good"].samples)) == ("passed", True)
+    assert (found["fast"].result, found["fast"].samples) == ("failed", ())
+    assert found["fast"].why.startswith("the measurement failed: 1 us of device time would be 250% of the roofline")
 
 
 def test_what_cannot_be_captured_is_not_timed_and_says_so() -> None:

@@ -17,7 +17,7 @@ from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import first_run as faults
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CaptureError, CudaTimer, FailedAfterTiming, Recording, record, time_in_turns
+from ssdprof.measure.timing import CaptureError, CudaTimer, Event, FailedAfterTiming, Recording, record, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
@@ -192,6 +192,21 @@ def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None
     assert session.failed_later == {"b": FailedAfterTiming("inaccurate", "after it was timed: head 3 is wrong")}
 
 
+def test_a_patched_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's kernel is imported later than `measure.timing`."""
+
+    def patched(*_: object, **__: object) -> float:
+        pytest.fail("the patch was called")
+
+    start, stop = object.__new__(Event), object.__new__(Event)
+    start._event = stop._event = object()  # type: ignore[assignment]
+    for name in ("record", "synchronize", "elapsed_time"):
+        monkeypatch.setattr(torch.cuda.Event, name, patched)
+    monkeypatch.setattr(torch.cuda, "Event", patched)
+    with pytest.raises(TypeError):  # of torch's own function, which gets no event of its own
+        start.ms_until(stop)
+
+
 # --- on a GPU
 
 
@@ -232,6 +247,14 @@ def test_call_time_includes_launching_and_device_time_does_not(timer: CudaTimer)
     device = np.median([timer.device_us(recording) for _ in range(10)])
     assert call > 1.5 * device
     assert recording.output[0].item() == 100
+
+
+@pytest.mark.gpu
+def test_a_halved_clock_changes_no_time(timer: CudaTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording, whole = timer.record(sleeping(4)), torch.cuda.Event.elapsed_time
+    before = timer.device_us(recording)
+    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda *events: whole(*events) / 2)
+    assert timer.device_us(recording) == pytest.approx(before, rel=0.1)
 
 
 @pytest.mark.gpu

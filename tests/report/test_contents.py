@@ -10,6 +10,8 @@ from cases import (
     EXACT_FP16,
     RELAXED_FP16,
     RELAXED_FP32,
+    bench,
+    cell,
     checkpoint,
     clocks,
     failed,
@@ -185,9 +187,7 @@ def test_what_is_not_faster_is_not_called_so(us: float, words: str) -> None:
 
 
 def test_without_times_it_is_said_why() -> None:
-    assert said(report(gpu=False))["No speed:"] == (
-        "nothing was timed, because this machine has no GPU; kernels ran in Triton's interpreter."
-    )
+    assert said(report(gpu=False))["No speed:"] == ("nothing was timed, because this machine has no GPU.")
     untimed = report(change=lambda case: case.changed(samples=()))
     assert said(untimed)["No speed:"] == "nothing was timed in this run."
     assert "No speed:" not in said(report())
@@ -245,6 +245,37 @@ def test_sequences_of_one_chunk_do_not_test_the_states(found: Report, words: str
         f"{words} no more than one chunk of 256: no state is passed on, so the dtype of the states is not tested."
     )
     assert caveats(found) == ((expected,) if words else ())
+
+
+def test_a_baseline_outside_its_budget_has_a_caveat_with_both_errors() -> None:
+    def outside(case: Case) -> Case:
+        return case.changed(accuracy=failed(case).accuracy) if case.implementation == "unfused" else case
+
+    found = report(layers=(3,), precisions=(EXACT_FP32,), change=outside)
+    (caveat,) = caveats(found)
+    assert caveat == (
+        "The baseline is outside its error budget, but timed: unfused, exact, fp32 states in layer 3, 131,072 tokens "
+        "(rms error 2.00e-3, of fused 2.06e-3)."
+    )
+    assert verdict(found) == ["PASSED: the one case is within the error budget against the fp64 oracle."]
+    assert "but timed" not in caveats(report(gpu=False, precisions=(EXACT_FP32,), change=outside))[0]
+
+
+def test_a_case_without_a_time_is_named_last() -> None:
+    def untimed(case: Case) -> Case:
+        return case.changed(samples=()) if case.implementation == "fused" else case
+
+    for kind in (report(layers=(3,), precisions=(EXACT_FP32,), change=untimed), bench(*map(untimed, cell()))):
+        *_, last = verdict(kind)
+        assert last.startswith("NO TIME: 1 case passed and could not be timed: ")
+    assert verdict(report(layers=(3,), precisions=(EXACT_FP32,), change=untimed, conditions=of_options(min_speedup=1)))[
+        0
+    ].startswith("GATE FAILED: min-speedup 1: layer 3, 131,072 tokens, fused, exact, fp32 states: not timed")
+
+
+def test_a_run_without_a_gpu_says_which_kernel_it_judged() -> None:
+    (line,) = verdict(report(gpu=False))
+    assert line.endswith("oracle; Triton's interpreter ran the portable kernel, and no GPU's kernel was run.")
 
 
 def test_libraries_have_caveats_instead_of_failures() -> None:
