@@ -63,10 +63,14 @@ class FakeTimer:
             raise CaptureError("it synchronises")
         self.recorded.append(name)
         self.known[run] = name, cost
-        return Recording(graph=(name, cost), output=output)
+        return Recording(graph=(name, cost, run), output=output)
 
     def device_us(self, recording: Recording) -> float:
-        name, cost = recording.graph
+        name, cost, run = recording.graph
+        out = recording.output[0]
+        if out.numel() and bool(out.isnan().all()):  # poisoned: only then can it be told that nothing was computed
+            for own, new in zip(recording.output, run(), strict=True):
+                own.copy_(new)
         self.spoil(name, recording.output)
         return float(cost)
 

@@ -194,11 +194,11 @@ class _CallError(Exception):
 
 
 def time_in_turns(
-    runs: Mapping[str, Run], timer: Timer, plan: SamplingPlan, *, check: Callable[[str, Output], str]
+    runs: Mapping[str, Run], timer: Timer, plan: SamplingPlan, *, check: Callable[[str, Run], str]
 ) -> Session:
     """Time every run against the others.
 
-    check(key, output): "" if the output is still right.  Called after the timed loop for a replay and a call.
+    check(key, run): "" if what `run` computes is still right.  Called after the timed loop for replays and for calls.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
     """
     recordings: dict[str, Recording] = {}
@@ -240,9 +240,13 @@ def time_in_turns(
                 return sample_in_turns(set_up, plan)
 
     def reason_now(key: str) -> str:
-        """The result of `check` for a replay and for a call; all GPU work of the call has ended after it."""
-        timer.device_us(recordings[key])  # recordings share memory: only the latest replay's output is intact
-        return check(key, recordings[key].output) or check(key, runs[key]())
+        """The result of `check` for replays and for calls; all GPU work of the call has ended after it."""
+
+        def replay() -> Output:
+            timer.device_us(recordings[key])  # recordings share memory: only the latest replay's output is intact
+            return recordings[key].output
+
+        return check(key, replay) or check(key, runs[key])
 
     gc.collect()
     with no_garbage_collection():  # a collection during a call is not part of the call

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,10 @@ from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, device_times, wanted_pairs
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDOutput
+from ssdprof.measure.accuracy import fingerprint
 from ssdprof.measure.first_run import CallRejected, Deadline
+from ssdprof.measure.timing import Recording
+from ssdprof.operators import tensors
 
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
 HALF_STATES = PrecisionRecord(intermediates="exact", state_dtype="bf16")
@@ -363,6 +368,64 @@ def test_a_replay_that_is_wrong_has_no_time() -> None:
     found = compared(entries("good"), entries("racy"), timer=FakeTimer(spoil=zero))
     assert found["racy"].why.startswith("after it was timed: out, head 1")
     assert (bool(found["good"].samples), found["racy"].samples) == (True, ())
+
+
+def cached(entry: Entry, *, copied: bool) -> Callable[[], SSDOutput]:
+    """Computes once, and later returns what it has stored."""
+    stored: list[SSDOutput] = []
+
+    def run() -> SSDOutput:
+        RAN.append(("cheat", 1.0))
+        stored.append(stored[0] if stored else right(entry.call.inputs))
+        return SSDOutput(*(tensor.clone() for tensor in stored[0])) if copied else stored[0]
+
+    return run
+
+
+class NothingReplayed(FakeTimer):
+    """A kernel that does nothing while its graph is captured."""
+
+    def device_us(self, recording: Recording) -> float:
+        return float(recording.graph[1])
+
+
+@pytest.mark.parametrize(
+    ("cheat", "timer", "why"),
+    [
+        (partial(cached, copied=False), FakeTimer(), "elements are not finite"),
+        (
+            partial(cached, copied=True),
+            FakeTimer(),
+            "with other numbers at the same addresses of the inputs, out, head",
+        ),
+        (lambda entry: entry.call.run, NothingReplayed(), "elements are not finite"),
+    ],
+    ids=["stored memory", "a copy of stored memory", "nothing under capture"],
+)
+def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(cheat: Any, timer: FakeTimer, why: str) -> None:
+    (entry,) = entries("cheat", 1.0)
+    before = fingerprint(*tensors.tensors(entry.call.inputs).values())
+    entry.call = replace(entry.call, run=cheat(entry))
+    (case,) = compared([entry], timer=timer).values()
+    assert (case.result, case.samples) == ("inaccurate", ())
+    assert case.why.startswith("after it was timed: ")
+    assert why in case.why
+    assert fingerprint(*tensors.tensors(entry.call.inputs).values()) == before
+
+
+def test_inputs_in_fp16_are_halved_while_it_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales: list[float] = []
+    scaled = module._scaled
+
+    @contextmanager
+    def noted(call: Any) -> Iterator[float]:
+        with scaled(call) as scale:
+            scales.append(scale)
+            yield scale
+
+    monkeypatch.setattr(module, "_scaled", noted)
+    compared(entries("a"), entries("b", precision=RELAXED_FP16), timer=FakeTimer())
+    assert scales == [2.0, 2.0, 0.5, 0.5]
 
 
 def test_a_later_call_that_raises_is_a_failure() -> None:

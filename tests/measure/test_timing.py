@@ -59,7 +59,8 @@ class FakeRun:
         return SSDOutput(torch.full((1,), self.cost), torch.zeros(1))
 
 
-def fine(_key: str, _output: SSDOutput) -> str:
+def fine(_key: str, run: Run) -> str:
+    run()
     return ""
 
 
@@ -167,7 +168,7 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest
 def test_a_call_whose_fault_shows_when_its_output_is_looked_at_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call returns before the GPU has finished."""
 
-    def look(key: str, _output: SSDOutput) -> str:
+    def look(key: str, _run: Run) -> str:
         if key == "b":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return ""
@@ -180,8 +181,8 @@ def test_a_call_whose_fault_shows_when_its_output_is_looked_at_is_named(monkeypa
 def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None:
     timer, seen = FakeTimer(), []
 
-    def check(key: str, output: SSDOutput) -> str:
-        seen.append((key, float(output.out), len(timer.events)))
+    def check(key: str, run: Run) -> str:
+        seen.append((key, float(run()[0]), len(timer.events)))
         return "" if key == "a" else "head 3 is wrong"
 
     session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=check)

@@ -71,7 +71,7 @@ def compared(seed: int, ratio: float) -> dict[str, str]:
     """The verdict by each clock on a call of 100 us and one of 100 / ratio us, as `ssdprof run` does."""
     plan = SamplingPlan(seconds=math.inf)
     runs = {"slow": Work(100), "fast": Work(100 / ratio)}
-    session = time_in_turns(runs, SimulatedGpu(seed), plan, check=lambda _key, _output: "")
+    session = time_in_turns(runs, SimulatedGpu(seed), plan, check=lambda _key, _run: "")
     slow, fast = session.sampled["slow"], session.sampled["fast"]
     ratios = {"call": ratio_of(slow.call, fast.call), "device": ratio_of(slow.device, fast.device)}
     return {clock: found.verdict(plan.smallest_difference) for clock, found in ratios.items()}
