@@ -83,7 +83,7 @@ def _speedups(grid: Grid) -> Iterator[Table]:
                 "speedup,\ndevice", lambda case: fmt.speedup(over(case, "device")) if case.device_us else case.result
             ),
             Column("verdict,\ndevice", lambda case: verdict(case, "device") or fmt.MISSING),
-            Column("speedup,\ncall", lambda case: fmt.speedup(over(case, "call"))),
+            Column("speedup,\ncall", lambda case: _by_call(case, over(case, "call"))),
             Column("verdict,\ncall", lambda case: verdict(case, "call") or fmt.MISSING),
             Column("device", lambda case: _us(case.device_us)),
             Column("call", lambda case: _us(case.call_us)),
@@ -180,7 +180,7 @@ def _relaxed(grid: Grid) -> Iterator[Table]:
         text("states", lambda case: case.precision.state_dtype),
         Column("speedup,\ndevice", lambda case: fmt.speedup(over(case, "device"))),
         verdict("device"),
-        Column("speedup,\ncall", lambda case: fmt.speedup(over(case, "call"))),
+        Column("speedup,\ncall", lambda case: _by_call(case, over(case, "call"))),
         verdict("call"),
     )
     yield from _in_parts(
@@ -308,6 +308,10 @@ def _in_parts(
 
 def _name(case: Case) -> str:
     return f"{case.kernel}, {case.precision}"
+
+
+def _by_call(case: Case, found: Estimate | None) -> str:
+    return fmt.ratio(found.value) if found and case.of_one_process else fmt.speedup(found)
 
 
 def _us(found: Estimate | None) -> str:
