@@ -73,7 +73,7 @@ MASKS = (  # in this order
 # What the rounding of another processor changes in the groups whose numbers are computed here, with the widths of their
 # columns: models compute in bf16, so that every digit of an error may differ.
 COMPUTED = (
-    (r'("(?:worst_)?(?:position|head)": )(\[[^\]]*\]|\d+)', r"\1PLACE"),
+    (r'("(?:worst_)?(?:position|head|place|period)": )(\[[^\]]*\]|\d+)', r"\1PLACE"),
     (r"\(\d+(, \d+)+\)(\s*(?:\|\s*)?)\d+\b", r"PLACE\2HEAD"),
     (r"\bhead \d+|\(\d+(, \d+)+\)", "PLACE"),
     (r"\b(?!100\.000)\d+\.\d+(e[-+]?\d+)?\b|\b\d+e-\d+\b|\bSMALL\b", "NUMBER"),

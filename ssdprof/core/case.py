@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from ssdprof.core import statistics
 from ssdprof.core.base import (
+    SLICES,
     Clock,
     Count,
     DType,
@@ -95,10 +96,47 @@ class BudgetUse(Record):
     position: tuple[int, ...]
 
 
+TestName = Literal["gain", "rms", "column", "slice", "period", "row"]
+
+
+class Check(Record):
+    """The place of an output tensor where its error uses most of what rounding can explain (measure/evidence.py).
+
+    value: of gains the relative deviation, with its sign; else the relative RMS error.  place: a column, a slice (see
+    `SLICES`), a position modulo `period`, or a row; None for a whole head.
+    """
+
+    test: TestName
+    head: Count
+    place: Count | None = None
+    period: Size | None = None
+    value: float
+    limit: Annotated[float, Field(gt=0)]
+
+    @property
+    def used(self) -> float:
+        """The share of the limit; above 1 the test fails."""
+        return abs(self.value) / self.limit
+
+    @property
+    def words(self) -> str:
+        """ "head 3: gain 1.005, where rounding explains 1 +- 0.0004"."""
+        where = {
+            "column": f", column {self.place}",
+            "slice": f", slice {self.place} of {SLICES}",
+            "period": f", position {self.place} of each {self.period}",
+            "row": f", row {self.place}",
+        }.get(self.test, "")
+        if self.test == "gain":
+            return f"head {self.head}: gain {1 + self.value:.5f}, where rounding explains 1 ± {self.limit:.2g}"
+        return f"head {self.head}{where}: relative RMS error {self.value:.3g}, where rounding explains {self.limit:.3g}"
+
+
 class Accuracy(Record):
     """One output tensor.
 
     budget: an entry for each norm.
+    checks: of outputs with 16-bit inputs, what each test of the errors found.
     coarser: the dtype in which every element of the states can be stored, although a finer one is claimed; else None.
     dtype: of the tensor.
     """
@@ -109,6 +147,7 @@ class Accuracy(Record):
     vs_baseline: Deviation | None  # None for the baseline itself
     floor: Deviation  # the oracle rounded to the output dtype, against the oracle
     budget: tuple[BudgetUse, ...]
+    checks: tuple[Check, ...] = ()
     coarser: DType | None = None
     claimed: DType | None = None  # of states
 
@@ -130,6 +169,10 @@ class Accuracy(Record):
                     f"{self.tensor}, head {one.head}: {one.norm}|ours - oracle| is {one.error:.3g}, its budget "
                     f"{one.budget:.3g}; the largest difference is at {one.position}"
                 )
+        if failed := [one for one in self.checks if one.used > 1]:
+            # a gain explains all the rest
+            worst = max(failed, key=lambda one: (one.test == "gain", one.used))
+            return f"{self.tensor}, {worst.words}"
         if self.coarser:
             return f"{self.tensor}: {self.claimed} states are claimed, but every element is a {self.coarser} number"
         return ""

@@ -189,6 +189,7 @@ class Comparer:
                 precision=entry.call.precision,
                 baseline=entry.baseline if entry.baseline in outputs else None,
                 name=entry.call.label,
+                cuts=entry.call.cuts_operands,
             )
             for entry, output in outputs.items()
         }
@@ -237,8 +238,9 @@ class Comparer:
 
         def outside(name: str, output: Output) -> str:
             """Why an output is worse than the one that was judged."""
-            known, candidate = named[name], Candidate[str](output=output, precision=named[name].entry.call.precision)
-            accuracy = compare_with_oracle(known.entry.call.inputs, {name: candidate})[name]
+            known, call = named[name], named[name].entry.call
+            candidate = Candidate[str](output=output, precision=call.precision, cuts=call.cuts_operands)
+            accuracy = compare_with_oracle(call.inputs, {name: candidate})[name]
             again = known.case.changed(accuracy=accuracy)
             return "" if again.result == known.case.result else again.outside_budget
 

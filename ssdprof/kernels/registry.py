@@ -35,6 +35,7 @@ class Implementation:
     version: of a library; module:function of a user's own kernel.
     absent: why it is unavailable, in a sentence, with `hint` as the remedy; empty if it is available.
     needs_gpu: whether it runs on an NVIDIA GPU only.
+    cuts_operands: whether it declares that it cuts the operands of matrix products to tf32.
     precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
     """
 
@@ -47,6 +48,7 @@ class Implementation:
     absent: str = ""
     hint: str = ""
     needs_gpu: bool = False
+    cuts_operands: bool = False
     precisions: Callable[[Any], tuple[Any, ...]] | None = None
 
 

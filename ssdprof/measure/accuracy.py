@@ -28,13 +28,15 @@ from ssdprof import operators
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.core.case import Accuracy, BudgetUse, Deviation, Match
 from ssdprof.kernels.precision import Precision
+from ssdprof.measure.evidence import DRAWS, Evidence
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.operator import OracleSpec, Output
-from ssdprof.operators.rounding import Span, coarsest_rounding
+from ssdprof.operators.rounding import Span, coarsest_rounding, unit_roundoff
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
 K = TypeVar("K")  # of candidates
+Null = tuple[Precision, bool]  # a rounded form, and whether it cuts operands to tf32
 ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
@@ -48,12 +50,19 @@ FLUSHED = torch.finfo(torch.float32).tiny
 class Candidate(Generic[K]):
     """An output to verify.  baseline: the key of the candidate that it is also compared with.
     name: shown where it is the baseline of another candidate; empty: its key.
+    cuts: it declares that it cuts the operands of matrix products to tf32.
     """
 
     output: Output
     precision: Precision
     baseline: K | None = None
     name: str = ""
+    cuts: bool = False
+
+    @property
+    def nulls(self) -> tuple[Null, ...]:
+        """Rounded forms that it may be."""
+        return ((self.precision, False), (self.precision, True))[: 1 + self.cuts]
 
 
 def compare(
@@ -73,29 +82,41 @@ def compare(
     rounded = {precision: oracle.rounded(inputs, precision) for precision in precisions}
     outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates)
     states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates)
+    nulls = {null for c in candidates.values() for null in c.nulls} if form.dtype in _COARSE else set()
+    draws = {
+        (precision, cuts): [oracle.rounded(inputs, precision).drawn(seed, cuts=cuts) for seed in range(DRAWS)]
+        for precision, cuts in nulls
+    }
     largest_exponent = torch.zeros(form.shape[2], device=device)
+    sequence, origin = -1, 0
     for block in oracle.blocks(inputs, block_length(oracle, inputs, device)):
+        if block.sequence != sequence:
+            sequence, origin = block.sequence, block.start
         span = Span(sequence=block.sequence, batch=block.batch, start=block.start, stop=block.stop)
         gate = oracle.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
         low = {precision: rounded[precision].advance(span, gate) for precision in precisions}
+        drawn = {null: [one.advance(span, gate) for one in several] for null, several in draws.items()}
         outs.add(
             _head_first(block.out),
             {precision: _head_first(out) for precision, (out, _) in low.items()},
-            Region(shape=outs.shape, row=block.batch, positions=(block.start, block.stop)),
+            {null: [_head_first(out) for out, _ in several] for null, several in drawn.items()},
+            Region(shape=outs.shape, row=block.batch, positions=(block.start, block.stop), origin=origin),
         )
         if block.last:
             states.add(
                 block.state.flatten(1),
                 {precision: state.flatten(1).double() for precision, (_, state) in low.items()},
+                {null: [state.flatten(1).double() for _, state in several] for null, several in drawn.items()},
                 Region(shape=states.shape, row=block.sequence, positions=None),
             )
         if on_progress is not None:
             on_progress(block.stop - block.start)
     comparisons: dict[K, tuple[Accuracy, ...]] = {}
+    unit = unit_roundoff(form.dtype)
     for key, candidate in candidates.items():
         eps = coarsest_rounding(form.dtype, candidate.precision, largest_exponent)
-        comparisons[key] = (outs.result(key, eps), states.result(key, eps))
+        comparisons[key] = (outs.result(key, eps, unit), states.result(key, eps, unit))
     return comparisons
 
 
@@ -131,25 +152,46 @@ class _TensorSums(Generic[K]):
             if c.baseline is not None
         }
         self._low = {c.precision: HeadNorms(heads, first.device) for c in candidates.values()}
+        self._evidence = Evidence(self.shape[1] if name == "out" else None)
         self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}
 
-    def add(self, high: torch.Tensor, low: Mapping[Precision, torch.Tensor], place: Region) -> None:
-        """A block of the oracle and of every `lo`: (h, elements), fp64."""
+    def add(
+        self,
+        high: torch.Tensor,
+        low: Mapping[Precision, torch.Tensor],
+        draws: Mapping[Null, Sequence[torch.Tensor]],
+        place: Region,
+    ) -> None:
+        """A block of the oracle, of every `lo` and of draws of it: (h, elements), fp64."""
         if self.name == "final_states":
             for dtype in _COARSE:
                 self._fits_oracle[dtype] &= _fits(high.to(self._dtype), dtype)
         self._floor.add(high.to(self._dtype).double(), high, place)
         for precision, tensor in low.items():
             self._low[precision].add(tensor - high)
-        for key, tensor in self._tensors.items():
-            ours = place.cut(tensor)
+        cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
+        if draws and high.numel():
+            width = self.shape[-1]
+
+            def rows(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.reshape(len(tensor), -1, width)
+
+            self._evidence.add(
+                rows(high),
+                rows(high.to(self._dtype).double()),
+                {key: rows(tensor) for key, tensor in cut.items()},
+                {null: [rows(draw) for draw in several] for null, several in draws.items()},
+                place.positions[0] if place.positions else 0,
+                place.origin,
+            )
+        for key, ours in cut.items():
             self._from_oracle[key].add(ours, high, place)
             baseline = self._candidates[key].baseline
             if baseline is not None:
-                self._from_baseline[key].add(ours, place.cut(self._tensors[baseline]), place)
+                self._from_baseline[key].add(ours, cut[baseline], place)
 
-    def result(self, key: K, eps: torch.Tensor) -> Accuracy:
-        """eps: (h), see the module."""
+    def result(self, key: K, eps: torch.Tensor, unit: float) -> Accuracy:
+        """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
         from_baseline, claimed = self._from_baseline.get(key), self._candidates[key].precision.state_dtype
         of_states = self.name == "final_states"
         return Accuracy(
@@ -158,6 +200,7 @@ class _TensorSums(Generic[K]):
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
+            checks=self._evidence.checks(key, self._candidates[key].nulls, unit, eps),
             budget=tuple(use for norm in ("max", "rms") if (use := self._budget_use(key, eps, norm))),
             coarser=self._coarser_than(key, claimed) if of_states else None,
             claimed=dtype_name(claimed) if of_states else None,
@@ -240,6 +283,7 @@ class Region:
     shape: tuple[int, ...]  # of the tensor: (b, l, h, ...), or (sequences, h, ...)
     row: int  # batch or sequence
     positions: tuple[int, int] | None  # (start, stop); None for states
+    origin: int = 0  # first position of the sequence
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """The block of a tensor of `shape`, head first, in fp64."""

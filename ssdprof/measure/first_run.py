@@ -49,6 +49,7 @@ class Call:
 
     implementation, label: for display; the label includes the precision.
     precision: the declared one.
+    cuts_operands: it declares that it cuts the operands of matrix products to tf32.
     widens: final states have another dtype than the operator's, as in other libraries; they are compared in
         fp32.
     precheck: called before the first call.  Raises CallRejected for a call that must not be made in this process.
@@ -62,6 +63,7 @@ class Call:
     run: Run
     plan: Callable[[], Plan]
     widens: bool = False
+    cuts_operands: bool = False
     precheck: Callable[[], None] = lambda: None
     out_of_bounds: Callable[[], str] = lambda: ""
 
@@ -87,6 +89,7 @@ def call_of(
         precision=wanted,
         run=partial(implementation.run, inputs, wanted),
         plan=partial(implementation.plan, inputs, wanted),
+        cuts_operands=implementation.cuts_operands,
         **more,
     )
 

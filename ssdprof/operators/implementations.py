@@ -245,7 +245,14 @@ def load(reference: str) -> Callable[..., Any]:
 
 
 def own_implementation(operator: Operator[Any], name: str, function: Callable[..., Any]) -> Implementation:
-    """The function as an implementation of the operator, at every precision if it has a parameter of that name."""
+    """The function as an implementation of the operator, at every precision if it has a parameter of that name.
+
+    Its attribute `operand_precision = "tf32"` declares that it cuts the operands of matrix products.
+    Raises BadInputError for another value.
+    """
+    declared = getattr(function, "operand_precision", None)
+    if declared not in (None, "tf32"):
+        raise BadInputError(f'{name} declares operand_precision {declared!r}; it can be "tf32" only.')
     has_precision = "precision" in _parameters(function)
 
     def run(inputs: Any, precision: Precision) -> Output:
@@ -263,7 +270,10 @@ def own_implementation(operator: Operator[Any], name: str, function: Callable[..
         operator=operator.name,
         name=name,
         run=run,
-        plan=lambda _inputs, _precision: registry.Plan(variant=name, launches=0),
+        plan=lambda _inputs, _precision: registry.Plan(
+            variant=name, launches=0, reason="declares operands cut to tf32" if declared else ""
+        ),
+        cuts_operands=declared is not None,
         kind="own",
         version=name,
         precisions=None if has_precision else lambda _dtype: (EXACT_FP32,),

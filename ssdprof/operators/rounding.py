@@ -12,6 +12,7 @@ import torch
 from ssdprof.kernels.precision import Precision
 
 _LOG2_E = math.log2(math.e)
+_TF32_EPS = 2.0**-10
 
 
 def coarsest_rounding(input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor) -> torch.Tensor:
@@ -113,7 +114,17 @@ class Rounded:
         self._intermediate_dtype = precision.intermediate_dtype(values.dtype)
         self.operand_dtype = values.dtype if precision.exact else self._intermediate_dtype
         self._sequence: int | None = None
+        self._generator: torch.Generator | None = None
+        self._cuts = False
         self.state = torch.empty(0)
+
+    def drawn(self, seed: int, *, cuts: bool = False) -> Rounded:
+        """This one, with an independent error of up to half a unit in the last place instead of each 16-bit rounding.
+
+        cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its units towards zero.
+        """
+        self._generator, self._cuts = torch.Generator(self._values.device).manual_seed(seed), cuts
+        return self
 
     def advance(self, span: Span, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
         """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in fp32."""
@@ -132,12 +143,26 @@ class Rounded:
 
     def operand(self, tensor: torch.Tensor) -> torch.Tensor:
         """fp32 numbers as a matrix product on tensor cores takes them: fp32 as two tf32 numbers."""
-        fp32 = self.operand_dtype == torch.float32
-        return two_tf32(tensor) if fp32 else tensor.to(self.operand_dtype).float()
+        if self.operand_dtype == torch.float32:
+            return two_tf32(tensor)
+        return self._with_error(tensor, _TF32_EPS, -1.0) if self._cuts else self._in(tensor, self.operand_dtype)
 
     def intermediate(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._intermediate_dtype).float()
+        return self._in(tensor, self._intermediate_dtype)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """As a state passes from chunk to chunk."""
-        return tensor.to(self._state_dtype).float()
+        return self._in(tensor, self._state_dtype)
+
+    def _in(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """fp32 numbers rounded to `dtype`, or with an error of that size."""
+        if self._generator is None or dtype == torch.float32:
+            return tensor.to(dtype).float()
+        info = torch.finfo(dtype)
+        return self._with_error(tensor, info.eps, -0.5, smallest=info.smallest_normal * info.eps)
+
+    def _with_error(self, tensor: torch.Tensor, eps: float, least: float, smallest: float = 0.0) -> torch.Tensor:
+        """With uniform errors from `least` to `least` + 1 units in the last place, away from zero."""
+        power = (tensor.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
+        error = torch.rand(tensor.shape, generator=self._generator, device=tensor.device) + least
+        return tensor + tensor.sign() * (power * eps).clamp(min=smallest) * error

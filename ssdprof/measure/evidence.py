@@ -1,0 +1,198 @@
+"""Tests of an output's errors against the errors that the roundings of its precision can cause.
+
+The null hypothesis is a correct kernel with 16-bit inputs.  `DRAWS` evaluations of the rounded form, in which every
+operand has an independent uniform error of at most half a unit in the last place (`Rounded.drawn`), show what such a
+kernel can do.  Errors are divided by the RMS of the oracle's row (one position of a head, or one row of a state), so
+that rows of any size count alike.  With e the error, hi the oracle, u the unit roundoff of the inputs' dtype:
+
+    gain    <e, hi> / <hi, hi> of a head is within u/16 and 2 * 6 standard errors of the mean of the draws.  u/16 is
+            room for accumulators that truncate.
+    rms     E^2 <= F^2 + 4 (M^2 - F^2): mean squares of the kernel, of the rounded oracle, and of the draws.  An error
+            of twice the model's internal roundings is allowed; the output's own rounding is not doubled.  By head, by
+            column, in slices of the positions and by position modulo 16 to 256, each up to six standard errors, and in
+            each row, up to 18, because among thousands of variances from 12 draws some are far too small.  Standard
+            errors are those of Wilson and Hilferty's cube-root law for chi-squared (1931), with 2 / (relative variance
+            of the draws) degrees of freedom.  Below `LEAST_FREEDOM` of these the law does not hold, and nothing is
+            judged.
+
+docs/measuring.md says which faults they find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ssdprof.core.base import SLICES
+from ssdprof.core.case import Check, TestName
+
+DRAWS = 12
+PERIODS = (16, 32, 64, 128, 256)
+LEAST_FREEDOM = 4
+_SIGMAS, _MANY_SIGMAS = 6.0, 18.0
+_SMALLEST_ROW = 1e-30  # an RMS below it may be flushed to zero
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Weighted sums over a tensor's errors e: of e hi, (h, 1), and of e^2 by column, (h, width), and slice, (h, s)."""
+
+    cross: torch.Tensor
+    columns: torch.Tensor
+    slices: torch.Tensor
+
+    def __add__(self, other: _Moments) -> _Moments:
+        return _Moments(self.cross + other.cross, self.columns + other.columns, self.slices + other.slices)
+
+    def squares(self) -> torch.Tensor:
+        """Sums of squares: (h, 1 + width + s), of the head, then of each column and slice."""
+        return torch.cat([self.columns.sum(1, keepdim=True), self.columns, self.slices], 1)
+
+
+class Evidence:
+    """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
+
+    length: positions of a row of the tensor; None for states, which have no slices of positions.
+    Keys name kernels (`ours`), and rounded forms (`draws`, `DRAWS` of each).
+    """
+
+    def __init__(self, length: int | None) -> None:
+        self._length = length
+        self._slice_count = min(SLICES, length or 0)
+        self._sums: dict[tuple[str, Any, int], _Moments] = {}
+        self._worst_rows: dict[tuple[Any, Any], torch.Tensor] = {}
+
+    def add(
+        self,
+        high: torch.Tensor,
+        floor: torch.Tensor,
+        ours: Mapping[Any, torch.Tensor],
+        draws: Mapping[Any, Sequence[torch.Tensor]],
+        start: int,
+        origin: int,
+    ) -> None:
+        """A block; tensors are (h, rows, width) in fp64.
+
+        high: the oracle; floor: rounded to the output's dtype.  start: position of the first row; origin: of the first
+        of its sequence.
+        """
+        if high.numel() == 0:
+            return
+        size = high.square().mean(2, keepdim=True).sqrt()
+        weights = torch.where(size > _SMALLEST_ROW, 1 / size, 0.0)
+        scaled = high * weights
+        in_slice = self._slices(high.shape[1], start, origin, high.device)
+
+        def add(key: tuple[str, Any, int], error: torch.Tensor) -> torch.Tensor:
+            error = torch.where(error.isfinite(), error, 0.0)
+            squares = error.square()
+            rows = squares.sum(2)
+            new = _Moments((error * scaled).sum((1, 2))[:, None], squares.sum(1), rows @ in_slice)
+            self._sums[key] = self._sums[key] + new if key in self._sums else new
+            return rows
+
+        add(("oracle", None, 0), scaled)
+        floor_rows = add(("floor", None, 0), (floor - high) * weights)
+        rows = {name: add(("ours", name, 0), (tensor - high) * weights) for name, tensor in ours.items()}
+        for null, several in draws.items():
+            drawn = [add(("draw", null, k), (draw - high) * weights) for k, draw in enumerate(several)]
+            limit = _limit(floor_rows, torch.stack(drawn), _MANY_SIGMAS)
+            for name, squares in rows.items():
+                self._keep_worst_row((name, null), squares, limit, start)
+
+    def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> torch.Tensor:
+        """(rows, s): 1 where the row is in the slice."""
+        if self._length is None:
+            return torch.zeros(rows, 0, dtype=torch.float64, device=device)
+        position = torch.arange(start, start + rows, device=device)
+        indices = [(position * self._slice_count // self._length, self._slice_count)]
+        indices += [((position - origin) % period, period) for period in PERIODS]
+        one_hot = (index[:, None] == torch.arange(count, device=device) for index, count in indices)
+        return torch.cat([each.double() for each in one_hot], 1)
+
+    def _keep_worst_row(self, key: tuple[Any, Any], squares: torch.Tensor, limit: torch.Tensor, start: int) -> None:
+        """As (ratio, square, limit, head, position)."""
+        ratio = torch.nan_to_num(squares / limit, nan=0.0).flatten()
+        index = ratio.argmax()
+        rows = squares.shape[1]
+        place = (index // rows, index % rows + start)
+        new = torch.stack([ratio[index], squares.flatten()[index], limit.flatten()[index], *place])
+        old = self._worst_rows.get(key)
+        self._worst_rows[key] = new if old is None else torch.where(new[0] > old[0], new, old)
+
+    def checks(self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor) -> tuple[Check, ...]:
+        """The place that uses most of its limit, for each test.  Waits for the device.
+
+        nulls: rounded forms, of which the kernel may be any; unit: u of the module; coarsest: (h), the relative error
+        of the coarsest rounding of each head, which is above u where decays have large exponents.
+        """
+        if not self._sums:
+            return ()
+        norm, floor, ours = (self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0)))
+        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.cross.device)
+        gain = ours.cross / norm.cross
+        least, most = [], []
+        draws = [[self._sums["draw", null, k] for k in range(DRAWS)] for null in nulls]
+        for several in draws:
+            gains = torch.stack([draw.cross / norm.cross for draw in several])
+            spread = unit / 16 + 2 * _SIGMAS * gains.std(0) + room
+            least.append(gains.mean(0) - spread)
+            most.append(gains.mean(0) + spread)
+        low, high = torch.stack(least).amin(0), torch.stack(most).amax(0)
+        found = [_worst("gain", gain - (low + high) / 2, (high - low) / 2)]
+        width = norm.columns.shape[1]
+        places: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
+        if self._length is not None:
+            places += [("slice", self._slice_count, None), *(("period", period, period) for period in PERIODS)]
+        begin = 0
+        for test, count, period in places:
+            part = slice(begin, begin + count)
+            begin += count
+            size = norm.squares()[:, part]
+            each = [_limit(floor.squares()[:, part], _stacked(several, part)) for several in draws]
+            limit = torch.stack(each).amax(0) / size + (2 * room).square()
+            found.append(_worst(test, (ours.squares()[:, part] / size).sqrt(), limit.sqrt(), period))
+        rows = [self._worst_rows[name, null].tolist() for null in nulls]
+        ratio, square, row_limit, head, position = min(rows)
+        if ratio > 0 and row_limit < float("inf"):
+            sizes = (square / width) ** 0.5, (row_limit / width) ** 0.5
+            found.append(Check(test="row", head=int(head), place=int(position), value=sizes[0], limit=sizes[1]))
+        worst = {}
+        for one in filter(None, found):
+            if one.test not in worst or one.used > worst[one.test].used:
+                worst[one.test] = one
+        return tuple(worst.values())
+
+
+def _stacked(draws: Sequence[_Moments], part: slice) -> torch.Tensor:
+    return torch.stack([draw.squares()[:, part] for draw in draws])
+
+
+def _limit(floor: torch.Tensor, draws: torch.Tensor, sigmas: float = _SIGMAS) -> torch.Tensor:
+    """(h, places): the largest sum of squares that rounding explains; infinity where nothing is judged.
+
+    floor: (h, places), of the rounded oracle; draws: (DRAWS, h, places).
+    """
+    internal = draws - floor
+    mean = internal.mean(0)
+    variance = internal.var(0) / mean.square()  # relative; 2 / variance are the degrees of freedom
+    spread = variance / 9
+    limit = floor + 4 * mean * (1 - spread + sigmas * spread.sqrt()) ** 3
+    return torch.where((mean > 0) & (variance <= 2 / LEAST_FREEDOM), limit, torch.inf)
+
+
+def _worst(test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None) -> Check | None:
+    """values, limits: (h, places).  None if nothing is judged."""
+    ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)
+    index = int(ratio.argmax())
+    head, place = divmod(index, values.shape[1])
+    limit = float(limits[head, place])
+    if not 0 < limit < float("inf"):
+        return None
+    value = float(values[head, place])
+    return Check(
+        test=test, head=head, place=None if values.shape[1] == 1 else place, period=period, value=value, limit=limit
+    )

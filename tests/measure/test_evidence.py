@@ -1,0 +1,104 @@
+"""Faults as small as a rounding are found in the errors of 16-bit outputs; the reason names their kind and place."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ssdprof import operators
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.accuracy import Candidate, compare
+from ssdprof.measure.evidence import DRAWS, Evidence
+
+LENGTH = 320
+MakeInputs = Callable[..., SSDInputs]
+
+
+def exact(inputs: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """(l, h, p) and (h, p, n) in fp64."""
+    blocks = list(operators.of(inputs).judged.blocks(inputs, LENGTH))
+    return torch.cat([block.out for block in blocks]).double(), blocks[-1].state.double()
+
+
+def cut(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    """fp32 numbers without their low bits: rounded toward zero."""
+    return (tensor.float().contiguous().view(torch.int32) & -(1 << bits)).view(torch.float32).double()
+
+
+def reasons(inputs: SSDInputs, out: torch.Tensor, state: torch.Tensor, *, cuts: bool = False) -> str:
+    output = out[None].to(inputs.x.dtype), state[None].float()
+    found = compare(inputs, {"ours": Candidate(output=output, precision=Precision(), cuts=cuts)})["ours"]
+    return "; ".join(one.reason for one in found)
+
+
+def gain(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return out * 1.005, state
+
+
+def gain_of_a_head_of_states(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = torch.ones(len(state), 1, 1).index_fill(0, torch.tensor(2), 1.008)
+    return out, state * scale
+
+
+def truncated(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return cut(out, 16), state
+
+
+def border(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    at_border = (torch.arange(LENGTH) % 64 == 0)[:, None, None]
+    sign = 1 - 2.0 * (torch.arange(out.shape[2]) % 2)
+    return torch.where(at_border, out + 0.01 * sign * out.square().mean(2, keepdim=True).sqrt(), out), state
+
+
+def column(out: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    one = torch.arange(out.shape[2]) == 5
+    return torch.where(one, out + 0.005 * out.square().mean(2, keepdim=True).sqrt(), out), state
+
+
+FAULTS = {
+    gain: "gain 1.00",
+    gain_of_a_head_of_states: "final_states, head 2: gain 1.008",
+    truncated: "gain 0.99",
+    border: "position 0 of each",
+    column: "column 5",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found_and_named(make_inputs: MakeInputs, fault: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    inputs = make_inputs(seqlen=LENGTH)
+    assert reasons(inputs, *exact(inputs)) == "; "
+    found = reasons(inputs, *fault(*exact(inputs)))
+    assert FAULTS[fault] in found
+
+
+def test_a_cut_of_operands_must_be_declared() -> None:
+    """The draws that cut have a gain of their own; a kernel that declares its cut may have either."""
+    generator = torch.Generator().manual_seed(0)
+    high = torch.randn(2, 100, 16, generator=generator, dtype=torch.float64)
+
+    def drawn(gain: float) -> list[torch.Tensor]:
+        return [
+            high * (1 + gain + 1e-3 * torch.randn(high.shape, generator=generator, dtype=torch.float64))
+            for _ in range(DRAWS)
+        ]
+
+    evidence = Evidence(None)
+    draws = {"rounds": drawn(0), "cuts": drawn(-3e-3)}
+    evidence.add(high, high, {"ours": drawn(-3e-3)[0]}, draws, 0, 0)
+
+    def failed(*nulls: str) -> list[str]:
+        checks = evidence.checks("ours", nulls, 2.0**-9, torch.full((2,), 2.0**-9))
+        return [one.test for one in checks if one.used > 1]
+
+    assert failed("rounds")[0] == "gain"
+    assert failed("rounds", "cuts") == []
+
+
+def test_fp32_inputs_are_judged_by_the_budget_alone(make_inputs: MakeInputs) -> None:
+    inputs = make_inputs(seqlen=LENGTH, dtype=torch.float32)
+    out, state = exact(inputs)
+    found = compare(inputs, {"ours": Candidate(output=(out[None].float(), state[None].float()), precision=Precision())})
+    assert [one.checks for one in found["ours"]] == [(), ()]
+    assert "budget" in reasons(inputs, out * 1.0001, state)
