@@ -18,8 +18,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from ssdprof.core.accuracy import Deviation
 from ssdprof.core.base import Clock, Record
-from ssdprof.core.case import Case, Deviation, Launch, Memory
+from ssdprof.core.case import Case, Launch, Memory
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Ceilings, Clocks, Environment

@@ -12,19 +12,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation, Match
 from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, TOLERANCES, VERSION, DType, PrecisionRecord
 from ssdprof.core.case import (
-    Accuracy,
     AnswerBand,
     Answers,
-    BudgetUse,
     Case,
-    Deviation,
     Drawn,
     Flip,
     Interval,
     Launch,
-    Match,
     Memory,
     PartTime,
     Prefill,

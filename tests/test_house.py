@@ -11,8 +11,8 @@ import pytest
 
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "package lines": 38_550, "test lines": 39_600, "files in the package": 198,
-    "classes": 336, "call to row": 19, "name to kernel": 67,
+    "package lines": 37_900, "test lines": 39_545, "classes": 298,
+    "call to row": 19, "name to kernel": 67,
 }  # fmt: skip
 
 

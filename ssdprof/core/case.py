@@ -8,8 +8,8 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, model_validator
 
 from ssdprof.core import statistics
+from ssdprof.core.accuracy import Accuracy
 from ssdprof.core.base import (
-    SLICES,
     Clock,
     Count,
     DType,
@@ -55,134 +55,6 @@ def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
     if call is None:
         return size
     return f"{size} {call}" if call.kind == "packed" else f"{size}, {call}"
-
-
-class Match(Record):
-    tolerance: float  # atol = rtol
-    match_pct: Percent
-
-
-class Deviation(Record):
-    """The difference between two tensors.  Positions index the tensor's own shape.
-
-    scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs; None in old records.
-    along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; empty for a tensor
-        without a position axis, and in a bench.
-    """
-
-    against: str  # "fp64 oracle", "unfused exact, fp16 states", ...
-    elements: Size
-    matches: tuple[Match, ...]
-    rms_ratio: NotNegative | None  # rms(out - other) / rms(other); None: it is infinite
-    max_abs: NotNegative
-    worst_head: Count
-    worst_position: tuple[int, ...]
-    nonfinite: Count
-    first_nonfinite: tuple[int, ...] | None = None
-    scale_max_abs: NotNegative | None = None
-    along: tuple[float | None, ...] = ()
-
-    def match_pct(self, tolerance: float) -> float | None:
-        return next((one.match_pct for one in self.matches if one.tolerance == tolerance), None)
-
-
-class BudgetUse(Record):
-    """An error of the head that uses most of its budget, in one norm.  position: of the head's largest difference."""
-
-    norm: Literal["max", "rms"]
-    head: Count
-    error: NotNegative
-    budget: Annotated[float, Field(gt=0)]
-    position: tuple[int, ...]
-
-
-TestName = Literal["gain", "rms", "column", "slice", "period", "row"]
-
-
-class Check(Record):
-    """The place of an output tensor where its error uses most of what rounding can explain (measure/evidence.py).
-
-    value: of gains the relative deviation, with its sign; else the relative RMS error.  place: a column, a slice (see
-    `SLICES`), a position modulo `period`, or a row; None for a whole head.
-    """
-
-    test: TestName
-    head: Count
-    place: Count | None = None
-    period: Size | None = None
-    value: float
-    limit: Annotated[float, Field(gt=0)]
-
-    @property
-    def used(self) -> float:
-        """The share of the limit; above 1 the test fails."""
-        return abs(self.value) / self.limit
-
-    @property
-    def words(self) -> str:
-        """ "head 3: gain 1.005, where rounding explains 1 +- 0.0004"."""
-        where = {
-            "column": f", column {self.place}",
-            "slice": f", slice {self.place} of {SLICES}",
-            "period": f", position {self.place} of each {self.period}",
-            "row": f", row {self.place}",
-        }.get(self.test, "")
-        if self.test == "gain":
-            return f"head {self.head}: gain {1 + self.value:.5f}, where rounding explains 1 ± {self.limit:.2g}"
-        return f"head {self.head}{where}: relative RMS error {self.value:.3g}, where rounding explains {self.limit:.3g}"
-
-
-class Accuracy(Record):
-    """One output tensor.
-
-    budget: an entry for each norm.
-    checks: of outputs with 16-bit inputs, what each test of the errors found.
-    coarser: the dtype in which every element of the states can be stored, although a finer one is claimed; else None.
-    dtype: of the tensor.
-    """
-
-    tensor: TensorName
-    dtype: DType
-    vs_oracle: Deviation
-    vs_baseline: Deviation | None  # None for the baseline itself
-    floor: Deviation  # the oracle rounded to the output dtype, against the oracle
-    budget: tuple[BudgetUse, ...]
-    checks: tuple[Check, ...] = ()
-    coarser: DType | None = None
-    claimed: DType | None = None  # of states
-
-    @property
-    def reason(self) -> str:
-        """Why it does not pass, in a sentence; empty if it does."""
-        ours, floor = self.vs_oracle, self.floor
-        if ours.nonfinite:
-            where = f"{self.tensor}: {ours.nonfinite} elements are not finite, the first at {ours.first_nonfinite}"
-            if not floor.nonfinite:
-                return f"{where}; the exact answer is finite everywhere"
-            return (
-                f"{where}; the exact answer, rounded to {self.dtype}, is itself not finite in {floor.nonfinite} "
-                f"elements, the first at {floor.first_nonfinite}"
-            )
-        for one in self.budget:
-            if one.error > one.budget:
-                return (
-                    f"{self.tensor}, head {one.head}: {one.norm}|ours - oracle| is {one.error:.3g}, its budget "
-                    f"{one.budget:.3g}; the largest difference is at {one.position}"
-                )
-        if failed := [one for one in self.checks if one.used > 1]:
-            # a gain explains all the rest
-            worst = max(failed, key=lambda one: (one.test == "gain", one.used))
-            return f"{self.tensor}, {worst.words}"
-        if self.coarser:
-            return f"{self.tensor}: {self.claimed} states are claimed, but every element is a {self.coarser} number"
-        return ""
-
-    @property
-    def over_floor(self) -> float | None:
-        """The RMS error over that of the rounded oracle; None if the oracle needs no rounding."""
-        if not self.floor.rms_ratio or self.vs_oracle.rms_ratio is None:
-            return None
-        return self.vs_oracle.rms_ratio / self.floor.rms_ratio
 
 
 class Samples(Record):

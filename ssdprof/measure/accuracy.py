@@ -25,8 +25,8 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from ssdprof import operators
+from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation, Match
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
-from ssdprof.core.case import Accuracy, BudgetUse, Deviation, Match
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence
 from ssdprof.operators import tensors

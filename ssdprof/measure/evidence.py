@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from ssdprof.core.accuracy import ErrorTest, TestName
 from ssdprof.core.base import SLICES
-from ssdprof.core.case import Check, TestName
 
 DRAWS = 12
 PERIODS = (16, 32, 64, 128, 256)
@@ -123,7 +123,7 @@ class Evidence:
         old = self._worst_rows.get(key)
         self._worst_rows[key] = new if old is None else torch.where(new[0] > old[0], new, old)
 
-    def checks(self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor) -> tuple[Check, ...]:
+    def checks(self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor) -> tuple[ErrorTest, ...]:
         """The place that uses most of its limit, for each test.  Waits for the device.
 
         nulls: rounded forms, of which the kernel may be any; unit: u of the module; coarsest: (h), the relative error
@@ -159,8 +159,8 @@ class Evidence:
         ratio, square, row_limit, head, position = min(rows)
         if ratio > 0 and row_limit < float("inf"):
             sizes = (square / width) ** 0.5, (row_limit / width) ** 0.5
-            found.append(Check(test="row", head=int(head), place=int(position), value=sizes[0], limit=sizes[1]))
-        worst = {}
+            found.append(ErrorTest(test="row", head=int(head), place=int(position), value=sizes[0], limit=sizes[1]))
+        worst: dict[str, ErrorTest] = {}
         for one in filter(None, found):
             if one.test not in worst or one.used > worst[one.test].used:
                 worst[one.test] = one
@@ -184,7 +184,7 @@ def _limit(floor: torch.Tensor, draws: torch.Tensor, sigmas: float = _SIGMAS) ->
     return torch.where((mean > 0) & (variance <= 2 / LEAST_FREEDOM), limit, torch.inf)
 
 
-def _worst(test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None) -> Check | None:
+def _worst(test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None) -> ErrorTest | None:
     """values, limits: (h, places).  None if nothing is judged."""
     ratio = torch.nan_to_num(values.abs() / limits, nan=0.0, posinf=torch.finfo(torch.float64).max)
     index = int(ratio.argmax())
@@ -193,6 +193,6 @@ def _worst(test: TestName, values: torch.Tensor, limits: torch.Tensor, period: i
     if not 0 < limit < float("inf"):
         return None
     value = float(values[head, place])
-    return Check(
+    return ErrorTest(
         test=test, head=head, place=None if values.shape[1] == 1 else place, period=period, value=value, limit=limit
     )

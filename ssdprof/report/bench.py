@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from ssdprof.core import words as fmt
+from ssdprof.core.accuracy import Accuracy
 from ssdprof.core.base import TOLERANCES, Clock
-from ssdprof.core.case import Accuracy, Case, Launch
+from ssdprof.core.case import Case, Launch
 from ssdprof.core.conditions import JUDGED
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ssdprof.core import words as fmt
-from ssdprof.core.case import AnswerBand, Case, Deviation
+from ssdprof.core.accuracy import Deviation
+from ssdprof.core.case import AnswerBand, Case
 from ssdprof.core.pairs import Comparison, Pair, Total, TotalBy
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.calls import PRECISION

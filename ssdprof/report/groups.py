@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
+from ssdprof.core.accuracy import Accuracy, Deviation
 from ssdprof.core.base import Clock, PrecisionRecord, TensorName
-from ssdprof.core.case import Accuracy, Case, Deviation
+from ssdprof.core.case import Case
 from ssdprof.core.outcome import exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster

@@ -30,8 +30,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ssdprof.core.accuracy import BudgetUse, Match
 from ssdprof.core.base import PrecisionRecord, first_fault, precisions_for
-from ssdprof.core.case import BudgetUse, Case, Match, Samples
+from ssdprof.core.case import Case, Samples
 from ssdprof.core.report import ProcessLine, Report, Requested
 from ssdprof.core.subject import CallRef, Ceilings
 

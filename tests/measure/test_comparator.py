@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from ssdprof.core.case import Accuracy
+from ssdprof.core.accuracy import Accuracy
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked

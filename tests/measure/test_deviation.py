@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ssdprof.core.case import Deviation
+from ssdprof.core.accuracy import Deviation
 from ssdprof.measure import accuracy
 from ssdprof.measure.accuracy import Region, RunningDeviation, rms_ratio, unravel
 

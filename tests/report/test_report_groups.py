@@ -20,8 +20,9 @@ from cases import (
     timed,
 )
 
+from ssdprof.core.accuracy import Match
 from ssdprof.core.base import EXACT_FP32
-from ssdprof.core.case import Case, Match
+from ssdprof.core.case import Case
 from ssdprof.report.groups import TotalSpeed, baselines, groups, places, pool, tokens_of
 
 
