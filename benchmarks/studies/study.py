@@ -168,7 +168,7 @@ def timed(
 
     wrong(key, output): the defect, or "" if the output is right; called after the timed loop.
     """
-    session = time_in_turns(runs, timer, SamplingPlan(seconds=seconds), check=wrong)
+    session = time_in_turns(runs, timer, SamplingPlan(seconds=seconds), check=lambda key, run: wrong(key, run()))
     found = {}
     for key, sampled in session.sampled.items():
         device = statistics.median(sampled.device)
