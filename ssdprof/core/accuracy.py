@@ -48,14 +48,14 @@ class BudgetUse(Record):
     position: tuple[int, ...]
 
 
-TestName = Literal["gain", "rms", "column", "slice", "period", "row"]
+TestName = Literal["gain", "rms", "column", "slice", "period"]
 
 
 class ErrorTest(Record):
     """The place of an output tensor where its error uses most of what rounding can explain (measure/evidence.py).
 
     value: of gains the relative deviation, with its sign; else the relative RMS error.  place: a column, a slice (see
-    `SLICES`), a position modulo `period`, or a row; None for a whole head.
+    `SLICES`), or a position modulo `period`; None for a whole head.
     """
 
     test: TestName
@@ -77,7 +77,6 @@ class ErrorTest(Record):
             "column": f", column {self.place}",
             "slice": f", slice {self.place} of {SLICES}",
             "period": f", position {self.place} of each {self.period}",
-            "row": f", row {self.place}",
         }.get(self.test, "")
         if self.test == "gain":
             return f"head {self.head}: gain {1 + self.value:.5f}, where rounding explains 1 ± {self.limit:.2g}"

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from ssdprof import operators
 from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord
 from ssdprof.core.case import Case, ChunkTrial, FirstCall
@@ -47,7 +48,6 @@ from ssdprof.progress import Unwatched, Watcher
 K = TypeVar("K")
 Verdicts = Mapping[Hashable, Case]  # by `Entry.key`, of the same entries on other inputs
 NOT_TIMED = "interrupted before it was timed"  # stands in a case until it is timed: an end of any kind leaves it
-_LINEAR = ("x", "v", "initial_states", "initial_state")
 TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)
 
 
@@ -234,7 +234,7 @@ class Comparer:
     def _sampled(self, group: Sequence[_Verified], timer: Timer) -> Iterator[Case]:
         """Time verified entries in turns, and check what they compute then."""
         named = _named(group)
-        nondeterministic: set[str] = set()
+        remarks: dict[str, str] = {}
 
         def outside(name: str, output: Output) -> str:
             """Why an output is worse than the one that was judged."""
@@ -253,13 +253,17 @@ class Comparer:
             if fingerprint(*output) != named[name].bits:
                 if words := outside(name, output):
                     return words
-                nondeterministic.add(name)
-            with _scaled(call) as scale:
-                expected = [tensor * scale for tensor in output]
-                _poison(output, call.inputs)
-                output = call.judged_output(run())
-                if all(map(torch.equal, output, expected)) or not (words := outside(name, output)):
-                    return ""
+                remarks[name] = "repeated calls differ in their bits, within the budget"
+            try:
+                with _scaled(call) as scale:
+                    expected = [tensor * scale for tensor in output]
+                    _poison(output, call.inputs)
+                    output = call.judged_output(run())
+                    if all(map(torch.equal, output, expected)) or not (words := outside(name, output)):
+                        return ""
+            except torch.OutOfMemoryError:
+                remarks[name] = "not tried with other numbers at the inputs' addresses: out of memory"
+                return ""
             return f"with other numbers at the same addresses of the inputs, {words}"
 
         session = time_in_turns(
@@ -267,8 +271,8 @@ class Comparer:
         )
         for name, one in named.items():
             case = one.case
-            if name in nondeterministic:
-                case = case.changed(reason="repeated calls differ in their bits, within the budget")
+            if name in remarks:
+                case = case.changed(reason=remarks[name])
             if failed := session.failed_later.get(name):
                 fields = {"status": "failed", "reason": failed.reason} if failed.status == "failed" else {}
                 yield case.changed(**(fields or {"later_fault": failed.reason}))
@@ -311,7 +315,8 @@ def _scaled(call: Call) -> Iterator[float]:
 
     fp16 is halved, since it might overflow.
     """
-    chosen = [tensor for name, tensor in tensors.tensors(call.inputs).items() if name in _LINEAR]
+    given = tensors.tensors(call.inputs)
+    chosen = [given[name] for name in operators.of(call.inputs).binding.linear if name in given]
     half = torch.float16 in (call.precision.state_dtype, *(tensor.dtype for tensor in chosen))
     before = [tensor.clone() for tensor in chosen]
     try:

@@ -17,7 +17,7 @@ The host reads nothing before `result`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, Literal, TypeVar
@@ -36,7 +36,6 @@ from ssdprof.operators.rounding import Span, coarsest_rounding, unit_roundoff
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
 K = TypeVar("K")  # of candidates
-Null = tuple[Precision, bool]  # a rounded form, and whether it cuts operands to tf32
 ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
@@ -60,9 +59,9 @@ class Candidate(Generic[K]):
     cuts: bool = False
 
     @property
-    def nulls(self) -> tuple[Null, ...]:
-        """Rounded forms that it may be."""
-        return ((self.precision, False), (self.precision, True))[: 1 + self.cuts]
+    def nulls(self) -> dict[str, bool]:
+        """Rounded forms that it may be, and whether they cut operands."""
+        return {f"{self.precision}, cut" if cuts else str(self.precision): cuts for cuts in {False, self.cuts}}
 
 
 def compare(
@@ -82,10 +81,10 @@ def compare(
     rounded = {precision: oracle.rounded(inputs, precision) for precision in precisions}
     outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates)
     states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates)
-    nulls = {null for c in candidates.values() for null in c.nulls} if form.dtype in _COARSE else set()
     draws = {
-        (precision, cuts): [oracle.rounded(inputs, precision).drawn(seed, cuts=cuts) for seed in range(DRAWS)]
-        for precision, cuts in nulls
+        null: [oracle.rounded(inputs, candidate.precision).drawn(seed, cuts=cuts) for seed in range(DRAWS)]
+        for candidate in (candidates.values() if form.dtype in _COARSE else ())
+        for null, cuts in candidate.nulls.items()
     }
     largest_exponent = torch.zeros(form.shape[2], device=device)
     sequence, origin = -1, 0
@@ -96,18 +95,17 @@ def compare(
         gate = oracle.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
         low = {precision: rounded[precision].advance(span, gate) for precision in precisions}
-        drawn = {null: [one.advance(span, gate) for one in several] for null, several in draws.items()}
         outs.add(
             _head_first(block.out),
             {precision: _head_first(out) for precision, (out, _) in low.items()},
-            {null: [_head_first(out) for out, _ in several] for null, several in drawn.items()},
+            {null: (_head_first(one.advance(span, gate)[0]) for one in several) for null, several in draws.items()},
             Region(shape=outs.shape, row=block.batch, positions=(block.start, block.stop), origin=origin),
         )
         if block.last:
             states.add(
                 block.state.flatten(1),
                 {precision: state.flatten(1).double() for precision, (_, state) in low.items()},
-                {null: [state.flatten(1).double() for _, state in several] for null, several in drawn.items()},
+                {null: [one.state.flatten(1).double() for one in several] for null, several in draws.items()},
                 Region(shape=states.shape, row=block.sequence, positions=None),
             )
         if on_progress is not None:
@@ -159,7 +157,7 @@ class _TensorSums(Generic[K]):
         self,
         high: torch.Tensor,
         low: Mapping[Precision, torch.Tensor],
-        draws: Mapping[Null, Sequence[torch.Tensor]],
+        draws: Mapping[str, Iterable[torch.Tensor]],
         place: Region,
     ) -> None:
         """A block of the oracle, of every `lo` and of draws of it: (h, elements), fp64."""
@@ -170,17 +168,17 @@ class _TensorSums(Generic[K]):
         for precision, tensor in low.items():
             self._low[precision].add(tensor - high)
         cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
-        if draws and high.numel():
+        if draws:
             width = self.shape[-1]
 
             def rows(tensor: torch.Tensor) -> torch.Tensor:
-                return tensor.reshape(len(tensor), -1, width)
+                return tensor.reshape(len(tensor), tensor.shape[1] // width, width)
 
             self._evidence.add(
                 rows(high),
                 rows(high.to(self._dtype).double()),
-                {key: rows(tensor) for key, tensor in cut.items()},
-                {null: [rows(draw) for draw in several] for null, several in draws.items()},
+                {number: rows(tensor) for number, tensor in enumerate(cut.values())},
+                {null: map(rows, several) for null, several in draws.items()},
                 place.positions[0] if place.positions else 0,
                 place.origin,
             )
@@ -200,7 +198,7 @@ class _TensorSums(Generic[K]):
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
-            checks=self._evidence.checks(key, self._candidates[key].nulls, unit, eps),
+            checks=self._evidence.checks(list(self._tensors).index(key), [*self._candidates[key].nulls], unit, eps),
             budget=tuple(use for norm in ("max", "rms") if (use := self._budget_use(key, eps, norm))),
             coarser=self._coarser_than(key, claimed) if of_states else None,
             claimed=dtype_name(claimed) if of_states else None,

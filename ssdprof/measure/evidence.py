@@ -8,19 +8,19 @@ that rows of any size count alike.  With e the error, hi the oracle, u the unit 
     gain    <e, hi> / <hi, hi> of a head is within u/16 and 2 * 6 standard errors of the mean of the draws.  u/16 is
             room for accumulators that truncate.
     rms     E^2 <= F^2 + 4 (M^2 - F^2): mean squares of the kernel, of the rounded oracle, and of the draws.  An error
-            of twice the model's internal roundings is allowed; the output's own rounding is not doubled.  By head, by
-            column, in slices of the positions and by position modulo 16 to 256, each up to six standard errors, and in
-            each row, up to 18, because among thousands of variances from 12 draws some are far too small.  Standard
-            errors are those of Wilson and Hilferty's cube-root law for chi-squared (1931), with 2 / (relative variance
-            of the draws) degrees of freedom.  Below `LEAST_FREEDOM` of these the law does not hold, and nothing is
-            judged.
+            of twice the model's internal roundings is allowed; the output's own rounding is not doubled.  The limit is
+            raised by six standard deviations of the draws for a head, and by 18 for each of the many columns, slices
+            of the positions, and positions modulo 16 to 256.  The variance of such a place is at least that of an
+            average element of the head, times its elements: 12 draws may show none of the few ties that could be
+            rounded the other way.
 
 docs/measuring.md says which faults they find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,6 @@ from ssdprof.core.base import SLICES
 
 DRAWS = 12
 PERIODS = (16, 32, 64, 128, 256)
-LEAST_FREEDOM = 4
 _SIGMAS, _MANY_SIGMAS = 6.0, 18.0
 _SMALLEST_ROW = 1e-30  # an RMS below it may be flushed to zero
 
@@ -63,45 +62,43 @@ class Evidence:
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         self._sums: dict[tuple[str, Any, int], _Moments] = {}
-        self._worst_rows: dict[tuple[Any, Any], torch.Tensor] = {}
 
     def add(
         self,
         high: torch.Tensor,
         floor: torch.Tensor,
         ours: Mapping[Any, torch.Tensor],
-        draws: Mapping[Any, Sequence[torch.Tensor]],
+        draws: Mapping[Any, Iterable[torch.Tensor]],
         start: int,
         origin: int,
     ) -> None:
         """A block; tensors are (h, rows, width) in fp64.
 
-        high: the oracle; floor: rounded to the output's dtype.  start: position of the first row; origin: of the first
-        of its sequence.
+        high: the oracle; floor: rounded to the output's dtype.  draws: computed as they are taken, so that one is in
+        memory at a time.  start: position of the first row; origin: of the first of its sequence.
         """
         if high.numel() == 0:
+            for several in draws.values():
+                deque(several, maxlen=0)  # moves their states on
             return
         size = high.square().mean(2, keepdim=True).sqrt()
         weights = torch.where(size > _SMALLEST_ROW, 1 / size, 0.0)
         scaled = high * weights
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
-        def add(key: tuple[str, Any, int], error: torch.Tensor) -> torch.Tensor:
+        def summed(key: tuple[str, Any, int], error: torch.Tensor) -> None:
             error = torch.where(error.isfinite(), error, 0.0)
             squares = error.square()
-            rows = squares.sum(2)
-            new = _Moments((error * scaled).sum((1, 2))[:, None], squares.sum(1), rows @ in_slice)
+            new = _Moments((error * scaled).sum((1, 2))[:, None], squares.sum(1), squares.sum(2) @ in_slice)
             self._sums[key] = self._sums[key] + new if key in self._sums else new
-            return rows
 
-        add(("oracle", None, 0), scaled)
-        floor_rows = add(("floor", None, 0), (floor - high) * weights)
-        rows = {name: add(("ours", name, 0), (tensor - high) * weights) for name, tensor in ours.items()}
+        summed(("oracle", None, 0), scaled)
+        summed(("floor", None, 0), (floor - high) * weights)
+        for name, tensor in ours.items():
+            summed(("ours", name, 0), (tensor - high) * weights)
         for null, several in draws.items():
-            drawn = [add(("draw", null, k), (draw - high) * weights) for k, draw in enumerate(several)]
-            limit = _limit(floor_rows, torch.stack(drawn), _MANY_SIGMAS)
-            for name, squares in rows.items():
-                self._keep_worst_row((name, null), squares, limit, start)
+            for k, draw in enumerate(several):
+                summed(("draw", null, k), (draw - high) * weights)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> torch.Tensor:
         """(rows, s): 1 where the row is in the slice."""
@@ -112,16 +109,6 @@ class Evidence:
         indices += [((position - origin) % period, period) for period in PERIODS]
         one_hot = (index[:, None] == torch.arange(count, device=device) for index, count in indices)
         return torch.cat([each.double() for each in one_hot], 1)
-
-    def _keep_worst_row(self, key: tuple[Any, Any], squares: torch.Tensor, limit: torch.Tensor, start: int) -> None:
-        """As (ratio, square, limit, head, position)."""
-        ratio = torch.nan_to_num(squares / limit, nan=0.0).flatten()
-        index = ratio.argmax()
-        rows = squares.shape[1]
-        place = (index // rows, index % rows + start)
-        new = torch.stack([ratio[index], squares.flatten()[index], limit.flatten()[index], *place])
-        old = self._worst_rows.get(key)
-        self._worst_rows[key] = new if old is None else torch.where(new[0] > old[0], new, old)
 
     def checks(self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor) -> tuple[ErrorTest, ...]:
         """The place that uses most of its limit, for each test.  Waits for the device.
@@ -152,14 +139,9 @@ class Evidence:
             part = slice(begin, begin + count)
             begin += count
             size = norm.squares()[:, part]
-            each = [_limit(floor.squares()[:, part], _stacked(several, part)) for several in draws]
+            each = [_limit(floor.squares()[:, part], _stacked(several, part), size) for several in draws]
             limit = torch.stack(each).amax(0) / size + (2 * room).square()
             found.append(_worst(test, (ours.squares()[:, part] / size).sqrt(), limit.sqrt(), period))
-        rows = [self._worst_rows[name, null].tolist() for null in nulls]
-        ratio, square, row_limit, head, position = min(rows)
-        if ratio > 0 and row_limit < float("inf"):
-            sizes = (square / width) ** 0.5, (row_limit / width) ** 0.5
-            found.append(ErrorTest(test="row", head=int(head), place=int(position), value=sizes[0], limit=sizes[1]))
         worst: dict[str, ErrorTest] = {}
         for one in filter(None, found):
             if one.test not in worst or one.used > worst[one.test].used:
@@ -171,17 +153,17 @@ def _stacked(draws: Sequence[_Moments], part: slice) -> torch.Tensor:
     return torch.stack([draw.squares()[:, part] for draw in draws])
 
 
-def _limit(floor: torch.Tensor, draws: torch.Tensor, sigmas: float = _SIGMAS) -> torch.Tensor:
-    """(h, places): the largest sum of squares that rounding explains; infinity where nothing is judged.
+def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """(h, places): the largest sum of squares that rounding explains.
 
-    floor: (h, places), of the rounded oracle; draws: (DRAWS, h, places).
+    floor: (h, places), of the rounded oracle; draws: (DRAWS, h, places); elements: (h, places), counts.  The places are
+    parts of the head.
     """
     internal = draws - floor
-    mean = internal.mean(0)
-    variance = internal.var(0) / mean.square()  # relative; 2 / variance are the degrees of freedom
-    spread = variance / 9
-    limit = floor + 4 * mean * (1 - spread + sigmas * spread.sqrt()) ** 3
-    return torch.where((mean > 0) & (variance <= 2 / LEAST_FREEDOM), limit, torch.inf)
+    of_one = internal.sum(2).var(0) / elements.sum(1)  # (h), the variance of an element
+    variance = torch.maximum(internal.var(0), elements * of_one[:, None])
+    sigmas = _SIGMAS if floor.shape[1] == 1 else _MANY_SIGMAS
+    return floor + 4 * (internal.mean(0).clamp(min=0) + sigmas * variance.sqrt())
 
 
 def _worst(test: TestName, values: torch.Tensor, limits: torch.Tensor, period: int | None = None) -> ErrorTest | None:

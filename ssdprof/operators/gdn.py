@@ -195,6 +195,7 @@ BINDING: CallBinding[GDNInputs] = CallBinding(
     ),
     always_a_pair=True,
     views=("q", "k", "v"),
+    linear=("v", "initial_state"),
     per_position=("g", "beta"),
     always_fp32=("g",),
     gate_bytes=lambda item: item + 4,  # beta, and g in fp32

@@ -138,6 +138,7 @@ class CallBinding(Generic[I]):
     refused: arguments of production kernels that change the result and that the inputs cannot express.
     always_a_pair: whether the function returns (out, None), and not out alone, where no final state is wanted.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
+    linear: tensors that, multiplied together by a number, multiply the output by it: values and initial states.
     per_position: the other tensors (b, l, ...).  What is in neither belongs to the whole call.
     always_fp32: those that a model computes in fp32 whatever its own dtype.
     gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype.
@@ -152,6 +153,7 @@ class CallBinding(Generic[I]):
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
     views: tuple[str, ...]
+    linear: tuple[str, ...]
     per_position: tuple[str, ...]
     always_fp32: tuple[str, ...] = ()
     gate_bytes: Callable[[int], int]

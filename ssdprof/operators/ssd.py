@@ -243,6 +243,7 @@ BINDING = CallBinding(
     bind_step=bind_step,
     refused=("seq_idx", "cu_seqlens", "return_varlen_states"),
     views=("x", "B", "C"),
+    linear=("x", "initial_states"),
     per_position=("dt", "z"),
     gate_bytes=lambda item: item,  # dt
     replacement=lambda inputs: computed("ssd", inputs, inputs.x, reference.ssd_chunked),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -589,3 +590,10 @@ def test_device_times_are_geometric_means_and_leave_out_what_cannot_be_recorded(
     assert list(times) == ["both"]
     assert [rounds.tolist() for rounds in times["both"]] == [pytest.approx([200.0] * 3)] * 2
     assert untimed == {"broken": "no kernel"}
+
+
+def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_scaled", Mock(side_effect=torch.OutOfMemoryError))
+    (case,) = compared(entries("a"), timer=FakeTimer()).values()
+    assert (case.result, bool(case.samples)) == ("passed", True)
+    assert case.reason == "not tried with other numbers at the inputs' addresses: out of memory"

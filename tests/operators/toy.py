@@ -128,6 +128,7 @@ BINDING = CallBinding(
     function="toy_scan",
     bind=bind,
     views=("x",),
+    linear=("x",),
     per_position=("a",),
     gate_bytes=lambda item: item,
     replacement=lambda inputs: running_sum(inputs, Precision()),
