@@ -7,12 +7,12 @@ that rows of any size count alike.  With e the error, hi the oracle, u the unit 
 
     gain    <e, hi> / <hi, hi> of a head is within u/16 and 2 * 6 standard errors of the mean of the draws.  u/16 is
             room for accumulators that truncate.
-    rms     E^2 <= F^2 + 4 (M^2 - F^2): mean squares of the kernel, of the rounded oracle, and of the draws.  An error
-            of twice the model's internal roundings is allowed; the output's own rounding is not doubled.  The limit is
-            raised by six standard deviations of the draws for a head, and by 18 for each of the many columns, slices
-            of the positions, and positions modulo 16 to 256.  The variance of such a place is at least that of an
-            average element of the head, times its elements: 12 draws may show none of the few ties that could be
-            rounded the other way.
+    rms     E^2 <= F^2 + 4 (M^2 - F^2) + (u/16)^2: mean squares of the kernel, of the rounded oracle, and of the draws.
+            An error of twice the model's internal roundings is allowed; the output's own rounding is not doubled.  The
+            last term is for the same accumulators.  The limit is raised by six standard deviations of the draws for a
+            head, and by 18 for each of the many columns, slices of the positions, and positions modulo 16 to 256.  The
+            variance of such a place is at least that of an average element of the head, times its elements: 12 draws
+            may show none of the few ties that could be rounded the other way.
 
 docs/measuring.md says which faults they find.
 """
@@ -140,7 +140,7 @@ class Evidence:
             begin += count
             size = norm.squares()[:, part]
             each = [_limit(floor.squares()[:, part], _stacked(several, part), size) for several in draws]
-            limit = torch.stack(each).amax(0) / size + (2 * room).square()
+            limit = torch.stack(each).amax(0) / size + (2 * room).square() + (unit / 16) ** 2
             found.append(_worst(test, (ours.squares()[:, part] / size).sqrt(), limit.sqrt(), period))
         worst: dict[str, ErrorTest] = {}
         for one in filter(None, found):

@@ -22,7 +22,7 @@ ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
 
 
 def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
-    """How the Hopper kernel's segments obtain the states that enter them: "look back", "hand on", ..."""
+    """How the Hopper kernel's segments obtain the states that enter them: "look back", "carry", ..."""
     return _passing(config, share_count(inputs, config), buffer_sizes(inputs, EXACT, config))
 
 
@@ -47,7 +47,7 @@ def hopper_by_default(inputs: SSDInputs, precision: Precision = EXACT) -> SSDOut
     """Equal shares of all sequences: for batches with more pairs of heads than multiprocessors."""
     assert unsupported(inputs) == ""
     config = SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=False)
-    assert passing(inputs, config) == "hand on"
+    assert passing(inputs, config) == "carry"
     return ssd_fused_hopper(inputs, precision, config=config)
 
 

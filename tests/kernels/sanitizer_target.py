@@ -67,7 +67,7 @@ def hopper(inputs: SSDInputs, precision: Precision, *, segments: Cut, way: str) 
 def hopper_shared(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     """One program less than there are pairs of heads."""
     shares = inputs.sequences * program_count(inputs) - 1
-    return hopper(inputs, precision, segments=Cut(segment=5, shares=shares), way="hand on" if shares else "none")
+    return hopper(inputs, precision, segments=Cut(segment=5, shares=shares), way="carry" if shares else "none")
 
 
 UNEVEN = Cut(long_count=1, long_segment=2, segment=1)

@@ -31,7 +31,7 @@ SEQUENCES, SEQLEN = 32, 1024
 CHUNK_SIZES = {"mamba2-2.7b": 256, "granite-4.0-h-1b": 256, "nemotron-3-nano": 128}  # of the models' configurations
 H200 = 132  # multiprocessors
 SHAPES = ("16x64x128x1", "16x64x64x2", "16x80x128x1", "8x128x256x1")  # heads x P x N x groups
-WAYS = {"recompute": (512, True), "look back": (2048, True), "hand on": (1024, False)}  # positions, batch_invariant
+WAYS = {"recompute": (512, True), "look back": (2048, True), "carry": (1024, False)}  # positions, batch_invariant
 CHANCE = 5  # standard errors: by chance, none of a few hundred heads deviates by this much
 # A ratio that is visible in the three digits of a report.  A standard error is an estimate from 32 sequences, and its
 # own error is an eighth, 1 / sqrt(62).  Equal errors therefore exceed CHANCE in one case of 90,000.  For a head that

@@ -95,7 +95,7 @@ def test_subnormal_numbers(kernel: Kernel, name: str) -> None:
     inputs, zeroed = with_subnormal(name), with_subnormal(name)
     getattr(zeroed, name).zero_()
     assert_passes(kernel(inputs), inputs if products_keep_subnormal_numbers() else zeroed, EXACT)
-    with pytest.raises(AssertionError, match="inaccurate"):
+    with pytest.raises(AssertionError, match="oracle"):
         assert_passes(kernel(zeroed), inputs, EXACT)
 
 
