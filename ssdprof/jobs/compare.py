@@ -316,7 +316,7 @@ def _scaled(call: Call) -> Iterator[float]:
     fp16 is halved, since it might overflow.
     """
     given = tensors.tensors(call.inputs)
-    chosen = [given[name] for name in operators.of(call.inputs).binding.linear if name in given]
+    chosen = [given[name] for name in operators.of(call.inputs).binding.linear if name in given] + [*call.copies()]
     half = torch.float16 in (call.precision.state_dtype, *(tensor.dtype for tensor in chosen))
     before = [tensor.clone() for tensor in chosen]
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +37,7 @@ class Implementation:
     needs_gpu: whether it runs on an NVIDIA GPU only.
     cuts_operands: whether it declares that it cuts the operands of matrix products to tf32.
     precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
+    copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and reads instead of them.
     """
 
     operator: str
@@ -50,6 +51,7 @@ class Implementation:
     needs_gpu: bool = False
     cuts_operands: bool = False
     precisions: Callable[[Any], tuple[Any, ...]] | None = None
+    copies: Callable[[Any], Sequence[Any]] = lambda _inputs: ()
 
 
 def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implementation:

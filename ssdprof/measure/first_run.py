@@ -7,7 +7,7 @@ import math
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
@@ -52,6 +52,8 @@ class Call:
     cuts_operands: it declares that it cuts the operands of matrix products to tf32.
     widens: final states have another dtype than the operator's, as in other libraries; they are compared in
         fp32.
+    copies: what the implementation keeps and reads instead of the inputs, of the tensors in which the operator is
+        linear.
     precheck: called before the first call.  Raises CallRejected for a call that must not be made in this process.
     out_of_bounds: a phrase on writes to the inputs or next to them; empty if there were none.
     """
@@ -64,6 +66,7 @@ class Call:
     plan: Callable[[], Plan]
     widens: bool = False
     cuts_operands: bool = False
+    copies: Callable[[], Sequence[torch.Tensor]] = lambda: ()
     precheck: Callable[[], None] = lambda: None
     out_of_bounds: Callable[[], str] = lambda: ""
 
@@ -90,6 +93,7 @@ def call_of(
         run=partial(implementation.run, inputs, wanted),
         plan=partial(implementation.plan, inputs, wanted),
         cuts_operands=implementation.cuts_operands,
+        copies=partial(implementation.copies, inputs),
         **more,
     )
 

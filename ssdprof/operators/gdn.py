@@ -435,6 +435,7 @@ def _fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
 
 
 _FLA_HINT = "pip install flash-linear-attention, or leave it out."
+_FLASHINFER_HINT = "pip install flashinfer-python, or leave it out."
 LIBRARIES = {
     "fla": Library(
         load=lambda _: replace(
@@ -458,7 +459,15 @@ LIBRARIES = {
         load=lambda _: replace(
             adapters.load_flashinfer(), version=packages.package_version("flashinfer-python"), precisions=_fp32_states
         ),
-        hint="pip install flashinfer-python, or leave it out.",
+        hint=_FLASHINFER_HINT,
+    ),
+    "flashinfer_mtp": Library(
+        load=lambda _: replace(
+            adapters.load_flashinfer_mtp(),
+            version=packages.package_version("flashinfer-python"),
+            precisions=_fp32_states,
+        ),
+        hint=_FLASHINFER_HINT,
     ),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
@@ -74,22 +75,43 @@ def as_fla(calls: Calls) -> Callable[..., Any]:
 
 
 def as_flashinfer(calls: Calls) -> Callable[..., Any]:
-    """The operator with FlashInfer's conventions: packed tokens, decays, V-first states, no normalisation."""
+    """The operator with the conventions of FlashInfer's chunked kernels: packed tokens, decays, V-first states."""
 
     def function(
         q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
-        cu_seqlens: Any, use_qk_l2norm_in_kernel: bool, backend: str = "other",
+        cu_seqlens: Any, use_qk_l2norm_in_kernel: bool, backend: str,
     ) -> Any:  # fmt: skip
         calls.append({"q": q, "beta": beta, "cu_seqlens": cu_seqlens, "backend": backend})
-        assert (use_qk_l2norm_in_kernel, output_final_state) == (False, True)
+        assert output_final_state
         assert all(one.is_contiguous() for one in (q, k, v, g, beta, initial_state))
         out, states = gdn_recurrence(
             GDNInputs(
                 q=q[None], k=k[None], v=v[None], g=g[None].log(), beta=beta[None], scale=scale,
-                initial_state=initial_state.mT, cu_seqlens=cu_seqlens,
+                initial_state=initial_state.mT, cu_seqlens=cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel,
             )
         )  # fmt: skip
         return out[0], states.mT.contiguous()
+
+    return function
+
+
+def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
+    """The same for its kernel for a few tokens: raw gates, a pool of V-first states."""
+
+    def function(
+        q: Any, k: Any, v: Any, pool: Any, read: Any, A_log: Any, a: Any, dt_bias: Any, b: Any, *, scale: float,
+        disable_state_update: bool, use_qk_l2norm: bool, output_state_indices: Any, output: Any,
+    ) -> Any:  # fmt: skip
+        calls.append({"q": q})
+        assert not disable_state_update
+        assert pool.is_contiguous()
+        g, beta = -A_log.exp() * torch.nn.functional.softplus(a + dt_bias), b.sigmoid()
+        states = pool[read].mT
+        result = gdn_recurrence(
+            GDNInputs(q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=states, use_qk_l2norm=use_qk_l2norm)
+        )
+        pool[output_state_indices] = result.final_states.mT.float()
+        return output.copy_(result.out), pool
 
     return function
 
@@ -105,6 +127,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     put(monkeypatch, "flash_qla", chunk_gated_delta_rule=as_fla(made))
     put(monkeypatch, "flashinfer")
     put(monkeypatch, "flashinfer.gdn_prefill", chunk_gated_delta_rule=as_flashinfer(made))
+    put(monkeypatch, "flashinfer.gdn_kernels.qk_l2norm")
+    put(monkeypatch, "flashinfer.gdn_decode", gated_delta_rule_mtp=as_flashinfer_mtp(made))
     return made
 
 
@@ -130,8 +154,10 @@ def precision_of(name: str) -> Precision:
     return Precision(state_dtype=torch.float16) if name == "fla" else Precision()
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["fla", "fla_recurrent", "flash_qla", "flashinfer"])
+LIBRARIES = ("fla", "fla_recurrent", "flash_qla", "flashinfer", "flashinfer_mtp")
+
+
+@pytest.mark.parametrize(("name", "packed"), [(name, packed) for name in LIBRARIES for packed in (False, True)][:-1])
 def test_a_librarys_terms_are_met(
     name: str, packed: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -140,9 +166,8 @@ def test_a_librarys_terms_are_met(
     out, states = implementation.run(given, precision_of(name))
     expected = gdn_recurrence(given)
     assert out.shape == given.v.shape
-    # normalisation outside rounds q and k to 16 bit
-    torch.testing.assert_close(out.double(), expected.out.double(), rtol=0, atol=4e-3)
-    torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=0, atol=4e-3)
+    torch.testing.assert_close(out.double(), expected.out.double(), rtol=0, atol=1e-3)
+    torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=0, atol=1e-4)
     assert len(calls) == 1
     assert implementation.plan(given, precision_of(name)).reason
 
@@ -154,22 +179,41 @@ def test_only_flashinfer_gets_other_inputs_than_ours(calls: Calls, monkeypatch: 
         assert calls.pop() == {"q": given.q, "output_final_state": True}
 
 
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
 def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
+    name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = peer("flashinfer", calls, monkeypatch).run
-    given = inputs()
+    run = peer(name, calls, monkeypatch).run
+    given = replace(inputs(), q=inputs().q.repeat(1, 1, 1, 2)[..., ::2])
     run(given, Precision())
     run(given, Precision())
     assert calls[0]["q"] is calls[1]["q"]
+    first = weakref.ref(calls[0]["q"])
+    run(replace(given, scale=2.0), Precision())
+    assert calls[2]["q"] is not calls[0]["q"]
+    calls.clear()
+    del given
+    gc.collect()
+    assert first() is None, "those inputs are gone"
+
+
+def test_flashinfers_arguments(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer("flashinfer", calls, monkeypatch).run(inputs(), Precision())
     assert calls[0]["beta"].dtype == torch.float32
     assert calls[0]["cu_seqlens"].tolist() == [0, 6, 12]
     assert calls[0]["backend"] == "flashinfer", "it does not choose another library"
-    run(replace(given, scale=2.0), Precision())
-    assert calls[2]["q"] is not calls[0]["q"]
-    held = run.args[0].__self__  # type: ignore[attr-defined]
-    gc.collect()
-    assert held._prepared == {}, "those inputs are gone"
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
+def test_copies_of_the_inputs_are_named(name: str, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that v and the states can be changed at their addresses, as replays read them."""
+    implementation, given = peer(name, calls, monkeypatch), inputs()
+    before = implementation.run(given, Precision())
+    for tensor in (given.v, *implementation.copies(given)):
+        tensor.mul_(2)
+    after = implementation.run(given, Precision())
+    torch.testing.assert_close(after.out, before.out * 2, rtol=0, atol=1e-6)
+    assert calls
 
 
 def test_fla_that_may_call_other_libraries_is_not_taken(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +232,9 @@ def test_fla_that_may_call_other_libraries_is_not_taken(calls: Calls, monkeypatc
         ("flashinfer", inputs(dim=64), Precision(), "K and V are 128, not 64 and 64"),
         ("flash_qla", inputs(dtype=torch.float32), Precision(), "fp16 and bf16 inputs only"),
         ("flashinfer", inputs(), Precision(state_dtype=torch.float16), "states stay in fp32"),
+        ("flashinfer_mtp", inputs(packed=True), Precision(), "2 to 64 tokens of each sequence"),
+        ("flashinfer_mtp", inputs(length=1), Precision(), "2 to 64 tokens of each sequence"),
+        ("flashinfer_mtp", replace(inputs(), initial_state=None), Precision(), "with initial states"),
     ],
 )
 def test_what_they_do_not_do(
@@ -202,7 +249,8 @@ def test_what_they_do_not_do(
 
 def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
-    for name, module in (("fla", "fla"), ("flash_qla", "flash_qla"), ("flashinfer", "flashinfer")):
+    for name in ("fla", "flash_qla", "flashinfer", "flashinfer_mtp"):
+        module = name.removesuffix("_mtp")
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
             required(resolve(GDN, name))

@@ -2,13 +2,13 @@
 one of its dependencies, is missing.
 
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some calls to other
-            installed libraries.  The code that imports it turns this off (`operators/gdn/peers.py`)
+            installed libraries.  The code that imports it turns this off (`operators/gdn.py`)
 flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long sequence, it drops the
             contribution of a state after a decay below exp(-10).  The comparison with the oracle shows the effect
-flashinfer  the kernel of https://github.com/flashinfer-ai/flashinfer.  Its operator differs from ours in four ways: it
-            takes the decay instead of its logarithm, not every version can normalise q and k, beta is fp32, and its
-            states have V before K.  The first call prepares the library's arguments and keeps them as long as the
-            inputs live, so that the library's time does not include the preparation
+flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its operators differ from ours: one takes
+            decays instead of their logarithms, the other raw gates; beta is fp32; states have V before K.  The first
+            call prepares the library's arguments and keeps them as long as the inputs live, so that the library's time
+            does not include the preparation
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from inspect import signature
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
-EPS = 1e-6  # added to squared norms, as in `GDNInputs`
 HEAD_DIM = 128  # the only K and V of some libraries
 MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
 FLA = "fla.ops.gated_delta_rule"  # the module to pass to `load_fla` and `load_fla_recurrent`
@@ -124,63 +123,97 @@ def _call(function: Callable[..., Any], inputs: GDNInputs) -> GDNOutput:
 
 
 def load_flashinfer() -> Implementation:
-    flashinfer = _FlashInfer(import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule)
+    """The library's chunked kernels.  It normalises q and k in a launch of its own."""
+    import_module("flashinfer.gdn_kernels.qk_l2norm")  # without it the library ignores the request
+    function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
+
+    def prepare(inputs: GDNInputs) -> _Prepared:
+        cu_seqlens, states, shape = inputs.cu_seqlens, inputs.initial_state, inputs.v.shape
+        if cu_seqlens is None:
+            cu_seqlens = torch.arange(inputs.sequences + 1, device=inputs.q.device) * inputs.length
+        v = inputs.v.flatten(0, 1).contiguous()
+        states = None if states is None else states.float().mT.contiguous()
+        run = partial(
+            function, inputs.q.flatten(0, 1).contiguous(), inputs.k.flatten(0, 1).contiguous(), v,
+            inputs.g.float().clamp(max=0).exp().flatten(0, 1).contiguous(),
+            inputs.beta.float().flatten(0, 1).contiguous(), initial_state=states, scale=inputs.scale_or_default,
+            output_final_state=True, cu_seqlens=cu_seqlens.long(), use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+            backend="flashinfer",
+        )  # fmt: skip
+
+        def call() -> GDNOutput:
+            out, final_states = run()
+            return GDNOutput(out.view(shape), final_states.mT)
+
+        return call, (v, states)
+
+    def plan(inputs: GDNInputs, _precision: Precision) -> Plan:
+        reason = "the decays, beta in fp32 and V-first states are prepared outside of its time"
+        return Plan(variant="cute", launches=1 + int(inputs.use_qk_l2norm), reason=reason)
+
+    return _prepared_kernel("flashinfer", partial(_refuse_unlike_128, "flashinfer"), prepare, plan)
+
+
+def load_flashinfer_mtp() -> Implementation:
+    """The library's kernel for a few tokens of each sequence, token by token, as in speculative decoding."""
+    function = import_module("flashinfer.gdn_decode").gated_delta_rule_mtp
+
+    def prepare(inputs: GDNInputs) -> _Prepared:
+        assert inputs.initial_state is not None
+        if inputs.beta.max() > 1:
+            raise UnsupportedError("flashinfer_mtp: beta is at most 1")
+        n, device = inputs.sequences, inputs.q.device
+        slots = torch.arange(2 * n, dtype=torch.int32, device=device)
+        pool = inputs.initial_state.float().mT.repeat(2, 1, 1, 1)  # it reads the first half and writes the second
+        zeros, v = torch.zeros(inputs.v.shape[2], device=device), inputs.v.contiguous()
+        # it computes g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b)
+        a, b = inputs.g.double().neg().expm1().log().float(), inputs.beta.double().logit().float()
+        run = partial(
+            function, inputs.q.contiguous(), inputs.k.contiguous(), v, pool, slots[:n], zeros, a, zeros, b,
+            scale=inputs.scale_or_default, disable_state_update=False, use_qk_l2norm=inputs.use_qk_l2norm,
+            output_state_indices=slots[n:],
+        )  # fmt: skip
+
+        def call() -> GDNOutput:
+            out, states = run(output=torch.empty_like(v))
+            return GDNOutput(out, states[n:].mT)
+
+        return call, (v, pool[:n])
+
+    def refuse(inputs: GDNInputs, precision: Precision) -> None:
+        _refuse_unlike_128("flashinfer_mtp", inputs, precision)
+        if inputs.cu_seqlens is not None or inputs.initial_state is None or not 1 < inputs.length <= MOST_STEPS:
+            raise UnsupportedError(f"flashinfer_mtp: 2 to {MOST_STEPS} tokens of each sequence, with initial states")
 
     def plan(_inputs: GDNInputs, _precision: Precision) -> Plan:
-        return Plan(
-            variant="cute",
-            launches=1,
-            reason="normalised q and k, the decays, beta in fp32 and V-first states are prepared outside of its time",
-        )
+        reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
+        return Plan(variant="cute", launches=1, reason=reason)
 
-    return library_kernel("gdn", "flashinfer", partial(_refuse_unlike_128, "flashinfer"), flashinfer.call, plan)
+    return _prepared_kernel("flashinfer_mtp", refuse, prepare, plan)
 
 
-class _FlashInfer:
-    """function: of the library.  If it can choose among libraries, this class requests the library's own kernel."""
+_Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]  # v and the states as the call reads them
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self._options = {"backend": "flashinfer"} if "backend" in signature(function).parameters else {}
-        self._inputs: Callable[[], GDNInputs | None] = lambda: None
-        self._prepared: dict[str, torch.Tensor | None] = {}
 
-    def call(self, inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-        if self._inputs() is not inputs:
-            self._prepared = _prepared(inputs)
-            self._inputs = weakref.ref(inputs, self._forget)
+def _prepared_kernel(
+    name: str, refuse: Callable[[GDNInputs, Precision], None], prepare: Callable[[GDNInputs], _Prepared],
+    plan: Callable[[GDNInputs, Precision], Plan],
+) -> Implementation:  # fmt: skip
+    """A library's kernel whose arguments are prepared once for inputs, and kept as long as these live."""
+    kept: dict[int, _Prepared] = {}
+
+    def prepared(inputs: GDNInputs) -> _Prepared:
+        if id(inputs) not in kept:
+            kept[id(inputs)] = prepare(inputs)
+            weakref.finalize(inputs, kept.pop, id(inputs), None)
+        return kept[id(inputs)]
+
+    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
         with torch.cuda.device(inputs.q.get_device()), torch.no_grad():
-            out, final_states = self._function(
-                **self._prepared, scale=inputs.scale_or_default, output_final_state=True,
-                use_qk_l2norm_in_kernel=False, **self._options,
-            )  # fmt: skip
-        return GDNOutput(out.view(inputs.v.shape), final_states.mT)
+            return prepared(inputs)[0]()
 
-    def _forget(self, _gone: object) -> None:
-        self._prepared = {}
+    def copies(inputs: GDNInputs) -> list[torch.Tensor]:
+        given = {tensor.data_ptr() for tensor in (inputs.v, inputs.initial_state) if tensor is not None}
+        return [one for one in prepared(inputs)[1] if one is not None and one.data_ptr() not in given]
 
-
-def _prepared(inputs: GDNInputs) -> dict[str, torch.Tensor | None]:
-    """The library's arguments: one row of tokens, contiguous."""
-    q, k = inputs.q, inputs.k
-    if inputs.use_qk_l2norm:
-        q, k = _normalised(q), _normalised(k)
-    cu_seqlens = inputs.cu_seqlens
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(inputs.sequences + 1, device=q.device) * inputs.length
-    states = inputs.initial_state
-    return {
-        "q": q.flatten(0, 1).contiguous(),
-        "k": k.flatten(0, 1).contiguous(),
-        "v": inputs.v.flatten(0, 1).contiguous(),
-        "g": inputs.g.float().clamp(max=0).exp().flatten(0, 1).contiguous(),
-        "beta": inputs.beta.float().flatten(0, 1).contiguous(),
-        "initial_state": None if states is None else states.float().mT.contiguous(),
-        "cu_seqlens": cu_seqlens.long(),
-    }
-
-
-def _normalised(x: torch.Tensor) -> torch.Tensor:
-    """x divided by the root of its sum of squares, in the dtype of x."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
+    return replace(library_kernel("gdn", name, refuse, call, plan), copies=copies)
