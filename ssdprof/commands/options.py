@@ -405,7 +405,7 @@ class BenchOptions:
     layout: Literal["contiguous", "views"] = option(
         "contiguous", "", "Memory layout of the inputs.  views: slices of wide tensors, as in a model."
     )
-    draw: str = option("", "W[,W...]", "Draw the inputs in another way: normalised, quarter-ungated (GDN).")
+    draw: str = option("", "W[,W...]", "Other inputs: normalised, slow, quarter-slow, quarter-ungated (GDN).")
     dtypes: Dtypes = "exact"
     states: UsualStates = None
     impl: Implementations = "unfused,fused"

@@ -370,10 +370,12 @@ ORACLE = OracleSpec(
 # --- random inputs
 
 SLOWEST, FASTEST = 1.0, 16.0  # A, as models are initialised: g = -A softplus(a + dt_bias)
-NORMALISED, QUARTER_UNGATED = "normalised", "quarter-ungated"
+NORMALISED, QUARTER_UNGATED, QUARTER_SLOW, SLOW = "normalised", "quarter-ungated", "quarter-slow", "slow"
 WAYS = {
     NORMALISED: "q and k are normalised before the call and not inside",
     QUARTER_UNGATED: "every fourth value head has no gate: g = 0",
+    QUARTER_SLOW: "every fourth value head keeps thousands of tokens: g is -1e-4 in the mean",
+    SLOW: "every value head does",
 }
 
 
@@ -393,6 +395,9 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
     A = generate.uniform(heads, SLOWEST, FASTEST, generator)
     rows, length, bounds = generate.positions(cell)
     g = -A * torch.nn.functional.softplus(normal(rows, length, heads) + dt_bias)
+    for way, heads_of_it in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
+        if way in cell.drawn:
+            g[..., heads_of_it].uniform_(-2e-4, 0, generator=generator)
     if QUARTER_UNGATED in cell.drawn:
         g[..., ::4] = 0
     if NORMALISED in cell.drawn:

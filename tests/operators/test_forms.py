@@ -53,6 +53,13 @@ def test_a_quarter_of_the_heads_has_no_gate() -> None:
     assert (usual.g < 0).all()
 
 
+@pytest.mark.parametrize(("way", "expected"), [("slow", [True] * 8), ("quarter-slow", [True, False, False, False] * 2)])
+def test_heads_that_keep_thousands_of_tokens(way: str, expected: list[bool]) -> None:
+    g = drawn("gdn", way).g
+    assert (g.mean((0, 1)) > -1.5e-4).tolist() == expected
+    assert (g < 0).all()
+
+
 def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused() -> None:
     assert ways(GDN, "quarter-ungated, normalised,normalised") == ("normalised", "quarter-ungated")
     assert ways(GDN, "") == ways(SSD, "") == ()
