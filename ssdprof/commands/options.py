@@ -184,6 +184,7 @@ class RunOptions(ServedModelOptions):
     impl: Implementations = "unfused,fused"
     baseline: Baseline = "unfused"
     first_call: FirstCall = 180
+    thorough: bool = flag("--thorough", "Test the laws of the operator in every case: see docs/measuring.md.")
     out: RunFolder = None
     save_captures: bool = flag("--save-captures", "Also store the inputs of the layers, which can take gigabytes.")
     answers: bool = flag("--answers", "Also compare the model's answers: see 'ssdprof answers'.")

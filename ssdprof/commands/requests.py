@@ -92,6 +92,7 @@ def run(options: declared.RunOptions) -> tuple[CaptureRequest, ReplayRequest, Su
         implementations=parse_implementations("--impl", options.impl),
         baseline=options.baseline,
         first_call_s=options.first_call,
+        thorough=options.thorough,
         smallest_difference=parse_percent("--smallest-difference", options.smallest_difference),
         cast=options.cast,
         tensor_parallel=options.tensor_parallel,

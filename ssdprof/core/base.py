@@ -87,3 +87,18 @@ def precisions_for(
         for kind in kinds
         for state in states or ("fp32" if kind == "exact" else dtype,)
     )
+
+
+REPEATS: Final = "repeats bitwise"  # no one promises them: they are told
+Holds = Literal["yes", "no", "not applicable"]
+
+
+class Probe(Record):
+    """Whether a law holds that every correct kernel obeys, as measure/probes.py tests it.
+
+    detail: the first place that broke it, or why the law is not applicable.
+    """
+
+    name: str
+    holds: Holds
+    detail: str = ""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from ssdprof.core import statistics
 from ssdprof.core.accuracy import Accuracy
 from ssdprof.core.base import (
+    REPEATS,
     Clock,
     Count,
     DType,
@@ -19,6 +20,7 @@ from ssdprof.core.base import (
     PartName,
     Percent,
     PrecisionRecord,
+    Probe,
     Record,
     Result,
     Size,
@@ -282,6 +284,7 @@ class Case(Record):
     nonfinite: an element of an output that was not compared is not finite.
     summary: the times, if there are no samples of them.
     chunk_size: the fastest of `trials`; None if the implementation chooses its own.
+    probes: laws that were tested with this call; empty if they were tested with another one.
     """
 
     layer: LayerRef | None = None
@@ -305,6 +308,7 @@ class Case(Record):
     nonfinite: bool = False
     plan: str = ""
     accuracy: tuple[Accuracy, ...] = ()
+    probes: tuple[Probe, ...] = ()
     samples: tuple[Samples, ...] = ()
     summary: Summary | None = None
     work: Work | None = None
@@ -399,8 +403,10 @@ class Case(Record):
 
     @property
     def outside_budget(self) -> str:
-        """The reasons, in a sentence; empty if every tensor is within its budget."""
-        return "; ".join(one.reason for one in self.accuracy if one.reason)
+        """The reasons, and the laws that it breaks, of which those of libraries are only told; empty if all is well."""
+        broken = [one for one in self.probes if one.holds == "no" and one.name != REPEATS and self.kind != "library"]
+        reasons = [one.reason for one in self.accuracy if one.reason]
+        return "; ".join([*reasons, *(f"law '{one.name}': {one.detail}" for one in broken)])
 
     @property
     def only_outside(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.core import statistics
-from ssdprof.core.base import DType, PrecisionRecord
+from ssdprof.core.base import DType, PrecisionRecord, Probe
 from ssdprof.core.case import Case, ChunkTrial, FirstCall
 from ssdprof.core.subject import Ceilings
 from ssdprof.measure.accuracy import Candidate, fingerprint
@@ -61,12 +61,14 @@ class Entry:
 
     case: what is known before it runs.  baseline: whose output it is also compared with; None: nobody's.
     turns: entries with equal ones are timed together.
+    probes: the laws that it obeys, tested after it was found correct.
     """
 
     case: Case
     call: Call
     baseline: Entry | None = None
     turns: Hashable = None
+    probes: Callable[[], tuple[Probe, ...]] = tuple
 
     @property
     def key(self) -> Hashable:
@@ -136,14 +138,16 @@ class Comparer:
             found = self._accuracies(outputs, label)
         else:
             found = {entry: _borrowed(verdicts[entry.key], runs[entry][0], output) for entry, output in outputs.items()}
-        return {
-            entry: _Verified(
-                entry=entry,
-                case=case.changed(**found.get(entry, {})),
-                bits=fingerprint(*outputs[entry]) if entry in outputs else None,
-            )
-            for entry, (case, _) in runs.items()
-        }
+        bits = {entry: fingerprint(*output) for entry, output in outputs.items()}
+        cases = {entry: case.changed(**found.get(entry, {})) for entry, (case, _) in runs.items()}
+        if verdicts is None:
+            del outputs, runs  # the probes need memory
+            with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
+                for entry, case in cases.items():
+                    if case.result == "passed" and (probes := entry.probes()):
+                        cases[entry] = case.changed(probes=probes)
+                    advance(1)
+        return {entry: _Verified(entry=entry, case=case, bits=bits.get(entry)) for entry, case in cases.items()}
 
     def _first_run(self, entry: Entry) -> tuple[Case, FirstRun]:
         call, first = entry.call, list[FirstCall]()

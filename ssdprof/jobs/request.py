@@ -60,6 +60,7 @@ class ReplayRequest:
     states: dtypes of the inter-chunk states; None: the defaults of `core.base.precisions_for`.
     implementations, baseline: names, as `operators.implementations` resolves them.
     first_call_s: time limit of the first call of a user's kernel.
+    thorough: test the laws in every case, and not once for each kind of layer.
     smallest_difference: the smallest relative difference of times that counts.
     cast: the dtype in which captured inputs are replayed; None: the model's own.
     tensor_parallel: ranks among which the heads are divided; the first one's share is replayed.
@@ -71,6 +72,7 @@ class ReplayRequest:
     implementations: tuple[str, ...] = COMPARED
     baseline: str = COMPARED[0]
     first_call_s: float = 180.0
+    thorough: bool = False
     smallest_difference: float = SMALLEST_DIFFERENCE
     cast: DType | None = None
     tensor_parallel: int = 1

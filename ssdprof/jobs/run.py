@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,10 @@ from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import forget_peak, peak_bytes
 from ssdprof.measure.isolate import BoundKernel, IsolatedFirstCall
+from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, work_of
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
-from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
 from ssdprof.progress import Watcher
@@ -290,6 +291,7 @@ def _replaying(
     cast_to = cast.to if (cast := wanted.cast_from(dtype)) else None
     gpu = limits.device() if limits.device().type == "cuda" else None
     isolated = IsolatedFirstCall(wanted.first_call_s)
+    prober = Prober(isolated, thorough=wanted.thorough)
     inputs_of = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in prompts}
     with (
         limits.memory_errors(),
@@ -333,7 +335,7 @@ def _replaying(
                 status="ran",
                 work=work_of(inputs),
             )
-            for case in comparer.compare(entries_of(inputs, common, pairs, isolated), captured.layer.name):
+            for case in comparer.compare(entries_of(inputs, common, pairs, isolated, prober), captured.layer.name):
                 writer.case(case)
                 if case.samples:
                     clocks.poll()
@@ -351,6 +353,7 @@ def entries_of(
     common: Case,
     pairs: Sequence[tuple[Implementation, PrecisionRecord, PrecisionRecord]],
     isolated: IsolatedFirstCall,
+    prober: Prober,
 ) -> list[Entry]:
     """An entry for each pair of `Resolved.pairs`; those with one baseline are timed together.
 
@@ -373,6 +376,7 @@ def entries_of(
             call=bound[implementation.name].call(precision),
             baseline=first,
             turns=group,
+            probes=partial(prober.probe, implementation, inputs, precision),
         )
     return list(entries.values())
 
@@ -397,10 +401,8 @@ def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
     """
     if to is None:
         return inputs, ""
-    binding, given, dtype = operators.of(inputs).binding, tensors.tensors(inputs), dtype_named(to)
-    own = given[binding.views[0]].dtype
-    names = [n for n in (*binding.views, *binding.per_position) if n in given and n not in binding.always_fp32]
-    changed = {name: given[name].to(dtype) for name in names if given[name].dtype == own}
+    given = operators.of(inputs).binding.activations(inputs)
+    changed = {name: tensor.to(dtype_named(to)) for name, tensor in given.items()}
     lost = [phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)]
     remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
     return token_major(replace(inputs, **changed)), remark

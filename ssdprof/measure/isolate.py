@@ -6,7 +6,7 @@ NaN in the output.
 
     python -m ssdprof.measure.isolate FOLDER
 
-FOLDER holds the call, and gets a `FirstCallVerdict`.
+FOLDER holds the calls, and gets a `FirstCallVerdict` of each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -173,7 +173,7 @@ FIRST_CALL_S = 180.0
 _START_S = 120.0  # for importing torch and loading the inputs, also on a busy machine
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL")
 _STOPPED = 124  # exit code of a process that took too long
-_CALL, _VERDICT, _WORDS = "call.pt", "verdict.json", "words.txt"
+_CALL, _VERDICTS, _WORDS = "call.pt", "verdicts.jsonl", "words.txt"
 
 
 class FirstCallVerdict(Record):
@@ -192,15 +192,27 @@ class IsolatedFirstCall:
 
     def require(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> None:
         """CallRejected if the kernel fails at its first call on inputs of this form, now or earlier."""
-        key = (implementation.version, precision, tensors.form(inputs))
-        if key not in self._verdicts:
-            self._verdicts[key] = _tried(implementation, inputs, precision, self._limit_s)
-        verdict = self._verdicts[key]
+        self.prepare(implementation, [inputs], precision)
+        verdict = self._verdicts[implementation.version, precision, tensors.form(inputs)]
         if verdict.status != "ran":
             raise CallRejected(verdict.status, verdict.reason)
 
+    def prepare(self, implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord) -> None:
+        """Make the first calls on inputs of several forms in one process, or in more if a call ends it."""
+        keys = {(implementation.version, precision, tensors.form(inputs)): inputs for inputs in several}
+        waiting = {key: inputs for key, inputs in keys.items() if key not in self._verdicts}
+        while waiting:
+            found = _tried(implementation, list(waiting.values()), precision, self._limit_s)
+            for key, verdict in zip(list(waiting), found, strict=False):
+                self._verdicts[key] = verdict
+                del waiting[key]
 
-def _tried(implementation: Implementation, inputs: Any, precision: PrecisionRecord, limit_s: float) -> FirstCallVerdict:
+
+def _tried(
+    implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord, limit_s: float
+) -> list[FirstCallVerdict]:
+    """The verdicts of the first calls, up to the one that ended the process; at least one."""
+    inputs = several[0]
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
         folder = Path(name)
         request = {
@@ -208,18 +220,20 @@ def _tried(implementation: Implementation, inputs: Any, precision: PrecisionReco
             "name": implementation.name,
             "source": implementation.version,
             "precision": precision.model_dump(),
-            "arguments": tensors.tensors(inputs) | tensors.scalars(inputs),
+            "arguments": [tensors.tensors(one) | tensors.scalars(one) for one in several],
             "limit_s": limit_s,
         }
         torch.save(request, folder / _CALL)
         tensors.release_cache(inputs)
         command = [*child.python("ssdprof.measure.isolate"), name]
-        code = _run(command, folder / _WORDS, limit_s + _START_S)
-        if code == 0 and (folder / _VERDICT).is_file():
-            return FirstCallVerdict.model_validate_json((folder / _VERDICT).read_text(encoding="utf-8"))
+        code = _run(command, folder / _WORDS, limit_s * len(several) + _START_S)
+        lines = (folder / _VERDICTS).read_text(encoding="utf-8").splitlines() if (folder / _VERDICTS).is_file() else []
+        found = [FirstCallVerdict.model_validate_json(line) for line in lines]
+        if found and (code == 0 or len(found) == len(several)):
+            return found
         words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
     last = next((line for line in words[::-1] if line), "")
-    return FirstCallVerdict(status="failed", reason=_death(code, limit_s, last))
+    return [*found, FirstCallVerdict(status="failed", reason=_death(code, limit_s, last))]
 
 
 def _run(command: list[str], words: Path, timeout_s: float) -> int:
@@ -275,19 +289,22 @@ class BoundKernel:
 
 
 def main() -> None:
-    """Make the call that the folder describes, and write the verdict."""
+    """Make the calls that the folder describes, and write a verdict after each."""
     folder = Path(sys.argv[1])
     request = torch.load(folder / _CALL, weights_only=True)
     operator = operators.get(request["operator"])
     function = implementations.load(request["source"])
     implementation = implementations.own_implementation(operator, request["name"], function)
-    inputs = operator.inputs(**request["arguments"])
-    watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
-    watchdog.daemon = True
-    watchdog.start()
-    verdict = judged(implementation, inputs, PrecisionRecord(**request["precision"]))
-    watchdog.cancel()
-    (folder / _VERDICT).write_text(verdict.model_dump_json(), encoding="utf-8")
+    for arguments in request["arguments"]:
+        watchdog = threading.Timer(request["limit_s"], os._exit, (_STOPPED,))
+        watchdog.daemon = True
+        watchdog.start()
+        verdict = judged(implementation, operator.inputs(**arguments), PrecisionRecord(**request["precision"]))
+        watchdog.cancel()
+        with (folder / _VERDICTS).open("a", encoding="utf-8") as file:
+            file.write(verdict.model_dump_json() + "\n")
+        if verdict.status == "failed":  # the rest in a process that this call cannot have harmed
+            return
 
 
 @torch.no_grad()

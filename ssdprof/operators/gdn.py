@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -415,6 +415,22 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
     )
 
 
+def edges(like: GDNInputs) -> Iterator[GDNInputs]:
+    """K = V, initial states, some q and k with squared norms near 1e-6, beta up to 2 and some g > 0; then without the
+    last two; then like `like`.
+    """
+    (key_dim, width), device, dtype = (like.q.shape[3], like.v.shape[3]), like.v.device, dtype_name(like.v.dtype)
+    for value_dim, largest_beta in ((key_dim, 2), (key_dim, 1), (width, 1)):
+        shape = generate.shapes(_WORDS, _NAMES, {"edges": (2, 4, key_dim, value_dim, largest_beta)})["edges"]
+        drawn = draw(generate.edge_cell(shape, dtype), device)
+        for tensor in (drawn.q, drawn.k):
+            tensor[:, ::5] *= 1e-3 * key_dim**-0.5
+        if largest_beta > 1:
+            drawn.g[:, ::7] *= -1
+        states = generate.states(2, 4, key_dim, value_dim, device=device)
+        yield replace(drawn, chunk_size=like.chunk_size, initial_state=states)
+
+
 # --- other libraries
 
 _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is imported
@@ -482,6 +498,7 @@ GENERATOR = InputGenerator(
     parse=parse,
     grammar=GRAMMAR,
     draw=draw,
+    edges=edges,
     ways=WAYS,
     alternatives=("fused_portable",),
     libraries=LIBRARIES,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from ssdprof.operators.dtypes import dtype_named
+from ssdprof.core.base import DType
+from ssdprof.operators.dtypes import dtype_named, input_dtype
 from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class InputGenerator(Generic[I]):
         sizes.
     grammar: how sizes are written: "heads x P x N x groups, such as 80x64x128x1".
     draw: random inputs with gates as models are initialised, the same at every call.
+    edges: (inputs) -> random ones of their dtype with every feature of the operator, then with fewer.
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
     with_chunk_size: the same inputs with another chunk size.
@@ -140,6 +142,7 @@ class InputGenerator(Generic[I]):
     parse: Callable[[str], Shape | None]
     grammar: str
     draw: Callable[[Cell, torch.device], I]
+    edges: Callable[[I], Iterator[I]] = lambda _: iter(())
     ways: Mapping[str, str] = field(default_factory=dict)
     chunk_sizes: tuple[int, ...] = ()
     with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
@@ -185,6 +188,16 @@ def gate_bias(count: int, generator: torch.Generator) -> torch.Tensor:
     """(count): softplus of it is log-uniform in `STEPS`."""
     step = uniform(count, math.log(STEPS[0]), math.log(STEPS[1]), generator).exp()
     return step + torch.log(-torch.expm1(-step))  # the inverse softplus
+
+
+def edge_cell(shape: Shape, dtype: DType) -> Cell:
+    """Two sequences of 321 positions, which is no multiple of a chunk."""
+    return Cell(shape=shape, dtype=input_dtype(dtype), layout="contiguous", tokens=Tokens(sequences=2, seqlen=321))
+
+
+def states(*shape: int, device: torch.device) -> torch.Tensor:
+    """Initial states ~ N(0, 1) in fp32."""
+    return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(SEED + 1))
 
 
 def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[torch.Tensor, ...]:

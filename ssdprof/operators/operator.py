@@ -138,7 +138,8 @@ class CallBinding(Generic[I]):
     refused: arguments of production kernels that change the result and that the inputs cannot express.
     always_a_pair: whether the function returns (out, None), and not out alone, where no final state is wanted.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
-    linear: tensors that, multiplied together by a number, multiply the output by it: values and initial states.
+    linear: tensors that, multiplied together by a number, multiply the output by it: values (b, l, h, ...), then
+        initial states (sequences, h, ...), if there are any.
     per_position: the other tensors (b, l, ...).  What is in neither belongs to the whole call.
     always_fp32: those that a model computes in fp32 whatever its own dtype.
     gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype.
@@ -160,6 +161,17 @@ class CallBinding(Generic[I]):
     replacement: Callable[[I], Output]
     scalars: Callable[[I], dict[str, Scalar]] = tensors.scalars
     arguments: Callable[[dict[str, Scalar]], dict[str, Any]] = dict
+
+    def positional(self, inputs: I) -> dict[str, torch.Tensor]:
+        """The tensors (b, l, ...)."""
+        given = tensors.tensors(inputs)
+        return {name: given[name] for name in (*self.views, *self.per_position) if name in given}
+
+    def activations(self, inputs: I) -> dict[str, torch.Tensor]:
+        """Those of them that the model computed in its own dtype."""
+        given = self.positional(inputs)
+        own = given[self.views[0]].dtype
+        return {name: one for name, one in given.items() if name not in self.always_fp32 and one.dtype == own}
 
 
 # --- oracle

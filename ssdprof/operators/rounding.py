@@ -69,12 +69,16 @@ def _ieee_matmul() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Positions start..stop of a sequence in row `batch`; `start` lies on one of its chunk borders."""
+    """Positions start..stop of a sequence in row `batch`; for a `Gate`, `start` lies on one of its chunk borders."""
 
     sequence: int
     batch: int
     start: int
     stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, kw_only=True)

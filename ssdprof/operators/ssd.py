@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -389,6 +389,7 @@ ORACLE = OracleSpec(
 # --- random inputs
 
 SLOWEST, FASTEST = -1.0, -16.0  # A
+EDGE_LIMITS = (0.01, 0.1)  # of dt
 CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
 
 
@@ -421,6 +422,19 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
         initial_states=normal(cell.tokens.sequences, h, p, n) if cell.tokens.states else None,
         cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device),
     )
+
+
+def edges(like: SSDInputs) -> Iterator[SSDInputs]:
+    """P = N, groups, initial states, D, z, and limits of dt that bind; then without the last two; then like `like`."""
+    (p, n), device, dtype = (like.x.shape[3], like.B.shape[3]), like.x.device, dtype_name(like.x.dtype)
+    for width, groups, more in ((n, 2, True), (n, 2, False), (p, 1, False)):
+        shape = generate.shapes(_WORDS, _NAMES, {"edges": (4, width, n, groups)})["edges"]
+        drawn = draw(generate.edge_cell(shape, dtype), device)
+        drawn = replace(
+            drawn, chunk_size=like.chunk_size, initial_states=generate.states(2, 4, width, n, device=device)
+        )
+        z = generate.states(*drawn.x.shape, device=device).to(like.x.dtype)
+        yield replace(drawn, z=z, dt_limit=EDGE_LIMITS) if more else drawn
 
 
 # --- other libraries
@@ -475,6 +489,7 @@ GENERATOR = InputGenerator(
     parse=parse,
     grammar=GRAMMAR,
     draw=draw,
+    edges=edges,
     chunk_sizes=CHUNK_SIZES,
     with_chunk_size=lambda inputs, size: replace(inputs, chunk_size=size),
     chunks_itself=frozenset({"fused", "recurrent", "recurrent_in_place", "selective_state_update"}),

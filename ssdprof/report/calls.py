@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName
+from ssdprof.core.base import TOLERANCES, Holds, PrecisionRecord, Probe, TensorName
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Against, Group, Pooled, Series, baselines, groups, layer_of, pool, precision_order
@@ -219,6 +219,24 @@ def _budget(series: Series, tensor: TensorName) -> str:
 
 def _header(precision: PrecisionRecord) -> str:
     return f"{precision.intermediates},\n{precision.state_dtype}\nstates"
+
+
+def laws(report: Report) -> Table | None:
+    """A row for each law, and a column for each implementation and precision: whether any case breaks it."""
+    found: dict[str, dict[str, list[Probe]]] = {}
+    for case in report.of_calls:
+        for one in case.probes:
+            own = found.setdefault(f"{case.implementation},\n{case.precision.short}", {})
+            own.setdefault(one.name, []).append(one)
+    order: tuple[Holds, ...] = ("no", "yes", "not applicable")
+    rows, details = [], dict[str, dict[str, None]]()
+    for name in dict.fromkeys(name for own in found.values() for name in own):
+        several = [[one.holds for one in own.get(name, [])] for own in found.values()]
+        rows.append((name, *(next((word for word in order if word in own), fmt.MISSING) for own in several)))
+        for one in (one for own in found.values() for one in own.get(name, []) if one.holds != "yes"):
+            details.setdefault(one.detail.rstrip("."), {})[name] = None
+    note = "  ".join(f"{', '.join(names)}: {detail}." for detail, names in details.items())
+    return strings("Laws", ("law", *found), rows, "l" * (len(found) + 1), note=note)
 
 
 # --- launches, failures, remarks

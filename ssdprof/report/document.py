@@ -50,6 +50,7 @@ def _sections(report: Report) -> Iterator[Section]:
     yield section(SPEED, *speeds, calls.SPEED_READING if speeds else None)
     matches = [table for group in found for table in calls.accuracies(group) if table]
     yield section(ACCURACY, *matches, calls.ACCURACY_READING if matches else None)
+    yield section("Laws", calls.laws(report))
     compared = [made for one in answered for make in (model.answers, model.answers_by_layer) if (made := make(one))]
     yield section("Answers", *compared, model.ANSWERS_READING if compared else None)
     if report.kind == "prefill":

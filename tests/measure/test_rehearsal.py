@@ -130,9 +130,9 @@ def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: 
 def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, str]] = []
 
-    def tried(one: Implementation, _inputs: Any, precision: PrecisionRecord, _limit_s: float) -> Any:
+    def tried(one: Implementation, _several: Any, precision: PrecisionRecord, _limit_s: float) -> Any:
         made.append((one.name, str(precision)))
-        return FirstCallVerdict(status="failed" if one.name.endswith("nan") else "ran", reason="seen before")
+        return [FirstCallVerdict(status="failed" if one.name.endswith("nan") else "ran", reason="seen before")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
     isolated, given = IsolatedFirstCall(), ssd()

@@ -24,7 +24,7 @@ from cases import (
 from report.shown import below, row, there
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32, REPEATS, PrecisionRecord, Probe
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import of_options
 from ssdprof.core.report import LeftOut, Report
@@ -548,6 +548,21 @@ def test_of_several_chunks_the_worst_call_is_named() -> None:
     table = there(calls.largest_errors(group, "fused"))
     assert table.headers[5:8] == ("layer", "chunk", "position")
     assert {cells[6] for cells in table.rows} <= {"1", "2", "3"}
+
+
+@pytest.mark.parametrize(("kind", "passed"), [("own", False), ("library", True)])
+def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind: str, passed: bool) -> None:
+    broken = Probe(name="causality", holds="no", detail="out at (0, 3) is 1 and 2")
+    probes = (Probe(name="doubling", holds="yes"), broken, Probe(name=REPEATS, holds="no", detail="out at (0, 4)"))
+    told = changed(lambda case: case.changed(kind=kind, probes=probes), layers=(9,))
+    found = report(precisions=(EXACT_FP32,), change=told)
+    table = there(calls.laws(found))
+    assert [(*one,) for one in table.rows] == [("doubling", "yes"), ("causality", "no"), (REPEATS, "no")]
+    assert table.headers == ("law", "fused,\nexact, fp32")
+    assert verdict(found)[0].startswith("PASSED") == passed
+    assert [case.why for case in found.cases if case.result == "inaccurate"] == [
+        f"law 'causality': {broken.detail}"
+    ] * (not passed)
 
 
 def test_a_table_refuses_rows_of_another_length() -> None:

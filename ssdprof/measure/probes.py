@@ -1,0 +1,331 @@
+"""Laws that every correct kernel obeys, and inputs that show more than a model's own: docs/measuring.md.
+
+Each probe calls one implementation again, on inputs made from a captured call, and says yes, no with the first place
+that breaks the law, or not applicable.  What must be bitwise equal is compared by its bits; the rest is judged as the
+captured call is, by `accuracy.compare`.  Nothing is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from ssdprof import operators
+from ssdprof.core.base import REPEATS, Holds, PrecisionRecord, Probe
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.accuracy import Candidate, compare, fingerprint, unravel
+from ssdprof.measure.first_run import first_run
+from ssdprof.measure.isolate import BoundKernel, IsolatedFirstCall
+from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import precision_of
+from ssdprof.operators.operator import Output
+from ssdprof.operators.rounding import Span
+
+LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
+MOST_SEQUENCES = 3
+REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
+LATER_FACTOR = 2.0**20  # with it a leak of 0.001 shows, and so does a mask that is wrong in one row
+LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
+
+
+class _NotApplicable(Exception):
+    """The message is the reason.  Or "no": a call did what no call may do."""
+
+    def __init__(self, reason: str, holds: Holds = "not applicable") -> None:
+        super().__init__(reason)
+        self.holds = holds
+
+
+class Prober:
+    """Probes implementations, each once for a kind of layer: operator, sizes and dtype.
+
+    thorough: in every call; and bundled kernels in Triton's interpreter, which is slow, too.
+    """
+
+    def __init__(self, isolated: IsolatedFirstCall, *, thorough: bool = False) -> None:
+        self._isolated, self._thorough = isolated, thorough
+        self._done: set[Hashable] = set()
+
+    def probe(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> tuple[Probe, ...]:
+        """Empty if nothing was to be done.  inputs: of a call that the implementation computed correctly.
+
+        Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
+        """
+        dims = operators.of(inputs).judged.dims(inputs)
+        kind = (dims.operator, *dims.sizes.items(), dims.dtype, dims.seqlen == 1, _packed(inputs))
+        key = (implementation.name, kind)
+        skipped = key in self._done or (INTERPRETED and implementation.kind == "bundled")
+        if skipped and not self._thorough:
+            return ()
+        self._done.add(key)
+        longest = LONGEST[tensors.device(inputs).type]
+        spans = [replace(one, stop=min(one.stop, one.start + longest)) for one in _spans(inputs) if one.length]
+        short = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
+        laws = _Laws(implementation, short, precision, self._isolated)
+        if implementation.kind == "own":
+            self._isolated.prepare(implementation, list(laws.forms()), precision)
+        return tuple(laws.tested(name) for name in laws.tests)
+
+
+@dataclass(frozen=True)
+class _Laws:
+    """inputs: contiguous, at most `MOST_SEQUENCES` sequences of at most `LONGEST` positions."""
+
+    implementation: Implementation
+    inputs: Any
+    precision: PrecisionRecord
+    isolated: IsolatedFirstCall
+
+    @property
+    def tests(self) -> dict[str, Callable[[], str]]:
+        """Name -> the first place that breaks the law; empty if none does."""
+        return {
+            REPEATS: lambda: _different(self._base, self._run(self.inputs)),
+            "inputs unchanged": self._unchanged,
+            "sequences reversed": self._reversed,
+            "sequence alone": self._alone,
+            "causality": self._causality,
+            "doubling": self._doubling,
+            "cut in two": self._cut_in_two,
+            "edge inputs": lambda: self._first_judged(
+                operators.of(self.inputs).generated.edges(self.inputs), "no edge inputs could be tried"
+            ),
+            "loud past": self._loud_past,
+            "finer inputs": lambda: self._first_judged(
+                self._finer(), "a fault below the rounding of 16-bit inputs could not be seen"
+            ),
+        }
+
+    def tested(self, name: str) -> Probe:
+        try:
+            detail = self.tests[name]()
+            return Probe(name=name, holds="no" if detail else "yes", detail=detail)
+        except _NotApplicable as error:
+            return Probe(name=name, holds=error.holds, detail=str(error))
+        except torch.OutOfMemoryError:
+            return Probe(name=name, holds="not applicable", detail="out of memory")
+
+    def forms(self) -> Iterator[Any]:
+        """Inputs of every form that is certain to be called."""
+        yield self.inputs
+        with suppress(_NotApplicable):
+            yield self._pack
+        with suppress(_NotApplicable):
+            yield from self._halves
+        yield from list(operators.of(self.inputs).generated.edges(self.inputs))[:1]
+        yield from list(self._finer())[:1]
+
+    # --- calls
+
+    def _run(self, inputs: Any) -> Output:
+        """Raises _NotApplicable with the reason if there is no output."""
+        call = BoundKernel(self.implementation, inputs, self.isolated).call(self.precision)
+        found = first_run(call)
+        if found.output is not None:
+            return found.output
+        harmful = found.status == "failed" and found.reason.startswith(("it ", "its "))  # no exception of its own
+        raise _NotApplicable(found.reason, "no" if harmful else "not applicable")
+
+    @cached_property
+    def _base(self) -> Output:
+        return self._run(self.inputs)
+
+    def _judged(self, inputs: Any, output: Output) -> str:
+        """The reason why the output does not pass; empty if it does."""
+        cuts, (out, _) = self.implementation.cuts_operands, output
+        candidate = Candidate[str](output=output, precision=precision_of(self.precision), cuts=cuts)
+        found = compare(inputs, {"": candidate})[""]
+        if out.dtype == torch.float32 != _values(self.inputs).dtype:
+            # fp32 sums in another order are no fault: their roundings add up as a random walk does
+            room = out.shape[1] ** 0.5
+            scaled = [tuple(use.changed(budget=room * use.budget) for use in one.budget) for one in found]
+            found = tuple(one.changed(budget=budget) for one, budget in zip(found, scaled, strict=True))
+        return "; ".join(one.reason for one in found if one.reason)
+
+    def _first_judged(self, several: Iterator[Any], otherwise: str) -> str:
+        """`_judged` of the first inputs that the kernel takes."""
+        refusals = [otherwise]
+        for inputs in several:
+            try:
+                return self._judged(inputs, self._run(inputs))
+            except _NotApplicable as error:
+                if error.holds == "no":
+                    raise
+                refusals.append(str(error))
+        raise _NotApplicable(": ".join(dict.fromkeys(refusals)))
+
+    def _bits(self, ours: Sequence[torch.Tensor], other: Sequence[torch.Tensor], law: str) -> str:
+        """The law with the first element that differs.  Not applicable to a kernel that does not repeat its bits."""
+        if not (words := _different(ours, other)):
+            return ""
+        if _different(self._base, self._run(self.inputs)):
+            raise _NotApplicable("repeated calls differ in their bits")
+        return f"{law}: {words}"
+
+    # --- inputs
+
+    @cached_property
+    def _pack(self) -> Any:
+        """Several sequences in a pack: the call's, or the only one in three parts."""
+        spans = _spans(self.inputs)
+        if len(spans) == 1:
+            length = spans[0].length
+            bounds = [0, length // 4, 2 * length // 3, length]
+            spans = [replace(spans[0], start=start, stop=stop) for start, stop in pairwise(bounds)]
+        if not hasattr(self.inputs, "cu_seqlens") or not spans[0].length:
+            raise _NotApplicable("there is no pack of sequences, and none can be made of the call")
+        return _joined(self.inputs, spans, packed=True)
+
+    @cached_property
+    def _one(self) -> Any:
+        """The longest sequence, not packed."""
+        return _joined(self.inputs, [max(_spans(self.inputs), key=lambda one: one.length)], packed=False)
+
+    @cached_property
+    def _halves(self) -> tuple[Any, Any]:
+        """The longest sequence before and after a border of chunks; the second half begins with a state of zeros."""
+        operator, (whole,) = operators.of(self._one), _spans(self._one)
+        chunk = operator.judged.chunk_size(self._one)
+        middle = whole.length // 2 // chunk * chunk or whole.length // 2
+        if not middle or len(operator.binding.linear) == 1:
+            raise _NotApplicable("the sequences are too short, or have no initial state")
+        shape = operator.judged.forms(self._one)[1].shape
+        state = {operator.binding.linear[1]: torch.zeros(shape, device=tensors.device(self._one))}
+        before, after = replace(whole, stop=middle), replace(whole, start=middle)
+        first, second = (_joined(self._one, [part], packed=False) for part in (before, after))
+        return first, replace(second, **state)
+
+    def _finer(self) -> Iterator[Any]:
+        """With the model's activations in fp32, or, if that is refused or declared to be cut to tf32, in fp16."""
+        given = operators.of(self.inputs).binding.activations(self.inputs)
+        own = next(iter(given.values())).dtype
+        finer = [] if self.implementation.cuts_operands else [torch.float32]
+        for dtype in [] if own == torch.float32 else [*finer, torch.float16]:
+            cast = {name: tensor.to(dtype) for name, tensor in given.items()}
+            if dtype != own and all(bool(tensor.isfinite().all()) for tensor in cast.values()):
+                yield replace(self.inputs, **cast)
+
+    # --- laws
+
+    def _unchanged(self) -> str:
+        before = {name: fingerprint(tensor) for name, tensor in tensors.tensors(self.inputs).items()}
+        self._run(self.inputs)
+        changed = [name for name, now in tensors.tensors(self.inputs).items() if fingerprint(now) != before[name]]
+        return f"it changes its inputs: {', '.join(changed)}" if changed else ""
+
+    def _reversed(self) -> str:
+        spans = _spans(self._pack)[::-1]
+        there, back = self._run(self._pack), self._run(_joined(self._pack, spans, packed=True))
+        order = [position for one in spans for position in range(one.start, one.stop)]
+        out = torch.empty_like(back[0])
+        out[:, order] = back[0]
+        return self._bits(there, (out, back[1].flip(0)), "a sequence depends on the order of the pack")
+
+    def _alone(self) -> str:
+        whole = self.inputs if len(_values(self.inputs)) > 1 else self._pack
+        last = _spans(whole)[-1]
+        one = _joined(whole, [last], packed=False)
+        together, alone = self._run(whole), self._run(one)
+        same = together[0][last.batch, last.start : last.stop][None], together[1][-1:]
+        if not (words := _different(same, alone)):
+            return ""
+        # tiles may depend on the shape
+        wrong = self._judged(one, alone) or self._judged(whole, together)
+        return wrong and f"a sequence alone is not as among others: {words}; {wrong}"
+
+    def _causality(self) -> str:
+        length = _values(self.inputs).shape[1]
+        if length < 2:
+            raise _NotApplicable("the call has a single position")
+        start = REPLACED_FROM if length > REPLACED_FROM else (length - 2) // 16 * 16 + 1
+        earlier = torch.arange(length - start, device=tensors.device(self.inputs)) % start
+        binding = operators.of(self.inputs).binding
+        changed = {name: tensor.clone() for name, tensor in binding.positional(self.inputs).items()}
+        for tensor in changed.values():
+            tensor[:, start:] = tensor[:, earlier]
+        loud = changed[binding.linear[0]]
+        loud[:, start:] *= 2.0**4 if loud.dtype == torch.float16 else LATER_FACTOR
+        later = self._run(replace(self.inputs, **changed))
+        ours, other = self._base[0][:, :start], later[0][:, :start]
+        return self._bits([ours], [other], f"inputs from position {start} on change earlier outputs")
+
+    def _doubling(self) -> str:
+        given = tensors.tensors(self.inputs)
+        twice = {name: given[name] * 2 for name in operators.of(self.inputs).binding.linear if name in given}
+        doubled = self._run(replace(self.inputs, **twice))
+        words = self._bits([one * 2 for one in self._base], doubled, "inputs times 2 do not give outputs times 2")
+        if words and torch.float16 in (self._base[0].dtype, precision_of(self.precision).state_dtype):
+            raise _NotApplicable("small fp16 numbers have fewer bits, so that doubling is not exact")
+        return words
+
+    def _cut_in_two(self) -> str:
+        first = self._run(self._halves[0])
+        name = operators.of(self.inputs).binding.linear[1]
+        second = self._run(replace(self._halves[1], **{name: first[1]}))
+        return self._judged(self._one, (torch.cat([first[0], second[0]], 1), second[1]))
+
+    def _loud_past(self) -> str:
+        loud = _values(self._one).clone()
+        if loud.dtype == torch.float16:
+            raise _NotApplicable("fp16 numbers would overflow")
+        if loud.shape[1] < 2 * LOUD_SHARE:
+            raise _NotApplicable(f"the sequences have fewer than {2 * LOUD_SHARE} positions")
+        loud[:, : loud.shape[1] // LOUD_SHARE] *= LOUD_FACTOR
+        inputs = replace(self._one, **{operators.of(self.inputs).binding.linear[0]: loud})
+        return self._judged(inputs, self._run(inputs))
+
+
+# --- inputs of any operator
+
+
+def _values(inputs: Any) -> torch.Tensor:
+    """The tensor (b, l, h, ...) in which the operator is linear."""
+    found: torch.Tensor = getattr(inputs, operators.of(inputs).binding.linear[0])
+    return found
+
+
+def _packed(inputs: Any) -> bool:
+    return getattr(inputs, "cu_seqlens", None) is not None
+
+
+def _spans(inputs: Any) -> list[Span]:
+    """The positions of every sequence."""
+    batch, length = _values(inputs).shape[:2]
+    rows = [(row, 0, length) for row in range(batch)]
+    if _packed(inputs):
+        rows = [(0, start, stop) for start, stop in pairwise(inputs.cu_seqlens.tolist())]
+    return [Span(sequence=i, batch=row, start=start, stop=stop) for i, (row, start, stop) in enumerate(rows)]
+
+
+def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
+    """These spans with the initial states of their sequences: as a pack, or as rows, which have equal lengths."""
+    binding, given = operators.of(inputs).binding, tensors.tensors(inputs)
+    joined: dict[str, torch.Tensor | None] = {}
+    for name, tensor in binding.positional(inputs).items():
+        parts = [tensor[one.batch, one.start : one.stop] for one in spans]
+        joined[name] = torch.cat(parts)[None] if packed else torch.stack(parts)
+    for name in binding.linear[1:]:
+        joined[name] = given[name][[one.sequence for one in spans]] if name in given else None
+    if packed:
+        bounds = [0, *accumulate(one.length for one in spans)]
+        joined["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=tensors.device(inputs))
+    elif _packed(inputs):
+        joined["cu_seqlens"] = None
+    return replace(inputs, **joined)
+
+
+def _different(ours: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> str:
+    """The first element of out or of the final states that differs; empty if none does."""
+    for name, one, two in zip(("out", "final_states"), ours, other, strict=False):
+        differs = (one != two) & ~(one.isnan() & two.isnan())
+        if bool(differs.any()):
+            place = unravel(int(differs.flatten().to(torch.uint8).argmax()), tuple(one.shape))
+            return f"{name} at {place} is {float(one[place]):.6g} and {float(two[place]):.6g}"
+    return ""

@@ -1,0 +1,193 @@
+"""Each law finds the kernel that breaks it, and lets good kernels pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from measure.conftest import random_inputs
+
+from ssdprof import operators
+from ssdprof.core.base import EXACT_FP32, Probe
+from ssdprof.kernels import GDNInputs, UnsupportedError
+from ssdprof.measure import probes
+from ssdprof.measure.accuracy import oracle_output
+from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.probes import Prober
+from ssdprof.operators import generate
+from ssdprof.operators.implementations import own_implementation
+
+Kernel = Callable[[Any], Any]
+
+
+class Here(IsolatedFirstCall):
+    """Makes no first call elsewhere."""
+
+    def require(self, *_: Any) -> None: ...
+
+    def prepare(self, *_: Any) -> None: ...
+
+
+def probed(kernel: Kernel, inputs: Any, prober: Prober | None = None) -> dict[str, Probe]:
+    prober = prober or Prober(Here())
+    implementation = own_implementation(operators.of(inputs), "mine:kernel", kernel)
+    return {one.name: one for one in prober.probe(implementation, inputs, EXACT_FP32)}
+
+
+def broken(kernel: Kernel, inputs: Any) -> set[str]:
+    return {one.name for one in probed(kernel, inputs).values() if one.holds == "no"}
+
+
+def ssd(**changes: Any) -> Any:
+    return random_inputs(**{"seqlen": 80, "heads": 2, "headdim": 16, "groups": 1} | changes)
+
+
+def gdn() -> GDNInputs:
+    operator = operators.get("gdn")
+    shape = operator.generated.parse("1/2x16x32")
+    tokens = generate.Tokens(sequences=2, seqlen=90)
+    assert shape
+    drawn = generate.Cell(shape=shape, dtype="bf16", layout="views", tokens=tokens)
+    found: GDNInputs = operator.generated.draw(drawn, torch.device("cpu"))
+    return found
+
+
+@pytest.mark.parametrize("make", [ssd, gdn, lambda: ssd(batch=2, seqlen=70), lambda: ssd(seqlen=1)])
+def test_a_good_kernel_breaks_no_law(make: Callable[[], Any]) -> None:
+    assert broken(oracle_output, make()) == set()
+
+
+def test_all_laws_apply_to_a_kernel_that_supports_everything() -> None:
+    assert {one.holds for one in probed(oracle_output, ssd()).values()} == {"yes"}
+
+
+def random(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return out + torch.randn_like(out) * 1e-5, states + torch.randn_like(states) * 1e-6
+
+
+def changing(inputs: Any) -> Any:
+    output = oracle_output(inputs)
+    inputs.dt[0, 0, 0] += 1
+    return output
+
+
+def leaking_from_the_sequence_before(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    states[1:] += 0.5 * states[:-1]
+    return out, states
+
+
+def leaking_from_the_future(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    out[:, :-1] += (0.001 * inputs.x[:, 1:]).to(out.dtype)
+    return out, states
+
+
+def dropping_small_outputs(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return torch.where(out.abs() < 1e-3, 0, out), states
+
+
+def forgetting_its_initial_states(inputs: Any) -> Any:
+    return oracle_output(replace(inputs, initial_states=None))
+
+
+def without_limits_of_dt(inputs: Any) -> Any:
+    return oracle_output(replace(inputs, dt_limit=(0.0, float("inf"))))
+
+
+def forgetting_the_start(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    x = inputs.x.clone()
+    x[:, :2] = 0
+    out[:, 64:] = oracle_output(replace(inputs, x=x))[0][:, 64:]
+    return out, states
+
+
+def rounding_to_bf16(inputs: Any) -> Any:
+    out, states = oracle_output(inputs)
+    return out.bfloat16().to(out.dtype), states
+
+
+@pytest.mark.parametrize(
+    ("kernel", "law"),
+    [
+        (random, "repeats bitwise"),
+        (leaking_from_the_sequence_before, "sequences reversed"),
+        (leaking_from_the_sequence_before, "sequence alone"),
+        (leaking_from_the_future, "causality"),
+        (dropping_small_outputs, "doubling"),
+        (forgetting_its_initial_states, "cut in two"),
+        (without_limits_of_dt, "edge inputs"),
+        (forgetting_the_start, "loud past"),
+        (rounding_to_bf16, "finer inputs"),
+    ],
+)
+def test_the_law_finds_the_kernel_that_breaks_it(kernel: Kernel, law: str) -> None:
+    found = probed(kernel, ssd())[law]
+    assert found.holds == "no"
+    assert found.detail
+
+
+def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it() -> None:
+    def changing_its_gate(inputs: Any) -> Any:
+        output = oracle_output(inputs)
+        if inputs.z is not None:
+            inputs.z.zero_()
+        return output
+
+    assert probed(changing_its_gate, ssd())["edge inputs"] == Probe(
+        name="edge inputs", holds="no", detail="it changes its inputs: z"
+    )
+
+
+def test_a_kernel_that_changes_its_inputs_is_told() -> None:
+    found = probed(changing, ssd())["inputs unchanged"]
+    assert (found.holds, found.detail) == ("no", "it changes its inputs: dt")
+
+
+def test_what_a_kernel_refuses_is_not_applicable_with_its_reason() -> None:
+    def refusing(inputs: Any) -> Any:
+        if inputs.cu_seqlens is not None or inputs.x.dtype != torch.bfloat16:
+            raise UnsupportedError("mine: bf16 without packs only")
+        return oracle_output(inputs)
+
+    found = probed(refusing, ssd())
+    assert found["sequences reversed"] == Probe(
+        name="sequences reversed", holds="not applicable", detail="mine: bf16 without packs only"
+    )
+    unseen = "a fault below the rounding of 16-bit inputs could not be seen"
+    assert found["finer inputs"].detail == f"{unseen}: mine: bf16 without packs only"
+    assert found["edge inputs"].holds == "yes"
+
+
+def test_fp32_sums_in_another_order_are_no_fault_and_declared_cuts_are_tried_in_fp16() -> None:
+    def with_a_gain_in_fp32(inputs: Any, gain: float = 1.0001) -> Any:
+        out, states = oracle_output(inputs)
+        return (out * gain if out.dtype == torch.float32 else out), states
+
+    assert probed(partial(with_a_gain_in_fp32, gain=1.000001), ssd())["finer inputs"].holds == "yes"
+    assert probed(with_a_gain_in_fp32, ssd())["finer inputs"].holds == "no"
+    with_a_gain_in_fp32.operand_precision = "tf32"  # type: ignore[attr-defined]
+    assert probed(with_a_gain_in_fp32, ssd())["finer inputs"].holds == "yes"
+
+
+def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
+    once, thorough = Prober(Here()), Prober(Here(), thorough=True)
+    given = ssd(seqlen=20)
+    assert [bool(probed(oracle_output, given, once)) for _ in range(2)] == [True, False]
+    assert [bool(probed(oracle_output, given, thorough)) for _ in range(2)] == [True, True]
+    assert probed(oracle_output, ssd(seqlen=20, heads=4), once)
+
+
+def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "INTERPRETED", True)
+    bundled = replace(own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled")
+    given = ssd(seqlen=20)
+    assert not Prober(Here()).probe(bundled, given, EXACT_FP32)
+    assert Prober(Here(), thorough=True).probe(bundled, given, EXACT_FP32)
