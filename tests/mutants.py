@@ -32,7 +32,7 @@ LIST = ROOT / "tests" / "mutants.jsonl"
 # Files and folders of the tests of each room.
 TESTS = {
     "kernels": "kernels",
-    "operators": "operators kernels/test_legal_sizes.py jobs/test_tune.py",
+    "operators": "operators kernels/test_functions.py jobs/test_tune.py",
     "checkpoint": "checkpoint test_hub_end_to_end.py",
     "environment": "test_environment.py test_toolchain.py test_ranks.py",
     "capture": "capture test_served_run.py",

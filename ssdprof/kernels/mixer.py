@@ -1,8 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Kernels of a mixer around its operator: the causal convolution before it, the gated RMS norm after it.
 
-They compute in fp32 and round once.  Oracles: `convolved` and `normed` in tests/kernels/test_causal_conv1d.py and
-test_gated_rms_norm.py.
+They compute in fp32 and round once.  Oracles: `convolved` and `normed` in tests/kernels/test_mixer.py.
 """
 
 from __future__ import annotations

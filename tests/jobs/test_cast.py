@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernels.gdn_cases import Case as GDNCase
-from kernels.ssd_cases import Case as SSDCase
+from kernels.kernel_cases import GDNCase, SSDCase
 from typer.testing import CliRunner
 
 from ssdprof.capture.store import token_major

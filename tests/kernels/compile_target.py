@@ -102,21 +102,21 @@ def on_meta(inputs: Any) -> Any:
 RECORDED = Path(__file__).parent / "data" / "compiled.json"
 
 
-def recorded_form(module: str, capability: int, launches: str = "LAUNCHES") -> dict[str, str]:
+def recorded_form(table: str, capability: int) -> dict[str, str]:
     """Launch and number of a kernel -> name, registers, stack, shared memory, warps and hash of its instructions."""
     return {
-        f"{module} {launches} {label} {index}": f"{one.kernel} {one.registers} {one.spilled_bytes} {one.shared_bytes} "
+        f"{table} {label} {index}": f"{one.kernel} {one.registers} {one.spilled_bytes} {one.shared_bytes} "
         f"{one.num_warps} {one.code}"
-        for label, kernels in compiled(module, capability, launches).items()
+        for label, kernels in compiled("compile_cases", capability, table).items()
         for index, one in enumerate(kernels)
     }
 
 
-def assert_recorded(module: str, launches: str = "LAUNCHES") -> None:
+def assert_recorded(table: str) -> None:
     """The machine code for sm_90 is that of `data/compiled.json`."""
-    found = recorded_form(module, 90, launches)
+    found = recorded_form(table, 90)
     recorded = json.loads(RECORDED.read_text())["90"]
-    theirs = {name: text for name, text in recorded.items() if name.startswith(f"{module} {launches} ")}
+    theirs = {name: text for name, text in recorded.items() if name.startswith(f"{table} ")}
     different = {name for name in found.keys() | theirs.keys() if found.get(name) != theirs.get(name)}
     assert not different, f"after an intended change, run machine_code.py --record: {sorted(different)}"
 

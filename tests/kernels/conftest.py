@@ -26,6 +26,30 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
 
 
+def emulate_on(monkeypatch: pytest.MonkeyPatch, device: str, *operators: str) -> None:
+    """The Hopper kernels run in the emulator, if the device is "emulator"."""
+    from gluon_emulator import GDN, SSD, emulate
+
+    for operator in operators if device == "emulator" else ():
+        emulate(monkeypatch, seed=1, source={"ssd": SSD, "gdn": GDN}[operator])
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The `Subject` that a test gets from `subjects`."""
+    emulate_on(monkeypatch, request.param.device, request.param.operator)
+    return request.param
+
+
+@pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors lie in a test of the Hopper kernels in the emulator and on a GPU."""
+    emulate_on(monkeypatch, request.param, "ssd", "gdn")
+    if request.param == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("not a Hopper GPU")
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
 @pytest.fixture
 def much_gpu_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tens of gigabytes of GPU memory, for one test at a time across all test processes; freed afterwards."""

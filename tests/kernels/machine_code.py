@@ -4,10 +4,10 @@
     python tests/kernels/machine_code.py FOLDER [WORD]      before and after the change, into two folders
     python tests/kernels/machine_code.py --compare FOLDER FOLDER
 
-Compiles every launch of the modules in TABLES for sm_90, without a GPU.  `--record` writes the resources and a hash of
-the instructions of each kernel to `data/compiled.json`, which tests marked `compiler` compare, and a hash for each
-operator to `ssdprof/kernels/machine_code.json`, which results name.  With FOLDER, the instructions themselves are
-written, a file for each kernel; with WORD, only launches with WORD in their module's name or label.  `--compare` names
+Compiles every launch of the TABLES of `compile_cases.py` for sm_90, without a GPU.  `--record` writes the resources and
+a hash of the instructions of each kernel to `data/compiled.json`, which tests marked `compiler` compare, and a hash for
+each operator to `ssdprof/kernels/machine_code.json`, which results name.  With FOLDER, the instructions themselves are
+written, a file for each kernel; with WORD, only launches with WORD in their table's name or label.  `--compare` names
 every kernel whose instructions differ, and exits with 1 if there is one.  A launch's label and index identify a kernel,
 so that it may be renamed.
 """
@@ -21,22 +21,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-TABLES = (
-    ("test_shipped_compile", "LAUNCHES"),
-    ("test_ssd_compile", "LAUNCHES"),
-    ("test_fused_compile", "LAUNCHES"),
-    ("test_fused_hopper_compile", "LAUNCHES"),
-    ("test_small_compile", "LAUNCHES"),
-    ("test_gdn_unfused_compile", "LAUNCHES"),
-    ("test_gdn_fused_compile", "LAUNCHES"),
-    ("test_gdn_hopper_compile", "LAUNCHES"),
-    ("test_gdn_hopper_compile", "ONE_LAUNCH"),
-    ("test_small_compile", "GDN_LAUNCHES"),
-)
 CAPABILITY = 90
 HASHES = Path(__file__).parents[2] / "ssdprof" / "kernels" / "machine_code.json"
 
@@ -45,16 +32,17 @@ def operators_hashes(recorded: dict[str, str]) -> dict[str, str]:
     """Operator -> hash of the machine code of all its kernels: of the set of the kernels' hashes."""
     codes: dict[str, set[str]] = {"ssd": set(), "gdn": set()}
     for name, text in recorded.items():
-        codes["gdn" if "gdn_" in name.partition(" ")[0] or " GDN_" in name else "ssd"].add(text.rpartition(" ")[2])
+        codes["gdn" if name.startswith("GDN_") else "ssd"].add(text.rpartition(" ")[2])
     return {name: hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest() for name, found in codes.items()}
 
 
 def record_hashes() -> None:
+    from compile_cases import TABLES
     from compile_target import CAPABILITIES, RECORDED, recorded_form
 
-    recorded = {str(capability): recorded_form("test_shipped_compile", capability) for capability in CAPABILITIES}
-    for module, table in TABLES:
-        recorded[str(CAPABILITY)] |= recorded_form(module, CAPABILITY, table)
+    recorded = {str(capability): recorded_form("SHIPPED", capability) for capability in CAPABILITIES}
+    for table in TABLES:
+        recorded[str(CAPABILITY)] |= recorded_form(table, CAPABILITY)
     RECORDED.write_text(json.dumps(recorded, indent=0) + "\n")
     HASHES.write_text(json.dumps(operators_hashes(recorded[str(CAPABILITY)]), indent=1) + "\n")
 
@@ -74,6 +62,7 @@ def instructions(cubin: bytes) -> str:
 def record(folder: Path, word: str) -> None:
     """One file for each kernel of each launch: its resources, then its instructions."""
     os.environ["TRITON_INTERPRET"] = "0"  # if it is not set, kernels are interpreted where there is no GPU
+    import compile_cases
     import compile_target
 
     def with_code(kernel: Any, _metadata: object) -> str:
@@ -84,9 +73,9 @@ def record(folder: Path, word: str) -> None:
     compile_target._resources = with_code  # type: ignore[assignment]
     folder.mkdir(parents=True, exist_ok=True)
     launches = {
-        f"{module} {table} {label}": run
-        for module, table in TABLES
-        for label, run in getattr(import_module(module), table).items()
+        f"{table} {label}": run
+        for table in compile_cases.TABLES
+        for label, run in getattr(compile_cases, table).items()
     }
     chosen = {label: run for label, run in launches.items() if word in label}
     for label, kernels in compile_target._compile_all(chosen, CAPABILITY).items():

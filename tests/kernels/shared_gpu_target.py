@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
-from fused_kernels import hopper_fine
-from gdn_hopper_cases import GDNCase
-from sanitizer_target import ONE_LAUNCH, on_the_gpu
-from ssd_cases import Case
+from kernel_cases import BF16, GDNCase, SSDCase
+from subjects import GDN_ON_HOPPER, GDN_ONE, SUBJECTS
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
@@ -19,23 +16,23 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def of_gdn(case: GDNCase, config: GDNHopperConfig) -> Callable[[], Tensors]:
-    inputs = on_the_gpu(case.inputs())
+    inputs = case.inputs()
     launch = GDNHopperLaunch(inputs, config)
     return lambda: tuple(launch(inputs))
 
 
 def of_ssd() -> Callable[[], Tensors]:
-    inputs = Case(heads=80, headdim=64, dstate=128, dtype=torch.bfloat16, device="cuda", seqlen=8192).inputs()
-    return lambda: tuple(hopper_fine(inputs))
+    inputs = SSDCase(heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda", seqlen=8192).inputs()
+    return lambda: tuple(SUBJECTS["ssd hopper, fine"](inputs))
 
 
 def main() -> None:
-    slow = GDNCase(key_heads=16, heads=32, seqlen=8192, gate=-1e-4)
+    slow = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, seqlen=8192, gate=1e-4), device="cuda")
     calls = {
         "parts": of_gdn(slow, GDNHopperConfig(segment=32, transition_parts=2, longest_first_pass=31)),
         "first passes": of_gdn(slow, GDNHopperConfig(segment=32)),
         "leading": of_gdn(slow, GDNHopperConfig(segment=32, first_segment_extra=True)),
-        "one launch": of_gdn(replace(slow, batch=8, seqlen=500), ONE_LAUNCH),
+        "one launch": of_gdn(slow.but(batch=8, seqlen=500), GDN_ONE),
         "ssd": of_ssd(),
     }
     first = {name: call() for name, call in calls.items()}

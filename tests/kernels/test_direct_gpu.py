@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gdn_hopper_cases import GDNCase
-from sanitizer_target import on_the_gpu
-from ssd_cases import Case
+from kernel_cases import BF16, GDNCase, SSDCase
+from subjects import GDN_ON_HOPPER, OLMO
 
 from ssdprof.kernels import get
 from ssdprof.kernels import launch as launching
@@ -18,34 +16,24 @@ from ssdprof.kernels.precision import Precision
 
 pytestmark = pytest.mark.gpu
 
-GDN = {
-    "long": GDNCase(key_heads=2, heads=4, seqlen=16384, gate=-1e-4),
-    "normalised, initial state": GDNCase(key_heads=2, heads=4, seqlen=1000, normalise=True, initial_state=True),
-    "batch": GDNCase(key_heads=16, heads=32, batch=8, seqlen=300),
-    "packed": GDNCase(key_heads=2, heads=4, lengths=(70, 0, 900), initial_state=True),
-    "olmo": GDNCase(key_heads=2, heads=2, key_dim=96, value_dim=192, seqlen=500),
-    "60": GDNCase(key_heads=2, heads=4, key_dim=60, value_dim=60, seqlen=500),
-    "step": GDNCase(key_heads=2, heads=4, batch=3, seqlen=1, initial_state=True),
-}
-SSD = {
-    "mamba2": dict(heads=80, headdim=64, dstate=128, seqlen=1024),
-    "n 256": dict(heads=8, headdim=128, dstate=256, seqlen=1024),
-    "packed": dict(heads=4, headdim=64, dstate=128, lengths=(70, 0, 900)),
-    "step": dict(heads=4, headdim=64, dstate=128, batch=3, seqlen=1, initial_states=True),
-}
-CALLS: dict[str, Callable[[], Any]] = {
-    **{f"gdn, {name}": lambda case=case: on_the_gpu(case.inputs()) for name, case in GDN.items()},
-    **{
-        f"ssd, {name}": lambda case=case: Case(device="cuda", dtype=torch.bfloat16, **case).inputs()
-        for name, case in SSD.items()
-    },
-}
+LAB = GDNCase(**GDN_ON_HOPPER | dict(key_heads=2), device="cuda")
+MAMBA2 = SSDCase(heads=4, headdim=64, dstate=128, dtype=BF16, device="cuda")
+CALLS: dict[str, Any] = {
+    "gdn, long": LAB.but(seqlen=16384, gate=1e-4),
+    "gdn, normalised, initial state": LAB.but(seqlen=1000, l2norm=True, initial_states=True),
+    "gdn, batch": LAB.but(key_heads=16, batch=8, seqlen=300),
+    "gdn, packed": LAB.but(lengths=(70, 0, 900), initial_states=True), "gdn, olmo": LAB.but(**OLMO, seqlen=500),
+    "gdn, 60": LAB.but(key_dim=60, value_dim=60, seqlen=500),
+    "gdn, step": LAB.but(batch=3, seqlen=1, initial_states=True), "ssd, mamba2": MAMBA2.but(heads=80, seqlen=1024),
+    "ssd, n 256": MAMBA2.but(heads=8, headdim=128, dstate=256, seqlen=1024),
+    "ssd, packed": MAMBA2.but(lengths=(70, 0, 900)), "ssd, step": MAMBA2.but(batch=3, seqlen=1, initial_states=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", ["fused", "unfused"])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = CALLS[name]()
+    inputs = CALLS[name].inputs()
     operator = name.split(",")[0]
     call = get(operator, kernel).run
     left: list[str] = []

@@ -1,98 +1,56 @@
-"""Inputs that no ordinary layer has: decays of 1 and of 0, steps of 0, subnormal and huge numbers, sequences of one
-position or none.  The comparator judges the outputs."""
+"""On a GPU: subnormal and large numbers, which no ordinary layer has, and flash-linear-attention's own test cases."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
-from fused_kernels import CHOSEN, EVERY_KERNEL, Kernel
-from ssd_cases import EXACT, PRECISIONS, Case
-from test_fused import fused
+from kernel_cases import BF16, EXACT, FP16, FP32, bounds, with_steps
+from subjects import SSD_CHOSEN, SSD_EVERY, Subject, subjects
 
-from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = pytest.mark.gpu
 
-SMALL = dict(heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, device="cuda")
-SUBNORMAL = 1e-39  # in fp32, and therefore in bf16
-
-
-def with_steps(case: Case, step: float, A: float | None = None) -> SSDInputs:
-    """Every dt is `step`, without softplus and bias."""
-    inputs = case.inputs(dt_bias=None, dt_softplus=False)
-    inputs.dt.fill_(step)
-    return inputs if A is None else replace(inputs, A=torch.full_like(inputs.A, A))
-
-
-@pytest.mark.parametrize("step", [0.0, SUBNORMAL, 1e-30, 1e-6, 50.0, 1e4, 1e30], ids=str)
-@pytest.mark.parametrize("kernel", EVERY_KERNEL)
-def test_steps_of_any_size(kernel: Kernel, step: float) -> None:
-    inputs = with_steps(Case(seqlen=1500, initial_states=True, **SMALL), step)
-    inputs.x.mul_(1e-30 if step > 1e10 else 1)
-    assert_passes(kernel(inputs), inputs, EXACT)
-
 
 @pytest.mark.parametrize("scale", [10.0, 100.0])
 @pytest.mark.parametrize("step", [1e-6, 1e-5])
-@pytest.mark.parametrize("kernel", EVERY_KERNEL)
-def test_small_steps_of_large_numbers_in_fp16(kernel: Kernel, step: float, scale: float) -> None:
+@subjects(gpu=SSD_EVERY)
+def test_small_steps_of_large_numbers_in_fp16(kernel: Subject, step: float, scale: float) -> None:
     """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
-    case = Case(seqlen=330, skip="", **SMALL | dict(dtype=torch.float16))
-    dt = torch.full((1, 330, case.heads), step, device="cuda")
-    inputs = case.inputs(dt=dt, dt_bias=None, dt_softplus=False)
+    inputs = with_steps(kernel.case(seqlen=13, skip="", dtype=FP16).inputs(), step)
     inputs.x.mul_(scale)
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("A", [0.0, -SUBNORMAL, -1e-6], ids=str)
-@pytest.mark.parametrize("kernel", CHOSEN)
-def test_no_decay_is_linear_attention(kernel: Kernel, A: float, precision: Precision) -> None:
-    inputs = with_steps(Case(seqlen=1500, initial_states=True, **SMALL), 0.01, A)
-    assert_passes(kernel(inputs, precision), inputs, precision)
-
-
-@pytest.mark.parametrize("kernel", CHOSEN)
-def test_linear_attention_over_every_segment(kernel: Kernel) -> None:
-    """Nothing is forgotten: the first pass reads whole segments."""
-    inputs = with_steps(Case(seqlen=16384, **SMALL), 0.01, 0.0)
-    assert_passes(kernel(inputs), inputs, EXACT)
-
-
-@pytest.mark.parametrize("kernel", EVERY_KERNEL)
-def test_one_huge_step_resets_the_state(kernel: Kernel) -> None:
-    inputs = with_steps(Case(seqlen=700, skip="", **SMALL), 0.01)
-    inputs.dt[:, 333] = 1000.0
-    assert_passes(kernel(inputs), inputs, EXACT)
-
-
-def with_subnormal(name: str) -> SSDInputs:
+def with_subnormal(kernel: Subject, name: str) -> SSDInputs:
     """No decay, steps of 1, and scales that make the subnormal tensor affect the output."""
     carried = name == "initial_states"
     # initial states: one chunk only, since a GPU's sums may lose them
-    case = Case(seqlen=64 if carried else 700, skip="", initial_states=carried, **SMALL)
-    inputs = with_steps(case, 1.0, 0.0)
+    inputs = with_steps(kernel.case(seqlen=2 if carried else 28, skip="", initial_states=carried).inputs(), 1.0, 0.0)
     scales = dict(x=1e-20, B=1e-20, C=1e25) if carried else dict.fromkeys({"x", "B", "C"} - {name}, 1e13)
     for other, scale in scales.items():
         getattr(inputs, other).mul_(scale)
     tensor = getattr(inputs, name)
-    below = tensor.cpu().float().tanh() * torch.finfo(torch.float32).tiny
-    tensor.copy_(below.to(tensor.dtype))
+    tensor.copy_((tensor.cpu().float().tanh() * torch.finfo(FP32).tiny).to(tensor.dtype))
     return inputs
 
 
 def products_keep_subnormal_numbers() -> bool:
-    small = torch.full((256, 256), SUBNORMAL, dtype=torch.bfloat16, device="cuda")
+    small = torch.full((256, 256), 1e-39, dtype=BF16, device="cuda")
     return bool((small @ torch.full_like(small, 1e30)).any())
 
 
 @pytest.mark.parametrize("name", ["x", "B", "C", "initial_states"])
-@pytest.mark.parametrize("kernel", CHOSEN)
-def test_subnormal_numbers(kernel: Kernel, name: str) -> None:
+@subjects(gpu=SSD_CHOSEN)
+def test_subnormal_numbers(kernel: Subject, name: str) -> None:
     """Kept, or treated as zero if the GPU's matrix products do that.  The two outputs differ here."""
-    inputs, zeroed = with_subnormal(name), with_subnormal(name)
+    inputs, zeroed = with_subnormal(kernel, name), with_subnormal(kernel, name)
     getattr(zeroed, name).zero_()
     assert_passes(kernel(inputs), inputs if products_keep_subnormal_numbers() else zeroed, EXACT)
     with pytest.raises(AssertionError, match="oracle"):
@@ -100,49 +58,86 @@ def test_subnormal_numbers(kernel: Kernel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x", "B", "C"])
-@pytest.mark.parametrize("kernel", CHOSEN)
-def test_large_numbers(kernel: Kernel, name: str) -> None:
+@subjects(gpu=SSD_CHOSEN)
+def test_large_numbers(kernel: Subject, name: str) -> None:
     """Far beyond the range of fp16, since bf16 inputs may be."""
-    inputs = Case(seqlen=700, **SMALL).inputs()
+    inputs = kernel.case(seqlen=28).inputs()
     getattr(inputs, name).mul_(1e25)
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@pytest.mark.parametrize("seqlen", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129])
-@pytest.mark.parametrize("kernel", EVERY_KERNEL)
-def test_lengths_around_a_chunk(kernel: Kernel, seqlen: int) -> None:
-    inputs = Case(seqlen=seqlen, initial_states=True, **SMALL).inputs()
+@subjects(gpu=SSD_CHOSEN)
+def test_linear_attention_over_every_segment(kernel: Subject) -> None:
+    """Nothing is forgotten: the first pass reads whole segments."""
+    inputs = with_steps(kernel.case(seqlen=650).inputs(), 0.01, 0.0)
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [(0, 1), (1, 0), (0, 0, 64, 0, 0), (1,) * 200, (0,) * 130 + (300, 0, 129), tuple(i % 131 for i in range(300))],
-    ids=["empty first", "empty last", "one among empty ones", "of one position", "after 130 empty ones", "300"],
-)
-@pytest.mark.parametrize("kernel", EVERY_KERNEL)
-def test_packs(kernel: Kernel, lengths: tuple[int, ...]) -> None:
-    inputs = Case(lengths=lengths, initial_states=True, **SMALL).inputs()
-    assert_passes(kernel(inputs), inputs, EXACT)
+# Sizes and limits of flash-linear-attention's tests/ops/test_gdn.py: batch, T, H, HV, K = V, scale, divisor of g, share
+# of positions without a gate, normalised inside.  Keys are uniform in [0, 1), so that all have a similar direction.
+FLA_CHUNK = [
+    (4, 1024, 4, 4, 128, 0.1, 1, 1.0, False), (2, 75, 4, 4, 64, 1, 0.01, 0, False), (2, 500, 3, 3, 60, 1, 1, 0, False),
+    (2, 1000, 3, 3, 64, 0.1, 1, 0.5, False), (3, 1024, 4, 4, 100, 1, 0.1, 0, False),
+    (4, 1024, 4, 4, 128, 0.1, 1, 0, True), (2, 1500, 4, 4, 128, 0.1, 10, 0, False),
+    (4, 2048, 8, 8, 64, 0.1, 1, 0, False), (2, 256, 2, 4, 64, 1, 1, 0, False), (2, 512, 2, 8, 64, 1, 0.1, 0, True),
+    (2, 1024, 4, 8, 128, 0.1, 1, 0, False),
+]  # fmt: skip
+FLA_RECURRENT = [  # batch, T, H, HV, K = V, scale, divisor of g, dtype
+    (1, 63, 1, 1, 64, 1, 1, FP32), (2, 500, 4, 4, 60, 1, 1, FP32), (2, 1000, 2, 8, 128, 1, 0.1, FP32),
+    (3, 1024, 2, 2, 128, 0.1, 1, FP32), (4, 1024, 3, 3, 128, 1, 10, FP32), (4, 2048, 4, 4, 64, 0.1, 1, FP32),
+    (2, 1024, 4, 4, 128, 1, 0.1, FP16), (2, 1024, 4, 8, 128, 1, 10, FP16),
+]  # fmt: skip
+FLA_LENGTHS = [(15,), (256, 244, 500), (15, 85, 200, 900, 800), (8192,)]
 
 
-@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states"])
-@pytest.mark.parametrize("kernel", EVERY_KERNEL)
-def test_nan_is_not_swallowed(kernel: Kernel, name: str) -> None:
-    """A GPU's minimum and maximum drop NaN by default; the interpreter's never do."""
-    inputs = Case(seqlen=300, initial_states=True, dt_limit=(0.0, 0.1), **SMALL).inputs()
-    getattr(inputs, name).fill_(torch.nan)
-    assert not torch.isfinite(kernel(inputs).out).any()
+def drawn(
+    sizes: tuple[int, ...], dtype: torch.dtype = FP16, *, uniform: bool = True, scale: float = 1, divisor: float = 1,
+    ungated: float = 0, inside: bool = True, state: bool = True, lengths: tuple[int, ...] = (),
+) -> GDNInputs:  # fmt: skip
+    """Uniform or normal q, k and v; g is the log sigmoid of a uniform number, divided by `divisor`."""
+    torch.manual_seed(42)
+    (batch, length, heads, value_heads, dim), draw = sizes, torch.rand if uniform else torch.randn
+    q, k = (draw(batch, length, heads, dim, device="cuda") for _ in range(2))
+    v = draw(batch, length, value_heads, dim, device="cuda")
+    gate, raw, kept = (torch.rand(batch, length, value_heads, device="cuda") for _ in range(3))
+    g = torch.nn.functional.logsigmoid(gate) / divisor * (kept > ungated)
+    if not inside:
+        q, k = (torch.nn.functional.normalize(one, dim=-1) for one in (q, k))
+    initial = torch.randn(len(lengths) or batch, value_heads, dim, dim, device="cuda") if state else None
+    return GDNInputs(
+        q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), g=g, beta=raw.sigmoid(), use_qk_l2norm=inside, scale=float(scale),
+        initial_state=initial, cu_seqlens=bounds(lengths, "cuda") if lengths else None,
+    )  # fmt: skip
 
 
-def test_heads_that_are_one_tensor() -> None:
-    """x and dt are expanded with strides of 0."""
-    inputs = Case(seqlen=300, **SMALL).inputs()
-    same = replace(inputs, x=inputs.x[:, :, :1].expand_as(inputs.x), dt=inputs.dt[:, :, :1].expand_as(inputs.dt))
-    assert_passes(fused(same), same, EXACT)
+def assert_fla_close(inputs: GDNInputs, function: Any, limit: float) -> None:
+    """The RMS error over the RMS, for the whole output and the whole final state."""
+    found = function(
+        inputs.q, inputs.k, inputs.v, g=inputs.g, beta=inputs.beta, scale=inputs.scale,
+        initial_state=inputs.initial_state, output_final_state=True, use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
+        cu_seqlens=inputs.cu_seqlens,
+    )  # fmt: skip
+    for ours, expected in zip(found, gdn_chunked(inputs), strict=True):
+        error = (ours.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert error <= limit, float(error)
 
 
-def test_rows_and_heads_exchanged_in_memory() -> None:
-    inputs = Case(seqlen=300, **SMALL).inputs()
-    turned = replace(inputs, x=inputs.x.transpose(1, 2).contiguous().transpose(1, 2))
-    assert_passes(fused(turned), turned, EXACT)
+@pytest.mark.parametrize("case", FLA_CHUNK, ids=str)
+def test_flas_chunk_cases(case: Any) -> None:
+    *sizes, scale, divisor, ungated, inside = case
+    inputs = drawn(tuple(sizes), scale=scale, divisor=divisor, ungated=ungated, inside=inside, state=False)
+    assert_fla_close(inputs, chunk_gated_delta_rule, 0.005)
+
+
+@pytest.mark.parametrize("dim", [60, 64, 100, 128])
+@pytest.mark.parametrize("lengths", FLA_LENGTHS, ids=str)
+def test_flas_packs(lengths: tuple[int, ...], dim: int) -> None:
+    inputs = drawn((1, sum(lengths), 4, 4, dim), lengths=lengths)
+    assert_fla_close(inputs, chunk_gated_delta_rule, 0.005)
+
+
+@pytest.mark.parametrize("case", FLA_RECURRENT, ids=str)
+def test_flas_recurrent_cases(case: Any) -> None:
+    *sizes, scale, divisor, dtype = case
+    inputs = drawn(tuple(sizes), dtype, uniform=False, scale=scale, divisor=divisor)
+    assert_fla_close(inputs, fused_recurrent_gated_delta_rule, 0.002)

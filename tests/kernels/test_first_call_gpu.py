@@ -24,7 +24,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import triton
-from ssd_cases import EXACT, RELAXED, Case
+from kernel_cases import EXACT, RELAXED, SSDCase
 from triton.runtime.jit import JITFunction
 
 from ssdprof import kernels
@@ -37,29 +37,29 @@ from ssdprof.measure.first_run import Deadline, timed_first_call
 MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock
 TRIES = 3
 BF16, FP32 = torch.bfloat16, torch.float32
-MAMBA2 = Case(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
-HYBRID = Case(heads=128, headdim=80, dstate=128, groups=8, dtype=BF16, device="cuda")
-LARGE = Case(heads=32, headdim=128, dstate=256, dtype=BF16, device="cuda")
+MAMBA2 = SSDCase(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
+HYBRID = SSDCase(heads=128, headdim=80, dstate=128, groups=8, dtype=BF16, device="cuda")
+LARGE = SSDCase(heads=32, headdim=128, dstate=256, dtype=BF16, device="cuda")
 LENGTHS = (6000, 9, 0, 2048)  # the first is cut into segments into segments
 
 # (case, implementation, precision)
-CASES: dict[str, tuple[Case, str, Precision]] = {
+CASES: dict[str, tuple[SSDCase, str, Precision]] = {
     "hopper": (MAMBA2, "fused", EXACT),
     "hopper relaxed": (MAMBA2, "fused", RELAXED),
-    "hopper, shares": (Case(**vars(MAMBA2) | {"seqlen": 1024, "batch": 32}), "fused", EXACT),
-    "hopper, packed": (Case(**vars(MAMBA2) | {"lengths": LENGTHS}), "fused", EXACT),
-    "hopper, n 64": (Case(**vars(MAMBA2) | {"dstate": 64}), "fused", EXACT),
-    "hopper, packed, p 80": (Case(**vars(HYBRID) | {"lengths": LENGTHS, "initial_states": True}), "fused", EXACT),
-    "portable, gate": (Case(**vars(MAMBA2) | {"gate": True}), "fused", EXACT),
-    "hopper, n 256": (Case(**vars(LARGE) | {"seqlen": 4096}), "fused", EXACT),
-    "hopper, n 256, looks back": (Case(**vars(LARGE) | {"seqlen": 65536}), "fused", EXACT),
-    "hopper, n 256, packed": (Case(**vars(LARGE) | {"lengths": LENGTHS, "initial_states": True}), "fused", RELAXED),
-    "portable, n 256, gate": (Case(**vars(LARGE) | {"seqlen": 4096, "gate": True}), "fused", EXACT),
-    "portable, fp32": (Case(**vars(MAMBA2) | {"dtype": FP32}), "fused", EXACT),
-    "portable, fp32, n 256": (Case(**vars(LARGE) | {"seqlen": 4096, "dtype": FP32}), "fused", EXACT),
-    "unfused": (Case(**vars(MAMBA2) | {"chunk_size": 256}), "unfused", EXACT),
+    "hopper, shares": (SSDCase(**vars(MAMBA2) | {"seqlen": 1024, "batch": 32}), "fused", EXACT),
+    "hopper, packed": (SSDCase(**vars(MAMBA2) | {"lengths": LENGTHS}), "fused", EXACT),
+    "hopper, n 64": (SSDCase(**vars(MAMBA2) | {"dstate": 64}), "fused", EXACT),
+    "hopper, packed, p 80": (SSDCase(**vars(HYBRID) | {"lengths": LENGTHS, "initial_states": True}), "fused", EXACT),
+    "portable, gate": (SSDCase(**vars(MAMBA2) | {"gate": True}), "fused", EXACT),
+    "hopper, n 256": (SSDCase(**vars(LARGE) | {"seqlen": 4096}), "fused", EXACT),
+    "hopper, n 256, looks back": (SSDCase(**vars(LARGE) | {"seqlen": 65536}), "fused", EXACT),
+    "hopper, n 256, packed": (SSDCase(**vars(LARGE) | {"lengths": LENGTHS, "initial_states": True}), "fused", RELAXED),
+    "portable, n 256, gate": (SSDCase(**vars(LARGE) | {"seqlen": 4096, "gate": True}), "fused", EXACT),
+    "portable, fp32": (SSDCase(**vars(MAMBA2) | {"dtype": FP32}), "fused", EXACT),
+    "portable, fp32, n 256": (SSDCase(**vars(LARGE) | {"seqlen": 4096, "dtype": FP32}), "fused", EXACT),
+    "unfused": (SSDCase(**vars(MAMBA2) | {"chunk_size": 256}), "unfused", EXACT),
     "unfused, packed, fp32": (
-        Case(**vars(HYBRID) | {"lengths": LENGTHS, "dtype": FP32, "gate": True, "chunk_size": 128}),
+        SSDCase(**vars(HYBRID) | {"lengths": LENGTHS, "dtype": FP32, "gate": True, "chunk_size": 128}),
         "unfused",
         EXACT,
     ),

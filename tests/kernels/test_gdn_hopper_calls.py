@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from gdn_hopper_cases import GDNCase
+from kernel_cases import GDNCase
+from subjects import GDN_ON_HOPPER, OLMO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof.kernels import gdn_fused
@@ -26,25 +27,26 @@ OUTPUTS = ["empty_like", "empty_strided"]
 GATES = ["as_strided", "clone", "as_strided", "clone"]
 INITIAL = ["new_zeros", "as_strided", "as_strided", "copy_"]
 FINAL = ["as_strided", "as_strided", "copy_"]
-OLMO = GDNCase(seqlen=130, key_heads=2, heads=2, key_dim=96, value_dim=192)
+SMALL = GDNCase(**GDN_ON_HOPPER | dict(seqlen=130))
+SLICES = SMALL.but(**OLMO)
 PARTS = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1)
 TWO_LAUNCHES = GDNHopperConfig(segment=2)
 ONE_LAUNCH = GDNHopperConfig(segment=8, fused_inverse=True)
 # the inputs, the configuration, the launches, and the ordered torch operations of a call with a known signature
 CASES: dict[str, tuple[GDNCase, GDNHopperConfig, int, list[str]]] = {
-    "two launches": (GDNCase(), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
+    "two launches": (SMALL, TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
     "normalised inside, initial state": (
-        GDNCase(normalise=True, initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS],
+        SMALL.but(l2norm=True, initial_states=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS],
     ),
-    "packed": (GDNCase(lengths=(70, 0, 9), initial_state=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
-    "one launch": (GDNCase(), ONE_LAUNCH, 1, OUTPUTS),
-    "slow heads": (GDNCase(seqlen=500), PARTS, 4, ["empty", *OUTPUTS]),
-    "slices": (OLMO, TWO_LAUNCHES, 2, [*GATES, "empty", *OUTPUTS, *FINAL]),
+    "packed": (SMALL.but(lengths=(70, 0, 9), initial_states=True), TWO_LAUNCHES, 2, ["empty", *OUTPUTS]),
+    "one launch": (SMALL, ONE_LAUNCH, 1, OUTPUTS),
+    "slow heads": (SMALL.but(seqlen=500), PARTS, 4, ["empty", *OUTPUTS]),
+    "slices": (SLICES, TWO_LAUNCHES, 2, [*GATES, "empty", *OUTPUTS, *FINAL]),
     "slices, initial state": (
-        replace(OLMO, initial_state=True), TWO_LAUNCHES, 2, [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],
+        SLICES.but(initial_states=True), TWO_LAUNCHES, 2, [*GATES, "empty", *INITIAL, *OUTPUTS, *FINAL],
     ),
-    "slices, one launch": (OLMO, ONE_LAUNCH, 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
-    "one slice": (replace(OLMO, value_dim=120), TWO_LAUNCHES, 2, ["empty", *OUTPUTS, *FINAL]),
+    "slices, one launch": (SLICES, ONE_LAUNCH, 1, [*GATES, "empty", *OUTPUTS, *FINAL]),
+    "one slice": (SLICES.but(value_dim=120), TWO_LAUNCHES, 2, ["empty", *OUTPUTS, *FINAL]),
 }  # fmt: skip
 
 
@@ -99,7 +101,7 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
     call(case.inputs())
     launches.clear()
-    inputs = case.inputs(seed=1)
+    inputs = case.but(seed=1).inputs()
     with Recorder() as recorder:
         output = call(inputs)
     assert recorder.operations == operations
@@ -129,7 +131,7 @@ def test_a_call_of_a_known_signature_decides_nothing_again(
     for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (fused, "choose"), (torch.cuda, "device")):
         count(where, what)
     for number in range(1, 4):
-        call(case.inputs(seed=number))
+        call(case.but(seed=number).inputs())
         # constructing inputs checks them, once more here than in a call
         assert counted == {"check": number + 1, "signature": number, "choose": 1, "device": number}
     assert launches

@@ -1,22 +1,17 @@
 """How the Hopper kernels divide a call into segments and programs.  The decision needs no GPU."""
 
-import hashlib
 import json
 import math
 import time
 from dataclasses import asdict, fields, replace
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from compile_target import compiled, on_meta
-from ssd_cases import Case
-from test_exactness_gpu import NO_LARGER
+from kernel_cases import SSDCase
+from test_exactness import NO_LARGER
 
-from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
-from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.schedule import Cut, cut
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import (
@@ -29,7 +24,6 @@ from ssdprof.kernels.ssd.hopper.config import (
     unsupported,
 )
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
-from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.tensors import row_stride
 
 H200 = 132  # multiprocessors
@@ -37,7 +31,7 @@ LAYER = dict(heads=80, headdim=1, dstate=16)
 
 
 def chosen(seqlen: int, batch: int = 1, batch_invariant: bool = False) -> SSDHopperConfig:
-    inputs = Case(seqlen=seqlen, batch=batch, **LAYER).inputs()
+    inputs = SSDCase(seqlen=seqlen, batch=batch, **LAYER).inputs()
     return SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
 
 
@@ -61,26 +55,26 @@ def test_batch_invariant_ignores_the_batch() -> None:
 
 
 def test_packed_sequences_are_cut_by_one_rule() -> None:
-    inputs = Case(lengths=(100, 900), **LAYER).inputs()
+    inputs = SSDCase(lengths=(100, 900), **LAYER).inputs()
     assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).segment == 64
 
 
 def test_packed_sequences_of_few_heads_are_cut_into_more_segments() -> None:
     """One shard of a model on eight GPUs.  The number and the lengths of the sequences have no effect."""
     for lengths in ((100, 900), (4096,), (64,) * 9):
-        inputs = Case(lengths=lengths, **LAYER | {"heads": 10}).inputs()
+        inputs = SSDCase(lengths=lengths, **LAYER | {"heads": 10}).inputs()
         assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).segment == 8
 
 
 def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
-    assert unsupported(Case().inputs()) == "anything but a Hopper GPU"
+    assert unsupported(SSDCase().inputs()) == "anything but a Hopper GPU"
 
 
 def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiples of 16 bytes.  Sequences may have gaps between them, but may not overlap."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
-    inputs = Case(batch=2, seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    inputs = SSDCase(batch=2, seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
     assert unsupported(inputs) == ""
     for name in ("x", "B", "C", "dt"):
         tensor = getattr(inputs, name)
@@ -96,7 +90,7 @@ def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(monkeypatch: pytest
     """Their offsets have 32 bits."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
-    inputs = on_meta(Case(seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs())
+    inputs = on_meta(SSDCase(seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs())
     for row, head, refused in ((1 << 24, 1, False), (1 << 25, 1, True), (4, 1 << 28, False), (4, 1 << 29, True)):
         dt = torch.empty_strided((1, 100, 4), (0, row, head), device="meta", dtype=torch.bfloat16)
         reason = unsupported(replace(inputs, dt=dt))
@@ -111,14 +105,14 @@ def test_shared_memory_is_what_the_compiler_takes() -> None:
         ("p 128 n 64 bf16", 3, 2, 64),
         ("n 256 fp16 relaxed", 2, 3, 256),
     ):
-        (kernel,) = compiled("test_fused_hopper_compile", 90)[label]
+        (kernel,) = compiled("compile_cases", 90, "SSD_HOPPER")[label]
         assert 0 <= kernel.shared_bytes - shared_bytes(ring, score_ring, dstate) < 1024
 
 
 def test_with_256_state_dimensions_a_program_owns_one_unit() -> None:
     """falcon-h1-3b has 64 units: 32 heads of two slices each."""
     for dstate, ring, programs in ((128, 3, 32), (256, 2, 64)):
-        inputs = Case(seqlen=4096, heads=32, headdim=128, dstate=dstate, dtype=torch.bfloat16).inputs()
+        inputs = SSDCase(seqlen=4096, heads=32, headdim=128, dstate=dstate, dtype=torch.bfloat16).inputs()
         assert program_count(inputs) == programs
         assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring
 
@@ -131,7 +125,7 @@ def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stri
 
 
 def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> None:
-    inputs = Case(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    inputs = SSDCase(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
     config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Cut(segment=16)))
     for state_dtype in (torch.float32, torch.float16):
         sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
@@ -143,7 +137,7 @@ def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> N
 
 def test_the_workspace_of_shares_is_a_state_in_fp32_for_each_and_flags() -> None:
     """Four pairs of heads."""
-    inputs = Case(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
+    inputs = SSDCase(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
     config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Cut(segment=64, shares=3)))
     for state_dtype in (torch.float32, torch.float16):
         sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
@@ -257,68 +251,3 @@ def test_the_simulated_best_is_close_to_the_measured_best() -> None:
     assert max(of_models) < 1.03
     assert sum(losses) / len(losses) < 1.01
     assert max(losses) < 1.12
-
-
-# --- 10,000 calls: a change of the code must not change a choice
-
-SEQLENS = (1, 64, 100, 640, 1024, 2048, 4096, 5000, 9000, 16384, 50000, 131072, 1 << 20)
-BATCHES = (1, 2, 3, 7, 16, 64, 200)
-SM_COUNTS = (78, 132)
-SSD_SIZES = tuple(product((2, 8, 24, 80, 264), ((64, 128), (80, 64), (128, 256))))  # heads, (headdim, dstate)
-GDN_SIZES = tuple(product((1, 4, 16, 48, 131, 140), (1, 2, 3), (False, True)))  # key heads, values per key, normalise
-SSD_FIELDS = (
-    "segment", "long_count", "long_segment", "recompute", "shares", "ring", "score_ring", "unit_registers",
-    "other_registers", "reason",
-)  # fmt: skip
-GDN_FIELDS = (
-    "segment", "persistent_programs", "truncation_log2", "first_segment_extra", "transition_parts",
-    "longest_first_pass", "least_first_pass", "transition_programs", "fused_inverse", "key_ring", "ring",
-    "state_registers", "other_registers", "reason",
-)  # fmt: skip
-
-
-def expanded(*shape: int) -> torch.Tensor:
-    return torch.empty((1,), device="meta").expand(shape)
-
-
-def ssd_inputs(size: tuple[int, tuple[int, int]], seqlen: int, batch: int, packed: bool) -> SSDInputs:
-    heads, (headdim, dstate) = size
-    rows = 1 if packed else batch
-    return SSDInputs.unchecked(
-        x=expanded(rows, seqlen, heads, headdim), B=expanded(rows, seqlen, 1, dstate),
-        cu_seqlens=expanded(batch + 1) if packed else None,
-    )  # fmt: skip
-
-
-def gdn_inputs(size: tuple[int, int, bool], seqlen: int, batch: int, packed: bool) -> GDNInputs:
-    heads, group, normalise = size
-    rows = 1 if packed else batch
-    q, v = expanded(rows, seqlen, heads, 128), expanded(rows, seqlen, heads * group, 128)
-    cu_seqlens = expanded(batch + 1) if packed else None
-    return GDNInputs.unchecked(q=q, k=q, v=v, cu_seqlens=cu_seqlens, use_qk_l2norm=normalise)
-
-
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "ssd": (
-        ssd_inputs, SSDHopperConfig, SSD_SIZES, SSD_FIELDS,
-        "57e5d324889150b3877ec14308d74e518cec9e35a4d67025eca32e7c6e871c5c",
-    ),
-    "gdn": (
-        gdn_inputs, GDNHopperConfig, GDN_SIZES, GDN_FIELDS,
-        "29685b3c1bbb167efe7985022504134ad61f29b25b263241933551164c69c28a",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("operator", [pytest.param("ssd", marks=pytest.mark.slow), "gdn"])
-def test_choices(operator: str) -> None:
-    make, config_class, sizes, names, expected = CHOICES[operator]
-    found, count = hashlib.sha256(), 0
-    for size, seqlen, batch, packed in product(sizes, SEQLENS, BATCHES, (False, True)):
-        inputs = make(size, seqlen, batch, packed)
-        for sm_count, batch_invariant in product(SM_COUNTS, (False, True)):
-            config = config_class.choose(inputs, sm_count, batch_invariant=batch_invariant)
-            found.update(repr([getattr(config, name) for name in names]).encode())
-            count += 1
-    assert count > 10_000
-    assert found.hexdigest() == expected

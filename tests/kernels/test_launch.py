@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from ssd_cases import EXACT, RELAXED, Case
+from kernel_cases import EXACT, RELAXED, SSDCase
 from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels import SSDInputs, UnsupportedError, ssd_fused
@@ -29,7 +29,7 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import hopper_launch
 from ssdprof.kernels.ssd.launch import SSDLaunch
 
-CASE = Case(seqlen=20, gate=True, initial_states=True)
+CASE = SSDCase(seqlen=20, gate=True, initial_states=True)
 
 
 class Kernel:
@@ -245,7 +245,7 @@ def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
     kinds(*(((None, None), (size,), {}) for size in range(8)))
     assert 0 < len(launching._kept) <= 3
     for seqlen in range(1, 8):
-        fused.run(Case(seqlen=seqlen).inputs())
+        fused.run(SSDCase(seqlen=seqlen).inputs())
     assert 0 < len(fused._launches._kept) <= 3
 
 
@@ -262,7 +262,7 @@ def test_a_call_is_prepared_once_and_right_every_time(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(fused, "_prepare", counted)
     for seed in range(3):
-        inputs = Case(seqlen=20, gate=True, initial_states=True, seed=seed).inputs()
+        inputs = SSDCase(seqlen=20, gate=True, initial_states=True, seed=seed).inputs()
         ours, fresh = fused.run(inputs, EXACT), fused._prepare(inputs, EXACT, False)(inputs)
         assert torch.equal(ours.out, fresh.out)
         assert torch.equal(ours.final_states, fresh.final_states)
@@ -301,8 +301,8 @@ def test_tensors_of_a_call_are_not_kept_alive() -> None:
     assert [ref() for ref in alive] == [None] * 5
 
 
-@pytest.mark.parametrize("case", [Case(batch=2, seqlen=70), Case(lengths=(70, 0, 9))], ids=["batch", "packed"])
-def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", [SSDCase(batch=2, seqlen=70), SSDCase(lengths=(70, 0, 9))], ids=["batch", "packed"])
+def test_descriptors_of_the_hopper_kernel_are_those_of_tensors(case: SSDCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile can begin at every position of every sequence, and ends at the latest with the sequence."""
     inputs = replace(case, heads=4, headdim=80, dstate=64, groups=2, dtype=torch.bfloat16).inputs()
     arguments: list[tuple[Any, ...]] = []
@@ -324,7 +324,7 @@ def test_descriptors_of_the_hopper_kernel_describe_their_tensors(case: Case, mon
                     assert address == tensor.flatten(0, 1)[row, head, column].data_ptr()
 
 
-def _positions(case: Case) -> Iterator[tuple[tuple[int, int], int, int]]:
+def _positions(case: SSDCase) -> Iterator[tuple[tuple[int, int], int, int]]:
     """For each position: its first and third coordinate, its row, and the number of positions left in its sequence."""
     lengths = case.lengths or [case.seqlen] * case.batch
     total, begin = sum(lengths), 0
@@ -358,7 +358,7 @@ def test_what_does_not_fit_is_refused_every_time(change: dict[str, Any], message
 
 
 def test_what_no_kernel_does_is_refused_every_time() -> None:
-    inputs = Case(dstate=257).inputs()
+    inputs = SSDCase(dstate=257).inputs()
     for _ in range(2):
         with pytest.raises(UnsupportedError, match="dstate is at most 256"):
             fused.run(inputs)
@@ -366,9 +366,9 @@ def test_what_no_kernel_does_is_refused_every_time() -> None:
 
 def test_a_signature_says_all_but_place_and_content() -> None:
     inputs = CASE.inputs()
-    assert inputs.signature == Case(seqlen=20, gate=True, initial_states=True, seed=5).inputs().signature
+    assert inputs.signature == SSDCase(seqlen=20, gate=True, initial_states=True, seed=5).inputs().signature
     others = [
-        Case(seqlen=21, gate=True, initial_states=True).inputs(),
+        SSDCase(seqlen=21, gate=True, initial_states=True).inputs(),
         CASE.inputs(dt_softplus=False),
         CASE.inputs(dt_limit=(0.0, 1.0)),
         CASE.inputs(chunk_size=64),

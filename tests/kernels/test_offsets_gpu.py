@@ -1,24 +1,22 @@
 """Offsets past 2^31 elements, in outputs and in inputs that are columns of a wide matrix: the same bits as near 0."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from fused_kernels import CHOSEN, ON_HOPPER, Kernel, hopper_by_default
-from ssd_cases import EXACT, Case, cu_seqlens
-from test_fused import assert_bitwise, fused
+from kernel_cases import BF16, EXACT, GDNCase, SSDCase, assert_bitwise, assert_close, bounds, cut, rows, sequences
+from subjects import GDN_ON_HOPPER, H200, ON_HOPPER, SSD_CHOSEN, SUBJECTS, Subject, gdn_hopper_by, ssd_hopper, subjects
 
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
+from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
-from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import assert_passes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("much_gpu_memory")]
 
-BF16 = torch.bfloat16
-H200 = 132  # multiprocessors
-SMALL = dict(heads=2, headdim=64, dstate=64, dtype=BF16, device="cuda")
+SMALL = SSDCase(heads=2, headdim=64, dstate=64, dtype=BF16, device="cuda")
 TOKENS = ("x", "B", "C", "dt")
 
 
@@ -37,7 +35,7 @@ def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
         C=normal(1, 128),
         dt_bias=torch.full((80,), -4.0, device="cuda"),
         dt_softplus=True,
-        cu_seqlens=cu_seqlens(lengths, "cuda") if lengths else None,
+        cu_seqlens=bounds(lengths, "cuda") if lengths else None,
     )
 
 
@@ -54,10 +52,10 @@ def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:
     return replace(inputs, **far)
 
 
-@pytest.mark.parametrize("kernel", CHOSEN)
+@subjects(gpu=SSD_CHOSEN)
 @pytest.mark.parametrize(("seqlen", "row"), [(5000, 500_032), (70, 1 << 25)], ids=["of chunks", "within a chunk"])
-def test_columns_of_a_wide_matrix(kernel: Kernel, seqlen: int, row: int) -> None:
-    inputs = Case(seqlen=seqlen, **SMALL).inputs()
+def test_columns_of_a_wide_matrix(kernel: Subject, seqlen: int, row: int) -> None:
+    inputs = SMALL.but(seqlen=seqlen).inputs()
     names = TOKENS if row < 1 << 25 else ("x", "B", "C")
     assert_bitwise(kernel(spread(inputs, row, names)), kernel(inputs))
 
@@ -66,23 +64,25 @@ def test_columns_of_a_wide_matrix(kernel: Kernel, seqlen: int, row: int) -> None
 def test_a_first_pass_over_rows_of_dt_that_are_as_far_apart_as_the_kernel_takes() -> None:
     """A turn goes back two chunks, by 2^32 - 8192 elements, which is -8192 in 32 bits.  With a row stride of 2^24 the
     step would be 2^31, which equals its negative in 32 bits, so a wrong step would equal the right one."""
-    inputs = Case(seqlen=300, **SMALL).inputs()
+    inputs = SMALL.but(seqlen=300).inputs()
     far = spread(inputs, (1 << 25) - 64, ("dt",))
     assert unsupported(far) == ""
     chosen = SSDHopperConfig.choose(inputs, H200, batch_invariant=False)
     config = replace(chosen, long_count=1, long_segment=4, segment=1, recompute=True)
-    assert_bitwise(*(ssd_fused_hopper(one, EXACT, config=config) for one in (far, inputs)))
+    assert_bitwise(*(ssd_hopper(config)(one, EXACT) for one in (far, inputs)))
 
 
-HEADS_FIRST = (Case(batch=2, seqlen=70, **SMALL | dict(heads=80, dstate=128)), (64 * 128, 1 << 25, 128, 1))
-HEADDIM_FIRST = (Case(seqlen=70, **SMALL), (2 * 64, 64, 1 << 26, 1))
+HEADS_FIRST = (SMALL.but(batch=2, seqlen=70, heads=80, dstate=128), (64 * 128, 1 << 25, 128, 1))
+HEADDIM_FIRST = (SMALL.but(seqlen=70), (2 * 64, 64, 1 << 26, 1))
 
 
 @pytest.mark.parametrize(("case", "strides"), [HEADS_FIRST, HEADDIM_FIRST], ids=["heads first", "headdim first"])
-@pytest.mark.parametrize("kernel", CHOSEN)
-def test_initial_states_that_are_a_slice_of_a_large_cache(kernel: Kernel, case: Case, strides: tuple[int, ...]) -> None:
+@subjects(gpu=SSD_CHOSEN)
+def test_initial_states_that_are_a_slice_of_a_large_cache(
+    kernel: Subject, case: SSDCase, strides: tuple[int, ...]
+) -> None:
     """NaN lies between and before them, where offsets in 32 bits would point."""
-    inputs = replace(case, initial_states=True).inputs()
+    inputs = case.but(initial_states=True).inputs()
     assert inputs.initial_states is not None
     states, before = inputs.initial_states.to(BF16), 2**31
     last = sum((size - 1) * stride for size, stride in zip(states.shape, strides, strict=True))
@@ -95,27 +95,24 @@ def test_initial_states_that_are_a_slice_of_a_large_cache(kernel: Kernel, case: 
 @pytest.mark.parametrize("name", ["dt", "z"])
 def test_columns_that_are_further_apart_than_any_projection(name: str) -> None:
     """Which kernel takes them does not matter here."""
-    inputs = Case(seqlen=70, gate=name == "z", **SMALL).inputs()
-    assert_passes(fused(spread(inputs, 1 << 26, (name,))), inputs, EXACT)
+    inputs = SMALL.but(seqlen=70, gate=name == "z").inputs()
+    assert_passes(SUBJECTS["ssd fused"](spread(inputs, 1 << 26, (name,))), inputs, EXACT)
 
 
-@pytest.mark.parametrize("kernel", CHOSEN)
-def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Kernel) -> None:
+@subjects(gpu=SSD_CHOSEN)
+def test_a_sequence_whose_output_starts_past_2_to_the_31(kernel: Subject) -> None:
     inputs = large(1, 420_300, (420_000, 300))
     assert inputs.x[0, :420_000].numel() > 2**31
-    whole = kernel(inputs)
-    tail = {name: getattr(inputs, name)[:, 420_000:].clone() for name in TOKENS}
-    alone = kernel(replace(inputs, **tail, cu_seqlens=cu_seqlens((300,), "cuda")))
-    assert_bitwise(SSDOutput(whole.out[:, 420_000:], whole.final_states[1:]), alone)
+    whole, alone = kernel(inputs), kernel(sequences(inputs, packed=True)[1])
+    assert_bitwise((whole.out[:, 420_000:], whole.final_states[1:]), alone)
 
 
-@pytest.mark.parametrize("kernel", CHOSEN)
-def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Kernel) -> None:
+@subjects(gpu=SSD_CHOSEN)
+def test_a_row_of_a_batch_whose_offset_passes_2_to_the_31(kernel: Subject) -> None:
     inputs = large(2, 430_000)
     assert inputs.x[0].numel() > 2**31
-    whole = kernel(inputs)
-    last = kernel(replace(inputs, **{name: getattr(inputs, name)[1:] for name in TOKENS}))
-    assert_bitwise(SSDOutput(whole.out[1:], whole.final_states[1:]), last)
+    whole, last = kernel(inputs), kernel(rows(inputs, slice(1, None)))
+    assert_bitwise((whole.out[1:], whole.final_states[1:]), last)
 
 
 @ON_HOPPER
@@ -126,8 +123,60 @@ def test_equal_shares_of_a_batch_that_passes_2_to_the_31() -> None:
     inputs = replace(inputs, initial_states=initial.normal_(generator=torch.Generator("cuda").manual_seed(1)))
     assert min(inputs.x[:-2].numel(), initial[:-2].numel()) > 2**31
     assert inputs.sequences * program_count(inputs) % H200 == program_count(inputs)
-    ours = hopper_by_default(inputs)
-    last = replace(inputs, **{name: getattr(inputs, name)[-2:].clone() for name in (*TOKENS, "initial_states")})
-    chosen = SSDHopperConfig.choose(last, H200, batch_invariant=True)
-    alone = ssd_fused_hopper(last, EXACT, config=replace(chosen, **asdict(Cut(segment=3))))
-    assert_bitwise(SSDOutput(ours.out[-2:], ours.final_states[-2:]), alone)
+    ours = SUBJECTS["ssd hopper, by default"](inputs)
+    chosen = SSDHopperConfig.choose(inputs, H200, batch_invariant=True)
+    config = replace(chosen, **vars(Cut(segment=3)))
+    assert_bitwise((ours.out[-2:], ours.final_states[-2:]), ssd_hopper(config)(rows(inputs, slice(-2, None)), EXACT))
+
+
+def test_columns_of_a_wide_matrix_in_the_unfused_pipeline() -> None:
+    """A row stride of 8M elements: 5 GB.  The same values without gaps give the same bits."""
+    near, run = SMALL.but(seqlen=300, heads=4, gate=True, dstate=128, chunk_size=256).inputs(), SUBJECTS["ssd unfused"]
+    assert_bitwise(run(spread(near, 1 << 23, (*TOKENS, "z"))), run(near))
+
+
+def test_outputs_and_states_of_the_unfused_pipeline_past_2_to_the_31() -> None:
+    """262,244 positions of 128 heads of 64: 2^31 elements and more of x, of out and of states.  About 35 GB."""
+    run, seqlen = SUBJECTS["ssd unfused"], (1 << 18) + 100
+    inputs, start = SMALL.but(seqlen=seqlen, heads=128, dstate=128, chunk_size=128).inputs(), seqlen - 1000
+    assert inputs.x.numel() > 2**31
+    first = run(cut(inputs, 0, start))
+    assert first.out.isfinite().all()
+    carried = first.final_states
+    del first
+    whole, last = run(inputs), run(cut(inputs, start, seqlen, initial_states=carried))
+    # a few roundings to bf16
+    assert_close((whole.out[:, start:].clone(), whole.final_states), [one.double() for one in last], 2e-2)
+
+
+# --- GDN
+
+
+@ON_HOPPER
+def test_sequences_of_gdn_2_to_the_31_elements_apart() -> None:
+    inputs = GDNCase(**GDN_ON_HOPPER | dict(batch=2, seqlen=640, key_heads=2, gate=1e-4), device="cuda").inputs()
+    apart, far = 2**31 + 64, {}
+    for name in ("q", "k", "v", "g", "beta"):
+        tensor = getattr(inputs, name)
+        memory = torch.zeros(apart + tensor[0].numel(), dtype=tensor.dtype, device="cuda")
+        far[name] = memory.as_strided(tensor.shape, (apart, *tensor.stride()[1:])).copy_(tensor)
+    run = gdn_hopper_by(GDNHopperConfig(segment=8, transition_parts=2, longest_first_pass=7))
+    assert_bitwise(run(replace(inputs, **far), EXACT), run(inputs, EXACT))
+
+
+def test_tensors_of_the_unfused_gdn_pipeline_beyond_two_to_the_31_elements() -> None:
+    """With 2^31 elements in v and in every workspace, the pack's last sequence has the result that it has alone."""
+    heads, tokens, last = 8, (1 << 31) // (8 * 128) + 5000, 3000
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.empty(1, tokens, *shape, dtype=BF16, device="cuda").normal_(generator=generator)
+
+    inputs = GDNInputs(
+        q=normal(1, 128), k=normal(1, 128), v=normal(heads, 128), g=-normal(heads).abs(), beta=normal(heads).sigmoid(),
+        cu_seqlens=bounds((tokens - last, last), "cuda"), use_qk_l2norm=True,
+    )  # fmt: skip
+    run = SUBJECTS["gdn unfused"]
+    whole, alone = run(inputs), run(sequences(inputs)[1])
+    assert torch.equal(whole.out[:, -last:], alone.out)
+    assert torch.equal(whole.final_states[1:], alone.final_states)

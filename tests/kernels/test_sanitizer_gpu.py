@@ -10,18 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from sanitizer_target import KERNELS
+from subjects import ON_HOPPER
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="not a Hopper GPU")
-ANYWHERE = {"ssd": ["portable", "unfused"], "gdn": ["portable", "unfused", "recurrent"]}
-HOPPER_ONLY = {
-    "ssd": ["hopper", "hopper, uneven", "hopper, alone", "hopper, shared"],
-    "gdn": ["hopper, first passes", "hopper, leading", "hopper, parts", "hopper, one launch", "hopper, slices"],
-}
-KERNELS = [
-    *((operator, kernel) for operator in ANYWHERE for kernel in ANYWHERE[operator]),
-    *(pytest.param(operator, kernel, marks=ON_HOPPER) for operator in HOPPER_ONLY for kernel in HOPPER_ONLY[operator]),
+EVERY_KERNEL = [
+    pytest.param(operator, kernel, marks=[ON_HOPPER] * kernel.startswith("hopper"))
+    for operator, kernels in KERNELS.items()
+    for kernel in kernels
 ]
 MOST = 100_000  # reports
 TARGET = str(Path(__file__).with_name("sanitizer_target.py"))
@@ -54,7 +49,7 @@ def sanitized(tool: str, operator: str, kernel: str, *arguments: str, cases: tup
     return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, TARGET, operator, kernel, *cases)
 
 
-@pytest.mark.parametrize(("operator", "kernel"), KERNELS)
+@pytest.mark.parametrize(("operator", "kernel"), EVERY_KERNEL)
 def test_memory(operator: str, kernel: str) -> None:
     said = sanitized("memcheck", operator, kernel)
     assert "ERROR SUMMARY: 0 errors" in said, said
@@ -82,7 +77,7 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
     Between roles the tool reports false races.  Roles synchronise at mbarriers.  There a thread may arrive for other
     threads, after a barrier with them, and TMA arrives too.  racecheck does not know all such chains: according to
     NVIDIA's release notes, versions 2025.4, 2026.1 and 2026.3 fixed false reports about mbarriers.
-    `test_fused_hopper_emulated.py` tests the synchronisation between roles, with the roles in random order.
+    `test_ssd_hopper.py` tests the synchronisation between roles, with the roles in random order.
     """
     said = sanitized("racecheck", "ssd", kernel, "--racecheck-report", "hazard", cases=(case,))
     pairs = re.findall(r"(?:Read|Write) Thread \((\d+),.*\n.*(?:Read|Write) Thread \((\d+),.*", said)
@@ -92,6 +87,6 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
     assert not within, said
 
 
-@pytest.mark.parametrize(("operator", "kernel"), KERNELS)
+@pytest.mark.parametrize(("operator", "kernel"), EVERY_KERNEL)
 def test_launches_that_block(operator: str, kernel: str) -> None:
     run(sys.executable, TARGET, operator, kernel, CUDA_LAUNCH_BLOCKING="1")

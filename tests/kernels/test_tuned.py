@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ssd_cases import EXACT, RELAXED, Case
+from kernel_cases import EXACT, RELAXED, SSDCase
 
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, override, use_overrides
@@ -17,7 +17,7 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
-CASE = Case(seqlen=1024, dtype=torch.bfloat16)
+CASE = SSDCase(seqlen=1024, dtype=torch.bfloat16)
 FOUND = SSDHopperConfig(segment=3, reason="found")
 
 
@@ -27,11 +27,11 @@ def nothing_is_left_behind() -> Iterator[None]:
     use_overrides("ssd", {})
 
 
-def key_of(case: Case) -> CallKey:
+def key_of(case: SSDCase) -> CallKey:
     return call_key(case.inputs(), EXACT, "hopper")
 
 
-def hopper(case: Case, precision: Precision = EXACT, *, batch_invariant: bool = False) -> SSDHopperConfig:
+def hopper(case: SSDCase, precision: Precision = EXACT, *, batch_invariant: bool = False) -> SSDHopperConfig:
     return fused._hopper_config(case.inputs(), precision, batch_invariant)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from kernels.ssd_cases import Case
+from kernels.kernel_cases import SSDCase
 
 from ssdprof.capture.store import CapturedLayer, CaptureWriter
 from ssdprof.core.subject import CheckpointRef, LayerRef
@@ -11,7 +11,7 @@ from ssdprof.core.subject import CheckpointRef, LayerRef
 LAYERS = (2, 5, 7)
 
 
-def store_layers(folder: Path, case: Case) -> Path:
+def store_layers(folder: Path, case: SSDCase) -> Path:
     """Every layer has the same inputs."""
     layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in LAYERS)
     checkpoint = CheckpointRef(

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import triton
 from compile_target import _AbsentGpu, on_meta
-from gdn_cases import Case as GDNCase
-from ssd_cases import EXACT, Case
+from kernel_cases import EXACT, GDNCase, SSDCase
 from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels.gdn.config import GDNPortableConfig
@@ -84,12 +83,12 @@ def main() -> None:
 
     target.name_call_sites = remember
     JITFunction.run = compile_only
-    case = Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
-    gated = on_meta(Case(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())
+    case = SSDCase(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
+    gated = on_meta(SSDCase(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())
     five_stages(gated, EXACT)
     ssd_fused_portable(gated, EXACT, config=SSDPortableConfig.choose(gated, (9, 0)))
     hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.SSDHopperConfig(segment=4))
-    long = GDNCase(length=4096, key_heads=2, values_per_key=2, key_dim=128, value_dim=128, dtype=torch.bfloat16)
+    long = GDNCase(seqlen=4096, key_heads=2, values_per_key=2, key_dim=128, value_dim=128, dtype=torch.bfloat16)
     delta = on_meta(long.inputs())
     six_stages(delta, EXACT)
     config = GDNPortableConfig.choose(delta, (9, 0), 132)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import report as run_report
-from kernels.ssd_cases import Case
+from kernels.kernel_cases import SSDCase
 from stalls import synthetic
 from stalls.captures import store_layers
 from typer.testing import CliRunner, Result
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_report_has_its_sentence(
 
 @pytest.fixture
 def captured(tmp_path: Path) -> Path:
-    return store_layers(tmp_path / "captures", Case(seqlen=64, dtype=torch.bfloat16))
+    return store_layers(tmp_path / "captures", SSDCase(seqlen=64, dtype=torch.bfloat16))
 
 
 def pretended(name: str, *kernels: str) -> Launched:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from kernels.ssd_cases import Case
+from kernels.kernel_cases import SSDCase
 from stalls.captures import store_layers
 from stalls.test_facts import launched
 
@@ -223,7 +223,7 @@ def counting(seen: list[str]) -> Implementation:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return store_layers(tmp_path / "captures", Case(seqlen=32, dtype=torch.bfloat16))
+    return store_layers(tmp_path / "captures", SSDCase(seqlen=32, dtype=torch.bfloat16))
 
 
 def words_for(folder: Path, layer: int, out: Path) -> list[str]:
@@ -272,13 +272,13 @@ def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str,
 
 def test_the_tensors_are_those_of_the_layer(folder: Path) -> None:
     inputs = target.load(folder, 7, 32, "cpu")
-    assert torch.equal(inputs.x, Case(seqlen=32, dtype=torch.bfloat16).inputs().x)
+    assert torch.equal(inputs.x, SSDCase(seqlen=32, dtype=torch.bfloat16).inputs().x)
     with pytest.raises(BadInputError, match="no layer 7 of 64 tokens"):
         target.load(folder, 7, 64, "cpu")
 
 
 def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) -> None:
-    prompt, step = (Case(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs() for states in (False, True))
+    prompt, step = (SSDCase(seqlen=1, dtype=torch.bfloat16, initial_states=states).inputs() for states in (False, True))
     (call,) = Serving(decode=1).calls(64)[1:]
     layer = LayerRef(index=5, name="layers.5", operator="ssd")
     checkpoint = CheckpointRef(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import call
 from documented_kernels import write_example
-from kernels.ssd_cases import Case
+from kernels.kernel_cases import SSDCase
 from stalls.captures import store_layers
 
 import ssdprof
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ncu, pytest.mark.skipif(find_ncu() is
 
 @pytest.mark.parametrize("gate", [False, True], ids=["hopper if there is one", "portable"])
 def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: bool) -> None:
-    case = Case(seqlen=16384, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16, gate=gate)
+    case = SSDCase(seqlen=16384, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16, gate=gate)
     captures = store_layers(tmp_path / "captures", case)
     request = StallRequest(where=str(captures), layer=5, precision=EXACT_FP32, out=tmp_path / "run")
     folder, report = profile(request, Unwatched())
@@ -45,7 +45,7 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
 def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
     """The stages of a known version are named; for another version the report says that its files are unknown."""
     pytest.importorskip("mamba_ssm")
-    case = Case(seqlen=4096, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16)
+    case = SSDCase(seqlen=4096, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16)
     captures = store_layers(tmp_path / "captures", case)
     request = StallRequest(
         where=str(captures),

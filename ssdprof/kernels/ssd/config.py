@@ -6,7 +6,7 @@ A call searches nothing, with two exceptions.  A model of the time divides seque
 
 On majors 9, 10 and 11 (H100, H200, B200), matrix instructions read their operands from shared memory.  On majors 8 and
 12 (A100, L4, RTX) and on later ones, operands pass through registers.  Measured on an H200: benchmarks/log/ssd.md.
-Compiled for others: tests/kernels/test_*_compile.py.
+Compiled for others: tests/kernels/test_compile.py.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ _FEW_ROW_BLOCKS = "a whole head, so that no score is computed twice; each block 
 _WOULD_SPILL = "a whole head, so that no score is computed twice; 64 rows, where 128 would spill"
 _SLICED = "; more than 128 state dimensions in slices of 32, so that their stages fit an A100's shared memory"
 # 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6 to 3.8 overwrites
-# registers of a product's operand while the product may still read them (`tests/kernels/test_operand_races.py`).
+# registers of a product's operand while the product may still read them (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: Table = (
     Rule(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
     Rule(gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS),

@@ -63,8 +63,8 @@ def ssd_fused(
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
-    refuse_gradient("fused", (x, dt, A, B, C, D, z, dt_bias, initial_states))
     if torch.compiler.is_compiling():
+        refuse_gradient("fused", (x, dt, A, B, C, D, z, dt_bias, initial_states))
         low, high = dt_limit
         out, final_states = torch.ops.ssdprof.ssd_fused(
             x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, low, high, initial_states, cu_seqlens,
@@ -111,6 +111,7 @@ def run(
 
     A launch is prepared once per signature of the inputs, because this is most of a call's time on the host.
     """
+    refuse_gradient("fused", vars(inputs).values())
     signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant)
     return _launches.get(signature, _prepare, inputs, precision, batch_invariant)(inputs)
 

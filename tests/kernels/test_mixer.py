@@ -1,23 +1,26 @@
-"""The causal convolution against its formula in fp64: layouts, states, widths; it compiles for every GPU."""
+"""The causal convolution and the gated RMS norm against their formulas in fp64: layouts, states, widths, groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from compile_target import CAPABILITIES, compiled
+from kernel_cases import BF16, FP16, FP32
 
 from ssdprof.kernels import UnsupportedError
-from ssdprof.kernels.mixer import causal_conv1d
+from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-21}  # of one rounding; fp32 sums round at every term
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 
 
 def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# --- the convolution
 
 
 def convolved(
@@ -39,10 +42,10 @@ def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
     assert (out.double() - expected).abs().max() <= EPS[out.dtype] * expected.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@DTYPES
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 70])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_it_is_the_formula(length: int, dtype: torch.dtype, stateful: bool) -> None:
+def test_the_convolution_is_the_formula(length: int, dtype: torch.dtype, stateful: bool) -> None:
     x, weight, bias = normal(2, length, 130, dtype=dtype), normal(130, 4, dtype=dtype, seed=1), normal(130, seed=2)
     initial = normal(2, 130, 3, dtype=dtype, seed=3) if stateful else None
     out, final = causal_conv1d(x, weight, bias, initial_state=initial, wants_final_state=True)
@@ -92,7 +95,7 @@ def test_two_pieces_with_the_state_between_are_one() -> None:
         assert torch.equal(last, end)
 
 
-def test_what_it_does_not_take_is_refused() -> None:
+def test_what_the_convolution_does_not_take_is_refused() -> None:
     x, weight = normal(1, 8, 4), normal(4, 4)
     with pytest.raises(UnsupportedError, match=r"not torch\.float64"):
         causal_conv1d(x.double(), weight)
@@ -104,33 +107,56 @@ def test_what_it_does_not_take_is_refused() -> None:
         causal_conv1d(x, weight, initial_state=normal(1, 4, 4))
 
 
-# --- compiled without a GPU
+# --- the norm
 
 
-def launch(*, bias: bool, state: bool, dtype: torch.dtype) -> None:
-    def meta(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    x = torch.empty_strided((1, 1024, 5376), (1024 * 10576, 10576, 1), dtype=dtype, device="meta")
-    causal_conv1d(
-        x, meta(5376, 4), meta(5376) if bias else None, initial_state=meta(1, 5376, 3) if state else None,
-        wants_final_state=state,
-    )  # fmt: skip
-
-
-LAUNCHES: dict[str, Callable[[], None]] = {
-    "a prompt": partial(launch, bias=True, state=False, dtype=BF16),
-    "a segment": partial(launch, bias=False, state=True, dtype=BF16),
-    "fp32": partial(launch, bias=True, state=True, dtype=FP32),
-}
+def normed(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """The formula in fp64, in x's shape."""
+    x, gate = x.double(), gate.double()
+    silu = gate / (1 + torch.exp(-gate))
+    y = x if settings["norm_first"] else x * silu
+    groups = y.unflatten(-1, (-1, settings["group_size"]))
+    out = groups / torch.sqrt((groups**2).mean(-1, keepdim=True) + settings["eps"])
+    out = out.flatten(-2) * weight.double()
+    return out * silu if settings["norm_first"] else out
 
 
-@pytest.mark.compiler
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("label", LAUNCHES)
-def test_it_compiles_without_spills(label: str, capability: int) -> None:
-    (kernel,) = compiled("test_causal_conv1d", capability)[label]
-    assert kernel.kernel == "_causal_conv1d_kernel"
-    assert kernel.spilled_bytes == 0
-    assert kernel.registers <= 128  # four programs and more on an SM
-    assert kernel.metadata["bytes"] == 2 * 1024 * 5376 * (4 if label == "fp32" else 2)
+@pytest.mark.parametrize("norm_first", [False, True])
+@DTYPES
+@pytest.mark.parametrize(("width", "group_size"), [(16, 16), (96, 48), (320, 320), (5120, 5120), (24, 8)])
+def test_the_norm_is_the_formula(width: int, group_size: int, dtype: torch.dtype, norm_first: bool) -> None:
+    x, gate = normal(2, 5, width, dtype=dtype), 3 * normal(2, 5, width, dtype=dtype, seed=1)
+    weight, settings = normal(width, seed=2), dict(eps=1e-5, group_size=group_size, norm_first=norm_first)
+    out = gated_rms_norm(x, gate, weight, **settings)  # type: ignore[arg-type]
+    expected = normed(x, gate, weight, **settings)
+    assert (out.dtype, out.is_contiguous()) == (dtype, True)
+    limit = 2 * EPS[dtype] if dtype == FP32 else EPS[dtype]
+    assert ((out.double() - expected).abs() <= limit * (expected.abs() + 1e-3)).all()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_rows_of_heads_and_the_gate_as_a_view_of_a_projection(norm_first: bool) -> None:
+    x, wide, weight = normal(2, 70, 64), normal(2, 70, 200, seed=1), normal(64, seed=2)
+    gate = wide[:, :, 30:94]
+
+    def run(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_rms_norm(x, gate, weight, eps=1e-6, group_size=64, norm_first=norm_first)
+
+    plain = run(x, gate.contiguous())
+    assert torch.equal(run(x, gate), plain)
+    assert torch.equal(run(channel_major(x), gate), plain)
+    assert torch.equal(run(x.flatten(0, 1), gate.flatten(0, 1)), plain.flatten(0, 1))
+
+
+def test_a_row_of_zeros_is_no_nan() -> None:
+    out = gated_rms_norm(torch.zeros(1, 2, 8), normal(1, 2, 8), torch.ones(8), eps=1e-6, group_size=8, norm_first=False)
+    assert torch.equal(out, torch.zeros(1, 2, 8))
+
+
+def test_what_the_norm_does_not_take_is_refused() -> None:
+    x = normal(1, 4, 8)
+    with pytest.raises(UnsupportedError, match=r"not torch\.float64"):
+        gated_rms_norm(x.double(), x, torch.ones(8), eps=1e-6, group_size=8, norm_first=False)
+    for gate, weight, group_size in ((x[:, :3], 8, 8), (x, 7, 8), (x, 8, 3)):
+        with pytest.raises(ValueError, match="do not fit together"):
+            gated_rms_norm(x, gate, torch.ones(weight), eps=1e-6, group_size=group_size, norm_first=False)

@@ -1,0 +1,320 @@
+"""The launches that tests compile without a GPU: tables of label -> launch, on torch's meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from compile_target import on_meta
+from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, GDNCase, SSDCase
+from subjects import GDN_ON_HOPPER, GDN_ONE
+
+from ssdprof.kernels.chunks import Chunks
+from ssdprof.kernels.gdn.config import GDNPortableConfig
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
+from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
+from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
+from ssdprof.kernels.gdn.unfused.pipeline import six_stages
+from ssdprof.kernels.gdn.unfused_step import three_stages
+from ssdprof.kernels.hopper.schedule import Cut
+from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.config import SSDPortableConfig
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
+from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.portable import ssd_fused_portable
+from ssdprof.kernels.ssd.recurrent import recurrent_launch, two_stages
+from ssdprof.kernels.ssd.unfused import chunk_scan, five_stages
+
+Launches = dict[str, Callable[[], Any]]
+
+
+def each(launch: Callable[..., Any], cases: Mapping[str, Any]) -> Launches:
+    return {label: partial(launch, *(case if isinstance(case, tuple) else (case,))) for label, case in cases.items()}
+
+
+def capability() -> int:
+    return int(triton.runtime.driver.active.get_current_target().arch)
+
+
+# --- SSD
+
+
+def ssd_portable(case: SSDCase, precision: Precision, config: SSDPortableConfig | None = None) -> None:
+    inputs = on_meta(case.inputs())
+    config = config or SSDPortableConfig.choose(inputs, divmod(capability(), 10))
+    ssd_fused_portable(inputs, precision, config=config)
+
+
+def ssd_unfused(case: SSDCase, precision: Precision) -> None:
+    five_stages(on_meta(case.inputs()), precision)
+
+
+def ssd_hopper(case: SSDCase, precision: Precision, segments: Cut, _stack: int) -> None:
+    inputs = on_meta(case.inputs())
+    config = SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
+    ssd_fused_hopper(inputs, precision, config=replace(config, **vars(segments)))
+
+
+def ssd_recurrent(case: SSDCase) -> None:
+    inputs = on_meta(case.inputs())
+    recurrent_launch(inputs)(inputs)
+
+
+def ssd_step(case: SSDCase) -> None:
+    two_stages(on_meta(case.inputs()))
+
+
+def too_large_scan() -> None:
+    """256 x 128 accumulators in 4 warps."""
+    inputs = on_meta(SSDCase(heads=2, headdim=128, dstate=128, chunk_size=256, dtype=BF16).inputs())
+    chunks = Chunks.of(inputs)
+    gate = torch.empty(1, 2, chunks.count, chunks.size, device="meta")
+    states = torch.empty(1, chunks.count, 2, 128, 128, device="meta")
+    CB = torch.empty(1, chunks.count, 1, chunks.size, chunks.size, device="meta")
+    blocks = dict(block_q=256, block_p=128, block_s=32, block_n=128, num_warps=4, num_stages=3)
+    chunk_scan(inputs, gate, gate, states, CB, chunks, blocks=blocks)
+
+
+P64 = SSDCase(seqlen=1000, heads=2, headdim=64, dstate=128, chunk_size=256, dtype=BF16)
+PACKED = dict(lengths=(600, 9), initial_states=True, gate=True, skip="(h, p)")
+MAMBA2 = SSDCase(heads=2, headdim=64, dstate=128, seqlen=1024, dtype=BF16)
+SHIPPED_PORTABLE: dict[str, tuple[SSDCase, Precision]] = {
+    "fp32, n 64": (P64.but(dstate=64, dtype=FP32), EXACT), "fp32, n 128": (P64.but(dtype=FP32), EXACT),
+    "fp32, n 256": (P64.but(dstate=256, dtype=FP32), EXACT), "bf16, p 32": (P64.but(headdim=32), EXACT),
+    "bf16": (P64.but(seqlen=1024), EXACT), "bf16, gate": (P64.but(seqlen=1024, gate=True), EXACT),
+    "fp16, p 80, packed, relaxed": (P64.but(headdim=80, dtype=FP16, **PACKED), RELAXED),
+    "bf16, n 256": (P64.but(dstate=256), EXACT),
+    "bf16, p 128, n 256, packed": (P64.but(headdim=128, dstate=256, **PACKED), EXACT),
+}  # fmt: skip
+SHIPPED_UNFUSED: dict[str, tuple[SSDCase, Precision]] = {
+    "fp32": (P64.but(dtype=FP32), EXACT), "bf16": (P64, EXACT), "bf16, n 256": (P64.but(dstate=256), EXACT),
+    "fp16, packed, relaxed": (P64.but(dtype=FP16, **PACKED), RELAXED),
+    "bf16, n 256, packed": (P64.but(dstate=256, **PACKED), EXACT),
+    "bf16, p 128, n 64": (P64.but(headdim=128, dstate=64), EXACT), "bf16, p 128": (P64.but(headdim=128), EXACT),
+    "bf16, p 128, n 256": (P64.but(headdim=128, dstate=256), EXACT),
+}  # fmt: skip
+SHIPPED = {f"portable: {label}": launch for label, launch in each(ssd_portable, SHIPPED_PORTABLE).items()}
+SHIPPED |= {f"unfused: {label}": launch for label, launch in each(ssd_unfused, SHIPPED_UNFUSED).items()}
+
+FOR_UNFUSED = SSDCase(heads=16, headdim=64, dstate=128, chunk_size=256, dtype=BF16)
+SHORT_PACK = PACKED | dict(lengths=(40, 9))
+UNFUSED_CASES: dict[str, tuple[SSDCase, Precision]] = {
+    "mamba2 bf16 exact": (FOR_UNFUSED, EXACT), "mamba2 fp32 exact": (FOR_UNFUSED.but(dtype=FP32), EXACT),
+    "packed fp16 relaxed": (FOR_UNFUSED.but(**SHORT_PACK, dtype=FP16), RELAXED),
+    "largest bf16 exact": (FOR_UNFUSED.but(heads=2, headdim=128, dstate=256, **SHORT_PACK), EXACT),
+}  # fmt: skip
+SSD_UNFUSED = each(ssd_unfused, UNFUSED_CASES)
+
+PORTABLE_CASES: dict[str, tuple[SSDCase, Precision]] = {
+    "mamba2 bf16 exact": (MAMBA2, EXACT), "ragged bf16 exact": (MAMBA2.but(seqlen=1000), EXACT),
+    "gated bf16 exact": (MAMBA2.but(gate=True), EXACT),
+    "packed fp16 relaxed": (MAMBA2.but(**PACKED, dtype=FP16), RELAXED),
+    "mamba2 fp32 exact": (MAMBA2.but(seqlen=1000, dtype=FP32), EXACT),
+    "p 80 bf16 exact": (MAMBA2.but(seqlen=1000, headdim=80), EXACT),
+    "n 256 bf16 exact": (MAMBA2.but(seqlen=1000, dstate=256), EXACT),
+    "n 8 bf16 exact": (MAMBA2.but(seqlen=1000, dstate=8), EXACT),
+    "n 48 bf16 exact": (MAMBA2.but(seqlen=1000, dstate=48), EXACT),
+}  # fmt: skip
+SSD_PORTABLE = each(ssd_portable, PORTABLE_CASES)
+COMMON = {"mamba2 bf16 exact": SSD_PORTABLE["mamba2 bf16 exact"]}
+
+CUT, ALONE = Cut(segment=4), Cut(segment=3, long_count=1, long_segment=9, recompute=True)
+WHOLE, SHARES = Cut(segment=16), Cut(segment=16, shares=4)
+FOUR = MAMBA2.but(heads=4)
+HYBRID = FOUR.but(headdim=80, lengths=(600, 9), initial_states=True)
+BATCH, WIDE = FOUR.but(batch=3), dict(heads=3, dstate=256)
+# The last number: bytes of one thread's stack.  8 or 16 with Triton 3.6, up to 40 if sequences are packed and N is 256,
+# and up to 56 with shares, for which roles process several segments in a row.
+HOPPER_CASES: dict[str, tuple[SSDCase, Precision, Cut, int]] = {
+    "mamba2 bf16 exact": (FOUR, EXACT, CUT, 16), "mamba2 bf16 exact, alone": (FOUR, EXACT, ALONE, 16),
+    "mamba2 fp16 exact": (FOUR.but(dtype=FP16), EXACT, CUT, 16),
+    "mamba2 fp16 relaxed": (FOUR.but(dtype=FP16), RELAXED, CUT, 16),
+    "mamba2 bf16 exact, one segment": (FOUR, EXACT, WHOLE, 16),
+    "mamba2 bf16 exact, shares": (BATCH, EXACT, SHARES, 16),
+    "mamba2 fp16 relaxed, shares": (BATCH.but(dtype=FP16), RELAXED, SHARES, 16),
+    "packed bf16 exact": (HYBRID.but(headdim=64, initial_states=False), EXACT, CUT, 16),
+    "packed p 80 bf16": (HYBRID, EXACT, CUT, 16),
+    "p 80 bf16, shares": (BATCH.but(headdim=80, initial_states=True), EXACT, SHARES, 56),
+    "p 128 n 64 bf16": (FOUR.but(heads=2, headdim=128, dstate=64), EXACT, CUT, 16),
+    "n 256 bf16, one segment": (FOUR.but(**WIDE), EXACT, WHOLE, 16),
+    "n 256 bf16, shares": (BATCH.but(**WIDE), EXACT, SHARES, 16),
+    "n 256 fp16 relaxed, shares": (BATCH.but(dtype=FP16, **WIDE), RELAXED, SHARES, 56),
+    "p 128 n 256 bf16": (FOUR.but(headdim=128, **WIDE), EXACT, CUT, 16),
+    "n 256 fp16 relaxed": (FOUR.but(dtype=FP16, **WIDE), RELAXED, CUT, 16),
+    "packed p 80 n 256 bf16": (HYBRID.but(**WIDE), EXACT, CUT, 40),
+}  # fmt: skip
+SSD_HOPPER = each(ssd_hopper, HOPPER_CASES)
+
+TOKEN = SSDCase(batch=2, seqlen=1, heads=4, headdim=64, dstate=128, dtype=BF16, gate=True, initial_states=True)
+PLAIN_TOKEN = TOKEN.but(dtype=FP32, initial_states=False, gate=False, skip="(h, p)")
+
+
+def convolution(
+    x: torch.Tensor, *, bias: bool = True, state: bool = False, channels: int = 256, dtype: torch.dtype = BF16
+) -> None:
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    one, initial = meta(channels) if bias else None, meta(x.shape[0], channels, 3) if state else None
+    causal_conv1d(x, meta(channels, 4), one, initial_state=initial, wants_final_state=state)
+
+
+def norm(x: torch.Tensor, gate: torch.Tensor, group_size: int, *, norm_first: bool = False) -> None:
+    weight = torch.empty(x.shape[2], dtype=BF16, device="meta")
+    gated_rms_norm(x, gate, weight, eps=1e-5, group_size=group_size, norm_first=norm_first)
+
+
+def view(width: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Columns of a projection."""
+    return torch.empty_strided((1, 1024, width), (1024 * 10576, 10576, 1), dtype=dtype, device="meta")
+
+
+def plain(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=BF16, device="meta")
+
+
+SSD_SMALL: Launches = {
+    **each(ssd_recurrent, {
+        "recurrent bf16": TOKEN, "recurrent fp32, no state": PLAIN_TOKEN,
+        "recurrent packed": TOKEN.but(batch=1, lengths=(3, 2)),
+    }),
+    **each(ssd_step, {"step bf16": TOKEN, "step fp32, no state": PLAIN_TOKEN}),
+    **{f"convolution {state}": partial(convolution, plain(2, 100, 256), state=state) for state in (False, True)},
+    "norm False": partial(norm, plain(2, 100, 512), plain(2, 100, 512), 512),
+    "norm True": partial(norm, plain(2, 100, 512), plain(2, 100, 512), 128, norm_first=True),
+}  # fmt: skip
+CONVOLUTIONS: Launches = {
+    "a prompt": partial(convolution, view(5376), channels=5376),
+    "a segment": partial(convolution, view(5376), channels=5376, bias=False, state=True),
+    "fp32": partial(convolution, view(5376, FP32), channels=5376, state=True, dtype=FP32),
+}
+NORMS: Launches = {
+    "mamba2-2.7b": partial(norm, plain(1, 1024, 5120), view(5120), 5120),
+    "a group of 1024": partial(norm, plain(1, 1024, 8192), view(8192), 1024),
+    "heads of 128": partial(norm, plain(1, 1024, 128), view(128), 128, norm_first=True),
+}
+
+
+# --- GDN
+
+
+def gdn_portable(case: GDNCase, **changes: Any) -> None:
+    inputs = on_meta(case.inputs())
+    config = GDNPortableConfig.choose(inputs, divmod(capability(), 10), 132)
+    GDNPortableLaunch(inputs, EXACT, replace(config, **changes), state_v_first=False)(inputs)
+
+
+def gdn_unfused(case: GDNCase, precision: Precision) -> None:
+    six_stages(on_meta(case.inputs()), precision)
+
+
+def gdn_hopper(case: GDNCase, config: GDNHopperConfig) -> None:
+    inputs = case.inputs()
+    gdn_fused_hopper(on_meta(case.inputs(beta=inputs.beta.float())), config=config)
+
+
+def gdn_recurrent(case: GDNCase) -> None:
+    inputs = on_meta(case.inputs())
+    GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs))(inputs)
+
+
+def gdn_step(case: GDNCase) -> None:
+    three_stages(on_meta(case.inputs()))
+
+
+QWEN = GDNCase(key_heads=2, values_per_key=2, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
+LARGEST = QWEN.but(key_heads=1, values_per_key=1, key_dim=256, value_dim=256)
+SMALLEST = QWEN.but(values_per_key=1, key_dim=16)
+EIGHT_BYTES = QWEN.but(key_heads=3, values_per_key=1, key_dim=100, value_dim=60)
+GDN_PACK = dict(lengths=(40, 9, 0, 200), initial_states=True)
+GDN_UNFUSED_CASES: dict[str, tuple[GDNCase, Precision]] = {
+    "qwen bf16 exact": (QWEN, EXACT), "qwen fp32 exact": (QWEN.but(dtype=FP32), EXACT),
+    "qwen packed fp16 relaxed": (QWEN.but(**GDN_PACK, dtype=FP16), RELAXED),
+    "qwen fp32 relaxed": (QWEN.but(dtype=FP32), RELAXED),
+    "smallest fp32 exact": (SMALLEST.but(value_dim=16, dtype=FP32), EXACT),
+    "smallest of K fp32 exact": (SMALLEST.but(value_dim=64, dtype=FP32), EXACT),
+    "smallest of V fp32 exact": (QWEN.but(value_dim=16, dtype=FP32), EXACT),
+    "eight bytes at once bf16 exact": (EIGHT_BYTES, EXACT),
+    "eight bytes at once packed fp16 exact": (EIGHT_BYTES.but(**GDN_PACK, dtype=FP16), EXACT),
+    "olmo bf16 exact": (QWEN.but(values_per_key=1, key_dim=96, value_dim=192), EXACT),
+    "largest bf16 exact": (LARGEST, EXACT), "largest packed fp32 exact": (LARGEST.but(**GDN_PACK, dtype=FP32), EXACT),
+}  # fmt: skip
+GDN_UNFUSED = each(gdn_unfused, GDN_UNFUSED_CASES)
+
+LAB = QWEN.but(key_heads=16)
+LONG, PAIR = dict(lengths=(4500,), initial_states=True), dict(lengths=(600, 9), initial_states=True)
+GDN_PORTABLE_CASES: dict[str, GDNCase] = {
+    "qwen": LAB.but(seqlen=2048), "qwen, batch": LAB.but(seqlen=1024, batch=32),
+    "qwen, packed": LAB.but(**PAIR, dtype=FP16), "qwen, wide and cut": LAB.but(**LONG),
+    "a rank of eight, cut": QWEN.but(values_per_key=4, seqlen=8192),
+    "olmo": QWEN.but(key_heads=30, values_per_key=1, key_dim=96, value_dim=192, seqlen=2000),
+    "60": GDNCase(key_heads=4, key_dim=60, value_dim=60, seqlen=1000, l2norm=False, dtype=FP16),
+    "16": GDNCase(key_heads=4, key_dim=16, value_dim=16, seqlen=1024, batch=8, dtype=BF16),
+    "32": GDNCase(key_heads=4, key_dim=32, value_dim=32, seqlen=4096, dtype=BF16),
+    "192, cut": GDNCase(key_heads=2, key_dim=192, value_dim=192, seqlen=8192, dtype=BF16),
+    "200 and 100, packed": GDNCase(key_heads=2, key_dim=200, value_dim=100, **PAIR, dtype=FP16),
+    "256": GDNCase(key_heads=2, key_dim=256, value_dim=256, seqlen=1024, dtype=BF16),
+    "256 and 64, wide and cut": GDNCase(key_heads=2, key_dim=256, value_dim=64, **LONG, dtype=BF16),
+    "qwen fp32": QWEN.but(values_per_key=1, dtype=FP32),
+}  # fmt: skip
+GDN_PORTABLE = each(gdn_portable, GDN_PORTABLE_CASES)
+
+STAYS = GDNHopperConfig(segment=8, persistent_programs=2)
+GDN_FOUR = GDNHopperConfig(segment=4)
+PARTS = GDNHopperConfig(segment=4, transition_parts=2, longest_first_pass=3)
+ROWS = GDNHopperConfig(segment=1, transition_parts=1, longest_first_pass=3)
+HOPPER = GDNCase(**GDN_ON_HOPPER | dict(seqlen=512, key_heads=2))
+PACK = GDNCase(**GDN_ON_HOPPER, lengths=(300, 9), initial_states=True)
+GDN_HOPPER_CASES: dict[str, tuple[GDNCase, GDNHopperConfig]] = {
+    "bf16": (HOPPER, GDN_FOUR), "fp16, normalised": (HOPPER.but(dtype=FP16, l2norm=True), GDN_FOUR),
+    "three heads a key head, normalised": (HOPPER.but(values_per_key=3, l2norm=True), GDN_FOUR),
+    "programs that stay, initial state": (HOPPER.but(batch=3, initial_states=True), STAYS),
+    "packed, initial state": (PACK, GDN_FOUR),
+    "longer first segments": (HOPPER, GDNHopperConfig(segment=4, first_segment_extra=True)),
+    "slow heads": (HOPPER, PARTS), "slow heads, 256 rows": (HOPPER.but(seqlen=2048), ROWS),
+    "slow heads, 512 rows": (HOPPER.but(seqlen=8192), ROWS),
+    "slow heads, packed, normalised, initial state": (PACK.but(lengths=(700, 9), l2norm=True), PARTS),
+}  # fmt: skip
+GDN_HOPPER = each(gdn_hopper, GDN_HOPPER_CASES)
+ONE = replace(GDN_ONE, segment=8)
+GDN_ONE_LAUNCH = each(gdn_hopper, {
+    "programs that stay": (HOPPER.but(batch=3, initial_states=True), replace(ONE, persistent_programs=2)),
+    "packed": (PACK.but(initial_states=False), ONE),
+})  # fmt: skip
+
+DELTA = QWEN.but(batch=2, seqlen=1)
+DELTAS = {"bf16": DELTA, "fp32": DELTA.but(dtype=FP32), "K 256": DELTA.but(key_dim=256)}
+GDN_SMALL: Launches = {
+    **{f"recurrent {label}": partial(gdn_recurrent, case) for label, case in DELTAS.items()},
+    **{f"step {label}": partial(gdn_step, case) for label, case in DELTAS.items()},
+}
+# states in registers, and the largest steps
+SMALL_LIMITS: Launches = {
+    "recurrent qwen": partial(gdn_recurrent, LAB.but(seqlen=1, batch=8, initial_states=True)),
+    "recurrent 256": partial(gdn_recurrent, LARGEST.but(seqlen=8, dtype=FP32)),
+    "recurrent 256 with states": partial(gdn_recurrent, LARGEST.but(seqlen=1, initial_states=True)),
+    "step largest": partial(gdn_step, LARGEST.but(seqlen=1, initial_states=True, dtype=FP32)),
+    "ssd step largest": partial(ssd_step, TOKEN.but(batch=1, heads=2, headdim=128, dstate=256, dtype=FP32)),
+}
+BROKEN: Launches = {
+    "chunk_scan": too_large_scan,
+    **each(ssd_portable, {
+        "fp32": (MAMBA2.but(dtype=FP32), EXACT, SSDPortableConfig(chunk=32, block_p=64, state_stages=2)),
+        "rows of 64 bytes": (
+            MAMBA2.but(gate=True), EXACT, SSDPortableConfig(block_p=32, state_stages=2, scan_stages=1),
+        ),
+    }),
+    "gdn 256": partial(gdn_portable, GDN_PORTABLE_CASES["256"], block_v=64, scan_stages=3),
+}  # fmt: skip
+
+# whose machine code for sm_90 is recorded
+TABLES = (
+    "SHIPPED", "SSD_UNFUSED", "SSD_PORTABLE", "SSD_HOPPER", "SSD_SMALL", "GDN_UNFUSED", "GDN_PORTABLE", "GDN_HOPPER",
+    "GDN_ONE_LAUNCH", "GDN_SMALL",
+)  # fmt: skip

@@ -1,0 +1,226 @@
+"""Inputs of both operators for tests of kernels: one description for each; views, neighbours and comparisons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs
+
+BF16, FP16, FP32 = DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EXACT, RELAXED_FP32 = Precision(), Precision(intermediates="relaxed")
+RELAXED = replace(RELAXED_FP32, state_dtype=FP16)
+PRECISIONS = tuple(replace(one, state_dtype=dtype) for one in (EXACT, RELAXED_FP32) for dtype in DTYPES)
+TOKENS = {SSDInputs: ("x", "dt", "B", "C", "z"), GDNInputs: ("q", "k", "v", "g", "beta")}
+STATES = {SSDInputs: "initial_states", GDNInputs: "initial_state"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sizes and kinds of inputs.  `lengths`: packed sequences instead of a batch of `seqlen`."""
+
+    batch: int = 1
+    seqlen: int = 75
+    lengths: tuple[int, ...] = ()
+    dtype: torch.dtype = FP32
+    initial_states: bool = False
+    chunk_size: int = 64
+    device: str = "cpu"
+    seed: int = 0
+
+    def but(self, **changes: Any) -> Any:
+        return replace(self, **changes)
+
+    def __str__(self) -> str:
+        """What differs from the defaults."""
+        differing = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(differing).replace("torch.", "") or "plain"
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        return (1, sum(self.lengths)) if self.lengths else (self.batch, self.seqlen)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.lengths) or self.batch
+
+    @property
+    def bounds(self) -> torch.Tensor | None:
+        return bounds(self.lengths, self.device) if self.lengths else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSDCase(Case):
+    """Distributed as in a trained layer, and views of one projection as in a model.  skip: D: "", "(h)" or "(h, p)"."""
+
+    heads: int = 2
+    headdim: int = 16
+    dstate: int = 16
+    groups: int = 1
+    chunk_size: int = 32
+    skip: str = "(h)"
+    gate: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+
+    def inputs(self, **overrides: Any) -> SSDInputs:
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        tokens, (h, p, g, n) = self.tokens, (self.heads, self.headdim, self.groups, self.dstate)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, device=self.device)
+
+        # as in a model, nothing is contiguous: x, B and C are columns of the convolution's output, z and dt of the
+        # projection before it
+        x, B, C = normal(*tokens, h * p + 2 * g * n).to(self.dtype).split([h * p, g * n, g * n], -1)
+        z, dt = normal(*tokens, h * p + h).to(self.dtype).split([h * p, h], -1)
+        step = torch.exp(normal(h).abs() * -2 - 2)  # the layer's time step, before the token's part
+        tensors = dict(
+            x=x.unflatten(-1, (h, p)), dt=dt, A=-torch.linspace(1, 16, h, device=self.device),
+            B=B.unflatten(-1, (g, n)), C=C.unflatten(-1, (g, n)),
+            D={"": None, "(h)": normal(h), "(h, p)": normal(h, p)}[self.skip],
+            z=z.unflatten(-1, (h, p)) if self.gate else None, dt_bias=step + torch.log(-torch.expm1(-step)),
+            initial_states=normal(self.sequences, h, p, n) if self.initial_states else None, cu_seqlens=self.bounds,
+        )  # fmt: skip
+        options = dict(chunk_size=self.chunk_size, dt_softplus=True, dt_limit=self.dt_limit)
+        return SSDInputs(**(tensors | options | overrides))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDNCase(Case):
+    """collinear: share of a common vector in every key.  gate: mean of -g.  l2norm: q and k are normalised inside."""
+
+    seqlen: int = 70
+    key_heads: int = 1
+    values_per_key: int = 1
+    key_dim: int = 16
+    value_dim: int = 16
+    gate: float = 0.3
+    largest_beta: float = 1.0
+    collinear: float = 0.0
+    l2norm: bool = True
+
+    def inputs(self, **overrides: Any) -> GDNInputs:
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+        tokens, keys, heads = self.tokens, self.key_heads, self.key_heads * self.values_per_key
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, device=self.device)
+
+        key, q, k = normal(keys, self.key_dim), normal(*tokens, keys, self.key_dim), normal(*tokens, keys, self.key_dim)
+        k = self.collinear * key + (1 - self.collinear) * k
+        if not self.l2norm:
+            q, k = (one / one.norm(dim=-1, keepdim=True) for one in (q, k))
+        state = normal(self.sequences, heads, self.key_dim, self.value_dim) if self.initial_states else None
+        g = -2 * self.gate * torch.rand(*tokens, heads, generator=generator, device=self.device)
+        tensors = dict(
+            q=q.to(self.dtype), k=k.to(self.dtype), v=normal(*tokens, heads, self.value_dim).to(self.dtype), g=g,
+            beta=(self.largest_beta * normal(*tokens, heads).sigmoid()).to(self.dtype),
+            initial_state=state, cu_seqlens=None if self.bounds is None else self.bounds.long(),
+        )  # fmt: skip
+        options = dict(use_qk_l2norm=self.l2norm, chunk_size=self.chunk_size)
+        return GDNInputs(**(tensors | options | overrides))
+
+
+def bounds(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:
+    """cu_seqlens."""
+    return torch.tensor([0, *accumulate(lengths)], device=device, dtype=torch.int32)
+
+
+# --- the same operation on both operators' inputs
+
+
+def tensors_of(inputs: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
+
+
+def tokens_of(inputs: Any) -> tuple[str, ...]:
+    """Names of the tensors with a value for each position."""
+    return tuple(name for name in TOKENS[type(inputs)] if getattr(inputs, name) is not None)
+
+
+def state_of(inputs: Any) -> Any:
+    return getattr(inputs, STATES[type(inputs)])
+
+
+def with_state(inputs: Any, state: torch.Tensor | None) -> Any:
+    return replace(inputs, **{STATES[type(inputs)]: state})
+
+
+def changed(inputs: Any, change: Any, *names: str) -> Any:
+    """These tensors, or all of tokens, after a function."""
+    return replace(inputs, **{name: change(getattr(inputs, name)) for name in names or tokens_of(inputs)})
+
+
+def moved(inputs: Any, device: str = "cuda") -> Any:
+    return changed(inputs, lambda tensor: tensor.to(device), *tensors_of(inputs))
+
+
+def cut(inputs: Any, start: int, stop: int | None, **overrides: Any) -> Any:
+    """Positions start..stop of every row."""
+    pieces = {name: getattr(inputs, name)[:, start:stop] for name in tokens_of(inputs)}
+    return replace(inputs, **pieces | overrides)
+
+
+def rows(inputs: Any, which: Any) -> Any:
+    """Rows of a batch, with their initial states."""
+    names = [*tokens_of(inputs), *([STATES[type(inputs)]] if state_of(inputs) is not None else [])]
+    return changed(inputs, lambda tensor: tensor[which], *names)
+
+
+def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
+    """Number -> a packed sequence that is not empty, as a call of its own; `packed`: as a pack of one sequence."""
+    state, alone = state_of(inputs), {}
+    for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
+        if start < stop:
+            one = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
+            own = {} if state is None else {STATES[type(inputs)]: state[i : i + 1]}
+            alone[i] = cut(inputs, start, stop, cu_seqlens=one, **own)
+    return alone
+
+
+def spoilt(inputs: Any, value: float, place: Any, *names: str) -> Any:
+    """With `value` at this place of these tensors, or of all tensors of tokens."""
+
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor[place] = value
+        return tensor
+
+    return changed(inputs, spoil, *names)
+
+
+def with_steps(inputs: SSDInputs, step: float | torch.Tensor, A: float | None = None) -> SSDInputs:
+    """These steps, without softplus and bias."""
+    dt = torch.full_like(inputs.dt, step) if isinstance(step, float) else step
+    found = replace(inputs, dt=dt, dt_bias=None, dt_softplus=False)
+    return found if A is None else replace(found, A=torch.full_like(inputs.A, A))
+
+
+# --- comparisons
+
+
+def assert_bitwise(ours: Any, theirs: Any) -> None:
+    for name, a, b in zip(("out", "final_states"), ours, theirs, strict=True):
+        assert torch.isfinite(a).all(), f"{name} is not finite"
+        assert torch.equal(a, b), name
+
+
+def head_errors(ours: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS error of each head's output and final states, relative to its RMS."""
+    found = []
+    for a, b, head in zip(ours, exact, (2, 1), strict=True):
+        over = [axis for axis in range(4) if axis != head]
+        error, b = (a.double() - b).square().mean(over).sqrt(), b.double().square().mean(over).sqrt()
+        found.append(error / b.clamp_min(1e-30))
+    return found[0], found[1]
+
+
+def assert_close(ours: Any, exact: Any, limit: float) -> None:
+    """The error of every head."""
+    for name, errors in zip(("out", "final_states"), head_errors(ours, exact), strict=True):
+        assert (errors <= limit).all(), f"{name}: {errors.tolist()}"

@@ -1,0 +1,436 @@
+"""What every kernel promises: laws, for the kernels of both operators, in the interpreter, the emulator and on a GPU.
+
+Memory that no kernel has written holds NaN (`conftest.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import (
+    BF16,
+    DTYPES,
+    EXACT,
+    FP16,
+    FP32,
+    PRECISIONS,
+    RELAXED,
+    GDNCase,
+    SSDCase,
+    assert_bitwise,
+    assert_close,
+    changed,
+    cut,
+    rows,
+    sequences,
+    spoilt,
+    state_of,
+    tensors_of,
+    with_state,
+    with_steps,
+)  # fmt: skip
+from subjects import SSD_CHOSEN, SSD_EVERY, SUBJECTS, Subject, subjects
+
+from ssdprof.kernels import UnsupportedError, get
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.accuracy import assert_passes
+
+# --- dtypes
+
+TOKENS = ("dt", "g", "beta")
+WIDE = dict(ssd=("dt", "A", "D", "dt_bias", "initial_states"), gdn=("g", "beta", "initial_state"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, FP16, BF16, FP32], ids=str)
+@subjects(
+    "ssd fused", "ssd unfused", "gdn fused", "gdn unfused", emulated=("ssd hopper, short", "gdn first passes"),
+    gpu=("ssd hopper, short", "gdn first passes"),
+)  # fmt: skip
+def test_dtypes_of_steps_gates_and_states(kernel: Subject, dtype: torch.dtype) -> None:
+    inputs, names = kernel.case(initial_states=True).inputs(), WIDE[kernel.operator]
+    if kernel.only_hopper and dtype == torch.float64:  # steps and gates in 64 bits go to another kernel
+        inputs = changed(inputs, torch.Tensor.float, *(name for name in names if name in TOKENS))
+        names = tuple(name for name in names if name not in TOKENS)
+        assert_bitwise(kernel(changed(inputs, torch.Tensor.double, *names)), kernel(inputs))
+    wide = changed(inputs, lambda one: one.to(dtype), *names)
+    kernel.assert_right(kernel(wide), wide)
+
+
+def test_state_dtype_is_where_states_are_rounded() -> None:
+    """Between chunks and segments, for any dtype of the inputs, and not within the first chunk."""
+    for kernel, inputs in (
+        (SUBJECTS["ssd unfused"], SSDCase().inputs()),
+        (SUBJECTS["ssd tiny"], SSDCase(seqlen=64, dt_limit=(0.01, 0.01)).inputs()),
+    ):
+        outputs = [kernel(inputs, Precision(state_dtype=dtype)) for dtype in (FP32, FP16, BF16)]
+        exact = SUBJECTS["ssd reference"](inputs).final_states
+        errors = [(output.final_states - exact).square().mean().sqrt().item() for output in outputs]
+        assert errors[0] < errors[1] / 20 < errors[2] / 40 or kernel is SUBJECTS["ssd unfused"]
+        assert torch.equal(outputs[0].out[:, :32], outputs[2].out[:, :32])
+        assert not torch.equal(outputs[0].out, outputs[2].out)
+
+
+# --- a sequence and its neighbours
+
+NEIGHBOURS = dict(
+    slow=("ssd recurrent", "gdn fused", "gdn tiny", "gdn tiny, cut"), emulated=["ssd hopper, short"],
+    emulated_slow=("ssd hopper, short, n 256", "ssd hopper, fine"),
+    gpu=("ssd fused", "ssd unfused", "ssd hopper, short", "ssd hopper, short, n 256", "gdn unfused", "gdn parts"),
+)  # fmt: skip
+
+
+@subjects("ssd tiny", "ssd unfused", "gdn unfused", "gdn recurrent", **NEIGHBOURS)
+def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
+    """Nor do NaN and infinity in the others and in their states reach one."""
+    lengths = (21, 40, 3)
+    for case in (
+        kernel.case(batch=3, seqlen=21, initial_states=True),
+        kernel.case(lengths=lengths, initial_states=True),
+    ):
+        inputs = case.inputs()
+        one: Any = (slice(None), slice(*inputs.cu_seqlens.tolist()[1:3])) if case.lengths else slice(1, 2)
+        before: Any = (slice(None), slice(one[1].start)) if case.lengths else 0
+        after: Any = (slice(None), slice(one[1].stop, None)) if case.lengths else 2
+        state = state_of(inputs).clone()
+        state[0], state[2] = torch.nan, torch.inf
+        bad = with_state(spoilt(spoilt(inputs, torch.nan, before), torch.inf, after), state)
+        ours, theirs = kernel(inputs), kernel(bad)
+        assert_bitwise((theirs.out[one], theirs.final_states[1]), (ours.out[one], ours.final_states[1]))
+        assert theirs.out[before].isnan().all()
+
+
+@subjects(
+    "ssd unfused", "ssd tiny", "gdn reference", "gdn unfused", slow=("gdn recurrent", "gdn fused", "gdn tiny, cut"),
+    emulated=["gdn first passes"], emulated_slow=["gdn parts"], gpu=("gdn parts", "gdn first passes", "gdn unfused"),
+)  # fmt: skip
+def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
+    heads = dict(key_heads=2, values_per_key=1) if kernel.operator == "gdn" and kernel.device == "cpu" else {}
+    inputs = kernel.case(lengths=(5, 75 if kernel.device == "cpu" else 18), **heads).inputs()
+    start = int(inputs.cu_seqlens[1])
+    clean = kernel(inputs)
+    for name in ("x", "dt") if kernel.operator == "ssd" else ("q", "k", "v", "g", "beta"):
+        found = kernel(spoilt(inputs, torch.nan, (0, start + 70, 0), name))
+        # value heads of another key head
+        others = slice(inputs.v.shape[2] // inputs.q.shape[2] if name in ("q", "k") else 1, None)
+        assert found.out[0, start + 70, 0].isnan().all()
+        assert torch.equal(found.out[:, :, others], clean.out[:, :, others]), name
+        assert torch.equal(found.final_states[:, others], clean.final_states[:, others]), name
+        assert torch.equal(found.out[:, : start + 64], clean.out[:, : start + 64]), name
+        assert torch.equal(found.final_states[0], clean.final_states[0]), name
+
+
+@subjects(
+    "ssd reference", "ssd fused", "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", slow=["gdn recurrent"],
+    gpu=("ssd unfused", "ssd invariant", "gdn unfused", "gdn invariant"),
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [FP32, *(pytest.param(one, marks=pytest.mark.slow) for one in (BF16, FP16))], ids=str)
+def test_a_sequence_is_the_same_in_any_batch(kernel: Subject, dtype: torch.dtype) -> None:
+    inputs = kernel.case(batch=3, seqlen=40, initial_states=True, dtype=dtype).inputs()
+    whole, order = kernel(inputs), [2, 0, 1]
+    assert_bitwise(kernel(rows(inputs, order)), [one[order] for one in whole])
+    assert_bitwise(kernel(rows(inputs, slice(1, 2))), [one[1:2] for one in whole])
+
+
+@subjects(
+    "ssd tiny", "ssd invariant", "ssd unfused", "gdn unfused", "gdn invariant", slow=("gdn recurrent", "gdn tiny"),
+    gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant"),
+)  # fmt: skip
+@pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
+def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]) -> None:
+    inputs = kernel.case(lengths=lengths, initial_states=True).inputs()
+    whole, ends, state = kernel(inputs), inputs.cu_seqlens.tolist(), state_of(inputs)
+    for i, alone in sequences(inputs, packed=True).items():
+        expected = whole.out[:, ends[i] : ends[i + 1]], whole.final_states[i : i + 1]
+        assert_bitwise(kernel(alone), expected)
+        if kernel.run in [SUBJECTS[name].run for name in ("ssd unfused", "gdn unfused", "gdn tiny")]:
+            assert_bitwise(kernel(replace(alone, cu_seqlens=None)), expected)  # nor does it matter that it is packed
+    empty = [i for i, length in enumerate(lengths) if not length]
+    assert torch.equal(whole.final_states[empty], state[empty])
+    assert not kernel(with_state(inputs, None)).final_states[empty].any()
+
+
+@pytest.mark.parametrize("where", [1, 41, pytest.param(64, marks=pytest.mark.slow)])
+@subjects(
+    "ssd reference", "ssd tiny", "ssd unfused", "gdn reference", "gdn unfused", "gdn tiny, cut",
+    slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"), gpu=("ssd unfused", "gdn unfused"),
+)  # fmt: skip
+def test_two_calls_with_a_carried_state_are_one(kernel: Subject, where: int) -> None:
+    inputs = kernel.case(seqlen=70, initial_states=True).inputs()
+    first = kernel(cut(inputs, 0, where))
+    second = kernel(with_state(cut(inputs, where, None), first.final_states))
+    kernel.assert_right(second._replace(out=torch.cat([first.out, second.out], 1)), inputs)
+
+
+@subjects("ssd recurrent", "gdn recurrent")
+def test_steps_are_a_sequence(kernel: Subject) -> None:
+    """Decoding one position at a time, with the state carried over, has the bits of one call over all positions."""
+    inputs = kernel.case(seqlen=4, initial_states=True).inputs()
+    whole, state = kernel(inputs), state_of(inputs)
+    for t in range(4):
+        out, state = kernel(with_state(cut(inputs, t, t + 1), state))
+        assert torch.equal(out[:, 0], whole.out[:, t])
+    assert torch.equal(state, whole.final_states)
+
+
+def test_int64_bounds_and_strided_bounds() -> None:
+    kernel = SUBJECTS["ssd unfused"]
+    inputs = kernel.case(lengths=(20, 30)).inputs()
+    for one in (torch.tensor([0, 20, 50]), torch.tensor([0, 9, 20, 9, 50, 9], dtype=torch.int32)[::2]):
+        assert_bitwise(kernel(replace(inputs, cu_seqlens=one)), kernel(inputs))
+
+
+# --- numbers of any size
+
+NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "z", "q", "k", "v", "g", "beta", "initial_state")
+
+
+@subjects(
+    "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", emulated=("ssd hopper, fine", "ssd hopper, alone"),
+    gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny"),
+)  # fmt: skip
+def test_nan_is_not_swallowed(kernel: Subject) -> None:
+    """A GPU's minimum and maximum drop NaN by default; the interpreter's never do.  Also in a state that the product
+    of decays has made vanish."""
+    options = dict(dt_limit=(0.0, 0.1), gate="hopper" not in str(kernel.run)) if kernel.operator == "ssd" else {}
+    if kernel.only_hopper:
+        options["gate"] = False
+    case = kernel.case(seqlen=40 if kernel.device == "cpu" else 12, initial_states=True, **options)
+    names = ["initial_states"] if kernel.device == "emulator" else [one for one in NAMES if hasattr(case.inputs(), one)]
+    for name in names:
+        inputs = case.inputs()
+        if getattr(inputs, name) is not None:
+            getattr(inputs, name).fill_(torch.nan)
+            assert not torch.isfinite(kernel(inputs).out).any(), name
+
+
+# of a step, and the rate A: no decay, full decay, or exp underflows, since cumulative sums may be 0, tiny or 1e31
+STEPS = [(0.0, -1.0), (1e-39, -1.0), (1e-30, -2.0), (1e-6, -16.0), (50.0, -1.0), (1e4, -16.0), (1e30, -16.0)]
+STEPS += [(0.5, 0.0), (0.01, -1e-39), (1e-38, -1e-38)]
+
+
+def steps_of_any_size(kernel: Subject, **sizes: Any) -> SSDInputs:
+    """A head of each kind."""
+    inputs = kernel.case(seqlen=60, heads=len(STEPS), initial_states=True, **sizes).inputs()
+    step, A = torch.tensor(STEPS, device=inputs.x.device).T
+    inputs.x.mul_(torch.where(step > 1e10, 1e-30, 1.0)[:, None])
+    return replace(with_steps(inputs, step.to(inputs.dt.dtype).expand_as(inputs.dt)), A=A)
+
+
+@subjects("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))
+def test_steps_of_any_size(kernel: Subject) -> None:
+    inputs = steps_of_any_size(kernel)
+    output = kernel(inputs)
+    kernel.assert_right(output, inputs)
+    assert torch.equal(output.final_states[:, 0], inputs.initial_states[:, 0].to(output.final_states.dtype))
+
+
+@pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
+@subjects("ssd tiny", "ssd unfused", gpu=[*SSD_CHOSEN, "ssd unfused"])
+def test_steps_of_any_size_in_bf16(kernel: Subject, precision: Precision) -> None:
+    inputs = steps_of_any_size(kernel, dtype=BF16)
+    assert_passes(kernel(inputs, precision), inputs, precision)
+
+
+@subjects("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))
+def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Subject) -> None:
+    places: Any
+    for places, step in (([20], 1000.0), ([7], 1e20), (slice(None, None, 9), 1e9)):
+        inputs = kernel.case(seqlen=28, skip="").inputs()
+        dt = torch.full_like(inputs.dt, 0.01)
+        dt[:, places] = step
+        inputs = with_steps(inputs, dt)
+        if kernel.run is SUBJECTS["ssd reference"].run:
+            kernel.assert_right(kernel(inputs), inputs)
+        elif step == 1000.0:
+            assert_passes(kernel(inputs), inputs, EXACT)
+        elif kernel.device == "cpu" and kernel.run is not SUBJECTS["ssd unfused"].run:
+            assert_close(kernel(inputs), SUBJECTS["ssd reference"](inputs), 1e-4)
+
+
+@pytest.mark.parametrize("A", [0.0, pytest.param(-1e-6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision", [EXACT, *(pytest.param(one, marks=pytest.mark.slow) for one in PRECISIONS[1:])], ids=str
+)
+@subjects("ssd tiny", gpu=SSD_CHOSEN)
+def test_no_decay_is_linear_attention(kernel: Subject, A: float, precision: Precision) -> None:
+    inputs = with_steps(kernel.case(seqlen=75, initial_states=True).inputs(), 0.01, A)
+    kernel.assert_right(kernel(inputs, precision), inputs, precision)
+
+
+@subjects("ssd tiny", "ssd unfused")
+def test_softplus_keeps_its_digits(kernel: Subject) -> None:
+    """Without decay and with B = C = 1, the state of a head is the sum of its steps."""
+    raw = torch.tensor([-80.0, -30.0, -17.0, -8.0, 0.0, 8.0, 19.99, 20.01, 90.0])
+    inputs = changed(SSDCase(seqlen=16, heads=len(raw), skip="").inputs(), torch.ones_like, "x", "B")
+    inputs = replace(inputs, A=torch.zeros(len(raw)), dt=raw.expand_as(inputs.dt), dt_bias=None)
+    expected = SUBJECTS["ssd reference"](inputs).final_states
+    torch.testing.assert_close(kernel(inputs).final_states.double(), expected, rtol=1e-5, atol=0)
+
+
+@subjects("gdn unfused", "gdn recurrent", slow=("gdn reference", "gdn fused", "gdn tiny, cut"))
+def test_gates_from_none_to_all(kernel: Subject) -> None:
+    """A head of each kind."""
+    gates = torch.tensor([0.0, 1e-3, 50.0, 1e30, torch.inf])
+    inputs = kernel.case(seqlen=70, initial_states=True, values_per_key=len(gates)).inputs()
+    inputs = replace(inputs, g=-gates.expand_as(inputs.g))
+    kernel.assert_right(kernel(inputs), inputs)
+
+
+@subjects(
+    "gdn reference", "gdn unfused", "gdn fused", "gdn tiny", "gdn tiny, cut", emulated=["gdn first passes"],
+    gpu=("gdn fused", "gdn unfused", "gdn first passes"),
+)  # fmt: skip
+def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) -> None:
+    inputs = kernel.case(seqlen=70, initial_states=True).inputs()
+    inputs.g[:, 5], inputs.g[:, 11], inputs.g[:, 20:30], inputs.g[:, 40], inputs.g[:, 50] = (
+        0.5,
+        100,
+        0.5,
+        -torch.inf,
+        -1e30,
+    )
+    kernel.assert_right(kernel(inputs), inputs)
+    assert_bitwise(kernel(inputs), kernel(replace(inputs, g=inputs.g.clamp(max=0))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("collinear", "largest_beta"),
+    [(0.99, 2.0), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0.9, 1.0), (0.9, 2.0), (0.99, 1.0)))],
+)
+@subjects("gdn unfused")
+def test_collinear_keys(kernel: Subject, dtype: torch.dtype, collinear: float, largest_beta: float) -> None:
+    case = GDNCase(seqlen=100, key_dim=32, dtype=dtype, gate=0.0, collinear=collinear, largest_beta=largest_beta)
+    inputs = case.inputs()
+    assert_passes(kernel(inputs), inputs, EXACT)
+
+
+# --- memory
+
+
+def scattered(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Every second element of a larger tensor of NaN whose memory order differs from its dimensions."""
+    dims = order if tensor.ndim == len(order) else tuple(reversed(range(tensor.ndim)))
+    room = [2 * tensor.shape[dim] for dim in dims]
+    wide = torch.full(room, torch.nan if tensor.is_floating_point() else -1, dtype=tensor.dtype, device=tensor.device)
+    view = wide[(slice(None, None, 2),) * tensor.ndim].permute(*(dims.index(dim) for dim in range(tensor.ndim)))
+    return view.copy_(tensor)
+
+
+ORDERS = [
+    (3, 2, 1, 0),
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ((0, 3, 2, 1), (0, 1, 2, 3), (0, 2, 1, 3))),
+]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@subjects("ssd tiny", "ssd unfused", "gdn unfused", slow=("gdn tiny", "gdn tiny, v rows", "gdn tiny, cut"))
+def test_any_strides(kernel: Subject, order: tuple[int, ...]) -> None:
+    options = dict(gate=True, groups=2, skip="(h, p)") if kernel.operator == "ssd" else dict(key_dim=20, value_dim=24)
+    inputs = kernel.case(batch=2, initial_states=True, **options).inputs()
+    strided = changed(inputs, lambda tensor: scattered(tensor, order), *tensors_of(inputs))
+    assert_bitwise(kernel(strided), kernel(inputs))
+
+
+@subjects(
+    "ssd unfused", "gdn unfused", "gdn fused", emulated=["ssd hopper, short", "gdn parts"],
+    gpu=("ssd hopper, short", "gdn parts", "ssd fused"),
+)  # fmt: skip
+def test_views_of_a_buffer_for_longer_sequences(kernel: Subject) -> None:
+    """NaN lies between the sequences."""
+    inputs = kernel.case(batch=3, seqlen=20).inputs()
+
+    def buffered(tensor: torch.Tensor) -> torch.Tensor:
+        wide = torch.full_like(torch.cat([tensor, tensor], 1), torch.nan)
+        return wide[:, 8 : 8 + tensor.shape[1]].copy_(tensor)
+
+    assert_bitwise(kernel(changed(inputs, buffered)), kernel(inputs))
+
+
+def positions_innermost(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, tensor.ndim - 1).contiguous().transpose(1, tensor.ndim - 1)
+
+
+def heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def one_head(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:, :, :1].expand_as(tensor)
+
+
+def one_row(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:1].expand_as(tensor)
+
+
+def beside_others(tensor: torch.Tensor) -> torch.Tensor:
+    """Columns of a projection; other columns, here NaN, lie before and behind them."""
+    columns = tensor.shape[-1]
+    wide = torch.full((*tensor.shape[:-1], 2 * columns + 8), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    return wide[..., 8 : 8 + columns].copy_(tensor)
+
+
+LAYOUTS: list[Any] = [positions_innermost, one_row, beside_others]
+LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, one_head)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@subjects("ssd fused", "ssd unfused", "gdn unfused", slow=["gdn fused"], gpu=("ssd fused", "gdn unfused", "gdn fused"))
+def test_layouts_of_models(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
+    sizes = dict(dstate=24) if kernel.operator == "ssd" else dict(key_dim=24, value_dim=20)
+    inputs = kernel.case(batch=2, seqlen=20, **sizes if kernel.device == "cpu" else {}).inputs()
+    turned = changed(inputs, layout)
+    kernel.assert_right(kernel(turned), turned)
+    if kernel.device == "cpu" and layout not in (one_head, one_row):
+        assert_bitwise(kernel(turned), kernel(inputs))
+
+
+# --- refusals
+
+
+@subjects(
+    "ssd unfused", "ssd fused", "ssd recurrent", "ssd step", "gdn unfused", "gdn fused", "gdn recurrent", "gdn step"
+)
+def test_refuses_to_drop_a_gradient(kernel: Subject) -> None:
+    """Also of a call whose launch is kept."""
+    case: Any = SSDCase if kernel.operator == "ssd" else GDNCase
+    inputs = case(seqlen=1, batch=2).inputs()
+    kernel(inputs)
+    for name in ("D", "x") if kernel.operator == "ssd" else ("v", "k"):
+        wanting = changed(inputs, lambda tensor: tensor.clone().requires_grad_(), name)
+        with pytest.raises(UnsupportedError, match="forward only"):
+            kernel(wanting)
+        with torch.no_grad():
+            kernel(wanting)
+
+
+REFUSED: list[tuple[str, str, Any, str]] = [
+    ("ssd", "unfused", SSDCase(headdim=129), "headdim is at most 128, not 129"),
+    *(
+        ("ssd", name, SSDCase(dstate=257), "dstate is at most 256, not 257")
+        for name in ("unfused", "fused", "recurrent")
+    ),
+    ("gdn", "unfused", GDNCase(chunk_size=128), "chunk_size is at most 64"),
+    *(
+        ("ssd", "unfused_step", case, "one token of each sequence")
+        for case in (SSDCase(seqlen=2), SSDCase(lengths=(1,)))
+    ),
+    *(
+        ("gdn", "unfused_step", case, "one token of each sequence")
+        for case in (GDNCase(seqlen=2), GDNCase(lengths=(1,)))
+    ),
+]
+
+
+@pytest.mark.parametrize(("operator", "name", "case", "words"), REFUSED)
+def test_what_it_does_not_do_it_refuses_by_name(operator: str, name: str, case: Any, words: str) -> None:
+    one = get(operator, name)
+    for call in (one.run, one.plan):
+        with pytest.raises(UnsupportedError, match=f"^{name}: {words}"):
+            call(case.inputs(), EXACT)

@@ -1,0 +1,285 @@
+"""What every kernel promises about calls on a GPU: the same bits each time, in a graph, beside other work; no waits of
+the host; the bytes of the plan; an end, even on one multiprocessor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import BF16, EXACT, RELAXED, GDNCase, SSDCase, assert_bitwise, rows, tokens_of
+from subjects import GDN_ON_HOPPER, ON_HOPPER, SSD_CHOSEN, SSD_EVERY, SSD_FINE, Subject, gdn_hopper_by, subjects
+from test_contract_oracle import LONG_CUT, LONG_PARTS
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ssdprof.kernels import Precision, get, ssd_fused
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
+from ssdprof.kernels.ssd.fused import run
+from ssdprof.measure.accuracy import assert_passes
+
+pytestmark = pytest.mark.gpu
+
+MAMBA2 = SSDCase(heads=80, headdim=64, dstate=128, chunk_size=256, dtype=BF16, device="cuda", seqlen=16384)
+PACKED = MAMBA2.but(lengths=(5000, 0, 1384, 1, 63), initial_states=True)
+QWEN = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, gate=1e-3), device="cuda", seqlen=4096)
+LEFT_KB = 24  # free shared memory of a multiprocessor: too little for any of our programs
+PATIENCE_NS = 5_000_000_000
+EXACT_AND_RELAXED = pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
+GATE = pytest.mark.parametrize("gate", [False, True], ids=["hopper on Hopper", "portable"])
+
+
+def on_parts(segment: int) -> Subject:
+    config = GDNHopperConfig(segment=segment, transition_parts=2, longest_first_pass=segment - 1)
+    return Subject("gdn", gdn_hopper_by(config), device="cuda")
+
+
+def long(kernel: Subject) -> Any:
+    """A call in several waves of programs."""
+    return MAMBA2 if kernel.operator == "ssd" else QWEN
+
+
+@EXACT_AND_RELAXED
+@subjects(gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn first passes", "gdn fused"))
+def test_a_hundred_times(kernel: Subject, precision: Precision) -> None:
+    pack = kernel.case(lengths=(40, 0, 3), initial_states=True)
+    for inputs in (long(kernel).inputs(), pack.inputs()):
+        first = kernel(inputs, precision)
+        for _ in range(100):
+            assert_bitwise(kernel(inputs, precision), first)
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("case", [QWEN, MAMBA2.but(dstate=256)], ids=["gdn parts", "ssd, n 256"])
+def test_twenty_times(case: Any) -> None:
+    kernel = on_parts(16) if case is QWEN else Subject("ssd", lambda inputs, precision: run(inputs, precision))
+    inputs = case.inputs()
+    first = kernel(inputs)
+    for _ in range(20):
+        assert_bitwise(kernel(inputs), first)
+
+
+ROWS: list[tuple[dict[str, Any], Precision]] = [({}, EXACT), (dict(gate=True), EXACT)]
+ROWS += [(dict(heads=32, dstate=n, initial_states=True), p) for n in (128, 256) for p in (EXACT, RELAXED)]
+
+
+@pytest.mark.parametrize(("changes", "precision"), ROWS, ids=str)
+@pytest.mark.parametrize("seqlen", [1, 100, 2000, 20000])
+def test_a_row_of_a_batch_is_what_it_is_alone(seqlen: int, changes: dict[str, Any], precision: Precision) -> None:
+    """With `batch_invariant`.  Without it, the Hopper kernel cuts large batches into longer segments, or divides
+    numbers of heads as 32 into equal shares."""
+    inputs = MAMBA2.but(batch=9, seqlen=seqlen, **changes).inputs()
+    whole = run(inputs, precision, batch_invariant=True)
+    alone = run(rows(inputs, slice(5, 6)), precision, batch_invariant=True)
+    assert_bitwise(alone, [one[5:6] for one in whole])
+
+
+# --- graphs
+
+
+def assert_replays(call: Callable[[Any], Any], case: Any) -> None:
+    """On new inputs, with memory that holds NaN."""
+    inputs, others = case.inputs(), case.but(seed=1).inputs()
+    call(inputs)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call(inputs)
+    for source in (inputs, others, inputs):
+        for name in tokens_of(inputs):
+            getattr(inputs, name).copy_(getattr(source, name).clone())
+        expected = call(inputs)
+        for _ in range(3):
+            for one in output:
+                one.fill_(torch.nan)
+            graph.replay()
+            assert_bitwise(output, expected)
+
+
+@subjects(gpu=(*SSD_CHOSEN, "ssd unfused", "gdn fused", "gdn unfused", "gdn recurrent"))
+def test_a_graph_replays_it_on_new_inputs(kernel: Subject) -> None:
+    for case in (dict(seqlen=1), dict(seqlen=12), dict(seqlen=255), dict(lengths=(200, 0, 55), initial_states=True)):
+        assert_replays(kernel, kernel.case(**case))
+
+
+@ON_HOPPER
+@subjects(gpu=("ssd hopper, by default", "gdn first passes", "gdn parts"))
+def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Subject) -> None:
+    """States and flags that programs exchange are valid for one replay only."""
+    if kernel.operator == "ssd":
+        for n in (128, 256):
+            assert_replays(kernel, MAMBA2.but(batch=5, seqlen=1000, dstate=n))
+        return
+    for config in (LONG_CUT, LONG_PARTS):
+        call = replace(kernel, run=gdn_hopper_by(config))
+        assert_replays(call, QWEN.but(key_heads=2, seqlen=3000, initial_states=True))
+
+
+@GATE
+def test_compiles_as_a_full_graph(gate: bool) -> None:
+    inputs = MAMBA2.but(seqlen=1000, gate=gate).inputs()
+
+    def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = ssd_fused(
+            x.relu(), inputs.dt, inputs.A, inputs.B, inputs.C,
+            D=inputs.D, z=inputs.z, dt_bias=inputs.dt_bias, dt_softplus=True,
+        )  # fmt: skip
+        return 2 * output.out, output.final_states
+
+    assert_bitwise(torch.compile(layer, fullgraph=True)(inputs.x), layer(inputs.x))
+
+
+# --- the host and the memory
+
+
+@subjects(gpu=("ssd fused", "ssd unfused", "ssd portable", "gdn fused", "gdn unfused", "gdn recurrent"))
+def test_the_host_never_waits(kernel: Subject) -> None:
+    for case in (dict(seqlen=255), dict(lengths=(200, 0, 55), initial_states=True)):
+        inputs = kernel.case(**case).inputs()
+        kernel(inputs)  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            kernel(inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def requested(what: str) -> int:
+    """Bytes requested from torch's allocator, which allocates more."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
+
+
+NEMOTRON = MAMBA2.but(heads=64, groups=8, chunk_size=128, lengths=(3000, 1, 500))
+FUSED = [one.but(gate=gate) for gate in (False, True) for one in (MAMBA2.but(batch=2), MAMBA2.but(seqlen=100), PACKED)]
+CB_IS_LARGEST = MAMBA2.but(seqlen=1000, heads=8, groups=8, headdim=32, dstate=16)
+UNFUSED = [MAMBA2.but(seqlen=4000), NEMOTRON, CB_IS_LARGEST, QWEN.but(key_heads=4, seqlen=20000)]
+PLANS = [("fused", one) for one in FUSED] + [("unfused", one) for one in UNFUSED]
+
+
+@EXACT_AND_RELAXED
+@pytest.mark.parametrize(("name", "case"), PLANS, ids=str)
+def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Precision) -> None:
+    inputs, implementation = case.inputs(), get("ssd" if isinstance(case, SSDCase) else "gdn", name)
+    implementation.run(inputs, precision)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, allocated = requested("current"), torch.cuda.memory_allocated()
+    output = implementation.run(inputs, precision)
+    outputs = sum(tensor.nbytes for tensor in output)
+    planned = implementation.plan(inputs, precision).workspace_bytes
+    if name == "fused":
+        assert requested("peak") - before - outputs == planned
+    else:  # tensors of the stages are freed on the way
+        assert 0.7 * planned < torch.cuda.max_memory_allocated() - allocated <= 1.01 * (planned + outputs)
+
+
+def test_the_hopper_kernel_allocates_a_state_and_flags_for_each_segment_but_the_last_and_no_more() -> None:
+    inputs, plan = MAMBA2.but(seqlen=131072).inputs(), get("ssd", "fused").plan
+    if plan(inputs, EXACT).variant != "hopper":
+        pytest.skip("not a Hopper GPU")
+    for precision, itemsize in ((EXACT, 4), (RELAXED, 2)):
+        workspace = plan(inputs, precision).workspace_bytes
+        slots, rest = divmod(workspace, 80 * (64 * 128 * itemsize + 32))
+        assert 0 < slots < 16
+        assert rest == 32  # the ticket counter
+        assert workspace < inputs.x.nbytes / 50
+
+
+# --- no call needs two of its programs to run at once: every cut ends, even on a GPU that other work fills
+
+
+@subjects(gpu=SSD_FINE)
+def test_many_more_programs_than_fit(kernel: Subject) -> None:
+    """1,024 segments of 80 heads; each waits for another."""
+    inputs = MAMBA2.but(seqlen=65536).inputs()
+    assert_passes(kernel(inputs), inputs, EXACT)
+
+
+@contextmanager
+def busy_gpu() -> Iterator[torch.cuda.Stream]:
+    """A stream, beside one that fills the GPU with products."""
+    matrix = torch.randn(8192, 8192, dtype=BF16, device="cuda")
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(theirs):
+        for _ in range(100):
+            matrix @ matrix
+    with torch.cuda.stream(ours):
+        yield ours
+    torch.cuda.synchronize()
+
+
+@subjects(gpu=(*SSD_FINE, "gdn parts"))
+def test_beside_another_stream_that_fills_the_gpu(kernel: Subject) -> None:
+    call = kernel if kernel.operator == "ssd" else on_parts(32)
+    inputs = long(kernel).but(**{} if kernel.operator == "ssd" else dict(seqlen=8192, gate=1e-4)).inputs()
+    expected = call(inputs)
+    with busy_gpu():
+        outputs = [call(inputs) for _ in range(10)]
+    for output in outputs:
+        assert_bitwise(output, expected)
+
+
+@subjects(gpu=SSD_FINE)
+def test_calls_in_several_streams_at_once(kernel: Subject) -> None:
+    inputs = MAMBA2.inputs()
+    alone = kernel(inputs)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outputs = []
+    for stream in streams * 3:
+        with torch.cuda.stream(stream):
+            outputs.append(kernel(inputs))
+    torch.cuda.synchronize()
+    for output in outputs:
+        assert_bitwise(output, alone)
+
+
+@gluon.jit
+def _nanoseconds():
+    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _occupy(started_ptr, stop_ptr, told_ptr, KB: gl.constexpr, PATIENCE: gl.constexpr):
+    """Holds shared memory until a flag stops it, or for a given number of nanoseconds."""
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    room = gl.allocate_shared_memory(gl.int8, [KB, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for i in range(KB):
+        room.index(i).store(gl.zeros([1024], gl.int8, layout))
+    gl.atomic_add(started_ptr, 1)
+    end = _nanoseconds() + PATIENCE
+    stop = 0
+    while (stop == 0) & (_nanoseconds() < end):
+        stop = gl.atomic_add(stop_ptr, 0)
+    gl.atomic_add(told_ptr, stop)
+
+
+@subjects(gpu=SSD_FINE)
+def test_on_one_multiprocessor(kernel: Subject) -> None:
+    """Other programs occupy the other multiprocessors until the call has ended."""
+    inputs = MAMBA2.but(heads=16, seqlen=4096).inputs()
+    alone = kernel(inputs)
+    gpu: Any = torch.cuda.get_device_properties(0)
+    others, occupied_kb = gpu.multi_processor_count - 1, (gpu.shared_memory_per_block_optin >> 10) - LEFT_KB
+    started, stop, told = torch.zeros(3, 32, dtype=torch.int32, device="cuda")
+    ours, theirs, watching = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(ours):  # allocates memory and loads modules before the GPU is full
+        for _ in range(2):
+            kernel(inputs)
+        stop.fill_(0)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(theirs):
+        _occupy[(others,)](started, stop, told, occupied_kb, PATIENCE_NS)
+    with torch.cuda.stream(watching):
+        while int(started[0]) < others:
+            pass
+    with torch.cuda.stream(ours):
+        output = kernel(inputs)
+        stop.fill_(1)
+    torch.cuda.synchronize()
+    assert int(told[0]) == others, "the call did not end before the others gave up"
+    assert_bitwise(output, alone)

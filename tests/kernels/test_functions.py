@@ -1,0 +1,417 @@
+"""The public functions of both operators: also as torch operators, and with the signatures of other libraries."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import (
+    BF16,
+    DTYPES,
+    EXACT,
+    FP16,
+    FP32,
+    PRECISIONS,
+    RELAXED,
+    RELAXED_FP32,
+    GDNCase,
+    SSDCase,
+    rows,
+    sequences,
+    state_of,
+)
+
+from ssdprof.kernels import Precision, gdn_fused, gdn_unfused, get, ssd_fused, ssd_recurrent, ssd_unfused
+from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.kernels.ssd import fused
+from ssdprof.kernels.ssd.compat import mamba_chunk_scan_combined
+from ssdprof.kernels.ssd.portable import _fused_kernel
+from ssdprof.kernels.ssd.recurrent import _ssd_recurrent_kernel
+from ssdprof.measure.accuracy import assert_passes
+
+STEP = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True, dtype=BF16)
+SSD = {
+    "batch": SSDCase(seqlen=20, gate=True, initial_states=True, dt_limit=(0.01, 0.2), dtype=BF16),
+    "packed": SSDCase(lengths=(0, 13, 7), skip="(h, p)", initial_states=True),
+    "step": STEP,
+}
+GDN = {
+    "batch": GDNCase(seqlen=20, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16),
+    "packed": GDNCase(lengths=(0, 13, 7), initial_states=True),
+    "short": GDNCase(seqlen=3, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16),
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """needed, options: the names of its arguments; every: those of the torch operator before the precision."""
+
+    run: Callable[..., Any]
+    implementation: str
+    needed: tuple[str, ...]
+    options: tuple[str, ...]
+
+    def __call__(self, inputs: Any, **overrides: Any) -> Any:
+        options = {name: getattr(inputs, name) for name in self.options}
+        return self.run(*(getattr(inputs, name) for name in self.needed), **(options | overrides))
+
+
+SSD_OPTIONS = ("D", "z", "dt_bias", "initial_states", "cu_seqlens", "dt_softplus", "dt_limit", "chunk_size")
+FUSED = Function(ssd_fused, "fused", ("x", "dt", "A", "B", "C"), SSD_OPTIONS)
+UNFUSED = replace(FUSED, run=ssd_unfused, implementation="unfused")
+QKV = ("q", "k", "v", "g", "beta")
+DELTA = Function(gdn_fused, "fused", QKV, ("scale", "initial_state", "use_qk_l2norm", "cu_seqlens"))
+EVERY = [("ssd", FUSED, case) for case in SSD] + [("gdn", DELTA, case) for case in GDN]
+
+
+def inputs_of(operator: str, case: str) -> Any:
+    return (SSD if operator == "ssd" else GDN)[case].inputs()
+
+
+def equal(ours: Any, theirs: Any) -> None:
+    for name, a, b in zip(("out", "final_states"), ours, theirs, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(
+    ("operator", "function", "case"), [*EVERY, ("ssd", UNFUSED, "batch"), ("ssd", UNFUSED, "packed")]
+)
+def test_the_function_is_the_implementation(operator: str, function: Function, case: str) -> None:
+    inputs, precision = inputs_of(operator, case), Precision(intermediates="relaxed", state_dtype=BF16)
+    inputs = replace(inputs, scale=0.7) if operator == "gdn" else inputs
+    expected = get(operator, function.implementation).run(inputs, precision)
+    equal(function(inputs, precision=precision), expected)
+    if operator == "ssd":
+        equal(function(inputs, precision=precision, batch_invariant=True), expected)
+
+
+def test_the_unfused_functions_take_what_the_inputs_take() -> None:
+    assert inspect.signature(ssd_unfused) == inspect.signature(ssd_fused)
+    inputs = GDNCase(lengths=(20, 5), initial_states=True, chunk_size=16).inputs(scale=0.5)
+    equal(gdn_unfused(**vars(inputs)), get("gdn", "unfused").run(inputs, EXACT))
+
+
+GRAPHS = [*EVERY, *(("gdn, V first", DELTA, case) for case in ("batch", "packed"))]
+
+
+@pytest.mark.parametrize(("operator", "function", "case"), GRAPHS)
+def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
+    operator: str, function: Function, case: str
+) -> None:
+    inputs, precision = inputs_of(operator[:3], case), ("relaxed", BF16) if case == "step" else ("exact", FP32)
+    v_first = operator.endswith("first")
+    if operator == "ssd":
+        low, high = inputs.dt_limit
+        arguments: tuple[Any, ...] = (
+            inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.chunk_size, inputs.D, inputs.z, inputs.dt_bias,
+            inputs.dt_softplus, low, high, inputs.initial_states, inputs.cu_seqlens, *precision,
+        )  # fmt: skip
+        op: Any = torch.ops.ssdprof.ssd_fused.default
+    else:
+        inputs = replace(inputs, initial_state=None)
+        arguments = (*(getattr(inputs, name) for name in QKV), inputs.scale, None, inputs.use_qk_l2norm)
+        arguments, op = (*arguments, inputs.cu_seqlens, *precision, v_first, False), torch.ops.ssdprof.gdn_fused.default
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    first, rest = function.needed[0], [getattr(inputs, name) for name in function.needed[1:]]
+    options = {name: getattr(inputs, name) for name in function.options} | ({"state_v_first": True} if v_first else {})
+
+    def layer(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = function.run(tensor, *rest, **options)
+        return 2 * output.out, output.final_states
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    equal(compiled(getattr(inputs, first)), layer(getattr(inputs, first)))
+    equal(op(*arguments), function(inputs, **{"state_v_first": True} if v_first else {}))
+
+
+@pytest.mark.parametrize("function", [FUSED, UNFUSED], ids=["fused", "unfused"])
+def test_ssd_refuses_inputs_that_do_not_fit_and_a_gradient(function: Function) -> None:
+    inputs = SSD["batch"].inputs()
+    with pytest.raises(ValueError, match="dt must have shape"):
+        function(inputs.__class__.unchecked(**vars(inputs) | {"dt": inputs.dt[:, 1:]}))
+    inputs.x.requires_grad_()
+    with pytest.raises(UnsupportedError, match=f"{function.implementation}: forward only"):
+        function(inputs)
+    with torch.no_grad():
+        function(inputs)
+
+
+def test_gdn_refuses_inputs_that_do_not_fit() -> None:
+    inputs = GDN["batch"].inputs()
+    q, k, v, g, beta = (getattr(inputs, name) for name in QKV)
+    three, wide, empty = [one.repeat_interleave(3, 2)[:, :, :3] for one in (q, k)], q.new_zeros(2, 20, 1, 257), slice(0)
+    for arguments, words in (
+        ((q, k, v, g[:, 1:], beta), "g must have shape"), ((*three, v, g, beta), "must be a multiple of"),
+        ((q, k.float(), v, g, beta), r"k must be torch\.bfloat16 as q is"),
+        ((q, k, v, None, beta), "g must be a tensor, not None"), ((wide, wide, v, g, beta), "at most 256, not 257"),
+        ([one[:, empty] for one in (q, k, v, g, beta)], "empty"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            gdn_fused(*arguments)
+
+
+# --- states of GDN with V before K
+
+
+@pytest.mark.parametrize("case", GDN)
+def test_states_with_v_first(case: str) -> None:
+    inputs = GDN[case].inputs()
+    k_first = DELTA(inputs)
+    v_first = DELTA(inputs, initial_state=state_of(inputs).mT.contiguous(), state_v_first=True)
+    equal((v_first.out, v_first.final_states.mT), k_first)
+    assert v_first.final_states.is_contiguous()
+
+
+def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
+    inputs = GDN["batch"].inputs()
+    with pytest.raises(ValueError, match=r"initial_state must have shape .*K comes before V"):
+        DELTA(inputs, initial_state=state_of(inputs).mT.contiguous())
+    with pytest.raises(ValueError, match=r"have shape \(2, 2, 24, 16\), not \(2, 2, 16, 24\): V comes before K"):
+        DELTA(inputs, state_v_first=True)
+    for shape in ((5,), (2, 24, 16), (1, 2, 24, 16)):
+        with pytest.raises(ValueError, match=re.escape(f"have shape (2, 2, 24, 16), not {shape}")):
+            DELTA(inputs, initial_state=torch.zeros(shape), state_v_first=True)
+
+
+# --- plans
+
+
+def test_plans_name_the_kernel() -> None:
+    plan = get("gdn", "fused").plan
+    found = [plan(case.inputs(), EXACT) for case in (*GDN.values(), GDNCase(lengths=(1,) * 30))]
+    assert [one.variant for one in found] == ["interpreter", "interpreter", "recurrent", "recurrent"]  # 30 decode steps
+    assert found[0].launches == 2
+    assert found[0].workspace_bytes > 0
+    told = get("gdn", "unfused").plan(GDNCase(lengths=(20, 5)).inputs(), EXACT)
+    assert (told.launches, told.config["chunk_state.block_v"]) == (9, 16)
+    assert told.workspace_bytes > 0
+    assert get("ssd", "unfused_step").plan(STEP.inputs(), EXACT).launches == 2
+    assert get("gdn", "unfused_step").plan(GDNCase(seqlen=1).inputs(), EXACT).launches == 5
+
+
+@pytest.mark.parametrize("case", [SSDCase(seqlen=20), SSDCase(lengths=(3, 4))], ids=["batch", "packed"])
+def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    kernels: list[str] = []
+    run = InterpretedFunction.run
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernels.append(self.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counting)
+    get("ssd", "unfused").run(case.inputs(), EXACT)
+    assert get("ssd", "unfused").plan(case.inputs(), EXACT).launches == len(kernels)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_plan_names_the_precision_that_has_the_same_bits(dtype: torch.dtype) -> None:
+    inputs, delta = GDN["batch"].but(dtype=dtype).inputs(), get("gdn", "fused")
+    same = "exact" if dtype == BF16 else "relaxed"
+    assert f"; the same as {same} with fp32 states" in delta.plan(inputs, RELAXED).reason
+    assert "the same as" not in delta.plan(inputs, EXACT).reason
+    relaxed = delta.run(inputs, RELAXED)
+    equal(relaxed, delta.run(inputs, EXACT if same == "exact" else RELAXED_FP32))
+    assert torch.equal(relaxed.out, delta.run(inputs, EXACT).out) == (same == "exact")
+
+
+# --- SSD: a call for one position of each sequence runs the recurrent kernel, with all options
+
+STEPS = {
+    "plain": STEP, "no initial states": STEP.but(initial_states=False),
+    "gate, D (h, p), P 20": STEP.but(gate=True, skip="(h, p)", headdim=20),
+    "limits, no D": STEP.but(dt_limit=(0.01, 0.2), skip=""), "N 256": STEP.but(dstate=256),
+    "fp32": STEP.but(dtype=FP32),
+}  # fmt: skip
+
+
+@pytest.fixture
+def kernels() -> Callable[[], list[object]]:
+    """The kernels of the kept launches, in the order of their preparation."""
+    fused.forget_launches()
+    return lambda: [launch.launcher.kernel for launch in fused._launches._kept.values()]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_the_recurrent_kernel(name: str, kernels: Callable[[], list[object]]) -> None:
+    inputs = STEPS[name].inputs()
+    for precision in (EXACT, RELAXED) if name == "plain" else [EXACT]:
+        for batch_invariant in (False, True):
+            ours, theirs = fused.run(inputs, precision, batch_invariant=batch_invariant), ssd_recurrent(inputs)
+            equal(ours, theirs)
+            assert [one.stride() for one in ours] == [one.stride() for one in theirs]
+    assert set(kernels()) == {_ssd_recurrent_kernel}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_step_is_within_the_budget_of_every_precision(dtype: torch.dtype, precision: Precision) -> None:
+    inputs = STEP.but(dtype=dtype, gate=True).inputs()
+    assert_passes(fused.run(inputs, precision), inputs, precision)
+
+
+@pytest.mark.parametrize("case", [STEP.but(seqlen=2), SSDCase(lengths=(1, 1, 1)), SSDCase(lengths=(1,))], ids=str)
+def test_longer_and_packed_sequences_take_a_chunked_kernel(case: SSDCase, kernels: Callable[[], list[object]]) -> None:
+    inputs = case.inputs()
+    fused.run(inputs)
+    assert kernels() == [_fused_kernel]
+    assert get("ssd", "fused").plan(inputs, EXACT).variant == "interpreter"
+
+
+def test_signatures_of_one_and_of_two_positions_are_kept_apart(kernels: Callable[[], list[object]]) -> None:
+    one, two = STEP.inputs(), STEP.but(batch=1, seqlen=2).inputs()
+    first = fused.run(one), fused.run(two)
+    for _ in range(2):
+        equal(fused.run(one), first[0])
+        equal(fused.run(two), first[1])
+    assert kernels() == [_ssd_recurrent_kernel, _fused_kernel]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_step_of_a_row_is_what_it_is_alone(batch_invariant: bool) -> None:
+    inputs = STEP.inputs()
+    whole = fused.run(inputs, batch_invariant=batch_invariant)
+    for row in range(3):
+        alone = fused.run(rows(inputs, slice(row, row + 1)), batch_invariant=batch_invariant)
+        equal(alone, [one[row : row + 1] for one in whole])
+
+
+def test_a_packed_position_is_the_same_whatever_the_others_lengths() -> None:
+    """A pack of one position runs the same kernel as a longer pack that contains it."""
+    inputs = SSDCase(lengths=(1, 40), initial_states=True, dtype=BF16).inputs()
+    whole = fused.run(inputs, batch_invariant=True)
+    alone = fused.run(sequences(inputs, packed=True)[0], batch_invariant=True)
+    equal(alone, (whole.out[:, :1], whole.final_states[:1]))
+
+
+def test_the_plan_of_a_step_names_the_kernel_and_the_precision_that_has_the_same_bits() -> None:
+    plan = get("ssd", "fused").plan
+    exact, relaxed = plan(STEP.inputs(), EXACT), plan(STEP.inputs(), RELAXED)
+    assert (exact.variant, exact.launches, exact.workspace_bytes) == ("recurrent", 1, 0)
+    assert "the same as" not in exact.reason
+    assert relaxed.reason.endswith("; the same as exact with fp32 states")
+    assert relaxed.config == exact.config == get("ssd", "recurrent").plan(STEP.inputs(), EXACT).config
+
+
+# --- the signature of mamba_ssm
+
+
+def mamba(inputs: Any, **overrides: Any) -> Any:
+    options = {name: getattr(inputs, name) for name in SSD_OPTIONS if name not in ("chunk_size", "cu_seqlens")}
+    return mamba_chunk_scan_combined(
+        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.chunk_size, **(options | overrides)
+    )
+
+
+def test_mamba_drop_in() -> None:
+    inputs = SSD["batch"].inputs()
+    expected = get("ssd", "fused").run(inputs, EXACT)
+    assert torch.equal(mamba(inputs), expected.out)
+    equal(mamba(inputs, return_final_states=True), expected)
+
+
+def test_mamba_drop_in_has_the_signature_of_mamba_ssm() -> None:
+    """Names, order and defaults of `mamba_chunk_scan_combined` in state-spaces/mamba e9594ce."""
+    none = ("D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens")
+    expected = dict.fromkeys(("x", "dt", "A", "B", "C", "chunk_size"), inspect.Parameter.empty) | dict.fromkeys(none)
+    expected |= {"dt_softplus": False, "dt_limit": (0.0, float("inf"))}
+    expected |= {"return_final_states": False, "return_varlen_states": False, "state_dtype": None}
+    parameters = inspect.signature(mamba_chunk_scan_combined).parameters.values()
+    assert [(one.name, one.default) for one in parameters] == list(expected.items())
+    assert {one.kind for one in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+@pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens", "return_varlen_states"])
+def test_mamba_drop_in_refuses_by_name(name: str) -> None:
+    value = True if name == "return_varlen_states" else torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=f"no {name}"):
+        mamba(SSD["batch"].inputs(), **{name: value})
+
+
+# --- the signatures of flash-linear-attention
+
+
+def fla(inputs: Any, function: Any = chunk_gated_delta_rule, **overrides: Any) -> Any:
+    options = {name: getattr(inputs, name) for name in ("scale", "initial_state", "cu_seqlens", "g", "beta")}
+    options["use_qk_l2norm_in_kernel"] = inputs.use_qk_l2norm
+    return function(inputs.q, inputs.k, inputs.v, **(options | overrides))
+
+
+BOTH = pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+
+
+@BOTH
+def test_fla_drop_in(function: Any) -> None:
+    inputs = GDN["batch"].inputs()
+    expected = DELTA(inputs)
+    out, final_state = fla(inputs, function)
+    assert torch.equal(out, expected.out)
+    assert final_state is None
+    v_first = state_of(inputs).mT.contiguous()
+    out, final_state = fla(inputs, function, initial_state=v_first, output_final_state=True, state_v_first=True)
+    equal((out, final_state.mT), expected)
+    with pytest.raises(ValueError, match="transpose_state_layout"):
+        fla(inputs, function, state_v_first=True, transpose_state_layout=True)
+
+
+def test_fla_drop_in_takes_hints_and_the_former_name_of_state_v_first() -> None:
+    inputs = GDN["batch"].inputs(initial_state=None)
+    hints = {"cu_seqlens_cpu": None, "chunk_indices": torch.zeros(1, 2), "chunk_size": 32, "head_first": False}
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        _, state = fla(inputs, output_final_state=True, transpose_state_layout=True, use_gate_in_kernel=False, **hints)
+    assert torch.equal(state, DELTA(inputs).final_states.mT)
+
+
+def test_recurrent_drop_in_computes_mixed_dtypes_in_the_widest_and_needs_no_gate_or_beta() -> None:
+    inputs = GDN["batch"].but(dtype=FP32, seqlen=4).inputs(use_qk_l2norm=False)
+    mixed = inputs.__class__.unchecked(**vars(inputs) | {"v": inputs.v.half()})
+    out, state = fla(mixed, fused_recurrent_gated_delta_rule, output_final_state=True)
+    expected = DELTA(replace(inputs, v=inputs.v.half().float()))
+    equal((out, state), (expected.out.to(FP16), expected.final_states))
+    out, _ = fla(inputs, fused_recurrent_gated_delta_rule, g=None, beta=None)
+    ones, zeros = torch.ones_like(inputs.beta), torch.zeros_like(inputs.g)
+    assert torch.equal(out, DELTA(replace(inputs, g=zeros, beta=ones)).out)
+
+
+REFUSED = {
+    "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True, "use_gate_in_kernel": True, "A_log": torch.zeros(2),
+    "dt_bias": torch.zeros(2),
+}  # fmt: skip
+
+
+@BOTH
+def test_fla_drop_in_refuses_by_name(function: Any) -> None:
+    inputs = GDN["batch"].inputs()
+    others = ("cp_context", "head_first") if function is chunk_gated_delta_rule else ("gk", "gv")
+    for name in (*REFUSED, *others):
+        with pytest.raises(UnsupportedError, match=f"no {name}"):
+            fla(inputs, function, **{name: REFUSED.get(name, True)})
+    with pytest.raises(TypeError, match="unheard_of"):
+        fla(inputs, function, unheard_of=1)
+
+
+def test_fla_drop_in_has_the_signature_of_fla() -> None:
+    """The signature in flash-linear-attention 0.6.0: names, order and defaults."""
+    required = inspect.Parameter.empty
+    shared = {
+        "use_beta_sigmoid_in_kernel": False,
+        "allow_neg_eigval": False,
+        "state_v_first": False,
+        "cu_seqlens": None,
+    }
+    state = {"scale": None, "initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": False}
+    chunk = dict.fromkeys(QKV, required) | state | shared
+    chunk |= {"cu_seqlens_cpu": None, "chunk_indices": None, "cp_context": None, "kwargs": required}
+    recurrent = dict.fromkeys(("q", "k", "v"), required) | dict.fromkeys(("g", "gk", "gv", "beta")) | state
+    recurrent |= {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None} | shared
+    for function, expected in ((chunk_gated_delta_rule, chunk), (fused_recurrent_gated_delta_rule, recurrent)):
+        parameters = inspect.signature(function).parameters.values()
+        assert [(one.name, one.default) for one in parameters] == list(expected.items())

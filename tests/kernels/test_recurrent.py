@@ -1,0 +1,86 @@
+"""What only the recurrent kernels of both operators promise, in the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import BF16, FP16, FP32, GDNCase, SSDCase, assert_close, state_of, with_state
+
+from ssdprof.kernels import Precision, gdn_recurrent, get, ssd_recurrent
+from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.ssd.reference import ssd_recurrence
+
+OPERATORS = pytest.mark.parametrize("operator", ["ssd", "gdn"])
+RECURRENT: dict[str, Any] = dict(ssd=ssd_recurrent, gdn=gdn_recurrent)
+ORACLE: dict[str, Any] = dict(ssd=ssd_recurrence, gdn=gdn_recurrence)
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs"),
+    [
+        # the last head forgets at once
+        ("ssd", SSDCase(seqlen=300, heads=3, initial_states=True).inputs(A=torch.tensor([-1e-3, -0.1, -100.0]))),
+        *(
+            ("gdn", GDNCase(seqlen=300, gate=gate, largest_beta=0.1, initial_states=True).inputs())
+            for gate in (0.0, 1e-4, 3e-3, 3.0)
+        ),
+    ],
+    ids=["ssd", *(f"gdn {gate}" for gate in (0.0, 1e-4, 3e-3, 3.0))],
+)
+def test_an_exp2_that_is_off_by_a_bit(operator: str, inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, always in one direction: the error does not add up over 300 positions."""
+    exp2 = np.exp2
+    monkeypatch.setattr(np, "exp2", lambda v: np.nextafter(exp2(v), np.float32(0), dtype=np.float32))
+    assert_close(RECURRENT[operator](inputs), ORACLE[operator](inputs), 1e-6)
+
+
+@OPERATORS
+def test_what_is_left_of_a_state_that_mostly_decays(operator: str) -> None:
+    """A rounding error of the state before a position would be larger than the state after its decay."""
+    inputs: Any = SSDCase(seqlen=1, initial_states=True, dt_limit=(0.1, 0.1)).inputs(A=torch.tensor([-60.0, -90.0]))
+    if operator == "gdn":
+        inputs = GDNCase(seqlen=1, initial_states=True).inputs(g=torch.full((1, 1, 1), -8.0))
+    inputs = with_state(inputs, 1e4 * state_of(inputs))
+    assert_close(RECURRENT[operator](inputs), ORACLE[operator](inputs), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_16_bit_rounds_only_the_output(dtype: torch.dtype) -> None:
+    inputs = GDNCase(seqlen=4, dtype=dtype, initial_states=True).inputs()
+    ours, expected = gdn_recurrent(inputs), gdn_recurrence(inputs)
+    assert_close(ours._replace(out=expected.out), expected, 1e-6)
+    torch.testing.assert_close(ours.out.double(), expected.out, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@OPERATORS
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
+    """The state keeps its memory, dtype and layout."""
+    inputs: Any = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True).inputs()
+    if operator == "gdn":
+        inputs = GDNCase(seqlen=1, batch=2, values_per_key=2, value_dim=20, initial_states=True).inputs()
+    run, state = RECURRENT[operator], state_of(inputs).to(dtype)
+    state = state.mT.contiguous().mT if turned else state
+    expected = run(with_state(inputs, state))
+    out, final_states = run(with_state(inputs, state), in_place=True)
+    assert final_states is state
+    assert torch.equal(out, expected.out)
+    assert torch.equal(state, expected.final_states.to(dtype))
+    with pytest.raises(ValueError, match="initial_state"):
+        run(with_state(inputs, None), in_place=True)
+    with pytest.raises(ValueError, match=r"cannot write to (an )?expanded initial_state"):
+        run(with_state(inputs, state[:1].expand(state.shape)), in_place=True)
+
+
+@pytest.mark.parametrize("name", ["unfused", "recurrent"])
+def test_long_keys_under_strong_gates_stay_finite(name: str) -> None:
+    """Without gates, the inverse of such a chunk overflows in fp16."""
+    inputs = GDNCase(seqlen=64, key_dim=64, l2norm=False, gate=8.0, dtype=FP16).inputs()
+    inputs = replace(inputs, k=8 * inputs.k)
+    for ours, expected in zip(get("gdn", name).run(inputs, Precision()), gdn_recurrence(inputs), strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())

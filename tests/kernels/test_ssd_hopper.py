@@ -1,0 +1,216 @@
+"""What only SSD's Hopper kernel has: first passes, rings, shares.  In the emulator, and the same on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from gluon_emulator import emulate
+from kernel_cases import BF16, EXACT, FP16, RELAXED, SSDCase, assert_bitwise, with_steps
+from subjects import H200, ON_HOPPER, SSD_ON_HOPPER, ssd_hopper
+from test_contract_oracle import CUTS, PACKED, RAGGED
+
+from ssdprof.kernels import Precision, get
+from ssdprof.kernels.hopper.schedule import Cut
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported
+from ssdprof.kernels.ssd.hopper.hopper_kernel import SEQUENCE_BLOCK
+from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.accuracy import assert_passes
+
+SMALL = SSDCase(**SSD_ON_HOPPER)
+SLOW = pytest.mark.slow
+GPU = [pytest.mark.gpu, ON_HOPPER]
+
+
+def passes(inputs: SSDInputs, cut: Cut, precision: Precision = EXACT, *, ring: int = 0) -> SSDOutput:
+    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **vars(cut))
+    output: SSDOutput = ssd_hopper(replace(config, ring=ring) if ring else config)(inputs, precision)
+    assert_passes(output, inputs, precision)
+    return output
+
+
+def recompute(before: int) -> Cut:
+    """The second segment is one chunk long, and goes over all chunks before."""
+    return Cut(long_count=1, long_segment=before, segment=1, recompute=True)
+
+
+def slowly(inputs: SSDInputs, factor: float = 0.01) -> SSDInputs:
+    """The decays are slow, so that the first chunk contributes as much as the last."""
+    inputs.A.mul_(factor)
+    return inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("resident", [1, 2, 5])
+def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resident: int) -> None:
+    for seed in range(3):
+        emulate(monkeypatch, seed=seed, resident=resident)
+        passes(RAGGED.inputs(), CUTS[cut])
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dstate", [64, 256])
+def test_a_first_pass_over_any_number_of_chunks(device: str, dstate: int, before: int) -> None:
+    """With N = 256 it processes two chunks at once."""
+    passes(slowly(SMALL.but(dstate=dstate, seqlen=64 * before + 50, device=device).inputs()), recompute(before))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [2, 3, 4])
+@pytest.mark.parametrize("dstate", [64, 256])
+def test_weights_that_nobody_has_read_are_not_overwritten(
+    monkeypatch: pytest.MonkeyPatch, dstate: int, ring: int
+) -> None:
+    """The first pass uses every slot of each ring more than once, with roles in several orders."""
+    inputs = slowly(SMALL.but(dstate=dstate, seqlen=64 * 12 + 5).inputs())
+    for seed in range(4):
+        emulate(monkeypatch, seed=seed)
+        passes(inputs, recompute(12), ring=ring)
+
+
+@pytest.mark.parametrize("before", [2, 3, 4])
+@pytest.mark.parametrize("rates", [(-4.0, -0.01), (-0.01, -4.0)], ids=["the second", "the first"])
+def test_a_first_pass_ends_when_both_heads_have_forgotten(device: str, rates: tuple[float, float], before: int) -> None:
+    """One of a program's two heads forgets within a chunk, and the other forgets very slowly."""
+    inputs = SMALL.but(seqlen=64 * before + 50, device=device).inputs()
+    inputs.A.copy_(torch.tensor(rates))
+    inputs.dt.fill_(1.0)
+    passes(inputs, recompute(before))
+
+
+def test_more_packed_sequences_than_are_looked_at_side_by_side(device: str) -> None:
+    lengths = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)
+    assert len(lengths) > SEQUENCE_BLOCK.value
+    passes(SMALL.but(lengths=lengths, initial_states=True, device=device).inputs(), CUTS["a chunk each"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.parametrize("dstate", [64, 256])
+def test_rings_that_tuning_may_find(device: str, ring: int, dstate: int) -> None:
+    inputs = SMALL.but(dstate=dstate, seqlen=520, initial_states=True, device=device).inputs()
+    passes(slowly(inputs, 0.1), CUTS["long ones first"], ring=ring)
+
+
+@pytest.mark.parametrize(
+    ("case", "shares", "precision"),
+    [
+        *(
+            pytest.param(
+                SMALL.but(dstate=n, heads=4, batch=3, seqlen=300, initial_states=True), shares, EXACT, marks=SLOW
+            )
+            for n in (64, 256)
+            for shares in range(1, 12)
+        ),
+        *(
+            pytest.param(SMALL.but(device="cuda", **sizes), shares, precision, marks=GPU)
+            for sizes in (
+                dict(heads=80, batch=7, seqlen=3000, initial_states=True),
+                dict(heads=24, dstate=64, groups=4, batch=13, seqlen=1, skip="(h, p)"),
+                dict(heads=16, headdim=80, groups=2, batch=40, seqlen=100),
+                dict(heads=32, dstate=256, headdim=128, batch=5, seqlen=1000, initial_states=True),
+            )
+            for shares in (H200, H200 - 1, 7, 1)
+            for precision in (EXACT, RELAXED)
+        ),
+    ],
+)
+def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
+    monkeypatch: pytest.MonkeyPatch, case: SSDCase, shares: int, precision: Precision
+) -> None:
+    """States pass between shares in fp32, with exact and relaxed intermediates.  On all multiprocessors and on few."""
+    if case.device == "cpu":
+        emulate(monkeypatch, seed=shares)
+    inputs, nchunks = case.inputs(), -(-case.seqlen // 64)
+    whole = passes(inputs, Cut(segment=nchunks), precision)
+    for _ in range(3 if case.device == "cuda" else 1):
+        assert_bitwise(passes(inputs, Cut(segment=nchunks, shares=shares), precision), whole)
+
+
+@pytest.mark.parametrize("cut", ["long ones first", "none waits"])
+def test_a_first_pass_over_an_odd_number_of_chunks(device: str, cut: str) -> None:
+    inputs = SMALL.but(dstate=256, heads=1, seqlen=300, initial_states=True, device=device).inputs()
+    passes(slowly(inputs, 0.1), CUTS[cut])
+
+
+@pytest.mark.parametrize("cut", ["one segment", "even", "none waits"])
+@pytest.mark.parametrize(
+    ("step", "scale"),
+    [(1e-6, 100.0), *(pytest.param(*one, marks=SLOW) for one in ((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0)))],
+)
+def test_small_steps_of_large_numbers_in_fp16(device: str, step: float, scale: float, cut: str) -> None:
+    """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
+    inputs = with_steps(SMALL.but(dstate=64, dtype=FP16, seqlen=330, skip="", device=device).inputs(), step)
+    inputs.x.mul_(scale)
+    passes(inputs, CUTS[cut])
+
+
+def test_states_lose_less_than_their_operands_do(device: str) -> None:
+    """Rounding x times its weight to bf16 would cost 1.6e-3; the kernel adds the rounding error back."""
+    inputs = SMALL.but(seqlen=384, device=device).inputs()
+    states = passes(inputs, CUTS["one segment"]).final_states.double()
+    exact = ssd_chunked(inputs, torch.float64).final_states
+    assert (states - exact).norm() / exact.norm() < 2**-14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["one segment", "even", "long ones first"])
+def test_nan_in_an_initial_state_reaches_every_segment(device: str, cut: str) -> None:
+    """Also for heads whose product of decays underflows to zero."""
+    inputs = SMALL.but(heads=4, seqlen=300, initial_states=True, dt_limit=(0.0, 0.1), device=device).inputs()
+    inputs.initial_states.fill_(torch.nan)
+    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **vars(CUTS[cut]))
+    assert ssd_hopper(config)(inputs, EXACT).out.isnan().all()
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("dstate", [128, 256])
+def test_several_waves_of_programs(dstate: int) -> None:
+    """Programs and roles must wait for each other's data when memory is slow."""
+    inputs = SMALL.but(heads=80, dstate=dstate, seqlen=16384, device="cuda").inputs()
+    for one in (
+        Cut(segment=16), Cut(long_count=3, long_segment=73, segment=19), Cut(long_count=1, long_segment=26, segment=77),
+        Cut(long_count=1, long_segment=144, segment=56, recompute=True),
+    ):  # fmt: skip
+        for _ in range(5):
+            passes(inputs, one)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize(
+    "case", [RAGGED, PACKED, *(SMALL.but(batch=3, seqlen=1024, dstate=n) for n in (128, 256))], ids=str
+)
+def test_a_first_pass_over_all_that_went_before(case: SSDCase) -> None:
+    cut = Cut(long_count=1, long_segment=4, segment=2, recompute=not case.lengths)
+    passes(case.but(device="cuda", heads=4).inputs(), cut)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_what_it_takes_and_what_it_leaves_to_the_portable_kernel() -> None:
+    plan, gpu = get("ssd", "fused").plan, SMALL.but(heads=4, device="cuda")
+    for heads, headdim, dstate, groups in (
+        (80, 64, 128, 1), (128, 64, 128, 1), (64, 64, 128, 8), (48, 64, 128, 1), (128, 80, 128, 8), (80, 64, 64, 1),
+        (32, 128, 256, 1), (24, 64, 256, 1),
+    ):  # fmt: skip
+        case = gpu.but(seqlen=300, heads=heads, headdim=headdim, dstate=dstate, groups=groups)
+        assert plan(case.inputs(), EXACT).variant == "hopper"
+    inputs = gpu.but(seqlen=200).inputs()
+    for left, why in (
+        (gpu.but(dtype=torch.float32).inputs(), "fp32"), (gpu.but(gate=True).inputs(), "gate"),
+        (gpu.but(dstate=32).inputs(), "dstate 32"), (gpu.but(groups=4).inputs(), "heads per group"),
+        (replace(inputs, dt=inputs.dt.double()), "dt"),
+    ):  # fmt: skip
+        assert plan(left, EXACT).variant == "portable"
+        assert why in plan(left, EXACT).reason
+        assert_passes(get("ssd", "fused").run(left, EXACT), left, EXACT)
+    shifted = torch.empty(200 * 4 * 64 + 1, dtype=BF16, device="cuda")[1:].view(1, 200, 4, 64).copy_(inputs.x)
+    assert "alignment of x" in unsupported(replace(inputs, x=shifted))
