@@ -209,14 +209,12 @@ run demo --seq 0; run demo --layers x; run demo --layers 99; run demo --states x
 run demo --bogus; run demo --prompt-file absent.txt; run ./nowhere; run damaged; capture demo --layers 3-0
 capture ./nowhere; accuracy nothing; export nothing; bench sdd; bench ssd --shape x; bench ssd --shape 8x64x512x1
 bench gdn --shape 16/32x512x128; bench gdn --dtype x; bench ssd --seq x; bench ssd --states x; tune ssd --shape x
-tune gdn --dtype x; stalls --impl fused,; stalls --seq x; stalls --from demo --layer 3""".replace("\n", "; ").split(
-    "; "
-)
+tune gdn --dtype x; stalls --impl fused,; stalls --seq x; stalls --from demo --layer 3"""
 
 
 def test_wrong_usage_is_answered_before_torch_is_imported() -> None:
     """torch takes seconds to import and is not needed for the answer."""
-    wrong = [words for line in WRONG.splitlines() for words in line.split("; ")]
+    wrong = WRONG.replace("\n", "; ").split("; ")
     Path("damaged").mkdir()
     Path("damaged/manifest.json").write_text("{")
     code = (
