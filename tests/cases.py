@@ -74,14 +74,9 @@ def layer(index: int = 0, operator: str = "ssd") -> LayerRef:
 
 def dims(seqlen: int = 1024, batch: int = 1, dtype: DType = "bf16", chunk_size: int | None = 256) -> Dims:
     return Dims(
-        operator="ssd",
-        batch=batch,
-        seqlen=seqlen,
-        chunk_size=chunk_size,
-        dtype=dtype,
-        sizes=SIZES,
+        operator="ssd", batch=batch, seqlen=seqlen, chunk_size=chunk_size, dtype=dtype, sizes=SIZES,
         words="128 heads x 64, state 128",
-    )
+    )  # fmt: skip
 
 
 def deviation(rms: float = 2e-3, matches: Sequence[float] = (70.0, 99.0, 100.0), **fields: Any) -> Deviation:
@@ -250,21 +245,13 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
         "ceilings": Ceilings(copy_gb_per_s=4312.0, matmul_tflops=781.0),
     }
     found: dict[str, Any] = {
-        "version": VERSION,
-        "kind": kind,
-        "id": f"20260102-030405-{kind}",
-        "created": "2026-01-02T03:04:05Z",
-        "command": ("ssdprof", kind),
-        "ssdprof_version": "0.1.0",
+        "version": VERSION, "kind": kind, "id": f"20260102-030405-{kind}", "created": "2026-01-02T03:04:05Z",
+        "command": ("ssdprof", kind), "ssdprof_version": "0.1.0",
         "subject": "ssd" if kind == "bench" else checkpoint().repo_id,
-        "model": None if kind == "bench" else checkpoint(),
-        "environment": environment(),
-        "baseline": "unfused",
-        "matched_with": "unfused",
-        "smallest_difference": SMALLEST_DIFFERENCE,
-        "cases": tuple(made),
+        "model": None if kind == "bench" else checkpoint(), "environment": environment(), "baseline": "unfused",
+        "matched_with": "unfused", "smallest_difference": SMALLEST_DIFFERENCE, "cases": tuple(made),
         "processes": (ProcessLine(**(process | own)),),
-    }
+    }  # fmt: skip
     return Report(**(found | fields))
 
 
@@ -342,19 +329,11 @@ def prefill(*made: Case, **fields: Any) -> Report:
 
 def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
     found: dict[str, Any] = {
-        "kl_mean": 2e-3,
-        "kl_p99": 1e-2,
-        "kl_max": 0.1,
-        "kl_max_position": 500,
-        "top1_pct": 99.5,
-        "flips": 5,
-        "flip_margin_median": 0.01,
-        "worst_flip": Flip(position=7, margin=0.05, reference_token=1, token=2),
-        "reference_perplexity": 8.0,
-        "perplexity": 8.01,
-        "perplexity_increase_pct": 0.125,
+        "kl_mean": 2e-3, "kl_p99": 1e-2, "kl_max": 0.1, "kl_max_position": 500, "top1_pct": 99.5, "flips": 5,
+        "flip_margin_median": 0.01, "worst_flip": Flip(position=7, margin=0.05, reference_token=1, token=2),
+        "reference_perplexity": 8.0, "perplexity": 8.01, "perplexity_increase_pct": 0.125,
         "perplexity_interval_pct": Interval(low=-0.1, high=0.3),
-    }
+    }  # fmt: skip
     return AnswerBand(start=start, stop=stop, **(found | fields))
 
 
@@ -362,12 +341,9 @@ def of_answers(implementation: str = "fused", precision: PrecisionRecord = EXACT
     """fields: of the case, or of its `Answers`."""
     own = {name: fields.pop(name) for name in set(fields) & set(Answers.model_fields)}
     found: dict[str, Any] = {
-        "reference": "fp64 oracle",
-        "weights": "bf16",
-        "layers": (0,),
-        "segment_length": 1100,
+        "reference": "fp64 oracle", "weights": "bf16", "layers": (0,), "segment_length": 1100,
         "bands": (band(), band(0, 275), band(275, 1100)),
-    }
+    }  # fmt: skip
     answers: dict[str, Any] = {"answers": Answers(**(found | own)), "seqlen": 1100, "baseline": "", "variant": ""}
     return case(implementation, precision, **(answers | fields))
 
@@ -398,30 +374,19 @@ def checkpoint(**fields: Any) -> CheckpointRef:
 def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields: Any) -> Environment:
     """fields: of the GPU."""
     found: dict[str, Any] = {
-        "name": "NVIDIA H200",
-        "compute_capability": "9.0",
-        "sm_count": 132,
-        "memory_bytes": 150_754_820_096,
-        "l2_bytes": 62_914_560,
-        "driver": "580.65.06",
-        "cuda": "13.0",
-    }
+        "name": "NVIDIA H200", "compute_capability": "9.0", "sm_count": 132, "memory_bytes": 150_754_820_096,
+        "l2_bytes": 62_914_560, "driver": "580.65.06", "cuda": "13.0",
+    }  # fmt: skip
     return Environment(
-        gpu=Gpu(**(found | fields)) if gpu else None,
-        cpu="x86_64, 16 cores",
-        platform="Linux 6.8",
-        python="3.12.3",
+        gpu=Gpu(**(found | fields)) if gpu else None, cpu="x86_64, 16 cores", platform="Linux 6.8", python="3.12.3",
         packages={"torch": "2.11.0", "triton": triton, "transformers": "5.18.0"},
-    )
+    )  # fmt: skip
 
 
 def clocks(**fields: Any) -> Clocks:
     found: dict[str, Any] = {
-        "sm_mhz": (1980, 1965),
-        "memory_mhz": (3201, 3201),
-        "temperature_c": (41, 63),
-        "throttle_reasons": (),
-    }
+        "sm_mhz": (1980, 1965), "memory_mhz": (3201, 3201), "temperature_c": (41, 63), "throttle_reasons": (),
+    }  # fmt: skip
     return Clocks(**(found | fields))
 
 

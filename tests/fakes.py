@@ -147,17 +147,10 @@ def entries(
         )
         label = f"{name} {precision}{'' if size is None else f', chunk {size}'}"
         case = Case(
-            layer=layer(3),
-            dims=SSD.judged.dims(own),
-            batch=1,
-            seqlen=40,
-            implementation=name,
-            kind=kind,
-            precision=precision,
-            baseline=baseline.case.implementation if baseline else "",
-            status="ran",
+            layer=layer(3), dims=SSD.judged.dims(own), batch=1, seqlen=40, implementation=name, kind=kind,
+            precision=precision, baseline=baseline.case.implementation if baseline else "", status="ran",
             chunk_size=size,
-        )
+        )  # fmt: skip
         bound = replace(call_of(implementation, own, precision, label=label, widens=kind == "library"), **call)
         made.append(Entry(case=case, call=bound, baseline=baseline, turns=turns))
     return made

@@ -169,16 +169,11 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         self.send_json(
             {
-                "_id": "0",
-                "id": repo_id,
-                "sha": commit_of(folder),
-                "private": repo.private,
-                "gated": "manual" if repo.gated else False,
-                "downloads": repo.downloads,
-                "tags": [],
+                "_id": "0", "id": repo_id, "sha": commit_of(folder), "private": repo.private,
+                "gated": "manual" if repo.gated else False, "downloads": repo.downloads, "tags": [],
                 "siblings": siblings,
             }
-        )
+        )  # fmt: skip
 
     def refs(self, request: Request, repo_id: str) -> None:
         if self.find(request, repo_id, "main") is None:

@@ -31,19 +31,10 @@ REPOS = {
     "olmo-hybrid-7b": "allenai/Olmo-Hybrid-7B",
 }
 NARROW = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "vocab_size": 256,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "vocab_size": 256, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -88,18 +79,9 @@ def test_stock_transformers_loads_every_weight_of_a_mixture_of_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = dataclasses.replace(
-        GRANITE_SMALL,
-        hidden=64,
-        heads=4,
-        kv_heads=2,
-        mlp=32,
-        mixer=Mamba2(hidden=64, nheads=2),
-        experts=4,
-        chosen=2,
-        expert=16,
-        vocabulary=256,
-        attention_layers=(1,),
-    )
+        GRANITE_SMALL, hidden=64, heads=4, kv_heads=2, mlp=32, mixer=Mamba2(hidden=64, nheads=2), experts=4, chosen=2,
+        expert=16, vocabulary=256, attention_layers=(1,),
+    )  # fmt: skip
     monkeypatch.setitem(MODELS, "granite-4.0-h-small", small)
     write_checkpoint("granite-4.0-h-small", tmp_path, 3, 0, "cpu")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)

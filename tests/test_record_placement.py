@@ -18,18 +18,9 @@ from ssdprof.jobs import limits
 from ssdprof.jobs.subject import find
 
 TINY = replace(
-    GRANITE_SMALL,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    mlp=96,
-    mixer=Mamba2(hidden=64, nheads=8, headdim=16, dstate=16),
-    experts=8,
-    chosen=2,
-    expert=64,
-    vocabulary=300,
-    attention_layers=(1,),
-)
+    GRANITE_SMALL, hidden=64, heads=4, kv_heads=2, mlp=96, mixer=Mamba2(hidden=64, nheads=8, headdim=16, dstate=16),
+    experts=8, chosen=2, expert=64, vocabulary=300, attention_layers=(1,),
+)  # fmt: skip
 LAYERS = 4
 Recorded = tuple[list[str], dict[str, Any]]
 

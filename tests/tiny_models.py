@@ -20,50 +20,29 @@ CHUNK = 32
 
 _COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 _MAMBA: dict[str, Any] = {
-    "mamba_n_heads": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": CHUNK,
-    "intermediate_size": 96,
-}
+    "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": CHUNK, "intermediate_size": 96,
+}  # fmt: skip
 _LINEAR: dict[str, Any] = {
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "head_dim": 16,
-    "num_hidden_layers": 4,
-}
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "head_dim": 16, "num_hidden_layers": 4,
+}  # fmt: skip
 _EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-}
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
 
 
 def _rope() -> dict[str, Any]:
     return {
-        "rope_type": "default",
-        "rope_theta": 1e6,
-        "mrope_section": [1, 1, 0],
-        "mrope_interleaved": True,
+        "rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 0], "mrope_interleaved": True,
         "partial_rotary_factor": 0.25,
-    }
+    }  # fmt: skip
 
 
 def mamba2() -> Any:
     config = tf.Mamba2Config(
-        num_heads=8,
-        head_dim=16,
-        hidden_size=64,
-        state_size=16,
-        num_hidden_layers=3,
-        expand=2,
-        n_groups=2,
-        chunk_size=CHUNK,
-        vocab_size=VOCAB,
-    )
+        num_heads=8, head_dim=16, hidden_size=64, state_size=16, num_hidden_layers=3, expand=2, n_groups=2,
+        chunk_size=CHUNK, vocab_size=VOCAB,
+    )  # fmt: skip
     return tf.Mamba2ForCausalLM(config)
 
 
@@ -121,20 +100,10 @@ def falcon_h1_rms() -> Any:
 
 def zamba2() -> Any:
     config = tf.Zamba2Config(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        n_mamba_heads=8,
-        mamba_d_state=16,
-        mamba_ngroups=2,
-        chunk_size=CHUNK,
-        intermediate_size=96,
-        num_mem_blocks=2,
-        use_shared_attention_adapter=True,
-        adapter_rank=4,
-        layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
-    )
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, n_mamba_heads=8, mamba_d_state=16,
+        mamba_ngroups=2, chunk_size=CHUNK, intermediate_size=96, num_mem_blocks=2, use_shared_attention_adapter=True,
+        adapter_rank=4, layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+    )  # fmt: skip
     return tf.Zamba2ForCausalLM(config)
 
 
@@ -154,26 +123,16 @@ def qwen3_5_moe_text() -> Any:
 
 def olmo_hybrid() -> Any:
     config = tf.OlmoHybridConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
     return tf.OlmoHybridForCausalLM(config)
 
 
 SSD: dict[str, Callable[[], Any]] = {
-    "mamba2": mamba2,
-    "granitemoehybrid": granitemoehybrid,
-    "bamba": bamba,
-    "nemotron_h": nemotron_h,
-    "falcon_h1": falcon_h1,
-    "falcon_h1_rms": falcon_h1_rms,
-    "zamba2": zamba2,
-}
+    "mamba2": mamba2, "granitemoehybrid": granitemoehybrid, "bamba": bamba, "nemotron_h": nemotron_h,
+    "falcon_h1": falcon_h1, "falcon_h1_rms": falcon_h1_rms, "zamba2": zamba2,
+}  # fmt: skip
 GDN: dict[str, Callable[[], Any]] = {
     "qwen3_next": qwen3_next,
     "qwen3_5_text": qwen3_5_text,
@@ -184,18 +143,10 @@ MODELS = SSD | GDN
 
 # Decoder layers that hold an operator.
 OPERATOR_LAYERS: dict[str, tuple[int, ...]] = {
-    "mamba2": (0, 1, 2),
-    "granitemoehybrid": (0, 1, 3),
-    "bamba": (0, 1, 3),
-    "nemotron_h": (0, 2, 4),
-    "falcon_h1": (0, 1, 2),
-    "falcon_h1_rms": (0, 1, 2),
-    "zamba2": (0, 1, 2, 3, 4, 5),
-    "qwen3_next": (0, 1, 2),
-    "qwen3_5_text": (0, 1, 2),
-    "qwen3_5_moe_text": (0, 1, 2),
-    "olmo_hybrid": (0, 1, 2),
-}
+    "mamba2": (0, 1, 2), "granitemoehybrid": (0, 1, 3), "bamba": (0, 1, 3), "nemotron_h": (0, 2, 4),
+    "falcon_h1": (0, 1, 2), "falcon_h1_rms": (0, 1, 2), "zamba2": (0, 1, 2, 3, 4, 5), "qwen3_next": (0, 1, 2),
+    "qwen3_5_text": (0, 1, 2), "qwen3_5_moe_text": (0, 1, 2), "olmo_hybrid": (0, 1, 2),
+}  # fmt: skip
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
@@ -235,11 +186,7 @@ def layer_refs(name: str) -> tuple[LayerRef, ...]:
 
 def checkpoint_ref(name: str) -> CheckpointRef:
     return CheckpointRef(
-        requested=f"tiny/{name}",
-        source="local",
-        repo_id=f"tiny-{name}",
-        revision=None,
-        model_type=shared(name).config.model_type,
-        layers=layer_refs(name),
+        requested=f"tiny/{name}", source="local", repo_id=f"tiny-{name}", revision=None,
+        model_type=shared(name).config.model_type, layers=layer_refs(name),
         layer_count=shared(name).config.num_hidden_layers,
-    )
+    )  # fmt: skip

@@ -35,17 +35,10 @@ GRANITE_H_SMALL = {
 }
 GRANITE_MICRO = {**GRANITE_H_SMALL, "hidden_size": 2560, "layer_types": ["attention"] * 40}
 BAMBA = {
-    "model_type": "bamba",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "attn_layer_indices": [9, 18, 27],
-    "mamba_n_heads": 128,
-    "mamba_d_head": "auto",
-    "mamba_d_state": 128,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 256,
+    "model_type": "bamba", "num_hidden_layers": 32, "hidden_size": 4096, "attn_layer_indices": [9, 18, 27],
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_chunk_size": 256,
     "mamba_expand": 2,
-}
+}  # fmt: skip
 NANO_9B = {
     "model_type": "nemotron_h",
     "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
@@ -58,29 +51,18 @@ NANO_9B = {
     "chunk_size": 128,
 }
 MAMBA2_2_7B = {
-    "d_model": 2560,
-    "d_intermediate": 0,
-    "n_layer": 64,
-    "vocab_size": 50277,
-    "ssm_cfg": {"layer": "Mamba2"},
-    "attn_layer_idx": [],
-    "pad_vocab_size_multiple": 16,
-    "tie_embeddings": True,
-}
+    "d_model": 2560, "d_intermediate": 0, "n_layer": 64, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"},
+    "attn_layer_idx": [], "pad_vocab_size_multiple": 16, "tie_embeddings": True,
+}  # fmt: skip
 QWEN3_5 = {
     "model_type": "qwen3_5",
     "text_config": {
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 64,
-        "hidden_size": 5120,
-        "full_attention_interval": 4,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
+        "model_type": "qwen3_5_text", "num_hidden_layers": 64, "hidden_size": 5120, "full_attention_interval": 4,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     },
     "vision_config": {"model_type": "qwen3_5", "depth": 27},
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -152,16 +134,12 @@ def test_depth_keeps_what_the_model_definition_insists_on(opened: Open) -> None:
 @pytest.mark.parametrize(
     ("outer", "key", "inner"),
     [
-        ("qwen3_5", "text_config", "qwen3_5_text"),
-        ("minicpmv4_6", "text_config", "qwen3_5_text"),
-        ("minicpmv4_7", "text_config", "qwen3_5_moe_text"),
-        ("minicpm_ocr", "text_config", "qwen3_5_text"),
-        ("jev", "text_config", "qwen3_5_text"),
-        ("nemotron_h_omni", "llm_config", "nemotron_h"),
-        ("nemo_speechlm", "text_config", "nemotron_h"),
-        ("unheard", "thinker_config", "qwen3_5_text"),
+        ("qwen3_5", "text_config", "qwen3_5_text"), ("minicpmv4_6", "text_config", "qwen3_5_text"),
+        ("minicpmv4_7", "text_config", "qwen3_5_moe_text"), ("minicpm_ocr", "text_config", "qwen3_5_text"),
+        ("jev", "text_config", "qwen3_5_text"), ("nemotron_h_omni", "llm_config", "nemotron_h"),
+        ("nemo_speechlm", "text_config", "nemotron_h"), ("unheard", "thinker_config", "qwen3_5_text"),
     ],
-)
+)  # fmt: skip
 def test_the_language_model_of_a_larger_one(opened: Open, outer: str, key: str, inner: str) -> None:
     text = tiny_models.shared(inner).config.to_dict()
     tower = {"model_type": "vit", "num_hidden_layers": 2}
@@ -313,13 +291,9 @@ def test_infinity_is_read(opened: Open) -> None:
 # --- the config of a cut model: reduced in every key that counts layers, without the parts that are not loaded
 
 NEMOTRON = {
-    "model_type": "nemotron_h",
-    "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
-    "hybrid_override_pattern": "M-M*ME",
-    "num_hidden_layers": 6,
-    "num_nextn_predict_layers": 1,
-    "time_step_limit": None,
-}
+    "model_type": "nemotron_h", "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"},
+    "hybrid_override_pattern": "M-M*ME", "num_hidden_layers": 6, "num_nextn_predict_layers": 1, "time_step_limit": None,
+}  # fmt: skip
 BAMBA_6 = {**BAMBA, "num_hidden_layers": 6, "attn_layer_indices": [1, 3, 4]}
 ZAMBA2: dict[str, Any] = {"model_type": "zamba2", "hybrid_layer_ids": [6, 12, 18]}
 QWEN3_5_FP8 = {

@@ -108,15 +108,11 @@ def test_names_that_are_no_file_do_not_stay_inside() -> None:
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (b"{", ModelUnavailableError),
-        ([], ModelUnavailableError),
-        ({"metadata": {}}, ModelUnavailableError),
-        ({"weight_map": []}, ModelUnavailableError),
-        ({"weight_map": {}}, BadInputError),
-        ({"weight_map": {"a": 1}}, BadInputError),
-        ({"weight_map": {"a": "pytorch_model.bin"}}, BadInputError),
+        (b"{", ModelUnavailableError), ([], ModelUnavailableError), ({"metadata": {}}, ModelUnavailableError),
+        ({"weight_map": []}, ModelUnavailableError), ({"weight_map": {}}, BadInputError),
+        ({"weight_map": {"a": 1}}, BadInputError), ({"weight_map": {"a": "pytorch_model.bin"}}, BadInputError),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_index(copied: Save, content: Any, error: type[SsdprofError]) -> None:
     folder = copied("mamba2")
     (folder / INDEX).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())

@@ -498,14 +498,10 @@ class Machine:
             return values[0] if len(values) == 1 else tuple(values)
 
         return {
-            "mbarrier": mbarrier,
-            "tma": tma,
-            "fence_async_shared": lambda: None,
-            "async_copy": SimpleNamespace(mbarrier_arrive=arrive_of_lane),
-            "warpgroup_mma": product,
-            "warpgroup_mma_wait": product_wait,
-            "mma_v2": lambda a, b, accumulator: a.float() @ b.float() + accumulator,
-        }
+            "mbarrier": mbarrier, "tma": tma, "fence_async_shared": lambda: None,
+            "async_copy": SimpleNamespace(mbarrier_arrive=arrive_of_lane), "warpgroup_mma": product,
+            "warpgroup_mma_wait": product_wait, "mma_v2": lambda a, b, accumulator: a.float() @ b.float() + accumulator,
+        }  # fmt: skip
 
     def copy_in(self, source: Descriptor, start: list[Any], barrier: Barrier, target: Shared) -> None:
         pointer, inside = source.tile(start)

@@ -114,13 +114,9 @@ def _permuted(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch
 
 
 ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {
-    "mul": torch.mul,
-    "sub": torch.sub,
-    "neg": torch.neg,
-    "fma": lambda a, b, c: a * b + c,
-    "ex2": torch.exp2,
+    "mul": torch.mul, "sub": torch.sub, "neg": torch.neg, "fma": lambda a, b, c: a * b + c, "ex2": torch.exp2,
     "lg2": torch.log2,
-}
+}  # fmt: skip
 BITWISE: dict[str, Callable[..., torch.Tensor]] = {
     "and": torch.bitwise_and,
     "shl": torch.bitwise_left_shift,

@@ -29,12 +29,9 @@ CALLS: list[dict[str, Any]] = [
     )
 ]
 TABLES: dict[str, Sequence[Rule[Any]]] = {
-    "HOPPER": HOPPER,
-    "PORTABLE": PORTABLE,
-    "CHUNK_STATE": CHUNK_STATE,
-    "BMM_CHUNK": BMM_CHUNK,
+    "HOPPER": HOPPER, "PORTABLE": PORTABLE, "CHUNK_STATE": CHUNK_STATE, "BMM_CHUNK": BMM_CHUNK,
     "CHUNK_SCAN": CHUNK_SCAN,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)

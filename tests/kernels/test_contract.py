@@ -288,12 +288,8 @@ def test_gates_from_none_to_all(kernel: Subject) -> None:
 def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) -> None:
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
     inputs.g[:, 5], inputs.g[:, 11], inputs.g[:, 20:30], inputs.g[:, 40], inputs.g[:, 50] = (
-        0.5,
-        100,
-        0.5,
-        -torch.inf,
-        -1e30,
-    )
+        0.5, 100, 0.5, -torch.inf, -1e30,
+    )  # fmt: skip
     kernel.assert_right(kernel(inputs), inputs)
     assert_bitwise(kernel(inputs), kernel(replace(inputs, g=inputs.g.clamp(max=0))))
 

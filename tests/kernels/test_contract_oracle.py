@@ -64,15 +64,11 @@ SSD_STEPS = [
 SSD_SHORT = [SSDCase(seqlen=9, skip="", dstate=32), SSDCase(lengths=(0, 1, 3, 0, 1), gate=True, initial_states=True)]
 GDN = [
     GDNCase(batch=2, key_heads=2, values_per_key=2, initial_states=True),
-    GDNCase(values_per_key=3, key_dim=20, value_dim=28, initial_states=True),
-    GDNCase(seqlen=17, key_dim=32),
-    GDNCase(largest_beta=2.0, values_per_key=2),
-    GDNCase(gate=0.0, value_dim=32),
-    GDNCase(gate=50.0),
-    GDNCase(l2norm=False, key_dim=24),
-    GDNCase(lengths=(0, 1, 33, 0, 16, 15, 64, 0), initial_states=True),
+    GDNCase(values_per_key=3, key_dim=20, value_dim=28, initial_states=True), GDNCase(seqlen=17, key_dim=32),
+    GDNCase(largest_beta=2.0, values_per_key=2), GDNCase(gate=0.0, value_dim=32), GDNCase(gate=50.0),
+    GDNCase(l2norm=False, key_dim=24), GDNCase(lengths=(0, 1, 33, 0, 16, 15, 64, 0), initial_states=True),
     GDNCase(lengths=(40, 9), values_per_key=2),
-]
+]  # fmt: skip
 GDN_CHUNKS = [GDNCase(seqlen=n, values_per_key=2, key_dim=24, initial_states=True) for n in (1, 64, 65, 15, 63, 130)]
 GDN_OTHERS = GDN_CHUNKS[3:] + [GDNCase(key_dim=k, value_dim=v) for k, v in ((60, 16), (96, 192), (100, 120))]
 GDN_CHUNKS = GDN_CHUNKS[:3] + [GDNCase(key_dim=k, value_dim=v) for k, v in ((1, 1), (16, 60), (256, 33))]
@@ -313,13 +309,8 @@ def right() -> list[Any]:
     add(short, [ours.but(dstate=n, seqlen=8192, dt_limit=(1e-6, 1e-5)) for n in (128, 256)])
     around = [ours.but(seqlen=n, initial_states=True) for n in (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129)]
     ragged = [
-        (0, 1),
-        (1, 0),
-        (0, 0, 64, 0, 0),
-        (1,) * 200,
-        (0,) * 130 + (300, 0, 129),
-        tuple(i % 131 for i in range(300)),
-    ]
+        (0, 1), (1, 0), (0, 0, 64, 0, 0), (1,) * 200, (0,) * 130 + (300, 0, 129), tuple(i % 131 for i in range(300)),
+    ]  # fmt: skip
     add(listed(gpu=SSD_EVERY), around + [ours.but(lengths=one, initial_states=True) for one in ragged])
     for sizes, cut_up in GDN_HOPPER:
         add(by(gdn_hopper_by(cut_up), "gdn hopper", "cuda", gpu), [GDNCase(**GDN_ON_HOPPER | sizes, device="cuda")])

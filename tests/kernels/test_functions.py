@@ -402,11 +402,8 @@ def test_fla_drop_in_has_the_signature_of_fla() -> None:
     """The signature in flash-linear-attention 0.6.0: names, order and defaults."""
     required = inspect.Parameter.empty
     shared = {
-        "use_beta_sigmoid_in_kernel": False,
-        "allow_neg_eigval": False,
-        "state_v_first": False,
-        "cu_seqlens": None,
-    }
+        "use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False, "state_v_first": False, "cu_seqlens": None,
+    }  # fmt: skip
     state = {"scale": None, "initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": False}
     chunk = dict.fromkeys(QKV, required) | state | shared
     chunk |= {"cu_seqlens_cpu": None, "chunk_indices": None, "cp_context": None, "kwargs": required}

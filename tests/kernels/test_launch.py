@@ -222,19 +222,13 @@ def test_another_place_or_content_is_the_same_launch() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        ((WORDS[1:], None), *USUAL[1:]),
-        ((WORDS.view(torch.float32), None), *USUAL[1:]),
-        ((None, WORDS), *USUAL[1:]),
-        ((torch.zeros(64, dtype=torch.int32, device="meta")[1:], None), *USUAL[1:]),
-        (USUAL[0], (1, 3.0), USUAL[2]),
-        (USUAL[0], (1, 2), USUAL[2]),
-        (USUAL[0], (True, 2.0), USUAL[2]),
-        (*USUAL[:2], {"BLOCK": 32, "num_warps": 4}),
-        (*USUAL[:2], {"BLOCK": 64, "num_warps": 8}),
-        (*USUAL[:2], {"BLOCK": 64}),
+        ((WORDS[1:], None), *USUAL[1:]), ((WORDS.view(torch.float32), None), *USUAL[1:]), ((None, WORDS), *USUAL[1:]),
+        ((torch.zeros(64, dtype=torch.int32, device="meta")[1:], None), *USUAL[1:]), (USUAL[0], (1, 3.0), USUAL[2]),
+        (USUAL[0], (1, 2), USUAL[2]), (USUAL[0], (True, 2.0), USUAL[2]), (*USUAL[:2], {"BLOCK": 32, "num_warps": 4}),
+        (*USUAL[:2], {"BLOCK": 64, "num_warps": 8}), (*USUAL[:2], {"BLOCK": 64}),
     ],
     ids=["alignment", "dtype", "None", "address", "value", "int", "bool", "constant", "warps", "no warps"],
-)
+)  # fmt: skip
 def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
     assert kinds(USUAL, other, USUAL, other) == ["triton", "triton", "compiled", "compiled"]
 
@@ -368,15 +362,10 @@ def test_a_signature_says_all_but_place_and_content() -> None:
     inputs = CASE.inputs()
     assert inputs.signature == SSDCase(seqlen=20, gate=True, initial_states=True, seed=5).inputs().signature
     others = [
-        SSDCase(seqlen=21, gate=True, initial_states=True).inputs(),
-        CASE.inputs(dt_softplus=False),
-        CASE.inputs(dt_limit=(0.0, 1.0)),
-        CASE.inputs(chunk_size=64),
-        CASE.inputs(A=inputs.A.double()),
-        CASE.inputs(dt=inputs.dt.contiguous()),
-        CASE.inputs(dt_bias=torch.cat([inputs.dt_bias, inputs.dt_bias])[1:3]),
-        CASE.inputs(D=None),
-        CASE.inputs(D=None, dt_bias=None),
-    ]
+        SSDCase(seqlen=21, gate=True, initial_states=True).inputs(), CASE.inputs(dt_softplus=False),
+        CASE.inputs(dt_limit=(0.0, 1.0)), CASE.inputs(chunk_size=64), CASE.inputs(A=inputs.A.double()),
+        CASE.inputs(dt=inputs.dt.contiguous()), CASE.inputs(dt_bias=torch.cat([inputs.dt_bias, inputs.dt_bias])[1:3]),
+        CASE.inputs(D=None), CASE.inputs(D=None, dt_bias=None),
+    ]  # fmt: skip
     signatures = {inputs.signature, *(other.signature for other in others)}
     assert len(signatures) == 1 + len(others)

@@ -22,18 +22,14 @@ pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 SMALL = dict(heads=4, headdim=64, dstate=64, dtype=BF16, device="cuda")
 CASES = {
-    "as it is": SSDCase(**SMALL, seqlen=900),
-    "batch": SSDCase(**SMALL, seqlen=900, batch=3),
-    "shorter": SSDCase(**SMALL, seqlen=899),
-    "one position": SSDCase(**SMALL, seqlen=1),
+    "as it is": SSDCase(**SMALL, seqlen=900), "batch": SSDCase(**SMALL, seqlen=900, batch=3),
+    "shorter": SSDCase(**SMALL, seqlen=899), "one position": SSDCase(**SMALL, seqlen=1),
     "initial states": SSDCase(**SMALL, seqlen=900, initial_states=True),
-    "D (h, p)": SSDCase(**SMALL, seqlen=900, skip="(h, p)"),
-    "no D": SSDCase(**SMALL, seqlen=900, skip=""),
-    "packed": SSDCase(**SMALL, lengths=(700, 0, 200)),
-    "z": SSDCase(**SMALL, seqlen=900, gate=True),
+    "D (h, p)": SSDCase(**SMALL, seqlen=900, skip="(h, p)"), "no D": SSDCase(**SMALL, seqlen=900, skip=""),
+    "packed": SSDCase(**SMALL, lengths=(700, 0, 200)), "z": SSDCase(**SMALL, seqlen=900, gate=True),
     "fp16": SSDCase(**SMALL | dict(dtype=torch.float16), seqlen=900),
     "fp32": SSDCase(**SMALL | dict(dtype=torch.float32), seqlen=300),
-}
+}  # fmt: skip
 SHIFTED = ("A", "D", "dt_bias", "dt", "x")  # not aligned to 16 bytes, which the compiled kernel assumes
 
 

@@ -28,15 +28,10 @@ def large(batch: int, seqlen: int, lengths: tuple[int, ...] = ()) -> SSDInputs:
         return torch.empty(batch, seqlen, *shape, dtype=BF16, device="cuda").normal_(generator=generator)
 
     return SSDInputs(
-        x=normal(80, 64),
-        dt=normal(80),
-        A=-torch.linspace(1, 16, 80, device="cuda"),
-        B=normal(1, 128),
-        C=normal(1, 128),
-        dt_bias=torch.full((80,), -4.0, device="cuda"),
-        dt_softplus=True,
+        x=normal(80, 64), dt=normal(80), A=-torch.linspace(1, 16, 80, device="cuda"), B=normal(1, 128),
+        C=normal(1, 128), dt_bias=torch.full((80,), -4.0, device="cuda"), dt_softplus=True,
         cu_seqlens=bounds(lengths, "cuda") if lengths else None,
-    )
+    )  # fmt: skip
 
 
 def spread(inputs: SSDInputs, row: int, names: tuple[str, ...]) -> SSDInputs:

@@ -124,18 +124,13 @@ def test_without_line_information_instructions_stand_for_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("return x + 1", LineStage("helper", None)),
-        ("shared.full", LineStage("load", "waiting.chunk")),
-        ("shared.empty", LineStage("load", "loads")),
-        ("return helper", LineStage("load", "loads")),
-        ("N: tl.constexpr", LineStage("_kernel", None, header=True)),
-        ("ticket = 0", LineStage("_kernel", "ticket")),
-        ("for i in", LineStage("_kernel", "ticket")),
-        ("a = load", LineStage("_kernel", "chunk_scan.previous")),
-        ("b = 1", LineStage("_kernel", "chunk_state")),
-        ("STAGES =", LineStage("", UNKNOWN)),
+        ("return x + 1", LineStage("helper", None)), ("shared.full", LineStage("load", "waiting.chunk")),
+        ("shared.empty", LineStage("load", "loads")), ("return helper", LineStage("load", "loads")),
+        ("N: tl.constexpr", LineStage("_kernel", None, header=True)), ("ticket = 0", LineStage("_kernel", "ticket")),
+        ("for i in", LineStage("_kernel", "ticket")), ("a = load", LineStage("_kernel", "chunk_scan.previous")),
+        ("b = 1", LineStage("_kernel", "chunk_state")), ("STAGES =", LineStage("", UNKNOWN)),
     ],
-)
+)  # fmt: skip
 def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) -> None:
     assert parse(SOURCE).place(line_of(text)) == place
     moved = parse("# a line more\n" * 7 + SOURCE)
@@ -290,13 +285,10 @@ def _their_kernel(
     tl.store(x_ptr, b)
 """
 KNOWN = KnownSource(
-    sha256=hashlib.sha256(TEXT.encode()).hexdigest(),
-    version="them 1.0",
-    file="them/kernel.py",
-    implementation="them",
+    sha256=hashlib.sha256(TEXT.encode()).hexdigest(), version="them 1.0", file="them/kernel.py", implementation="them",
     stages={"twice": CALLER, "_their_kernel": "chunk_scan"},
     starts={8: "chunk_scan.previous", 10: "chunk_scan.residual"},
-)
+)  # fmt: skip
 TABLES = {one.name: one.stages for one in records() if one.stages.sources}
 
 

@@ -57,12 +57,9 @@ def test_a_zero_that_was_collected_stays_a_zero() -> None:
 
 def test_another_name_of_a_metric_will_do() -> None:
     metrics = {
-        "lts__t_sectors.sum": 10,
-        "derived__local_spilling_requests": 7,
-        "launch__shared_mem_per_block_static": 100,
-        "launch__shared_mem_per_block_driver": 24,
-        "smsp__issue_active.avg.per_cycle_active": 0.25,
-    }
+        "lts__t_sectors.sum": 10, "derived__local_spilling_requests": 7, "launch__shared_mem_per_block_static": 100,
+        "launch__shared_mem_per_block_driver": 24, "smsp__issue_active.avg.per_cycle_active": 0.25,
+    }  # fmt: skip
     found = stalls_of(synthetic.kernel(metrics=metrics))
     assert (found.l2_bytes, found.spill_requests, found.shared_bytes, found.issue_pct) == (320, 7, 124, 25.0)
 

@@ -48,13 +48,9 @@ def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
     case = SSDCase(seqlen=4096, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16)
     captures = store_layers(tmp_path / "captures", case)
     request = StallRequest(
-        where=str(captures),
-        layer=5,
-        implementations=("mamba_ssm",),
-        precision=EXACT_FP32,
-        timeout_s=600,
+        where=str(captures), layer=5, implementations=("mamba_ssm",), precision=EXACT_FP32, timeout_s=600,
         out=tmp_path / "run",
-    )
+    )  # fmt: skip
     _, report = profile(request, Unwatched())
     assert report.missing == ""
     assert {kernel.implementation for kernel in report.kernels} == {"mamba_ssm"}

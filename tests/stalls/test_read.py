@@ -111,14 +111,11 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_launch_becomes_plain_values() -> None:
     kernel = launch_of(
-        Metric(f"{PCSAMP}_gmma", 3, at={0x20: 3, 0x10: 0}),
-        Metric(f"{PCSAMP}_wait", 5, at={0x10: 4, 0x20: 1}),
-        Metric(f"{PCSAMP}_wait_not_issued", 2, at={0x10: 2}),
-        Metric("smsp__pcsamp_sample_count", 8),
-        Metric("gpu__time_duration.sum", 1.5, "us"),
-        Metric("lts__t_sector_hit_rate.pct", float("nan"), "%"),
+        Metric(f"{PCSAMP}_gmma", 3, at={0x20: 3, 0x10: 0}), Metric(f"{PCSAMP}_wait", 5, at={0x10: 4, 0x20: 1}),
+        Metric(f"{PCSAMP}_wait_not_issued", 2, at={0x10: 2}), Metric("smsp__pcsamp_sample_count", 8),
+        Metric("gpu__time_duration.sum", 1.5, "us"), Metric("lts__t_sector_hit_rate.pct", float("nan"), "%"),
         Metric("dram__bytes_read.sum", None),
-    )
+    )  # fmt: skip
     assert kernel.totals == {"warpgroup_arrive": 3, "wait": 5}
     assert [(point.address, point.line, point.sass, dict(point.samples)) for point in kernel.points] == [
         (0x10, 0, "LDG R16", {"wait": 4}),
