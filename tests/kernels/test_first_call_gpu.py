@@ -24,7 +24,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import triton
-from kernel_cases import EXACT, RELAXED, SSDCase
+from kernel_cases import BF16, EXACT, FP32, RELAXED, SSDCase
 from triton.runtime.jit import JITFunction
 
 from ssdprof import kernels
@@ -36,34 +36,26 @@ from ssdprof.measure.first_run import Deadline, timed_first_call
 
 MOST_SECONDS = 2.0  # for one kernel, by Triton's own clock
 TRIES = 3
-BF16, FP32 = torch.bfloat16, torch.float32
 MAMBA2 = SSDCase(seqlen=4096, heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda")
-HYBRID = SSDCase(heads=128, headdim=80, dstate=128, groups=8, dtype=BF16, device="cuda")
-LARGE = SSDCase(heads=32, headdim=128, dstate=256, dtype=BF16, device="cuda")
+LARGE = MAMBA2.but(heads=32, headdim=128, dstate=256)
 LENGTHS = (6000, 9, 0, 2048)  # the first is cut into segments into segments
-
-# (case, implementation, precision)
+HYBRID = MAMBA2.but(heads=128, headdim=80, groups=8, lengths=LENGTHS)
+PACKED = {"lengths": LENGTHS, "initial_states": True}
 CASES: dict[str, tuple[SSDCase, str, Precision]] = {
-    "hopper": (MAMBA2, "fused", EXACT),
-    "hopper relaxed": (MAMBA2, "fused", RELAXED),
-    "hopper, shares": (SSDCase(**vars(MAMBA2) | {"seqlen": 1024, "batch": 32}), "fused", EXACT),
-    "hopper, packed": (SSDCase(**vars(MAMBA2) | {"lengths": LENGTHS}), "fused", EXACT),
-    "hopper, n 64": (SSDCase(**vars(MAMBA2) | {"dstate": 64}), "fused", EXACT),
-    "hopper, packed, p 80": (SSDCase(**vars(HYBRID) | {"lengths": LENGTHS, "initial_states": True}), "fused", EXACT),
-    "portable, gate": (SSDCase(**vars(MAMBA2) | {"gate": True}), "fused", EXACT),
-    "hopper, n 256": (SSDCase(**vars(LARGE) | {"seqlen": 4096}), "fused", EXACT),
-    "hopper, n 256, looks back": (SSDCase(**vars(LARGE) | {"seqlen": 65536}), "fused", EXACT),
-    "hopper, n 256, packed": (SSDCase(**vars(LARGE) | {"lengths": LENGTHS, "initial_states": True}), "fused", RELAXED),
-    "portable, n 256, gate": (SSDCase(**vars(LARGE) | {"seqlen": 4096, "gate": True}), "fused", EXACT),
-    "portable, fp32": (SSDCase(**vars(MAMBA2) | {"dtype": FP32}), "fused", EXACT),
-    "portable, fp32, n 256": (SSDCase(**vars(LARGE) | {"seqlen": 4096, "dtype": FP32}), "fused", EXACT),
-    "unfused": (SSDCase(**vars(MAMBA2) | {"chunk_size": 256}), "unfused", EXACT),
-    "unfused, packed, fp32": (
-        SSDCase(**vars(HYBRID) | {"lengths": LENGTHS, "dtype": FP32, "gate": True, "chunk_size": 128}),
-        "unfused",
-        EXACT,
-    ),
-}
+    "hopper": (MAMBA2, "fused", EXACT), "hopper relaxed": (MAMBA2, "fused", RELAXED),
+    "hopper, shares": (MAMBA2.but(seqlen=1024, batch=32), "fused", EXACT),
+    "hopper, packed": (MAMBA2.but(lengths=LENGTHS), "fused", EXACT),
+    "hopper, n 64": (MAMBA2.but(dstate=64), "fused", EXACT),
+    "hopper, packed, p 80": (HYBRID.but(initial_states=True), "fused", EXACT),
+    "portable, gate": (MAMBA2.but(gate=True), "fused", EXACT), "hopper, n 256": (LARGE, "fused", EXACT),
+    "hopper, n 256, looks back": (LARGE.but(seqlen=65536), "fused", EXACT),
+    "hopper, n 256, packed": (LARGE.but(**PACKED), "fused", RELAXED),
+    "portable, n 256, gate": (LARGE.but(gate=True), "fused", EXACT),
+    "portable, fp32": (MAMBA2.but(dtype=FP32), "fused", EXACT),
+    "portable, fp32, n 256": (LARGE.but(dtype=FP32), "fused", EXACT),
+    "unfused": (MAMBA2.but(chunk_size=256), "unfused", EXACT),
+    "unfused, packed, fp32": (HYBRID.but(dtype=FP32, gate=True, chunk_size=128), "unfused", EXACT),
+}  # fmt: skip
 
 
 @cache
@@ -71,12 +63,8 @@ def measured() -> dict[str, Any]:
     """The measurements of this file, from a new process."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "first_calls.json"
-        subprocess.run(
-            [sys.executable, __file__, str(file)],
-            env=os.environ | {"TRITON_INTERPRET": "0"},
-            cwd=Path(__file__).parent,
-            check=True,
-        )
+        environment = os.environ | {"TRITON_INTERPRET": "0"}
+        subprocess.run([sys.executable, __file__, file], env=environment, cwd=Path(__file__).parent, check=True)
         result: dict[str, Any] = json.loads(file.read_text())
     print(json.dumps(result["calls"]))
     return result
