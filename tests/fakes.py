@@ -26,7 +26,7 @@ from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.first_run import Run, call_of
-from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.sampling import Samples, SamplingPlan
 from ssdprof.measure.timing import CaptureError, Recording
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
@@ -73,6 +73,9 @@ class FakeTimer:
                 own.copy_(new)
         self.spoil(name, recording.output)
         return float(cost)
+
+    def unseen(self, _run: Run, _samples: Samples) -> str:
+        return ""
 
     def call_us(self, run: Run) -> float:
         self.calls += 1

@@ -7,9 +7,10 @@ Only what passed is timed, and what it computes while it is timed is checked aga
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from ssdprof.measure.first_run import (
     Run,
     TimeIsUp,
     blaming,
+    completed,
     first_line,
     first_run,
     outputs_that_fit,
@@ -251,28 +253,41 @@ class Comparer:
         def check(name: str, run: Run) -> str:
             call = named[name].entry.call
             _poison(run(), call.inputs)
-            output = call.judged_output(run())
-            if words := call.out_of_bounds():
+            output, late = completed(lambda: call.judged_output(run()), call.device)
+            if words := late or call.out_of_bounds():
                 return words
             if fingerprint(*output) != named[name].bits:
                 if words := outside(name, output):
                     return words
                 remarks[name] = "repeated calls differ in their bits, within the budget"
-            try:
-                with _scaled(call) as scale:
-                    expected = [tensor * scale for tensor in output]
-                    _poison(output, call.inputs)
-                    output = call.judged_output(run())
-                    if all(map(torch.equal, output, expected)) or not (words := outside(name, output)):
-                        return ""
-            except torch.OutOfMemoryError:
-                remarks[name] = "not tried with other numbers at the inputs' addresses: out of memory"
-                return ""
-            return f"with other numbers at the same addresses of the inputs, {words}"
+            with suppress(torch.OutOfMemoryError):
+                if scale:
+                    return follows(name, run, output, scale)
+            remarks[name] = "not tried with other numbers at the inputs' addresses: out of memory"
+            return ""
 
-        session = time_in_turns(
-            {name: one.entry.call.run for name, one in named.items()}, timer, self.sampling, check=check
-        )
+        def follows(name: str, run: Run, output: Output, scale: Callable[[float], None]) -> str:
+            """Why the output is wrong with other numbers at the addresses of the inputs."""
+            call, factor = named[name].entry.call, 0.5 if _has_fp16(named[name].entry.call) else 2.0
+            expected = [tensor * factor for tensor in output]
+            _poison(output, call.inputs)
+            try:
+                scale(factor)
+                output = call.judged_output(run())
+                words = "" if all(map(torch.equal, output, expected)) else outside(name, output)
+            finally:
+                scale(1.0)
+            return words and f"with other numbers at the same addresses of the inputs, {words}"
+
+        calls = [one.entry.call for one in named.values()]
+        with _changeable(calls) as scale:
+            session = time_in_turns(
+                {name: one.entry.call.run for name, one in named.items()},
+                timer,
+                self.sampling,
+                check=check,
+                change=_never_the_same(scale, any(map(_has_fp16, calls))),
+            )
         for name, one in named.items():
             case = one.case
             if name in remarks:
@@ -314,22 +329,48 @@ def _poison(output: Output, inputs: Any) -> None:
 
 
 @contextmanager
-def _scaled(call: Call) -> Iterator[float]:
-    """Scales the inputs in which the operator is linear, at their addresses, by a power of two, the context's value.
+def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | None]:
+    """The value writes the inputs in which the operator is linear, times a number, to their addresses.
 
-    fp16 is halved, since it might overflow.
+    They are as before at the end.  None: there is no memory for a copy of them.
     """
-    given = tensors.tensors(call.inputs)
-    chosen = [given[name] for name in operators.of(call.inputs).binding.linear if name in given] + [*call.copies()]
-    half = torch.float16 in (call.precision.state_dtype, *(tensor.dtype for tensor in chosen))
-    before = [tensor.clone() for tensor in chosen]
+    own: dict[int, torch.Tensor] = {}
+    for call in calls:
+        given = tensors.tensors(call.inputs)
+        linear = [given[name] for name in operators.of(call.inputs).binding.linear if name in given]
+        own |= {tensor.data_ptr(): tensor for tensor in (*linear, *call.copies())}
     try:
-        for tensor in chosen:
-            tensor.mul_(0.5 if half else 2.0)
-        yield 0.5 if half else 2.0
+        before = [tensor.clone() for tensor in own.values()]
+    except torch.OutOfMemoryError:
+        yield None
+        return
+
+    def scale(factor: float) -> None:
+        for tensor, original in zip(own.values(), before, strict=True):
+            torch.mul(original, factor, out=tensor)
+
+    try:
+        yield scale
     finally:
-        for tensor, own in zip(chosen, before, strict=True):
-            tensor.copy_(own)
+        scale(1.0)
+
+
+def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callable[[bool], None]:
+    """Called with True before each sample, so that nothing can be taken from an earlier call; with False at the end."""
+    numbers = itertools.count(1)
+
+    def change(sampling: bool) -> None:
+        if scale is not None:
+            number = next(numbers)
+            scale((1 + number % 128 / 128) * 2.0 ** (0 if fp16 else number // 128 % 8) / 2 if sampling else 1.0)
+
+    return change
+
+
+def _has_fp16(call: Call) -> bool:
+    """Whether doubled numbers might overflow."""
+    given = (*tensors.tensors(call.inputs).values(), *call.copies())
+    return torch.float16 in (call.precision.state_dtype, *(tensor.dtype for tensor in given))
 
 
 def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
-from ssdprof.measure.accuracy import check_output
+from ssdprof.measure.accuracy import check_output, fingerprint
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Output
@@ -120,33 +121,35 @@ class FirstRun:
         return self.plan.reason if self.plan else ""
 
 
-def first_run(call: Call, run: Run | None = None) -> FirstRun:
+def first_run(call: Call, run: Run | None = None, *, launches: bool = True) -> FirstRun:
     """Plan and run the call.  An error of the implementation becomes a status and a reason.
 
-    run: replaces `call.run`; it must return the same output.
+    run: replaces `call.run`; it must return the same output.  launches: record them, which takes a look at all objects.
     Raises MissingCapabilityError if a fault in it made the GPU unusable, and KeyboardInterrupt if it is
     interrupted.
     """
     plan = None
+    recording: AbstractContextManager[list[Launch]] = recorded_launches() if launches else nullcontext([])
     try:
         plan = call.plan()
         call.precheck()
-        with recorded_launches() as launches:
-            output, memory = run_and_measure(lambda: call.judged_output((run or call.run)()), call.device)
+        with recording as launched:
+            output, memory, late = run_and_measure(lambda: call.judged_output((run or call.run)()), call.device)
         check_output(output, call.inputs)
-        if damage := call.out_of_bounds():
+        if damage := late or call.out_of_bounds():
             return FirstRun(status="failed", reason=damage, plan=plan)
     except Exception as error:
         status, reason = status_of(error, call.device, call.implementation)
         return FirstRun(status=status, reason=reason, plan=plan)
     # without a Triton kernel to inspect, the plan describes the launch
     planned = Launch(kernel=call.implementation, config=dict(plan.config))
-    return FirstRun(status="ran", plan=plan, output=output, memory=memory, launches=tuple(launches) or (planned,))
+    return FirstRun(status="ran", plan=plan, output=output, memory=memory, launches=tuple(launched) or (planned,))
 
 
 # --- how long a first call, in which kernels are compiled, may take
 
 _AGAIN = 1.0  # s; an exception that a callback swallows is raised once more
+_LATEST = 1.0  # s; how long to wait for a call's threads
 
 
 class TimeIsUp(BaseException):
@@ -365,23 +368,47 @@ def describe(kernel: Any) -> Launch:
 _peaks_before_reset: dict[int, int] = {}  # device index -> bytes
 
 
-def run_and_measure(run: Callable[[], Output], device: torch.device) -> tuple[Output, Memory | None]:
-    """The call's output and, on a GPU, the peak of its allocations through torch.
+def run_and_measure(run: Run, device: torch.device) -> tuple[Output, Memory | None, str]:
+    """The call's output, on a GPU the peak of its allocations through torch, and the phrase of `completed`.
 
     Meant for an implementation's first call, which also allocates memory that later calls reuse.  Waits for the GPU, so
     that an error of a kernel is raised here.
     """
     if device.type != "cuda":
-        return run(), None
+        output, late = completed(run, device)
+        return output, None, late
     torch.cuda.synchronize(device)
     _peaks_before_reset[_index(device)] = peak_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    output = run()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peaks: list[int] = []
+
+    def noted() -> Output:
+        output = run()
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+        return output
+
+    output, late = completed(noted, device)
     outputs = sum(tensor.untyped_storage().nbytes() for tensor in output)
-    return output, Memory(peak_bytes=peak, workspace_bytes=max(0, peak - outputs))
+    return output, Memory(peak_bytes=peaks[0], workspace_bytes=max(0, peaks[0] - outputs)), late
+
+
+def completed(run: Run, device: torch.device) -> tuple[Output, str]:
+    """The output, and a phrase if it changed after the call and all work on the current stream had ended; else "".
+
+    Waits for the GPU, and for threads that the call started.
+    """
+    running = threading.enumerate()
+    output = run()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    bits, end = fingerprint(*output), time.monotonic() + _LATEST
+    for thread in set(threading.enumerate()).difference(running):
+        thread.join(max(0.0, end - time.monotonic()))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    late = fingerprint(*output) != bits
+    return output, "it leaves work to another stream or thread: its output changes after the call" if late else ""
 
 
 def forget_peak(device: torch.device) -> None:

@@ -53,6 +53,16 @@ def traced(run: Callable[[], object], device: torch.device) -> Trace:
     return events
 
 
+def busy_us(trace: Trace) -> float:
+    """The time in which at least one kernel, copy or fill ran on the GPU."""
+    spans = [(float(event["ts"]), float(event["dur"])) for event in trace if event.get("cat") in _ON_THE_GPU]
+    busy, end = 0.0, -math.inf
+    for begin, us in sorted(spans):
+        busy += max(0.0, begin + us - max(begin, end))
+        end = max(end, begin + us)
+    return busy
+
+
 def work(trace: Trace) -> list[GpuWork]:
     """All work on the GPU, in the trace's order."""
     marks: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)  # by thread: begin, -end, part

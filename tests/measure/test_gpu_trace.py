@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssdprof.measure.trace import GpuWork, Trace, marked, traced, work
+from ssdprof.measure.trace import GpuWork, Trace, busy_us, marked, traced, work
 
 
 def mark(part: str, begin: float, end: float, tid: int = 1) -> dict[str, Any]:
@@ -102,3 +102,9 @@ def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks() -> None:
     assert len(by_part["mixer"]) >= 1
     assert any("reduce" in name for name in by_part[None])
     assert all(one.us > 0 for one in found)
+
+
+def test_kernels_that_run_at_the_same_time_count_once() -> None:
+    trace = [*kernel(1, 0, 10.0), *kernel(2, 5, 20.0), *kernel(3, 6, 1.0), *kernel(4, 100, 2.0)]
+    assert busy_us(trace) == 27.0
+    assert busy_us([mark("mixer", 0, 5)]) == 0.0

@@ -16,7 +16,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import first_run as faults
 from ssdprof.measure.first_run import Run
-from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.sampling import Samples, SamplingPlan
 from ssdprof.measure.timing import CaptureError, CudaTimer, Event, FailedAfterTiming, Recording, record, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
@@ -48,6 +48,9 @@ class FakeTimer:
         self.events.append("device")
         return recording.graph.cost / 2
 
+    def unseen(self, _run: Run, samples: Samples) -> str:
+        return "the device clock is slow" if np.median(samples) < 20 else ""
+
 
 class FakeRun:
     def __init__(self, cost: float, error: Exception | None = None) -> None:
@@ -75,6 +78,17 @@ def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None
     call, device = session.sampled["a"].records("one")
     assert (call.process, call.clock, call.us) == ("one", "call", ((200.0,) * 5,) * 2)
     assert (device.process, device.clock, device.us) == ("one", "device", ((100.0,) * 5,) * 2)
+
+
+def test_inputs_change_before_every_sample_and_another_clock_is_asked() -> None:
+    changes: list[bool] = []
+    runs = {"fast": FakeRun(20), "slow": FakeRun(100)}
+    session = time_in_turns(runs, FakeTimer(), PLAN, check=fine, change=changes.append)
+    assert changes == [True] * (2 * 2 * SAMPLED) + [False]
+    assert session.failed_later == {
+        "fast": FailedAfterTiming("inaccurate", "after it was timed: the device clock is slow")
+    }
+    assert list(session.sampled) == ["slow"]
 
 
 def test_samples_have_the_resolution_of_the_clocks() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,9 @@ class SimulatedGpu:
     def device_us(self, recording: Recording) -> float:
         run, placement = recording.graph
         return self._time(run, placement, DEVICE_NOISE)
+
+    def unseen(self, _run: Run, _samples: Any) -> str:
+        return ""
 
     def call_us(self, run: Run) -> float:
         interrupted = self._draw.random() < INTERRUPTED

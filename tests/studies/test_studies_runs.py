@@ -233,6 +233,9 @@ def test_times_are_those_of_calls_that_stay_right() -> None:
         def device_us(self, _recording: Recording) -> float:
             return 2.0
 
+        def unseen(self, *_: Any) -> str:
+            return ""
+
     runs = {"right": lambda: "right", "wrong": lambda: "wrong"}
     times, missing = study.timed(
         runs, FakeTimer(), 0.01, lambda key, output: "" if output == "right" else f"{key} is wrong"
