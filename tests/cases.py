@@ -53,6 +53,10 @@ _T = 4.303 / math.sqrt(3)  # of three recordings
 _PATTERN = (1.0, -1.0, 0.0)
 
 
+def made_of(record: type[Any], fields: dict[str, Any], /, **defaults: Any) -> Any:
+    return record(**(defaults | fields))
+
+
 def samples(clock: str, us: float, width: float = 0.005, process: str = "p", turn: int = 0) -> Samples:
     """Three recordings whose 95 % interval is about us x (1 +- width).  turn: rotates them: their ratio to others that
     are not rotated has an interval too."""
@@ -73,45 +77,31 @@ def layer(index: int = 0, operator: str = "ssd") -> LayerRef:
 
 
 def dims(seqlen: int = 1024, batch: int = 1, dtype: DType = "bf16", chunk_size: int | None = 256) -> Dims:
-    return Dims(
-        operator="ssd", batch=batch, seqlen=seqlen, chunk_size=chunk_size, dtype=dtype, sizes=SIZES,
-        words="128 heads x 64, state 128",
-    )  # fmt: skip
+    words = "128 heads x 64, state 128"
+    own: dict[str, Any] = {"batch": batch, "seqlen": seqlen, "chunk_size": chunk_size, "dtype": dtype}
+    return Dims(operator="ssd", sizes=SIZES, words=words, **own)
 
 
 def deviation(rms: float = 2e-3, matches: Sequence[float] = (70.0, 99.0, 100.0), **fields: Any) -> Deviation:
     """matches: percent at each of `TOLERANCES`."""
-    found: dict[str, Any] = {
-        "against": "fp64 oracle",
-        "elements": 1000,
-        "matches": tuple(Match(tolerance=t, match_pct=pct) for t, pct in zip(TOLERANCES, matches, strict=True)),
-        "rms_ratio": rms,
-        "max_abs": 10 * rms,
-        "worst_head": 7,
-        "worst_position": (0, 5, 7, 3),
-        "nonfinite": 0,
-        "scale_max_abs": 4.0,
-        "along": (rms, 2 * rms),
-    }
-    return Deviation(**(found | fields))
+    shares = tuple(Match(tolerance=t, match_pct=pct) for t, pct in zip(TOLERANCES, matches, strict=True))
+    place = {"worst_head": 7, "worst_position": (0, 5, 7, 3)} | fields
+    return made_of(
+        Deviation, place, against="fp64 oracle", elements=1000, matches=shares, rms_ratio=rms, max_abs=10 * rms,
+        nonfinite=0, scale_max_abs=4.0, along=(rms, 2 * rms),
+    )  # fmt: skip
 
 
 def accuracy(
     tensor: str = "out", used: float = 0.5, against: str = "unfused exact, fp32 states", **fields: Any
 ) -> Accuracy:
     """used: share of the error budget.  against: empty for the baseline itself."""
-    found: dict[str, Any] = {
-        "tensor": tensor,
-        "dtype": "bf16" if tensor == "out" else "fp32",
-        "vs_oracle": deviation(),
-        "vs_baseline": deviation(1e-3, (90.0, 99.9, 100.0), against=against) if against else None,
-        "floor": deviation(1.5e-3, (75.0, 99.5, 100.0)),
-        "budget": (
-            BudgetUse(norm="max", head=7, error=used, budget=1.0, position=(0, 5, 7, 3)),
-            BudgetUse(norm="rms", head=7, error=used / 2, budget=1.0, position=(0, 5, 7, 3)),
-        ),
-    }
-    return Accuracy(**(found | fields))
+    use = BudgetUse(norm="max", head=7, error=used, budget=1.0, position=(0, 5, 7, 3))
+    return made_of(
+        Accuracy, fields, tensor=tensor, dtype="bf16" if tensor == "out" else "fp32", vs_oracle=deviation(),
+        vs_baseline=deviation(1e-3, (90.0, 99.9, 100.0), against=against) if against else None,
+        floor=deviation(1.5e-3, (75.0, 99.5, 100.0)), budget=(use, use.changed(norm="rms", error=used / 2)),
+    )  # fmt: skip
 
 
 def both_tensors(against: str = "unfused exact, fp32 states", used: float = 0.5) -> tuple[Accuracy, ...]:
@@ -244,15 +234,13 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
         "clocks": clocks(),
         "ceilings": Ceilings(copy_gb_per_s=4312.0, matmul_tflops=781.0),
     }
-    found: dict[str, Any] = {
-        "version": VERSION, "kind": kind, "id": f"20260102-030405-{kind}", "created": "2026-01-02T03:04:05Z",
-        "command": ("ssdprof", kind), "ssdprof_version": "0.1.0",
-        "subject": "ssd" if kind == "bench" else checkpoint().repo_id,
-        "model": None if kind == "bench" else checkpoint(), "environment": environment(), "baseline": "unfused",
-        "matched_with": "unfused", "smallest_difference": SMALLEST_DIFFERENCE, "cases": tuple(made),
-        "processes": (ProcessLine(**(process | own)),),
-    }  # fmt: skip
-    return Report(**(found | fields))
+    ref = None if kind == "bench" else checkpoint()
+    return made_of(
+        Report, fields, version=VERSION, kind=kind, id=f"20260102-030405-{kind}", created="2026-01-02T03:04:05Z",
+        command=("ssdprof", kind), ssdprof_version="0.1.0", subject=ref.repo_id if ref else "ssd", model=ref,
+        environment=environment(), baseline="unfused", matched_with="unfused",
+        smallest_difference=SMALLEST_DIFFERENCE, cases=tuple(made), processes=(ProcessLine(**(process | own)),),
+    )  # fmt: skip
 
 
 def requested(one: Case) -> Requested:
@@ -300,26 +288,16 @@ def bench(*made: Case, **fields: Any) -> Report:
 def of_prefill(implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any) -> Case:
     """fields: of the case, or of its `Prefill`."""
     own = {name: fields.pop(name) for name in set(fields) & set(Prefill.model_fields)}
-    prefill: dict[str, Any] = {
-        "conv_and_norm": "model",
-        "layers": 40,
-        "layer_count": 40,
-        "operator_layers": 36,
-        "operator_calls": 60,
-        "segment_length": 1024,
-        "alone": layer(3),
-        "attention": "sdpa",
-        "convolution": "causal-conv1d 1.5",
-        "alone_us": {"unfused": 10.0, "fused": 5.0}.get(implementation),
-        "parts": tuple(
-            PartTime(name=name, gpu_us=us, launches=1)  # type: ignore[arg-type]
-            for name, us in (("operator", 0.3 * (call_us or 1.0)), ("mixer", 0.5 * (call_us or 1.0)))
-        ),
-    }
-    found: dict[str, Any] = {
-        "samples": timed(None, call_us, turn=implementation == "unfused"),
-        "prefill": Prefill(**(prefill | own)),
-    }
+    parts = tuple(
+        PartTime(name=name, gpu_us=share * (call_us or 1.0), launches=1)  # type: ignore[arg-type]
+        for name, share in (("operator", 0.3), ("mixer", 0.5))
+    )
+    whole = made_of(
+        Prefill, own, conv_and_norm="model", layers=40, layer_count=40, operator_layers=36, operator_calls=60,
+        segment_length=1024, alone=layer(3), attention="sdpa", convolution="causal-conv1d 1.5",
+        alone_us={"unfused": 10.0, "fused": 5.0}.get(implementation), parts=parts,
+    )  # fmt: skip
+    found: dict[str, Any] = {"samples": timed(None, call_us, turn=implementation == "unfused"), "prefill": whole}
     return case(implementation, **(found | fields))
 
 
@@ -328,23 +306,20 @@ def prefill(*made: Case, **fields: Any) -> Report:
 
 
 def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
-    found: dict[str, Any] = {
-        "kl_mean": 2e-3, "kl_p99": 1e-2, "kl_max": 0.1, "kl_max_position": 500, "top1_pct": 99.5, "flips": 5,
-        "flip_margin_median": 0.01, "worst_flip": Flip(position=7, margin=0.05, reference_token=1, token=2),
-        "reference_perplexity": 8.0, "perplexity": 8.01, "perplexity_increase_pct": 0.125,
-        "perplexity_interval_pct": Interval(low=-0.1, high=0.3),
-    }  # fmt: skip
-    return AnswerBand(start=start, stop=stop, **(found | fields))
+    return made_of(
+        AnswerBand, fields, start=start, stop=stop, kl_mean=2e-3, kl_p99=1e-2, kl_max=0.1, kl_max_position=500,
+        top1_pct=99.5, flips=5, flip_margin_median=0.01,
+        worst_flip=Flip(position=7, margin=0.05, reference_token=1, token=2), reference_perplexity=8.0,
+        perplexity=8.01, perplexity_increase_pct=0.125, perplexity_interval_pct=Interval(low=-0.1, high=0.3),
+    )  # fmt: skip
 
 
 def of_answers(implementation: str = "fused", precision: PrecisionRecord = EXACT_FP32, **fields: Any) -> Case:
     """fields: of the case, or of its `Answers`."""
     own = {name: fields.pop(name) for name in set(fields) & set(Answers.model_fields)}
-    found: dict[str, Any] = {
-        "reference": "fp64 oracle", "weights": "bf16", "layers": (0,), "segment_length": 1100,
-        "bands": (band(), band(0, 275), band(275, 1100)),
-    }  # fmt: skip
-    answers: dict[str, Any] = {"answers": Answers(**(found | own)), "seqlen": 1100, "baseline": "", "variant": ""}
+    found: dict[str, Any] = {"reference": "fp64 oracle", "weights": "bf16", "layers": (0,), "segment_length": 1100}
+    found |= {"bands": (band(), band(0, 275), band(275, 1100))} | own
+    answers: dict[str, Any] = {"answers": Answers(**found), "seqlen": 1100, "baseline": "", "variant": ""}
     return case(implementation, precision, **(answers | fields))
 
 
@@ -357,44 +332,32 @@ def answers(*made: Case, **fields: Any) -> Report:
 
 
 def checkpoint(**fields: Any) -> CheckpointRef:
-    found: dict[str, Any] = {
-        "requested": "ibm-granite/granite-4.0",
-        "source": "hub",
-        "repo_id": "ibm-granite/granite-4.0-h-small",
-        "revision": "0123456789abcdef0123456789abcdef01234567",
-        "model_type": "granitemoehybrid",
-        "layers": tuple(layer(index) for index in range(40) if index not in (5, 15, 25, 35)),
-        "layer_count": 40,
-        "siblings": ("ibm-granite/granite-4.0-h-tiny", "ibm-granite/granite-4.0-h-1b"),
-        "trained_context": 131_072,
-    }
-    return CheckpointRef(**(found | fields))
+    return made_of(
+        CheckpointRef, fields, requested="ibm-granite/granite-4.0", source="hub",
+        repo_id="ibm-granite/granite-4.0-h-small", revision="0123456789abcdef0123456789abcdef01234567",
+        model_type="granitemoehybrid", layer_count=40, trained_context=131_072,
+        layers=tuple(layer(index) for index in range(40) if index not in (5, 15, 25, 35)),
+        siblings=("ibm-granite/granite-4.0-h-tiny", "ibm-granite/granite-4.0-h-1b"),
+    )  # fmt: skip
 
 
 def environment(*, gpu: bool = True, triton: str = "3.6.0", **fields: Any) -> Environment:
     """fields: of the GPU."""
-    found: dict[str, Any] = {
-        "name": "NVIDIA H200", "compute_capability": "9.0", "sm_count": 132, "memory_bytes": 150_754_820_096,
-        "l2_bytes": 62_914_560, "driver": "580.65.06", "cuda": "13.0",
-    }  # fmt: skip
-    return Environment(
-        gpu=Gpu(**(found | fields)) if gpu else None, cpu="x86_64, 16 cores", platform="Linux 6.8", python="3.12.3",
-        packages={"torch": "2.11.0", "triton": triton, "transformers": "5.18.0"},
+    found = made_of(
+        Gpu, fields, name="NVIDIA H200", compute_capability="9.0", sm_count=132, memory_bytes=150_754_820_096,
+        l2_bytes=62_914_560, driver="580.65.06", cuda="13.0",
     )  # fmt: skip
+    packages = {"torch": "2.11.0", "triton": triton, "transformers": "5.18.0"}
+    own = {"cpu": "x86_64, 16 cores", "platform": "Linux 6.8", "python": "3.12.3"}
+    return Environment(gpu=found if gpu else None, packages=packages, **own)
 
 
 def clocks(**fields: Any) -> Clocks:
-    found: dict[str, Any] = {
-        "sm_mhz": (1980, 1965), "memory_mhz": (3201, 3201), "temperature_c": (41, 63), "throttle_reasons": (),
-    }  # fmt: skip
-    return Clocks(**(found | fields))
+    speeds = {"sm_mhz": (1980, 1965), "memory_mhz": (3201, 3201)}
+    return made_of(Clocks, fields, temperature_c=(41, 63), throttle_reasons=(), **speeds)
 
 
 def prompt(seqlen: int, **fields: Any) -> Prompt:
-    found: dict[str, Any] = {
-        "kind": "default",
-        "source": "public-domain prose shipped with ssdprof",
-        "tokenizer": "ibm-granite/granite-4.0-h-small",
-        "token_sha256": "9f" * 32,
-    }
-    return Prompt(seqlen=seqlen, **(found | fields))
+    source, tokenizer = "public-domain prose shipped with ssdprof", "ibm-granite/granite-4.0-h-small"
+    own = {"kind": "default", "source": source, "tokenizer": tokenizer, "token_sha256": "9f" * 32}
+    return made_of(Prompt, fields, seqlen=seqlen, **own)

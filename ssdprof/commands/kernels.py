@@ -110,8 +110,8 @@ def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | 
         searches = tuple(tune_job.planned(tune_job.listed(request)))
         if options.json:
             terminal.print_json([search.model_dump(mode="json") for search in searches])
-        else:
-            terminal.out().print(SplitTable(tuning.candidates(searches), rest="--json"))
+        elif table := tuning.candidates(searches):
+            terminal.out().print(SplitTable(table, rest="--json"))
         return
     watcher = output.TerminalWatcher()
 

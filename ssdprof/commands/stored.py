@@ -17,7 +17,7 @@ from ssdprof.checkpoint.names import FAMILIES
 from ssdprof.commands import options, output, terminal
 from ssdprof.core import pairs
 from ssdprof.core.base import Record, precisions_for
-from ssdprof.core.conditions import of_options, parse_fail_if, parse_percent
+from ssdprof.core.conditions import of_options, parse, parse_percent
 from ssdprof.core.report import Report
 from ssdprof.core.words import MISSING
 from ssdprof.errors import BadInputError, SsdprofError, nearest
@@ -191,7 +191,7 @@ def compare(options: options.CompareOptions) -> None:
     if options.json and options.format == "markdown":
         raise BadInputError("--json and --format markdown cannot be combined.", "Give one of them.")
     stored = settings.load(options.config).compare
-    conditions = [parse_fail_if(text) for text in (stored.fail_if if options.fail_if is None else options.fail_if)]
+    conditions = [parse("--fail-if", text) for text in (stored.fail_if if options.fail_if is None else options.fail_if)]
     smallest = parse_percent("--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%")
     target = _target(options.output, force=options.force)
     (one, base), (other, new) = reports.load(options.base), reports.load(options.new)

@@ -7,8 +7,8 @@ measured; ratios, intervals and verdicts are properties, computed when they are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +24,7 @@ Status = Literal["ran", "refused", "out of memory", "failed"]  # what happened; 
 Fault = Literal["refused", "out of memory", "failed"]
 Result = Literal["passed", "inaccurate", "nonfinite", "refused", "out of memory", "failed"]
 Clock = Literal["call", "device"]  # a Python call on an idle device; replay of a recorded graph
+CLOCKS: Final[tuple[Clock, ...]] = ("device", "call")
 TensorName = Literal["out", "final_states"]
 PlacementKind = Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"]
 KernelOrigin = Literal["model", "bundled"]  # the origin of the convolution and the gated norm around an operator
@@ -34,6 +35,10 @@ Size = Annotated[int, Field(gt=0)]
 Microseconds = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Percent = Annotated[float, Field(ge=0, le=100)]
+
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 class Record(BaseModel):
@@ -102,3 +107,11 @@ class Probe(Record):
     name: str
     holds: Holds
     detail: str = ""
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items with each key, both in their order."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found

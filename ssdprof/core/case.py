@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, model_validator
 
 from ssdprof.core import statistics
-from ssdprof.core.accuracy import Accuracy
+from ssdprof.core.accuracy import Accuracy, Deviation
 from ssdprof.core.base import (
     REPEATS,
     Clock,
@@ -86,9 +86,6 @@ class Summary(Record):
             if not 0 < one.low <= one.value <= one.high:
                 raise ValueError(f"{one.value} is not within its interval, or not above 0")
         return self
-
-    def time_us(self, clock: Clock) -> Estimate | None:
-        return self.call if clock == "call" else self.device
 
 
 class Launch(Record):
@@ -390,6 +387,21 @@ class Case(Record):
     def tensor(self, name: TensorName) -> Accuracy | None:
         return next((one for one in self.accuracy if one.tensor == name), None)
 
+    @property
+    def error(self) -> Deviation | None:
+        """That of the output against the fp64 oracle."""
+        return out.vs_oracle if (out := self.tensor("out")) else None
+
+    def match_pct(self, tolerance: float) -> float | None:
+        """The share of the output that matches the baseline's."""
+        out = self.tensor("out")
+        return out.vs_baseline.match_pct(tolerance) if out and out.vs_baseline else None
+
+    @property
+    def band(self) -> AnswerBand | None:
+        """The comparison of the answers at all positions."""
+        return self.answers.bands[0] if self.answers and self.answers.bands else None
+
     @cached_property
     def result(self) -> Result:
         """What follows from the status and the errors."""
@@ -400,6 +412,10 @@ class Case(Record):
         if any(one.vs_oracle.nonfinite for one in self.accuracy):
             return "nonfinite"
         return "inaccurate" if self.later_fault or (self.outside_budget and not self.tolerated) else "passed"
+
+    @property
+    def failed(self) -> bool:
+        return self.result not in ("passed", "refused")
 
     @property
     def outside_budget(self) -> str:
@@ -452,18 +468,21 @@ class Case(Record):
         """Whether all samples are of one process: call times of another may differ by more than their interval."""
         return len({one.process for one in self.samples}) == 1
 
-    def _time_us(self, clock: Clock) -> Estimate | None:
+    def by_clock(self, clock: Clock) -> Estimate | None:
+        """The time in microseconds."""
         if found := self.rounds(clock):
             return statistics.median(found)
-        return self.summary.time_us(clock) if self.summary else None
+        if self.summary is None:
+            return None
+        return self.summary.call if clock == "call" else self.summary.device
 
     @cached_property
     def call_us(self) -> Estimate | None:
-        return self._time_us("call")
+        return self.by_clock("call")
 
     @cached_property
     def device_us(self) -> Estimate | None:
-        return self._time_us("device")
+        return self.by_clock("device")
 
     @property
     def time_us(self) -> Estimate | None:
@@ -475,7 +494,7 @@ class Case(Record):
 
         Without samples the recorded speedup, or the quotient of the two times.
         """
-        own, others = self._time_us(clock), other._time_us(clock) if other else None
+        own, others = self.by_clock(clock), other.by_clock(clock) if other else None
         if other is None or other is self or not own or not others:
             return None
         if self.rounds(clock) and other.rounds(clock):

@@ -42,7 +42,7 @@ class Metric:
     """
 
     of: Callable[[Case, str, Report], Value | None]
-    lacks: Callable[[Case, Report], str] = lambda _case, _report: "no such value"
+    lacks: Callable[[Case], str] = lambda _: "no such value"
     says: Callable[[Case, float, Condition], str]
     applies: Callable[[Case], bool]
     places: tuple[str, ...] | None = ()
@@ -57,21 +57,8 @@ def _call(case: Case) -> bool:
     return bool(case.layer or case.drawn)
 
 
-def _timed(case: Case) -> bool:
-    return not case.answers
-
-
 def _answers(case: Case) -> bool:
     return bool(case.answers)
-
-
-def _time(case: Case, where: str, _report: Report) -> Estimate | None:
-    return {"call": case.call_us, "device": case.device_us}.get(where, case.time_us)
-
-
-def _match(case: Case, where: str, _report: Report) -> float | None:
-    out = case.tensor("out")
-    return out.vs_baseline.match_pct(TOLERANCE_NAMES[where or "1e-3"]) if out and out.vs_baseline else None
 
 
 def _rms(case: Case, _where: str, _report: Report) -> float | None:
@@ -82,38 +69,27 @@ def _rms(case: Case, _where: str, _report: Report) -> float | None:
     return out.over_floor if out.floor.rms_ratio else (math.inf if out.vs_oracle.rms_ratio else 0.0)
 
 
-def _no_speedup(case: Case, _report: Report) -> str:
-    return "its baseline was not timed" if case.time_us else "not timed"
-
-
-def _of_answers(field: str) -> Callable[[Case, str, Report], float | None]:
-    """A field of the band of all positions."""
-
-    def of(case: Case, _where: str, _report: Report) -> float | None:
-        found: float | None = getattr(case.answers.bands[0], field) if case.answers and case.answers.bands else None
-        return found
-
-    return of
-
-
 METRICS: dict[str, Metric] = {
     "speedup": Metric(
-        of=lambda case, where, report: report.speedup(case, over=where), lacks=_no_speedup, applies=_timed,
+        of=lambda case, where, report: report.speedup(case, over=where), applies=lambda case: not case.answers,
+        lacks=lambda case: "its baseline was not timed" if case.time_us else "not timed",
         says=lambda case, value, at: f"{value:.5g}x over {at.at or case.baseline}", places=None, more=True,
         relative=True,
     ),
     "time": Metric(
-        of=_time, lacks=lambda _case, _report: "not timed", says=lambda _case, value, _: f"{value:,.5g} us",
-        applies=_timed, places=("call", "device"), unit=" us", relative=True,
+        of=lambda case, where, _: {"call": case.call_us, "device": case.device_us}.get(where, case.time_us),
+        lacks=lambda _: "not timed", says=lambda _case, value, _: f"{value:,.5g} us",
+        applies=lambda case: not case.answers, places=("call", "device"), unit=" us", relative=True,
     ),
     "match": Metric(
-        of=_match, lacks=lambda _case, _report: "not compared with a baseline", applies=_call,
-        says=lambda _case, value, _: f"{value:.6g}%", places=tuple(TOLERANCE_NAMES), more=True, percent=True, unit="%",
+        of=lambda case, where, _: case.match_pct(TOLERANCE_NAMES[where or "1e-3"]), applies=_call,
+        lacks=lambda _: "not compared with a baseline", says=lambda _case, value, _: f"{value:.6g}%",
+        places=tuple(TOLERANCE_NAMES), more=True, percent=True, unit="%",
     ),
     "rms": Metric(
-        of=_rms, lacks=lambda _case, _report: "not compared with the fp64 oracle", applies=_call, relative=True,
+        of=_rms, lacks=lambda _: "not compared with the fp64 oracle", applies=_call, relative=True,
         says=lambda _case, value, _: "the floor is 0" if math.isinf(value) else f"{value:.5g} times the floor",
-        changes=lambda case, _where, _report: out.vs_oracle.rms_ratio if (out := case.tensor("out")) else None,
+        changes=lambda case, _where, _report: case.error.rms_ratio if case.error else None,
     ),
     "memory": Metric(
         of=lambda case, _where, _report: case.memory.workspace_bytes if case.memory else None, applies=_call,
@@ -123,19 +99,22 @@ METRICS: dict[str, Metric] = {
         of=lambda case, _where, _report: case.kernels, says=lambda _case, value, _: f"{value:.0f}", applies=_call
     ),
     "kl": Metric(
-        of=_of_answers("kl_mean"), applies=_answers, unit=" nats",
+        of=lambda case, _where, _report: case.band.kl_mean if case.band else None, applies=_answers, unit=" nats",
         says=lambda _case, value, at: f"mean KL {value:.3g} is above {at.limit:g}",
     ),
     "top1": Metric(
-        of=_of_answers("top1_pct"), applies=_answers, more=True, percent=True, unit="%",
+        of=lambda case, _where, _report: case.band.top1_pct if case.band else None, applies=_answers, more=True,
         says=lambda _case, value, at: f"the same top token at {value:.4g}% of positions, below {at.limit:g}%",
+        percent=True, unit="%",
     ),
     "perplexity": Metric(
-        of=_of_answers("perplexity"), says=lambda _case, value, _: f"{value:.6g}", applies=_answers, relative=True
+        of=lambda case, _where, _report: case.band.perplexity if case.band else None, applies=_answers, relative=True,
+        says=lambda _case, value, _: f"{value:.6g}",
     ),
     "perplexity-increase": Metric(
-        of=_of_answers("perplexity_increase_pct"), applies=_answers, percent=True, unit="%",
+        of=lambda case, _where, _report: case.band.perplexity_increase_pct if case.band else None, applies=_answers,
         says=lambda _case, value, at: f"perplexity rises by {value:.3g}%, more than {at.limit:g}%",
+        percent=True, unit="%",
     ),
 }  # fmt: skip
 # of --fail-if: the time, or the speedup where the machines differ
@@ -144,68 +123,46 @@ _CHANGES = ("match", "rms", "memory", "launches", "kl", "top1", "perplexity")  #
 
 
 def parse(option: str, text: str) -> Condition:
-    """option: for messages.  Raises BadInputError, which says what to write, for anything that is not a condition."""
-    name = re.split("[@:]", text, maxsplit=1)[0]
-    if name not in METRICS:
-        raise BadInputError(f"{option} does not know {name!r}.", nearest(name, METRICS))
-    metric, found = METRICS[name], _GRAMMAR.fullmatch(text)
-    if found is None:
-        raise BadInputError(f"{option} cannot read {text!r}.", f"Write {_example(name)}.")
-    at, base, unit = found["at"] or "", found["base"], found["unit"]
-    if metric.places is not None and at and at not in metric.places:
-        known = f"{name} has a place: {', '.join(metric.places)}." if metric.places else f"Write {_example(name)}."
-        raise BadInputError(f"{option} knows no {name} at {at}.", known)
-    limit, sign = _number(option, text, found["limit"], _example(name)), found["limit"][0]
-    fits = sign == ("-" if metric.more else "+") if base else (sign not in "+-" and bool(unit) == metric.percent)
-    if not fits:
-        raise BadInputError(f"{option} has a limit that does not fit {name}: {text!r}.", f"Write {_example(name)}.")
-    return Condition(metric=name, at=at, limit=abs(limit), percent=bool(unit), to_base=bool(base), spelling=text)
+    """option: for messages; --fail-if also takes its older spellings.
 
-
-def parse_fail_if(text: str) -> Condition:
-    """A condition of --fail-if, also in its older spellings.  Raises BadInputError as `parse` does."""
-    option, name = "--fail-if", re.split("[@:]", text, maxsplit=1)[0]
-    if name not in SLOWER and (name not in _CHANGES or ":base" in text):
-        if name not in METRICS:
-            raise BadInputError(f"{option} does not know {name!r}.", nearest(name, (*SLOWER, *METRICS)))
-        return parse(option, text)
-    metric = METRICS[SLOWER.get(name, name)]
-    example = f"{name}:{'3%' if metric.relative else '-0.1' if metric.more else '0'}"
-    found = _GRAMMAR.fullmatch(text)
-    if found is None or found["base"]:
-        raise BadInputError(f"{option} cannot read {text!r}.", f"Write {example}.")
-    at = found["at"]
-    if at is not None and (name != "match" or at not in TOLERANCE_NAMES):
-        raise BadInputError(
-            f"{option} knows no {name} at {at}.", f"A match has a tolerance: {', '.join(TOLERANCE_NAMES)}."
-        )
-    limit = _number(option, text, found["limit"], example)
-    if bool(found["unit"]) != metric.relative or (limit > 0 if metric.more else limit < 0):
-        raise BadInputError(f"{option} has a limit that does not fit {name}: {text!r}.", f"Write {example}.")
-    return Condition(
-        metric=name,
-        at=at or ("call" if name == "slower-call" else ""),
-        limit=abs(limit),
-        percent=metric.relative,
-        to_base=True,
-        spelling=text,
-    )
-
-
-def _number(option: str, text: str, word: str, example: str) -> float:
+    Raises BadInputError, which says what to write, for anything that is not a condition.
+    """
+    name, old = re.split("[@:]", text, maxsplit=1)[0], option == "--fail-if"
+    known = (*(SLOWER if old else ()), *METRICS)
+    if name not in known:
+        raise BadInputError(f"{option} does not know {name!r}.", nearest(name, known))
+    metric, found = METRICS[SLOWER.get(name, name)], _GRAMMAR.fullmatch(text)
+    change = old and (name in SLOWER or (name in _CHANGES and ":base" not in text))  # from BASE, without saying it
+    more = f"{name}:base{'-' if metric.more else '+'}3{'%' if metric.relative else ''}"
+    hint = f"Write {name}:2{'%' if metric.percent else ''} or {more}."
+    if change:
+        hint = f"Write {name}:{'3%' if metric.relative else '-0.1' if metric.more else '0'}."
+    if found is None or (change and found["base"]):
+        raise BadInputError(f"{option} cannot read {text!r}.", hint)
+    at, base, unit, word = found["at"] or "", found["base"], found["unit"], found["limit"]
+    places = TOLERANCE_NAMES if change and name == "match" else () if change else metric.places
+    if places is not None and at and at not in places:
+        if change:
+            hint = f"A match has a tolerance: {', '.join(TOLERANCE_NAMES)}."
+        elif places:
+            hint = f"{name} has a place: {', '.join(places)}."
+        raise BadInputError(f"{option} knows no {name} at {at}.", hint)
     try:
-        value = float(word)
+        limit = float(word)
     except ValueError:
-        value = math.inf
-    if math.isinf(value):
-        raise BadInputError(f"{option} has no number in {text!r}.", f"Write {example}.")
-    return value
-
-
-def _example(name: str) -> str:
-    metric = METRICS[name]
-    change = f"{name}:base{'-' if metric.more else '+'}3{'%' if metric.relative else ''}"
-    return f"{name}:2{'%' if metric.percent else ''} or {change}"
+        limit = math.inf
+    if math.isinf(limit):
+        raise BadInputError(f"{option} has no number in {text!r}.", hint)
+    fits = word[0] not in "+-" and bool(unit) == metric.percent
+    if change:
+        fits = (limit <= 0 if metric.more else limit >= 0) and bool(unit) == metric.relative
+    elif base:
+        fits = word[0] == ("-" if metric.more else "+")
+    if not fits:
+        raise BadInputError(f"{option} has a limit that does not fit {name}: {text!r}.", hint)
+    at = "call" if name == "slower-call" else at
+    to_base = change or bool(base)
+    return Condition(metric=name, at=at, limit=abs(limit), percent=bool(unit), to_base=to_base, spelling=text)
 
 
 # --- spellings of other options
@@ -306,30 +263,33 @@ def broken(report: Report, conditions: Sequence[Condition] | None = None) -> tup
 
 
 def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
-    metric = METRICS[condition.metric]
-    cases = [case for case in judged(report) if metric.applies(case)]
+    cases = [case for case in judged(report) if METRICS[condition.metric].applies(case)]
+    found: list[tuple[str, bool | None, str]] = []
     for case in cases:
         if case.result == "passed":
-            yield _verdict(condition, case, report)
-    if condition.metric not in ("speedup", "time"):
-        return
-    for case in cases:
-        if case.prefill and case.result != "passed":
-            yield Verdict(condition=condition, case=case.name, holds=False, found=f"{case.result}: {case.why}")
-    for out in report.left_out:
-        if not out.implementations or JUDGED in out.implementations:
-            place = f"{out.place}, {JUDGED}" if report.kind == "prefill" else out.place
-            yield Verdict(condition=condition, case=place, holds=False, found=f"left out: {out.reason}")
+            holds, words = judge(condition, case, report)
+            # an answer without a next token has no perplexity
+            found.append((case.name, bool(holds) if holds is not None or not case.answers else None, words))
+    if condition.metric in ("speedup", "time"):
+        untimed = [case for case in cases if case.prefill and case.result != "passed"]
+        found += [(case.name, False, f"{case.result}: {case.why}") for case in untimed]
+        for out in report.left_out:
+            if not out.implementations or JUDGED in out.implementations:
+                place = f"{out.place}, {JUDGED}" if report.kind == "prefill" else out.place
+                found.append((place, False, f"left out: {out.reason}"))
+    for name, verdict, words in found:
+        yield Verdict(condition=condition, case=name, holds=verdict, found=words)
 
 
-def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
+def judge(condition: Condition, case: Case, report: Report) -> tuple[bool | None, str]:
+    """Whether a case is within an absolute limit, and what is wrong if not; None if it has no such value."""
     metric = METRICS[condition.metric]
-    value = metric.of(case, condition.at, report)
+    value = number(metric.of(case, condition.at, report))
     if value is None:
-        skipped = metric.applies(case) and bool(case.answers)  # an answer without a next token has no perplexity
-        lacks = metric.lacks(case, report)
-        return Verdict(condition=condition, case=case.name, holds=None if skipped else False, found=lacks)
-    number = value.value if isinstance(value, Estimate) else value
-    holds = number >= condition.limit if metric.more else number <= condition.limit
-    found = "" if holds else metric.says(case, number, condition)
-    return Verdict(condition=condition, case=case.name, holds=holds, found=found)
+        return None, metric.lacks(case)
+    holds = value >= condition.limit if metric.more else value <= condition.limit
+    return holds, "" if holds else metric.says(case, value, condition)
+
+
+def number(value: Value | None) -> float | None:
+    return value.value if isinstance(value, Estimate) else value

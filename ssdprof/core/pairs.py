@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, TypeAdapter, computed_field
 
 from ssdprof.core import statistics
-from ssdprof.core.base import PrecisionRecord
+from ssdprof.core.base import PrecisionRecord, grouped
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import METRICS, SLOWER, Metric, Value
+from ssdprof.core.conditions import METRICS, SLOWER, judge, number
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Condition, Report, Verdict
 from ssdprof.core.statistics import Estimate, Faster
@@ -61,14 +61,13 @@ def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
     """What the document has of a case: times in us, and the output's errors against the fp64 oracle."""
     if case is None:
         return None
-    out = case.tensor("out")
     return {
         "result": case.result,
         "why": case.why,
         "device_us": case.device_us.value if case.device_us else None,
         "call_us": case.call_us.value if case.call_us else None,
-        "rms_ratio": out.vs_oracle.rms_ratio if out else None,
-        "max_abs": out.vs_oracle.max_abs if out else None,
+        "rms_ratio": case.error.rms_ratio if case.error else None,
+        "max_abs": case.error.max_abs if case.error else None,
         "workspace_bytes": case.memory.workspace_bytes if case.memory else None,
     }
 
@@ -206,14 +205,24 @@ def compare(
             f"BASE is a {before.report.kind} and NEW is a {now.report.kind}.",
             "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
-    machine = _machine(before.report.environment, now.report.environment)
-    pairs = tuple(_pairs(before, now, machine, smallest_difference))
+    machine = _different(*(_machine(side.report.environment) for side in (before, now)))
+    if not (before.report.environment.gpu and now.report.environment.gpu):
+        machine = ()  # without a GPU there are no times
+    # by name, in the order of NEW; those that are only in BASE come last
+    theirs, ours = (
+        {case.name: case for case in side.report.cases if not case.answers or case.judged} for side in (before, now)
+    )
+    pairs = []
+    for name in dict.fromkeys((*ours, *theirs)):
+        one, other = theirs.get(name), ours.get(name)
+        how = _compared(one, other, before, now, machine) if one and other else {}
+        pairs.append(Pair(base=one, new=other, smallest_difference=smallest_difference, **how))
     return Comparison(
         base=before,
         new=now,
         smallest_difference=smallest_difference,
         machine=machine,
-        pairs=pairs,
+        pairs=tuple(pairs),
         totals=tuple(_totals(pairs, smallest_difference)),
         verdicts={one: tuple(_offenders(one, pairs, now)) for one in conditions},
     )
@@ -225,15 +234,11 @@ def _side(name: str, report: Report) -> Side:
     return Side(name=name, report=report, unfinished=found.ended_early or missing)
 
 
-def _machine(base: Environment, new: Environment) -> tuple[Difference, ...]:
-    """The differences that prevent a comparison of absolute times.  Empty without a GPU, which gives no times."""
-    if base.gpu is None or new.gpu is None:
-        return ()
-    before, now = (
-        {"GPU": gpu.name, "driver": gpu.driver, "Triton": environment.packages.get("triton", "unknown")}
-        for gpu, environment in ((base.gpu, base), (new.gpu, new))
-    )
-    return _different(before, now)
+def _machine(environment: Environment) -> dict[str, str]:
+    """What must be the same in both for a comparison of absolute times."""
+    gpu = environment.gpu
+    names = {"GPU": gpu.name, "driver": gpu.driver} if gpu else {}
+    return {**names, "Triton": environment.packages.get("triton", "unknown")}
 
 
 def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[Difference, ...]:
@@ -244,17 +249,6 @@ def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[Differe
     )
 
 
-def _pairs(base: Side, new: Side, machine: Sequence[Difference], smallest: float) -> Iterator[Pair]:
-    """Cases by name, in the order of NEW; those that are only in BASE come last."""
-    before, now = (
-        {case.name: case for case in side.report.cases if not case.answers or case.judged} for side in (base, new)
-    )
-    for name in dict.fromkeys((*now, *before)):
-        one, other = before.get(name), now.get(name)
-        how = _compared(one, other, base, new, machine) if one and other else {}
-        yield Pair(base=one, new=other, smallest_difference=smallest, **how)
-
-
 def _compared(base: Case, new: Case, one: Side, other: Side, machine: Sequence[Difference]) -> dict[str, Any]:
     """The fields of `Pair` that follow from two cases."""
     before, now = _shape(base, one.report), _shape(new, other.report)
@@ -263,7 +257,9 @@ def _compared(base: Case, new: Case, one: Side, other: Side, machine: Sequence[D
         why = f"other {'model' if whole else 'shape'}: {before}, now {now}"
         return {"incomparable": (why,), "other_inputs": "" if whole else why}
     differ = (*machine, *(_different(_needs(base, one.report), _needs(new, other.report)) if whole else ()))
-    inputs = _inputs(base, one), _inputs(new, other)
+    # those of a bench are drawn with a fixed seed
+    sides = ((base, one), (new, other))
+    inputs = ["" if case.drawn else f"{side.subject}, prompt {case.inputs[:16]}" for case, side in sides]
     call = None if differ else _quotient(base.call_us, new.call_us)
     same_baseline = base.baseline == new.baseline
     return {
@@ -301,11 +297,6 @@ def _needs(case: Case, report: Report) -> dict[str, str]:
     return needs
 
 
-def _inputs(case: Case, side: Side) -> str:
-    """What the inputs came from; empty in a bench, whose draws have a fixed seed."""
-    return "" if case.drawn else f"{side.subject}, prompt {case.inputs[:16]}"
-
-
 def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None:
     return statistics.quotient(above, below) if above and below else None
 
@@ -313,21 +304,21 @@ def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None
 def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
     """Every implementation and precision: the layers of a prompt together, or the chunks or decode steps of all layers,
     or the lengths of a bench's shape or of the prefills with the same convolution and norm."""
-    groups: dict[tuple[str, TotalOver, str, PrecisionRecord, TotalBy], list[Estimate]] = {}
-    for pair in pairs:
-        if pair.judged_by is not None:
-            case = pair.case
-            where, over = _calls(case)
-            by: TotalBy = "speedup" if not pair.time else "call time" if case.prefill else "device time"
-            groups.setdefault((where, over, case.implementation, case.precision, by), []).append(pair.judged_by)
-    for (where, over, implementation, precision, by), changes in groups.items():
-        change = statistics.mean(changes)
+
+    def key(pair: Pair) -> tuple[str, TotalOver, str, PrecisionRecord, TotalBy]:
+        case = pair.case
+        where, over = _calls(case)
+        by: TotalBy = "speedup" if not pair.time else "call time" if case.prefill else "device time"
+        return where, over, case.implementation, case.precision, by
+
+    for (where, over, name, precision, by), own in grouped((one for one in pairs if one.judged_by), key).items():
+        change = statistics.mean([one.judged_by for one in own if one.judged_by])
         yield Total(
             where=where,
             over=over,
-            implementation=implementation,
+            implementation=name,
             precision=precision,
-            cases=len(changes),
+            cases=len(own),
             by=by,
             change=change,
             verdict=change.verdict(smallest),
@@ -356,70 +347,51 @@ def _offenders(condition: Condition, pairs: Sequence[Pair], new: Side) -> Iterat
     if new.unfinished:
         said.append(("", f"NEW is incomplete: {new.unfinished}"))
     elif all(why is None for why in found.values()):
-        said.append(("", f"no case could be judged: {_why_none(condition, both)}"))
+        reason = f"BASE has no {'times' if _timed(condition) else 'such value'}" if both else "no case is in both"
+        reasons = (
+            why for one in both for why in (one.incomparable if _timed(condition) else [one.other_inputs]) if why
+        )
+        said.append(("", f"no case could be judged: {'; '.join(dict.fromkeys(reasons)) or reason}"))
     for name, why in said:
         yield Verdict(condition=condition, case=name, holds=False, found=why)
 
 
+def _timed(condition: Condition) -> bool:
+    return condition.metric in (*SLOWER, "time", "speedup")
+
+
 def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
     """What is wrong with a pair; "" if nothing is; None if it cannot be judged."""
-    base, new = pair.base, pair.new
+    base, new, metric = pair.base, pair.new, METRICS[SLOWER.get(condition.metric, condition.metric)]
     assert base
     assert new
-    metric = METRICS[SLOWER.get(condition.metric, condition.metric)]
     if not metric.applies(new) or not (condition.to_base or new.judged):
         return None
     if not condition.to_base:
-        value = _number(metric.of(new, condition.at, report))
-        if value is None:
-            return metric.lacks(new, report)
-        holds = value >= condition.limit if metric.more else value <= condition.limit
-        return "" if holds else metric.says(new, value, condition)
-    if condition.metric in (*SLOWER, "time", "speedup"):
-        return _slower(condition, pair, new)
+        return judge(condition, new, report)[1]
+    status = "no such value" if new.result == "passed" else new.result
+    if _timed(condition):
+        if base.time_us and not new.time_us:
+            return f"timed in BASE; {status} in NEW"
+        return _slower(condition, pair)
     of = metric.changes or metric.of
-    before, now = (_number(of(case, condition.at, report)) for case in (base, new))
+    before, now = (number(of(case, condition.at, report)) for case in (base, new))
     if before is None or pair.other_inputs:
         return None
+    in_base, in_new = (f"{one:{',' if isinstance(one, int) else '.6g'}}{metric.unit}" for one in (before, now or 0))
     if now is None:
-        return f"{_said(before, metric)} in BASE; {_status(new)} in NEW"
+        return f"{in_base} in BASE; {status} in NEW"
     step = condition.limit / 100 * before if condition.percent else condition.limit
     holds = now >= before - step if metric.more else now <= before + step
-    return "" if holds else f"{_said(before, metric)} in BASE, {_said(now, metric)} in NEW"
+    return "" if holds else f"{in_base} in BASE, {in_new} in NEW"
 
 
-def _slower(condition: Condition, pair: Pair, new: Case) -> str | None:
-    assert pair.base
-    if pair.base.time_us and not new.time_us:
-        return f"timed in BASE; {_status(new)} in NEW"
+def _slower(condition: Condition, pair: Pair) -> str | None:
     by_speedup = condition.metric == "speedup" or (condition.metric == "slower" and pair.time is None)
-    time = pair.call if condition.at == "call" else pair.time
-    change = pair.over_baseline if by_speedup else time
+    change = pair.over_baseline if by_speedup else pair.call if condition.at == "call" else pair.time
     if change is None:
         return None
     if change.verdict(condition.limit / 100) != "slower":
         return ""
-    if by_speedup:
-        return f"{change.value:.4g} times BASE's speedup [{change.low:.4g}, {change.high:.4g}]"
-    time = change.inverse
-    return f"{time.value:.4g} times BASE's time [{time.low:.4g}, {time.high:.4g}]"
-
-
-def _number(value: Value | None) -> float | None:
-    return value.value if isinstance(value, Estimate) else value
-
-
-def _said(value: float, metric: Metric) -> str:
-    return f"{value:,}{metric.unit}" if isinstance(value, int) else f"{value:.6g}{metric.unit}"
-
-
-def _status(case: Case) -> str:
-    return "no such value" if case.result == "passed" else case.result
-
-
-def _why_none(condition: Condition, both: Sequence[Pair]) -> str:
-    if not both:
-        return "no case is in both"
-    timed = condition.metric in (*SLOWER, "time", "speedup")
-    reasons = (why for pair in both for why in (pair.incomparable if timed else [pair.other_inputs]) if why)
-    return "; ".join(dict.fromkeys(reasons)) or f"BASE has no {'times' if timed else 'such value'}"
+    what, times = ("speedup", change) if by_speedup else ("time", change.inverse)
+    return f"{times.value:.4g} times BASE's {what} [{times.low:.4g}, {times.high:.4g}]"

@@ -238,18 +238,13 @@ class Report(Record):
     @cached_property
     def missing(self) -> tuple[Requested, ...]:
         """Requested cases that are neither there nor left out."""
-        there = {case.name for case in self.cases}
-        left = self.left_out
-        return tuple(
-            one
-            for one in self.requested
-            if one.name not in there
-            and not any(
-                one.place.startswith(out.place)
-                and (not out.implementations or one.implementation in out.implementations)
-                for out in left
-            )
-        )
+        there, left = {case.name for case in self.cases}, self.left_out
+
+        def is_left_out(one: Requested) -> bool:
+            own = (out for out in left if one.place.startswith(out.place))
+            return any(not out.implementations or one.implementation in out.implementations for out in own)
+
+        return tuple(one for one in self.requested if one.name not in there and not is_left_out(one))
 
     @property
     def complete(self) -> bool:
@@ -262,19 +257,11 @@ class Report(Record):
         """As if only these precisions or implementations had been requested, and no answers; baselines stay."""
         words = None if precisions is None else {str(one) for one in precisions}
         names = None if implementations is None else {*implementations, *(case.baseline for case in self.cases)}
-        return self.changed(
-            cases=tuple(
-                case
-                for case in self.cases
-                if not case.answers
-                and (words is None or str(case.precision) in words)
-                and (names is None or case.implementation in names)
-            ),
-            requested=tuple(
-                one
-                for one in self.requested
-                if not one.place.startswith("answers")
-                and (words is None or one.precision in words)
-                and (names is None or one.implementation in names)
-            ),
-        )
+
+        def kept(precision: str, implementation: str) -> bool:
+            return (words is None or precision in words) and (names is None or implementation in names)
+
+        cases = (one for one in self.cases if not one.answers and kept(str(one.precision), one.implementation))
+        asked = (one for one in self.requested if not one.place.startswith("answers"))
+        requested = (one for one in asked if kept(one.precision, one.implementation))
+        return self.changed(cases=tuple(cases), requested=tuple(requested))

@@ -48,18 +48,6 @@ class Estimate(NamedTuple):
         return Estimate(1 / self.value, 1 / self.high, 1 / self.low)
 
 
-class Spread(NamedTuple):
-    """The spread of single samples, in microseconds; all recordings are pooled.
-
-    p95_us: 95th percentile, linear between the two nearest samples.
-    """
-
-    samples: int
-    min_us: float
-    p95_us: float
-    max_us: float
-
-
 def median(samples: Rounds) -> Estimate:
     """The geometric mean over recordings of the median over rounds."""
     return _estimate(_medians(samples))
@@ -85,11 +73,6 @@ def mean(ratios: Sequence[Estimate]) -> Estimate:
     """The geometric mean.  Its bounds are the means of the bounds of all ratios."""
     log, width = fmean(math.log(one.value) for one in ratios), fmean(map(_width, ratios))
     return Estimate(math.exp(log), math.exp(log - width), math.exp(log + width))
-
-
-def spread(samples: Rounds) -> Spread:
-    pooled = np.concatenate([np.asarray(own) for own in samples])
-    return Spread(len(pooled), float(pooled.min()), float(np.percentile(pooled, 95)), float(pooled.max()))
 
 
 def settled(samples: Iterable[Rounds], smallest_difference: float) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from decimal import ROUND_DOWN, Decimal
 
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.subject import Held, Placement, Serving
+from ssdprof.core.subject import Placement, Serving
 from ssdprof.core.subject import tokens as tokens
 
 MISSING = "-"
@@ -117,6 +117,11 @@ def words(items: Iterable[str], last: str = "and") -> str:
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
+def cut(text: str, most: int) -> str:
+    """At most so many characters; the last ones say if there were more."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def plural(number: int, noun: str) -> str:
     """ "1 layer", "4 layers"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
@@ -148,57 +153,41 @@ def three_digits(value: float) -> str:
     return f"{rounded:.{decimals}f}"
 
 
-# --- placements of weights
-
-_PLACES = {"cpu": "in main memory", "disk": "on the disk"}
+# --- placements of weights, and how prompts were run
 
 
 def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
-    held = ", ".join(_held(held) for held in placement.held)
+    places = {"cpu": "in main memory", "disk": "on the disk"}
+    held = ", ".join(
+        f"{plural(one.layers, 'layer')} ({size(one.weight_bytes)}) {places.get(one.place, f'on {one.place}')}"
+        for one in placement.held
+    )
     words = [held if placement.kind == "one-gpu" and placement.device == "cpu" else f"{placement.kind}: {held}"]
     if placement.streamed_layer_bytes:
-        words.append(_cost(placement))
+        often = f"for each of {placement.forward_calls} forward calls" if placement.forward_calls > 1 else "once"
+        cost = "at a speed that is measured after the download"
+        if placement.bytes_per_s and placement.seconds_per_layer is not None:
+            speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"
+            cost = f"in {placement.seconds_per_layer:.2g} s at the measured {speed}"
+        words.append(f"a layer of {size(placement.streamed_layer_bytes)} is read {often}, {cost}")
     if placement.predicted_peak_bytes is not None:
-        words.append(
-            f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} before replaying"
-        )
+        words.append(f"predicted peak on {placement.device}: {size(placement.predicted_peak_bytes)} before replaying")
     return "; ".join(words)
-
-
-def _held(held: Held) -> str:
-    layers = f"{held.layers} layer{'s' * (held.layers != 1)} ({size_words(held.weight_bytes)})"
-    return f"{layers} {_PLACES.get(held.place, f'on {held.place}')}"
-
-
-def _cost(placement: Placement) -> str:
-    size, seconds = size_words(placement.streamed_layer_bytes), placement.seconds_per_layer
-    how_often = f"for each of {placement.forward_calls} forward calls" if placement.forward_calls > 1 else "once"
-    if seconds is None or placement.bytes_per_s is None:
-        return f"a layer of {size} is read {how_often}, at a speed that is measured after the download"
-    speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"
-    return f"a layer of {size} is read {how_often}, in {seconds:.2g} s at the measured {speed}"
-
-
-# --- how prompts were run
 
 
 def serving_words(serving: Serving, *, batch: int = 1, tensor_parallel: int = 1) -> str:
     """ "8 prompts side by side; 4 decode steps"; empty for a single prompt in one call on one GPU."""
-    return "; ".join(_parts(serving, batch, tensor_parallel))
-
-
-def _parts(serving: Serving, batch: int, tensor_parallel: int) -> Iterator[str]:
+    words = []
     if batch > 1:
-        yield f"{batch} prompts side by side"
+        words.append(f"{batch} prompts side by side")
     if lengths := serving.packed:
-        yield (
-            f"{len(lengths)} packed sequences of {min(lengths):,} to {max(lengths):,} tokens, run one by one and "
-            "concatenated"
-        )
+        of = f"{min(lengths):,} to {max(lengths):,} tokens"
+        words.append(f"{len(lengths)} packed sequences of {of}, run one by one and concatenated")
     if serving.chunk is not None:
-        yield f"chunked prefill, {serving.chunk:,} tokens a call"
+        words.append(f"chunked prefill, {serving.chunk:,} tokens a call")
     if serving.decode:
-        yield f"{plural(serving.decode, 'decode step')}, computed by the whole model"
+        words.append(f"{plural(serving.decode, 'decode step')}, computed by the whole model")
     if tensor_parallel > 1:
-        yield f"the first of {tensor_parallel} tensor-parallel ranks"
+        words.append(f"the first of {tensor_parallel} tensor-parallel ranks")
+    return "; ".join(words)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy
-from ssdprof.core.base import TOLERANCES, Clock
-from ssdprof.core.case import Case, Launch
+from ssdprof.core.base import TOLERANCES, Clock, grouped
+from ssdprof.core.case import Case
 from ssdprof.core.conditions import JUDGED
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.calls import PRECISION, SHOWN
-from ssdprof.report.facts import environment_versions, tuned
+from ssdprof.report.facts import tuned, versions
 from ssdprof.report.groups import Against, deviation
 from ssdprof.report.table import Column, Table, facts, lifted, strings, table, text
 
@@ -34,125 +34,134 @@ _NAMES: tuple[Column[Case], ...] = (
     text("implementation", lambda case: case.kernel),
     text(PRECISION, lambda case: case.precision.short),
 )
-
-
-Grid = tuple[Report, str, list[Case]]  # title, and the cases of one shape, dtype, draw and layout, as they ran
+_CALL: Column[Case] = Column("call", lambda case: _us(case.call_us))
 
 
 def tables(report: Report) -> Iterator[Table]:
-    """The speedups first, then the details."""
-    found: dict[str, list[Case]] = {}
-    for case in report.cases:
-        if (drawn := case.drawn) and case.dims:
-            inputs = ", ".join((case.dims.dtype, *drawn.ways, f"{drawn.layout} inputs"))
-            found.setdefault(f"{drawn.shape} ({drawn.shape_words}), {inputs}", []).append(case)
+    """The speedups first, then the details: a table of each kind for each shape, dtype, draw and layout."""
+
+    def title(case: Case) -> str:
+        assert case.drawn
+        assert case.dims
+        inputs = ", ".join((case.dims.dtype, *case.drawn.ways, f"{case.drawn.layout} inputs"))
+        return f"{case.drawn.shape} ({case.drawn.shape_words}), {inputs}"
+
+    found = grouped(report.of_calls, title)
     for make in (_speedups, _details, _matches, _relaxed, _chunk_sizes):
-        for title, cases in found.items():
-            yield from make((report, title, cases))
-    yield from _kernels(report)
-    yield from _last(report)
+        for name, cases in found.items():
+            yield from filter(None, make(report, name, cases))
+    yield from filter(None, (*_kernels(report), *_last(report)))
 
 
-def _speedups(grid: Grid) -> Iterator[Table]:
+def _roofline(report: Report) -> Column[Case]:
+    return Column("% of\nroofline", lambda case: fmt.percent(case.floor_pct(report.ceilings), 1))
+
+
+def _over(report: Report, over: Callable[[Case, Clock], Estimate | None]) -> tuple[Column[Case], ...]:
+    """Speedups and verdicts.  Call times of one process have no interval that would hold for another one."""
+
+    def speedup(case: Case, clock: Clock) -> str:
+        found = over(case, clock)
+        if clock == "call" and found and case.of_one_process:
+            return fmt.ratio(found.value)
+        return fmt.speedup(found) if case.device_us or clock == "call" else case.result
+
+    def verdict(case: Case, clock: Clock) -> str:
+        return found.verdict(report.smallest_difference) if (found := over(case, clock)) else fmt.MISSING
+
+    return (
+        Column("speedup,\ndevice", lambda case: speedup(case, "device")),
+        Column("verdict,\ndevice", lambda case: verdict(case, "device")),
+        Column("speedup,\ncall", lambda case: speedup(case, "call")),
+        Column("verdict,\ncall", lambda case: verdict(case, "call")),
+    )
+
+
+def _speedups(report: Report, title: str, cases: list[Case]) -> Iterator[Table | None]:
     """A row for each layout of tokens and precision; those without the baseline have a table of their own."""
-    report, title, cases = grid
     timed = {(case.place, case.implementation) for case in cases if case.device_us}
-    for base in dict.fromkeys((report.baseline, "unfused")):
-        # `unfused` is the baseline where that was timed and the requested one was not
-        instead = {case.place for case in cases if (case.place, report.baseline) not in timed}
-        instead &= {case.place for case in cases if (case.place, "unfused") in timed}
-        own = [
-            case
-            for case in cases
-            if case.implementation == JUDGED and base == ("unfused" if case.place in instead else report.baseline)
-        ]
 
-        def rival_us(case: Case, base: str = base) -> float | None:
-            rival = report.rival(case, base)
-            return rival.device_us.value if rival and rival.device_us else None
+    def baseline(case: Case) -> str:
+        """`unfused` is the baseline where that was timed and the requested one was not."""
+        instead = (case.place, report.baseline) not in timed and (case.place, "unfused") in timed
+        return "unfused" if instead else report.baseline
+
+    for base in dict.fromkeys((report.baseline, "unfused")):
+        own = [case for case in cases if case.implementation == JUDGED and baseline(case) == base]
 
         def over(case: Case, clock: Clock, base: str = base) -> Estimate | None:
             return report.speedup(case, clock, base)
 
-        def verdict(case: Case, clock: Clock, base: str = base) -> str | None:
-            return report.faster(case, clock, base)
+        def rival_us(case: Case, base: str = base) -> str:
+            rival = report.rival(case, base)
+            return _us(rival.device_us if rival and case.device_us else None)
 
         columns: tuple[Column[Case], ...] = (
             _TOKENS,
             text("fused", lambda case: f"{case.variant} {case.precision.short}".lstrip()),
-            Column(
-                "speedup,\ndevice", lambda case: fmt.speedup(over(case, "device")) if case.device_us else case.result
-            ),
-            Column("verdict,\ndevice", lambda case: verdict(case, "device") or fmt.MISSING),
-            Column("speedup,\ncall", lambda case: _by_call(case, over(case, "call"))),
-            Column("verdict,\ncall", lambda case: verdict(case, "call") or fmt.MISSING),
+            *_over(report, over),
             Column("device", lambda case: _us(case.device_us)),
-            Column("call", lambda case: _us(case.call_us)),
-            Column(f"{base},\ndevice", lambda case: fmt.duration(rival_us(case) if case.device_us else None)),
-            Column("% of\nroofline", lambda case: fmt.percent(case.floor_pct(report.ceilings), 1)),
+            _CALL,
+            Column(f"{base},\ndevice", rival_us),
+            _roofline(report),
         )
         note = fmt.counts(report.smallest_difference) if any(over(case, "device") for case in cases) else ""
-        found = table(f"Fused over {base}: {title}", columns, own, keys=2, note=note)
-        yield from (found,) if found else ()
+        yield table(f"Fused over {base}: {title}", columns, own, keys=2, note=note)
 
 
-def _details(grid: Grid) -> Iterator[Table]:
+def _details(report: Report, title: str, cases: list[Case]) -> Iterator[Table | None]:
     """Every implementation; the cases on the same inputs stay together."""
-    report, title, cases = grid
-    places: dict[str, list[Case]] = {}
-    for case in cases:
-        places.setdefault(case.place, []).append(case)
 
-    def timed(cell: str, case: Case) -> str:
-        return cell if case.device_us else fmt.MISSING
+    def timed(of: Callable[[Case], str]) -> Callable[[Case], str]:
+        return lambda case: of(case) if case.device_us else fmt.MISSING
 
-    def error(case: Case) -> Accuracy | None:
-        return case.tensor("out") if case.device_us else None
+    def error(which: Against) -> Callable[[Case], str]:
+        def of(case: Case) -> str:
+            found = deviation(out, which) if (out := case.tensor("out")) else None
+            return fmt.small(found.rms_ratio if found else None)
+
+        return timed(of)
 
     columns: tuple[Column[Case], ...] = (
         *_NAMES,
         Column("chunk", lambda case: fmt.count(case.chunk_size)),
         Column("device", lambda case: _us(case.device_us) if case.device_us else case.result),
-        Column("call", lambda case: _us(case.call_us)),
-        Column("% of\nroofline", lambda case: fmt.percent(case.floor_pct(report.ceilings), 1)),
-        Column(
-            "extra\nmemory", lambda case: timed(fmt.size(case.memory.workspace_bytes if case.memory else None), case)
-        ),
-        Column("error\nof out", lambda case: fmt.small(found.vs_oracle.rms_ratio if (found := error(case)) else None)),
-        Column("its\nfloor", lambda case: fmt.small(found.floor.rms_ratio if (found := error(case)) else None)),
-        Column("first\ncall", lambda case: timed(_s(case.first_call.seconds if case.first_call else None), case)),
+        _CALL,
+        _roofline(report),
+        Column("extra\nmemory", timed(lambda case: fmt.size(case.memory.workspace_bytes if case.memory else None))),
+        Column("error\nof out", error("vs_oracle")),
+        Column("its\nfloor", error("floor")),
+        Column("first\ncall", timed(lambda case: _s(case.first_call.seconds if case.first_call else None))),
     )
     parts: list[list[Case]] = [[]]
-    for cell in places.values():
+    for cell in grouped(cases, lambda case: case.place).values():
         if len(parts[-1]) + len(cell) > _MOST_ROWS:
             parts.append([])
         parts[-1] += cell
-    for part in parts:
-        found = table(f"Every implementation: {title}", columns, part, keys=3)
-        yield from (found,) if found else ()
+    yield from (table(f"Every implementation: {title}", columns, part, keys=3) for part in parts)
 
 
-def _matches(grid: Grid) -> Iterator[Table]:
+def _matches(report: Report, title: str, cases: list[Case]) -> Iterator[Table | None]:
     """The share of each output that matches another implementation and the fp64 oracle, with the floor."""
-    against: dict[str, Against] = {"match": "vs_baseline", "fp64": "vs_oracle", "floor": "floor"}
-    report, title, cases = grid
+    Row = tuple[Case, Accuracy]
 
-    def case(row: tuple[Case, Accuracy]) -> Case:
+    def cell(which: Against, tolerance: float) -> Callable[[Row], str]:
+        return lambda row: fmt.percent(found.match_pct(tolerance) if (found := deviation(row[1], which)) else None)
+
+    def case(row: Row) -> Case:
         return row[0]
 
-    columns: list[Column[tuple[Case, Accuracy]]] = [
+    against: dict[str, Against] = {"match": "vs_baseline", "fp64": "vs_oracle", "floor": "floor"}
+    columns: tuple[Column[Row], ...] = (
         *lifted(case, *_NAMES),
         text("tensor", lambda row: SHOWN[row[1].tensor]),
         text("matched with", lambda row: found.against if (found := row[1].vs_baseline) else fmt.MISSING),
-    ]
-    for what, which in against.items():
-        for tolerance in TOLERANCES:
-
-            def cell(row: tuple[Case, Accuracy], which: Against = which, tolerance: float = tolerance) -> str:
-                found = deviation(row[1], which)
-                return fmt.percent(found.match_pct(tolerance) if found else None)
-
-            columns.append(Column(f"{what}\n@ {fmt.tolerance(tolerance)}", cell))
+        *(
+            Column(f"{what}\n@ {fmt.tolerance(tolerance)}", cell(which, tolerance))
+            for what, which in against.items()
+            for tolerance in TOLERANCES
+        ),
+    )
     yield from _in_parts(
         f"Matches with {report.matched_with}: {title}",
         columns,
@@ -163,46 +172,29 @@ def _matches(grid: Grid) -> Iterator[Table]:
     )
 
 
-def _relaxed(grid: Grid) -> Iterator[Table]:
-    report, title, cases = grid
-    smallest = report.smallest_difference
-
+def _relaxed(report: Report, title: str, cases: list[Case]) -> Iterator[Table | None]:
     def over(case: Case, clock: Clock) -> Estimate | None:
         same = (one for one in cases if (one.place, one.implementation) == (case.place, case.implementation))
         exact = next((one for one in same if one is not case and one.precision == case.precision.exact), None)
         return case.over(exact, clock)
 
-    def verdict(clock: Clock) -> Column[Case]:
-        name = f"verdict,\n{clock}"
-        return Column(name, lambda case: found.verdict(smallest) if (found := over(case, clock)) else fmt.MISSING)
-
-    columns: tuple[Column[Case], ...] = (
-        *_NAMES[:2],
-        text("states", lambda case: case.precision.state_dtype),
-        Column("speedup,\ndevice", lambda case: fmt.speedup(over(case, "device"))),
-        verdict("device"),
-        Column("speedup,\ncall", lambda case: _by_call(case, over(case, "call"))),
-        verdict("call"),
-    )
+    states: Column[Case] = text("states", lambda case: case.precision.state_dtype)
     yield from _in_parts(
         f"Relaxed over exact intermediates: {title}",
-        columns,
+        (*_NAMES[:2], states, *_over(report, over)),
         [case for case in cases if over(case, "device")],
-        keys=3,
-        note=fmt.counts(smallest),
+        note=fmt.counts(report.smallest_difference),
     )
 
 
-def _chunk_sizes(grid: Grid) -> Iterator[Table]:
-    _, title, cases = grid
+def _chunk_sizes(_report: Report, title: str, cases: list[Case]) -> Iterator[Table | None]:
     tried = [case for case in cases if len(case.trials) > 1]
 
     def of_size(size: int) -> Column[Case]:
         def cell(case: Case) -> str:
             trial = next((one for one in case.trials if one.chunk_size == size), None)
-            if trial is None:
-                return fmt.MISSING
-            return trial.result if trial.device_us is None else fmt.duration(trial.device_us)
+            shown = trial.result if trial and trial.device_us is None else None
+            return shown or fmt.duration(trial.device_us if trial else None)
 
         return Column(f"chunk\n{size}", cell)
 
@@ -212,19 +204,27 @@ def _chunk_sizes(grid: Grid) -> Iterator[Table]:
         f"Device times by chunk size: {title}",
         (*_NAMES, *map(of_size, sizes), fastest),
         tried,
-        keys=3,
         note="Medians of a few replays in turns, which choose the chunk size; other tables have more replays.",
     )
 
 
-def _kernels(report: Report) -> Iterator[Table]:
+def _kernels(report: Report) -> Iterator[Table | None]:
     """Every kernel of a case as it was launched; equal launches share a row, which lists their shapes."""
     used: dict[str, dict[tuple[str, ...], dict[str, None]]] = {}
     compiled: dict[tuple[str, str], float] = {}
-    for case in report.cases:
+    for case in report.of_calls:
         name = _name(case)
         for launch in case.launches:
-            shapes = used.setdefault(name, {}).setdefault(_resources(launch), {})
+            resources = (
+                launch.kernel,
+                str(launch.config.get("num_warps", fmt.MISSING)),
+                fmt.count(launch.registers),
+                fmt.count(launch.spills),
+                fmt.size(launch.shared_bytes),
+                fmt.count(launch.blocks_per_sm),
+                fmt.percent(launch.warps_pct, 0),
+            )
+            shapes = used.setdefault(name, {}).setdefault(resources, {})
             shapes[f"{case.drawn.shape if case.drawn else ''} {case.dims.dtype if case.dims else ''}"] = None
         for began in (case.first_call, *(trial.first_call for trial in case.trials)):
             for kernel, seconds in began.compiled.items() if began else ():
@@ -235,40 +235,18 @@ def _kernels(report: Report) -> Iterator[Table]:
     for name, kernels in used.items():
         rows = [(*own, _s(compiled.get((name, own[0]))), ", ".join(shapes)) for own, shapes in kernels.items()]
         for first in range(0, len(rows), _MOST_ROWS):
-            part = strings(f"Kernels of {name}", headers, rows[first : first + _MOST_ROWS], "lrrrrrrrl", wraps=8)
-            yield from (part,) if part else ()
+            yield strings(f"Kernels of {name}", headers, rows[first : first + _MOST_ROWS], "lrrrrrrrl", wraps=8)
 
 
-def _resources(launch: Launch) -> tuple[str, ...]:
-    return (
-        launch.kernel,
-        str(launch.config.get("num_warps", fmt.MISSING)),
-        fmt.count(launch.registers),
-        fmt.count(launch.spills),
-        fmt.size(launch.shared_bytes),
-        fmt.count(launch.blocks_per_sm),
-        fmt.percent(launch.warps_pct, 0),
-    )
+def _last(report: Report) -> Iterator[Table | None]:
+    def row(case: Case) -> tuple[str, ...]:
+        why = case.why if case.result != "passed" or case.reason else f"outside ssdprof's budget: {case.outside_budget}"
+        return case.drawn.shape if case.drawn else "", case.size, _name(case), case.result, why
 
-
-def _last(report: Report) -> Iterator[Table]:
-    shown = {
-        (
-            case.drawn.shape,
-            case.size,
-            _name(case),
-            case.result,
-            case.why if case.result != "passed" or case.reason else f"outside ssdprof's budget: {case.outside_budget}",
-        ): None
-        for case in report.cases
-        if case.drawn and case.why
-    }
-
+    shown = dict.fromkeys(row(case) for case in report.of_calls if case.why)
     headers = ("shape", "sequences x\ntokens", "implementation", "status", "why")
-    remarks = strings("Remarks", headers, shown, "lllll", wraps=4)
-    out = [(one.place, one.reason) for one in report.left_out]
-    left_out = strings("Left out", ("cell", "why"), out, "ll", wraps=1)
-    yield from (one for one in (remarks, left_out) if one)
+    yield strings("Remarks", headers, shown, "lllll", wraps=4)
+    yield strings("Left out", ("cell", "why"), [(one.place, one.reason) for one in report.left_out], "ll", wraps=1)
     yield facts("What ran", ("what", ""), _facts(report))
 
 
@@ -284,10 +262,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "SM clock", f"{clocks.sm_mhz[0]} MHz before, {clocks.sm_mhz[1]} MHz after"
         yield "throttled", ", ".join(clocks.throttle_reasons)
     libraries = {case.implementation: case.version for case in report.cases if case.kind == "library"}
-    yield (
-        "versions",
-        environment_versions(report.environment.packages | {"ssdprof": report.ssdprof_version} | libraries),
-    )
+    yield "versions", versions(report.environment.packages | {"ssdprof": report.ssdprof_version} | libraries)
     yield "not compared", "; ".join(reason.rstrip(".") for reason in report.absent)
     yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"
     if checked := sorted({case.drawn.checked for case in report.cases if case.drawn and case.drawn.checked}):
@@ -300,19 +275,14 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _in_parts(
-    title: str, columns: Sequence[Column[T]], items: Sequence[T], *, keys: int = 1, note: str = ""
-) -> Iterator[Table]:
+    title: str, columns: Sequence[Column[T]], items: Sequence[T], *, keys: int = 3, note: str = ""
+) -> Iterator[Table | None]:
     for first in range(0, len(items), _MOST_ROWS):
-        found = table(title, columns, items[first : first + _MOST_ROWS], keys=keys, note=note)
-        yield from (found,) if found else ()
+        yield table(title, columns, items[first : first + _MOST_ROWS], keys=keys, note=note)
 
 
 def _name(case: Case) -> str:
     return f"{case.kernel}, {case.precision}"
-
-
-def _by_call(case: Case, found: Estimate | None) -> str:
-    return fmt.ratio(found.value) if found and case.of_one_process else fmt.speedup(found)
 
 
 def _us(found: Estimate | None) -> str:

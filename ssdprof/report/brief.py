@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,16 +11,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import DType, Intermediates, PrecisionRecord
-from ssdprof.core.case import Case
+from ssdprof.core.base import DType, Intermediates, precisions_for
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
-from ssdprof.report.facts import caveats, gpu_name, meanings, origin, when
+from ssdprof.report.facts import gpu_name, meanings, origin, when
 from ssdprof.report.groups import Against, Group, Pooled, Series, groups, precision_order
-from ssdprof.report.statements import advice, nothing_timed, shortcomings, verdict_lines
+from ssdprof.report.statements import advice, caveats, nothing_timed, shortcomings, verdict_lines
 from ssdprof.report.table import Column, Table, VerdictLine, lifted, table, text
 
 _MOST_CAVEATS = 3
@@ -46,32 +45,25 @@ def _parts(report: Report) -> Iterator[RenderableType]:
             yield from ("", terminal.SplitTable(made))
     if found:
         yield ""
-    for word, meaning in meanings(report) if found else ():
-        yield Text(f"{word}: {meaning}", style="dim")
+        yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
     if warnings := caveats(report):
         yield Text("Caveats:", style="yellow")
         yield from _listed(warnings, _MOST_CAVEATS, "more caveat")
-    yield from _listed(_reasons(report), _MOST_REASONS, "more reason")
+    failed = {case.why: case for case in reversed(outcome(report).failed) if case.why}
+    reasons = [f"{one.where}, {one.implementation} ({one.precision}): {why}" for why, one in failed.items()]
+    yield from _listed(reasons[::-1], _MOST_REASONS, "more reason")
     yield Text(_MORE, style="dim")
     lines = list(verdict_lines(report))
     if outcome(report).passed:  # bad news is last
         lines += advice([(group, name) for group in found for name in group.compared])
         lines.sort(key=lambda line: not line.good)
-    for line in lines:
-        yield terminal.verdict(line if line.good else line._replace(text=_short(line.text)))
+    yield from (terminal.verdict(line if line.good else line._replace(text=_short(line.text))) for line in lines)
 
 
 def _listed(lines: Sequence[str], most: int, noun: str) -> Iterator[RenderableType]:
     yield from (terminal.bullet(_short(line)) for line in lines[:most])
     if len(lines) > most:
         yield Text(f"  {fmt.plural(len(lines) - most, noun)} with --full.")
-
-
-def _reasons(report: Report) -> list[str]:
-    found = {case.why: case for case in reversed(outcome(report).failed) if case.why}
-    return [
-        f"{case.where}, {case.implementation} ({case.precision}): {reason}" for reason, case in reversed(found.items())
-    ]
 
 
 def _short(sentence: str) -> str:
@@ -85,20 +77,18 @@ def _speed(found: Sequence[Group]) -> Table | None:
     """Speeds; None if nothing was timed."""
 
     def baseline(row: Series) -> str:
-        theirs = row.original.speed if row.original else None
-        same = theirs and row.speed and theirs.layers == row.speed.layers
-        return fmt.duration(theirs.device.us if theirs and same else None)
+        theirs = row.original
+        return fmt.duration(theirs.device.us if theirs and theirs.layers == row.layers else None)
 
-    columns: tuple[Column[Series], ...] = lifted(
-        lambda row: row.speed,
-        Column("speedup,\ndevice", lambda speed: fmt.speedup(speed.device.speedup)),
-        Column("verdict", lambda speed: speed.device.verdict or fmt.MISSING),
-        Column("speedup,\ncall", lambda speed: fmt.ratio(speed.call.speedup.value if speed.call.speedup else None)),
-        Column("device\ntime", lambda speed: fmt.duration(speed.device.us)),
-        Column("% of\nroof", lambda speed: fmt.percent(speed.floor_pct, 1)),
+    columns: tuple[Column[Series], ...] = (
+        Column("speedup,\ndevice", lambda row: fmt.speedup(row.device.speedup)),
+        Column("verdict", lambda row: row.device.verdict or fmt.MISSING),
+        Column("speedup,\ncall", lambda row: fmt.ratio(row.call.speedup.value if row.call.speedup else None)),
+        Column("device\ntime", lambda row: fmt.duration(row.device.us)),
+        Column("{},\ndevice", baseline),
+        Column("% of\nroof", lambda row: fmt.percent(row.floor_pct, 1)),
     )
-    rows = [row for group in found for row in group.others() if row.speed]
-    return _table("Speed", rows, (*columns[:4], Column("{},\ndevice", baseline), columns[4]))
+    return _table("Speed", [row for group in found for row in group.others() if row.timed], columns)
 
 
 def _accuracy(found: Sequence[Group]) -> Table | None:
@@ -136,35 +126,33 @@ def _table(title: str, rows: Sequence[Series], columns: Sequence[Column[Series]]
         return None
     shown = list(dict.fromkeys(row.group for row in rows))
     whole = len({group.tokens for group in shown}) > 1
+
+    def where(row: Series) -> str:
+        """ "16,384", "chunks of 8,192", "steps after 16,384"; of several prompts, chunks name theirs: "8 of 16,384"."""
+        group, tokens = row.group, row.group.tokens.removesuffix(" tokens")
+        if group.call is None or group.call.kind != "chunk":
+            return f"steps after {tokens}" if group.steps else tokens
+        size = fmt.tokens(group.seqlen, group.cases[0].batch).removesuffix(" tokens")
+        return f"{size} of {tokens}" if whole else f"chunks of {size}"
+
     names: tuple[Column[Series], ...] = (
-        text("tokens", lambda row: _where(row.group, whole=whole)),
+        text("tokens", where),
         text("implementation", lambda row: row.name),
         text("precision", lambda row: row.precision.short),
     )
     kept = [one for one in names if len({one.of(row) for row in rows}) > 1 or one is names[2]]
     same = [shown[0].size if one is names[0] else one.of(rows[0]) for one in names if one not in kept]
-    layers = {len(group.layers) for group in shown}
-    where = [fmt.plural(layers.pop(), "layer")] if len(layers) == 1 else []
-    baselines = {group.baseline for group in shown}  # the one of decode steps is another
-    baseline = baselines.pop() if len(baselines) == 1 else "baseline"
-    numbers = [one._replace(header=one.header.replace("{}", baseline)) for one in columns]
+    layers, *others = {len(group.layers) for group in shown}
+    baseline, *more = {group.baseline for group in shown}  # the one of decode steps is another
+    numbers = [one._replace(header=one.header.replace("{}", "baseline" if more else baseline)) for one in columns]
     hidden = len(rows) - _MOST_ROWS
     return table(
-        ", ".join([title, *same, *where]),
+        ", ".join([title, *same, *([] if others else [fmt.plural(layers, "layer")])]),
         (*kept, *(numbers if len(kept) == 1 else numbers[:-1])),
         rows[:_MOST_ROWS],
         keys=len(kept),
         note=f"{fmt.plural(hidden, 'more row')}: --full, or the exported report." if hidden > 0 else "",
     )
-
-
-def _where(group: Group, *, whole: bool) -> str:
-    """ "16,384", "chunks of 8,192", "steps after 16,384".  whole: name the prompt of chunks, too: "8,192 of 16,384"."""
-    if group.call is not None and group.call.kind == "chunk":
-        size = fmt.tokens(group.seqlen, group.cases[0].batch).removesuffix(" tokens")
-        return f"{size} of {group.tokens}".removesuffix(" tokens") if whole else f"chunks of {size}"
-    tokens = group.tokens.removesuffix(" tokens")
-    return f"steps after {tokens}" if group.steps else tokens
 
 
 # --- ssdprof accuracy
@@ -182,86 +170,78 @@ def accuracy_table(
     Raises BadInputError if the run compared nothing at these precisions; with `every_state`, also if it compared
     nothing at one of the state dtypes.
     """
-    kinds: tuple[Intermediates, ...] = ("exact", "relaxed") if intermediates == "all" else (intermediates,)
+    wanted = precisions_for("fp32", intermediates, state_dtypes)
+    compared = [(group, name) for group in groups(report) for name in group.compared]
 
-    def chosen(case: Case) -> bool:
-        return case.precision.intermediates in kinds and case.precision.state_dtype in state_dtypes
+    def chosen(group: Group, name: str) -> Group:
+        """With every case of the baseline."""
+        own = {name: wanted, group.baseline: [case.precision for case in group.cases]}
+        return group.keep(lambda case: case.precision in own.get(case.implementation, ()))
 
     found = [
-        (_with_baseline(group, name, chosen), name)
-        for group in groups(report)
-        for name in group.compared
-        if any(chosen(case) for case in group.cases if case.implementation == name)
+        (chosen(group, name), name)
+        for group, name in compared
+        if any(case.implementation == name and case.precision in wanted for case in group.cases)
     ]
-    held = {case.precision.state_dtype for group, _ in found for case in group.cases if chosen(case)}
+    held = {case.precision.state_dtype for group, _ in found for case in group.cases if case.precision in wanted}
     absent = [state for state in state_dtypes if state not in held]
     if not found or (every_state and absent):
-        raise _nothing_compared(report, f"{fmt.words(kinds, 'or')} with {fmt.words(absent, 'or')} states")
+        every = {one.precision for group, name in compared for one in group.series(name)}
+        if every:
+            kinds = fmt.words(dict.fromkeys(one.intermediates for one in wanted), "or")
+            asked = f"Run {report.id} compared nothing at {kinds} with {fmt.words(absent, 'or')} states."
+            names = "; ".join(map(str, sorted(every, key=precision_order)))
+            raise BadInputError(asked, f"It compared: {names}.")
+        hint = (
+            f"It holds {report.baseline} alone."
+            if report.cases
+            else "It ended before its first comparison.  Run again."
+        )
+        if report.of_answers:
+            hint = "It holds a model's answers: 'ssdprof export' shows them."
+        raise BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
     parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
-    wanted = [PrecisionRecord(intermediates=kind, state_dtype=state) for kind in kinds for state in state_dtypes]
     wrong = shortcomings(outcome(report.restricted(precisions=wanted)))
     parts += [terminal.verdict(VerdictLine(line, False)) for line in wrong]
-    parts += map(terminal.verdict, advice(found))
-    parts += map(terminal.bullet, caveats(report))
-    for group, name in found:
-        for tensor in calls.TENSORS:
-            if made := calls.matches(group, name, tensor):
-                parts += ["", terminal.SplitTable(made)]
+    parts += [*map(terminal.verdict, advice(found)), *map(terminal.bullet, caveats(report))]
+    for made in (calls.matches(group, name, tensor) for group, name in found for tensor in calls.TENSORS):
+        parts += ["", terminal.SplitTable(made)] if made else []
     return Renderables(*parts)
-
-
-def _with_baseline(group: Group, name: str, chosen: Callable[[Case], bool]) -> Group:
-    """The chosen cases of an implementation, and every case of the baseline."""
-    baseline = group.baseline
-    return group.keep(lambda case: chosen(case) if case.implementation == name else case.implementation == baseline)
-
-
-def _nothing_compared(report: Report, asked: str) -> BadInputError:
-    held = {one.precision for group in groups(report) for name in group.compared for one in group.series(name)}
-    if held:
-        names = "; ".join(map(str, sorted(held, key=precision_order)))
-        return BadInputError(f"Run {report.id} compared nothing at {asked}.", f"It compared: {names}.")
-    hint = "It ended before its first comparison.  Run again."
-    if report.of_answers:
-        hint = "It holds a model's answers: 'ssdprof export' shows them."
-    elif report.cases:
-        hint = f"It holds {report.baseline} alone."
-    return BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
 
 
 # --- ssdprof runs
 
 
-def runs(found: Sequence[tuple[Path, Report | SsdprofError]]) -> Table | None:
+_Stored = tuple[Path, Report | SsdprofError]
+
+
+def runs(found: Sequence[_Stored]) -> Table | None:
     """A row for each report, readable or not.  found: folder -> the report, or what is wrong with it."""
 
-    def cell(of: Callable[[Report], str]) -> Callable[[tuple[Path, Report | SsdprofError]], str]:
-        return lambda row: of(row[1]) if isinstance(row[1], Report) else fmt.MISSING
+    def readable(row: _Stored) -> Report | None:
+        return row[1] if isinstance(row[1], Report) else None
 
     def model(report: Report) -> str:
-        return f"{report.subject}, random weights" if report.model and report.model.random_weights else report.subject
+        return report.subject + ", random weights" * bool(report.model and report.model.random_weights)
 
-    def tokens(report: Report) -> str:
-        return ", ".join(fmt.count(prompt.seqlen) for prompt in report.prompts)
-
-    def verdict(row: tuple[Path, Report | SsdprofError]) -> str:
+    def verdict(row: _Stored) -> str:
         if not isinstance(row[1], Report):
             return "unreadable"
         return f"{verdict_word(row[1])}{'' if row[1].complete else ', partial'}"
 
-    return table(
-        "Runs",
-        (
-            text("run", lambda row: row[0].name),
-            text("started", cell(lambda report: when(report.created))),
-            text("model", cell(model)),
-            Column("tokens", cell(tokens)),
-            text("GPU", cell(lambda report: gpu_name(report.environment))),
-            text("verdict", verdict),
+    columns: tuple[Column[_Stored], ...] = (
+        text("run", lambda row: row[0].name),
+        *lifted(
+            readable,
+            text("started", lambda report: when(report.created)),
+            text("model", model),
+            Column("tokens", lambda report: ", ".join(fmt.count(prompt.seqlen) for prompt in report.prompts)),
+            text("GPU", lambda report: gpu_name(report.environment)),
         ),
-        found,
-        note="  ".join(f"{path.name}: {one.message}" for path, one in found if isinstance(one, SsdprofError)),
+        text("verdict", verdict),
     )
+    note = "  ".join(f"{path.name}: {one.message}" for path, one in found if isinstance(one, SsdprofError))
+    return table("Runs", columns, found, note=note)
 
 
 def verdict_word(report: Report) -> str:

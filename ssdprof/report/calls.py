@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import TOLERANCES, Holds, PrecisionRecord, Probe, TensorName
-from ssdprof.core.case import Case
+from ssdprof.core.base import TOLERANCES, Holds, PrecisionRecord, Probe, TensorName, grouped
+from ssdprof.core.case import Case, Launch
 from ssdprof.core.report import Report
-from ssdprof.report.groups import Against, Group, Pooled, Series, baselines, groups, layer_of, pool, precision_order
-from ssdprof.report.table import Column, Note, Table, aligned, lifted, strings, table, text
+from ssdprof.report.groups import Against, Group, Pooled, Series, groups, layer_of, pool, precision_order
+from ssdprof.report.table import Column, Note, Table, lifted, strings, table, text
 
 PRECISION = "intermediates,\nstates"
 TENSORS: tuple[TensorName, ...] = ("out", "final_states")
@@ -37,59 +38,69 @@ _NAMES: tuple[Column[Series], ...] = (
     text(PRECISION, lambda row: row.precision.short),
 )
 _SPEED: tuple[Column[Series], ...] = lifted(
-    lambda row: row.speed,
-    Column("speedup,\ndevice", lambda speed: fmt.speedup(speed.device.speedup)),
-    Column("speedup,\ncall", lambda speed: fmt.speedup(speed.call.speedup)),
-    Column("verdict,\ndevice", lambda speed: speed.device.verdict or fmt.MISSING),
-    Column("verdict,\ncall", lambda speed: speed.call.verdict or fmt.MISSING),
-    Column("device\ntime", lambda speed: fmt.duration(speed.device.us)),
-    Column("call\ntime", lambda speed: fmt.duration(speed.call.us)),
-    Column("% of\nroofline", lambda speed: fmt.percent(speed.floor_pct, 1)),
-    Column("extra\nmemory", lambda speed: fmt.size(speed.workspace_bytes)),
+    lambda row: row if row.timed else None,
+    Column("speedup,\ndevice", lambda row: fmt.speedup(row.device.speedup)),
+    Column("speedup,\ncall", lambda row: fmt.speedup(row.call.speedup)),
+    Column("verdict,\ndevice", lambda row: row.device.verdict or fmt.MISSING),
+    Column("verdict,\ncall", lambda row: row.call.verdict or fmt.MISSING),
+    Column("device\ntime", lambda row: fmt.duration(row.device.us)),
+    Column("call\ntime", lambda row: fmt.duration(row.call.us)),
+    Column("% of\nroofline", lambda row: fmt.percent(row.floor_pct, 1)),
+    Column("extra\nmemory", lambda row: fmt.size(row.workspace_bytes)),
 )
 
 
-def _speed_table(
-    title: str, group: Group, found: Sequence[Series], first: Sequence[Column[Series]], notes: Iterable[str]
+def _speeds(
+    title: str, group: Group, found: Sequence[Series], first: Sequence[Column[Series]], *notes: str
 ) -> Table | None:
     """None if nothing was timed.  The verdict of a series without a time is its results."""
-    if not any(row.speed for row in found):
+    if not any(row.timed for row in found):
         return None
-    pairs = [(row.precision, name) for row in found if row.speed for name in row.speed.baselines]
-    baseline = f"Baseline: {baselines(group.baseline, pairs)}.  {fmt.counts(group.report.smallest_difference)}"
-    verdict = _SPEED[2]
+    pairs = [(row.precision, name) for row in found for name in row.baselines]
+    baseline = f"Baseline: {baselines(group, pairs)}.  {fmt.counts(group.report.smallest_difference)}"
 
     def result(row: Series) -> str:
-        return verdict.of(row) if row.speed else fmt.words(dict.fromkeys(case.result for case in row.cases))
+        return _SPEED[2].of(row) if row.timed else fmt.words(dict.fromkeys(case.result for case in row.cases))
 
-    columns = (*first, *_SPEED[:2], verdict._replace(of=result), *_SPEED[3:])
+    columns = (*first, *_SPEED[:2], _SPEED[2]._replace(of=result), *_SPEED[3:])
     keys = sum(one in _NAMES or one.header == "layer" for one in first)
-    return table(title, columns, found, note="  ".join((baseline, *notes)), keys=keys)
+    return table(title, columns, found, note="  ".join((baseline, *filter(None, notes))), keys=keys)
 
 
 def total_speed(group: Group) -> Table | None:
     """Every series, summed over its calls; None if nothing was timed."""
     found, every = group.series(), group.calls
     unit = "layers" if every == len(group.layers) else "calls"
-    incomplete = any(row.speed is None or len(row.speed.layers) < every for row in found)
-    notes = []
-    if every > 1:
-        notes.append(
-            "The interval of a sum assumes that all layers are at the same end of their intervals, so it is wider than "
-            "a 95 % interval."
-        )
-    if incomplete:
-        notes.append(f"Each speedup compares the same {unit}; times over different numbers of {unit} do not compare.")
-    timed: Column[Series] = Column(unit, lambda row: f"{len(row.speed.layers) if row.speed else 0} of {every}")
-    title = f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}"
-    return _speed_table(title, group, found, (*_NAMES, *((timed,) if incomplete else ())), notes)
+    timed: Column[Series] = Column(unit, lambda row: f"{len(row.layers)} of {every}")
+    incomplete = any(len(row.layers) < every for row in found)
+    sums = (
+        "The interval of a sum assumes that all layers are at the same end of their intervals, so it is wider than "
+        "a 95 % interval."
+    )
+    some = f"Each speedup compares the same {unit}; times over different numbers of {unit} do not compare."
+    return _speeds(
+        f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}",
+        group,
+        found,
+        (*_NAMES, *((timed,) if incomplete else ())),
+        sums * (every > 1),
+        some * incomplete,
+    )
 
 
 def speed_by_layer(group: Group) -> Table | None:
     """Every series, layer by layer; None if nothing was timed."""
     layer: Column[Series] = Column("layer", lambda row: str(layer_of(row.cases[0])))
     found = [one for layer in group.layers for one in group.at_layer(layer).series()]
-    return _speed_table(f"Speed of each layer {group.where}", group, found, (layer, *_NAMES), ())
+    return _speeds(f"Speed of each layer {group.where}", group, found, (layer, *_NAMES))
+
+
+def baselines(group: Group, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
+    """The baselines of all precisions as text.  pairs: (precision, baseline that it names)."""
+    found, name = list(pairs), group.baseline
+    if found and all(against == f"{name} {precision.exact}" for precision, against in found):
+        return f"{name}, exact, with the same state dtype"
+    return " or ".join(dict.fromkeys(against for _, against in found)) or name
 
 
 # --- accuracy
@@ -97,9 +108,7 @@ def speed_by_layer(group: Group) -> Table | None:
 
 def accuracies(group: Group) -> Iterator[Table | None]:
     """The tables of every compared implementation."""
-    for name in group.compared:
-        for tensor in TENSORS:
-            yield matches(group, name, tensor)
+    yield from (matches(group, name, tensor) for name in group.compared for tensor in TENSORS)
 
 
 def matches(group: Group, implementation: str, tensor: TensorName) -> Table | None:
@@ -108,45 +117,52 @@ def matches(group: Group, implementation: str, tensor: TensorName) -> Table | No
 
     For the baseline itself, the columns are its other precisions, compared with its exact one.
     """
-    against: Against = "vs_baseline" if implementation == group.baseline else "vs_oracle"
-    series = tuple(one for one in group.series(implementation) if one.pooled(against, tensor))
+    base, several = group.baseline, group.calls > 1
+    own: Against = "vs_baseline" if implementation == base else "vs_oracle"
+    series = tuple(one for one in group.series(implementation) if one.pooled(own, tensor))
     if not series:
         return None
-    several, worst = group.calls > 1, ""
-    if several:
-        worst = ", worst layer" if group.calls == len(group.layers) else ", worst call"
-    limit = pool((case for one in series for case in one.cases), tensor, "floor")
-    rows: list[tuple[str, ...]] = [
-        ("within the error budget", *(_budget(one, tensor) for one in series), ""),
-        ("kernel", *(one.variant for one in series), ""),
-    ]
-    headings = set()
-    sides: tuple[tuple[str, Sequence[Series | None], Against, Pooled | None], ...] = (
-        (f"{implementation} against {group.baseline}", series, "vs_baseline", None),
-        (f"{implementation} against fp64", series, "vs_oracle", limit),
-        (f"{group.baseline} against fp64", tuple(one.original for one in series), "vs_oracle", limit),
+    worst = f", worst {'layer' if group.calls == len(group.layers) else 'call'}" * several
+    lines: tuple[tuple[str, Callable[[Pooled], str]], ...] = (
+        *((f"match @ atol,rtol={fmt.tolerance(one)}", partial(_match, tolerance=one)) for one in TOLERANCES),
+        (f"rms error{worst}", lambda one: fmt.small(one.rms_ratio)),
+        (f"largest error{worst}", lambda one: fmt.small(one.largest.max_abs)),
+        (f"largest value{worst.replace('worst', 'same')}", lambda one: fmt.small(one.largest.scale_max_abs)),
     )
+
+    def budget(one: Series) -> str:
+        good = [not each.reason for case in one.cases for each in case.accuracy if each.tensor == tensor]
+        return "yes" if all(good) else "NO" if len(good) == 1 else f"NO: {good.count(False)}/{len(good)}"
+
+    cases = [(one.precision, case) for one in series for case in one.cases]
+    floor = pool((case for _, case in cases), tensor, "floor")
+    rows = [("within the error budget", *map(budget, series), ""), ("kernel", *(one.variant for one in series), "")]
+    sides: list[tuple[str, Sequence[Series | None], Against, Pooled | None]] = [
+        (f"{implementation} against {base}", series, "vs_baseline", None),
+        (f"{implementation} against fp64", series, "vs_oracle", floor),
+    ]
+    if implementation != base:
+        sides.append((f"{base} against fp64", [one.original for one in series], "vs_oracle", floor))
+    headings = set()
     for title, shown, which, beside in sides:
         pooled = [one.pooled(which, tensor) if one else None for one in shown]
-        if not any(pooled) or (shown is not series and implementation == group.baseline):
-            continue
-        headings.add(len(rows))
-        rows.append((title, *[""] * (len(series) + 1)))
-        for label, cell in _errors(worst):
-            floor = cell(beside) if beside else ""
-            rows.append((label, *(cell(one) if one else fmt.MISSING for one in pooled), floor))
-    cases = [(one.precision, case) for one in series for case in one.cases]
+        if any(pooled):
+            headings.add(len(rows))
+            rows.append((title, *[""] * (len(series) + 1)))
+            for label, cell in lines:
+                last = cell(beside) if beside else ""
+                rows.append((label, *(cell(one) if one else fmt.MISSING for one in pooled), last))
     compared = [(precision, found.vs_baseline) for precision, case in cases if (found := case.tensor(tensor))]
-    named = baselines(group.baseline, [(precision, one.against) for precision, one in compared if one])
+    named = baselines(group, [(precision, one.against) for precision, one in compared if one])
     dtypes = fmt.words(dict.fromkeys(case.dims.dtype for _, case in cases if case.dims))
     rounded = dtypes if tensor == "out" else "the dtype in which states are returned"
-    return Table(
-        title=f"Accuracy of {implementation}'s {SHOWN[tensor]} {group.where}, {group.extent}{' pooled' * several}",
-        headers=("", *(_header(one.precision) for one in series), "floor"),
-        rows=tuple(rows),
-        align=aligned(f"l{'r' * (len(series) + 1)}"),
+    return strings(
+        f"Accuracy of {implementation}'s {SHOWN[tensor]} {group.where}, {group.extent}{' pooled' * several}",
+        ("", *(_header(one.precision) for one in series), "floor"),
+        rows,
+        f"l{'r' * (len(series) + 1)}",
         note=f"Baseline: {named}.  Floor: fp64 itself, rounded to {rounded}.",
-        headings=frozenset(headings),
+        headings=headings,
     )
 
 
@@ -154,13 +170,8 @@ def _match(pooled: Pooled, *, tolerance: float) -> str:
     return fmt.percent(pooled.match_pct(tolerance))
 
 
-def _errors(worst: str) -> Iterator[tuple[str, Callable[[Pooled], str]]]:
-    """The rows under a heading.  worst: ", worst layer" or ", worst call"; empty if there is only one."""
-    for tolerance in TOLERANCES:
-        yield f"match @ atol,rtol={fmt.tolerance(tolerance)}", partial(_match, tolerance=tolerance)
-    yield f"rms error{worst}", lambda one: fmt.small(one.rms_ratio)
-    yield f"largest error{worst}", lambda one: fmt.small(one.largest.max_abs)
-    yield f"largest value{worst.replace('worst', 'same')}", lambda one: fmt.small(one.largest.scale_max_abs)
+def _header(precision: PrecisionRecord) -> str:
+    return f"{precision.intermediates},\n{precision.state_dtype}\nstates"
 
 
 def errors_by_layer(group: Group, implementation: str) -> Table | None:
@@ -210,17 +221,6 @@ def largest_errors(group: Group, implementation: str) -> Table | None:
     return table(f"Largest differences of {implementation} {group.where}", columns, rows, note=note, keys=3)
 
 
-def _budget(series: Series, tensor: TensorName) -> str:
-    judged = [not one.reason for case in series.cases for one in case.accuracy if one.tensor == tensor]
-    if all(judged):
-        return "yes"
-    return "NO" if len(judged) == 1 else f"NO: {judged.count(False)}/{len(judged)}"
-
-
-def _header(precision: PrecisionRecord) -> str:
-    return f"{precision.intermediates},\n{precision.state_dtype}\nstates"
-
-
 def laws(report: Report) -> Table | None:
     """A row for each law, and a column for each implementation and precision: whether any case breaks it."""
     found: dict[str, dict[str, list[Probe]]] = {}
@@ -244,17 +244,28 @@ def laws(report: Report) -> Table | None:
 
 def launches(report: Report) -> Table | None:
     """Every kernel as it was launched, without duplicates."""
-    used: dict[tuple[str, ...], list[Case]] = {}
-    precisions: dict[str, set[PrecisionRecord]] = {}
-    for case in report.of_calls:
-        precisions.setdefault(case.implementation, set()).add(case.precision)
-        for launch in case.launches:
-            resources = fmt.count(launch.registers), fmt.count(launch.spills), fmt.size(launch.shared_bytes)
-            config = ", ".join(f"{name}={value}" for name, value in launch.config.items()) or fmt.MISSING
-            cells = (case.implementation, case.variant, launch.kernel, *resources, config)
-            used.setdefault(cells, []).append(case)
-    every = {case.seqlen for case in report.of_calls}
-    rows = [(*cells, _uses(cases, every, precisions[cells[0]])) for cells, cases in used.items()]
+
+    def cells(case: Case, launch: Launch) -> tuple[str, ...]:
+        resources = fmt.count(launch.registers), fmt.count(launch.spills), fmt.size(launch.shared_bytes)
+        config = ", ".join(f"{name}={value}" for name, value in launch.config.items()) or fmt.MISSING
+        return case.implementation, case.variant, launch.kernel, *resources, config
+
+    def uses(cases: Sequence[Case], among: Sequence[Case]) -> str:
+        """The prompts and precisions of a launch, or "all"."""
+        parts = []
+        if (used := {case.precision for case in cases}) != {case.precision for case in among}:
+            parts.append("; ".join(map(str, sorted(used, key=precision_order))))
+        if (lengths := {case.seqlen for case in cases}) != {case.seqlen for case in report.of_calls}:
+            counts = fmt.words(f"{length:,}" for length in sorted(lengths, reverse=True))
+            parts.append(f"{counts} {'token' if lengths == {1} else 'tokens'}")
+        return " at ".join(parts) or "all"
+
+    launched = [(cells(case, launch), case) for case in report.of_calls for launch in case.launches]
+    by_name = grouped(report.of_calls, lambda case: case.implementation)
+    rows = [
+        (*shown, uses([case for _, case in own], by_name[shown[0]]))
+        for shown, own in grouped(launched, lambda one: one[0]).items()
+    ]
     headers = ("implementation", "variant", "kernel", "registers", "spills", "shared", "configuration", "used for")
     # the interpreter has no registers
     known = [i for i in range(8) if i not in (3, 4, 5) or any(row[i] != fmt.MISSING for row in rows)]
@@ -281,32 +292,26 @@ def remarks(report: Report) -> Table | None:
     return _cases(report, passed, lambda case: case.result == "passed" and bool(case.reason))
 
 
-def _uses(cases: list[Case], lengths: set[int], precisions: set[PrecisionRecord]) -> str:
-    """The prompts and precisions of a launch, or "all"."""
-    used = sorted({case.precision for case in cases}, key=precision_order)
-    used_lengths = sorted({case.seqlen for case in cases}, reverse=True)
-    parts = []
-    if set(used) != precisions:
-        parts.append("; ".join(map(str, used)))
-    if set(used_lengths) != lengths:
-        counts = fmt.words(f"{length:,}" for length in used_lengths)
-        parts.append(f"{counts} {'token' if used_lengths == [1] else 'tokens'}")
-    return " at ".join(parts) or "all"
-
-
 def _cases(report: Report, title: str, wanted: Callable[[Case], bool]) -> Table | None:
     """The selected cases; cases that differ only in the layer or the prompt share a row."""
-    places: dict[tuple[str, ...], dict[str, list[int]]] = {}  # case -> prompt -> layers
-    for group in groups(report):
-        prompt = group.tokens.removesuffix(" tokens") if group.call is None else group.size
-        for case in filter(wanted, group.cases):
-            places.setdefault(_case_cells(case), {}).setdefault(prompt, []).append(layer_of(case))
+
+    def cells(case: Case) -> tuple[str, ...]:
+        bad = ((one.tensor, one.vs_oracle.first_nonfinite) for one in case.accuracy)
+        first = next((f"{tensor}{list(place)}" for tensor, place in bad if place is not None), fmt.MISSING)
+        reason = fmt.cut(" ".join(case.why.split()), _LONGEST_REASON)
+        return case.implementation, case.precision.short, case.result, reason, first
+
+    chosen = [
+        (cells(case), group.tokens.removesuffix(" tokens") if group.call is None else group.size, layer_of(case))
+        for group in groups(report)
+        for case in filter(wanted, group.cases)
+    ]
     rows: list[tuple[str, ...]] = []
-    for cells, prompts in places.items():
-        same: dict[str, list[str]] = {}
-        for prompt, layers in prompts.items():
-            same.setdefault(fmt.indices(layers), []).append(prompt)
-        rows += [(where, "; ".join(lengths), *cells) for where, lengths in same.items()]
+    for shown, own in grouped(chosen, lambda one: one[0]).items():
+        layers = {
+            prompt: fmt.indices(layer for *_, layer in same) for prompt, same in grouped(own, itemgetter(1)).items()
+        }
+        rows += [(where, "; ".join(lengths), *shown) for where, lengths in grouped(layers, layers.__getitem__).items()]
     hidden = len(rows) - _MOST_ROWS
     return strings(
         title,
@@ -316,12 +321,3 @@ def _cases(report: Report, title: str, wanted: Callable[[Case], bool]) -> Table 
         wraps=6,
         note=f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else "",
     )
-
-
-def _case_cells(case: Case) -> tuple[str, ...]:
-    bad = ((one.tensor, one.vs_oracle.first_nonfinite) for one in case.accuracy)
-    first = next((f"{tensor}{list(place)}" for tensor, place in bad if place is not None), fmt.MISSING)
-    reason = " ".join(case.why.split())
-    if len(reason) > _LONGEST_REASON:
-        reason = f"{reason[: _LONGEST_REASON - 3]}..."
-    return case.implementation, case.precision.short, case.result, reason, first

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ssdprof.core import words as fmt
-from ssdprof.core.accuracy import Deviation
-from ssdprof.core.case import AnswerBand, Case
-from ssdprof.core.pairs import Comparison, Pair, Total, TotalBy
+from ssdprof.core.case import Case
+from ssdprof.core.pairs import Comparison, Pair, Side, TotalBy
 from ssdprof.core.statistics import Estimate
 from ssdprof.report.calls import PRECISION
 from ssdprof.report.facts import gpu_name
@@ -19,11 +18,11 @@ from ssdprof.report.table import (
     Document,
     Note,
     Section,
-    Statement,
     Table,
     VerdictLine,
     section,
     shortened,
+    strings,
     table,
     text,
 )
@@ -52,11 +51,16 @@ _NAMES: tuple[Column[Pair], ...] = (
 
 def compose(comparison: Comparison, stalls: Sequence[StageChange] = ()) -> Document:
     base, new = comparison.base, comparison.new
+    summary = []
+    for total in comparison.totals:
+        mean = f"geometric mean of {fmt.plural(total.cases, total.over)}" if total.cases > 1 else f"one {total.over}"
+        said = f"{total.verdict}, {fmt.speedup(total.change)} {_BY[total.by]}, {mean}."
+        summary.append((f"{total.implementation}, {total.precision}, {total.where}:", said))
     return Document(
         title=f"ssdprof compare: BASE {base.name}, NEW {new.name}",
         name=new.name,
         verdict=tuple(_verdict(comparison)),
-        summary=tuple(_statement(total) for total in comparison.totals),
+        summary=tuple(summary),
         caveats=tuple(_caveats(comparison)),
         sections=tuple(one for one in _sections(comparison, stalls) if one.blocks),
     )
@@ -78,25 +82,15 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
         yield VerdictLine(f"Compared {fmt.plural(len(comparison.pairs), 'case')}: {found}.", True)
 
 
-def _statement(total: Total) -> Statement:
-    of = f"geometric mean of {fmt.plural(total.cases, total.over)}" if total.cases > 1 else f"one {total.over}"
-    return Statement(
-        f"{total.implementation}, {total.precision}, {total.where}:",
-        f"{total.verdict}, {fmt.speedup(total.change)} {_BY[total.by]}, {of}.",
-    )
-
-
 def _caveats(comparison: Comparison) -> Iterator[str]:
-    machine = [str(one) for one in comparison.machine]
-    if machine:
+    if machine := [str(one) for one in comparison.machine]:
         yield (
             f"The machines differ ({'; '.join(machine)}), so absolute times are not compared.  Speedups over the "
             "baseline, each measured on one machine, are."
         )
     prefills = (pair for pair in comparison.pairs if pair.case.prefill and pair.over_baseline)
-    if reasons := [
-        why for why in dict.fromkeys(why for one in prefills for why in one.incomparable) if why not in machine
-    ]:
+    reasons = dict.fromkeys(why for one in prefills for why in one.incomparable if why not in machine)
+    if reasons:
         yield (
             f"The conditions of the prefills differ ({'; '.join(reasons)}), so their absolute times are not compared.  "
             "Their speedups over the baseline are."
@@ -108,25 +102,6 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
         yield f"Errors cannot be compared: {reason}."
 
 
-def _sections(comparison: Comparison, stalls: Sequence[StageChange]) -> Iterator[Section]:
-    pairs = [pair for pair in comparison.pairs if pair.base and pair.new]
-    timed = [pair for pair in pairs if pair.verdict != "not timed"]
-    speed = _speed(comparison, [pair for pair in timed if not pair.case.prefill])
-    prefills = _prefills(comparison, [pair for pair in timed if pair.case.prefill])
-    yield section("Speed", speed, READING if speed else None)
-    yield section("Prefill time of the model", prefills, READING_PREFILLS if prefills else None)
-    yield section("Accuracy", _accuracy([pair for pair in pairs if _any(pair, _out)]))
-    yield section("Answers of the model", _answers([pair for pair in pairs if _any(pair, _band)]))
-    known = [pair for pair in pairs if _any(pair, lambda case: case.launches or case.memory)]
-    yield section("Launches and memory", _resources(known))
-    yield section("Stalls by stage", _stalls(stalls))
-    yield section("Not compared", _unpaired(comparison.pairs))
-    yield section("What ran", _facts(comparison))
-
-
-# --- tables: a row for each pair, and columns of both sides
-
-
 def _both(header: str, cell: Callable[[Case], str]) -> tuple[Column[Pair], Column[Pair]]:
     """The cell of BASE and that of NEW."""
     return (
@@ -135,106 +110,98 @@ def _both(header: str, cell: Callable[[Case], str]) -> tuple[Column[Pair], Colum
     )
 
 
-def _speedups(comparison: Comparison) -> tuple[Column[Pair], Column[Pair]]:
-    def cell(pair: Pair, case: Case | None) -> str:
-        report = (comparison.base if case is pair.base else comparison.new).report
-        found = report.speedup(case) if case else None
-        return fmt.ratio(found.value if found else None)
-
-    return (
-        Column("speedup,\nBASE", lambda pair: cell(pair, pair.base)),
-        Column("speedup,\nNEW", lambda pair: cell(pair, pair.new)),
-    )
+def _numbers(
+    header: str, show: Callable[[Any], str], value: Callable[[Case], Any]
+) -> tuple[Column[Pair], Column[Pair]]:
+    return _both(header, lambda case: show(value(case)))
 
 
 _RATIO: Column[Pair] = Column("speedup,\nNEW / BASE", lambda pair: fmt.speedup(pair.over_baseline))
 _VERDICT: Column[Pair] = text("verdict", lambda pair: pair.verdict)
 _CALL: Column[Pair] = Column("call time,\nBASE / NEW", lambda pair: fmt.speedup(pair.call))
+_DEVICE: Column[Pair] = Column("device time,\nBASE / NEW", lambda pair: fmt.speedup(pair.time))
+_STALLS: tuple[Column[StageChange], ...] = (
+    text("implementation", lambda one: one[0]),
+    text("stage", lambda one: one[1]),
+    Column("share,\nBASE", lambda one: fmt.share(one[2], 1)),
+    Column("share,\nNEW", lambda one: fmt.share(one[3], 1)),
+    Column("time,\nBASE", lambda one: fmt.duration(one[4])),
+    Column("time,\nNEW", lambda one: fmt.duration(one[5])),
+)
 
 
-def _speed(comparison: Comparison, pairs: Sequence[Pair]) -> Table | None:
-    columns = (
-        *_NAMES,
-        _VERDICT,
-        Column[Pair]("device time,\nBASE / NEW", lambda pair: fmt.speedup(pair.time)),
-        _CALL,
-        _RATIO,
-        *_both("device", lambda case: _us(case.device_us)),
-        *_speedups(comparison),
-    )
-    return table("Speed of NEW against BASE", columns, pairs, keys=3)
+def _sections(comparison: Comparison, stalls: Sequence[StageChange]) -> Iterator[Section]:
+    pairs = [pair for pair in comparison.pairs if pair.base and pair.new]
 
+    def where(known: Callable[[Case], Any]) -> list[Pair]:
+        return [pair for pair in pairs if any(case and known(case) for case in (pair.base, pair.new))]
 
-def _prefills(comparison: Comparison, pairs: Sequence[Pair]) -> Table | None:
-    """Call times of the whole model, and the implementations' speedups in it."""
+    def speedup(side: Side, case: Case | None) -> str:
+        found = side.report.speedup(case) if case else None
+        return fmt.ratio(found.value if found else None)
 
     def kernel(pair: Pair) -> str:
         kernels = (" ".join(filter(None, (case.variant, case.version))) for case in (pair.base, pair.new) if case)
         return ", now ".join(dict.fromkeys(one or fmt.MISSING for one in kernels))
 
-    columns = (
-        *_NAMES,
-        text("kernel", kernel),
-        _VERDICT,
-        _CALL,
-        _RATIO,
-        *_both("call", lambda case: _us(case.call_us)),
-        *_speedups(comparison),
+    def launched(case: Case | None) -> list[Any]:
+        return [(launch.kernel, launch.config) for launch in case.launches] if case else []
+
+    configuration: Column[Pair] = text(
+        "configuration", lambda pair: "the same" if launched(pair.base) == launched(pair.new) else "another"
     )
-    return table("Prefill time of NEW against BASE", columns, pairs, keys=3)
-
-
-def _accuracy(pairs: Sequence[Pair]) -> Table | None:
-    def match(case: Case) -> float | None:
-        found = case.tensor("out")
-        return found.vs_baseline.match_pct(1e-3) if found and found.vs_baseline else None
-
-    columns = (
-        *_NAMES,
-        *_both("match @ 1e-3", lambda case: fmt.percent(match(case))),
-        *_both("rms error", lambda case: fmt.small(found.rms_ratio if (found := _out(case)) else None)),
-        *_both("largest error", lambda case: fmt.small(found.max_abs if (found := _out(case)) else None)),
+    speedups: tuple[Column[Pair], ...] = (
+        Column("speedup,\nBASE", lambda pair: speedup(comparison.base, pair.base)),
+        Column("speedup,\nNEW", lambda pair: speedup(comparison.new, pair.new)),
     )
-    return table("Accuracy of the output, side by side", columns, pairs, keys=3)
-
-
-def _answers(pairs: Sequence[Pair]) -> Table | None:
-    columns = (
-        *_NAMES,
-        *_both("mean KL [nats]", lambda case: fmt.small(found.kl_mean if (found := _band(case)) else None)),
-        *_both("same top token", lambda case: fmt.percent(found.top1_pct if (found := _band(case)) else None)),
-        *_both("perplexity", lambda case: fmt.small(found.perplexity if (found := _band(case)) else None)),
-    )
-    return table("Answers of the model, side by side", columns, pairs, keys=3)
-
-
-def _resources(pairs: Sequence[Pair]) -> Table | None:
-    def configuration(pair: Pair) -> str:
-        sides = [case.launches if case else () for case in (pair.base, pair.new)]
-        before, now = ([(launch.kernel, launch.config) for launch in launches] for launches in sides)
-        return "the same" if before == now else "another"
-
-    columns = (
-        *_NAMES,
-        *(one._replace(align="left") for one in _both("kernel", lambda case: case.variant or fmt.MISSING)),
-        text("configuration", configuration),
-        *_both("kernels", lambda case: fmt.count(case.kernels)),
-        *_both("extra memory", lambda case: fmt.size(case.memory.workspace_bytes if case.memory else None)),
-    )
-    return table("Kernels and memory", columns, pairs, keys=3)
-
-
-def _stalls(changes: Sequence[StageChange]) -> Table | None:
-    columns: tuple[Column[StageChange], ...] = (
-        text("implementation", lambda one: one[0]),
-        text("stage", lambda one: one[1]),
-        Column("share,\nBASE", lambda one: fmt.share(one[2], 1)),
-        Column("share,\nNEW", lambda one: fmt.share(one[3], 1)),
-        Column("time,\nBASE", lambda one: fmt.duration(one[4])),
-        Column("time,\nNEW", lambda one: fmt.duration(one[5])),
-    )
+    timed = [pair for pair in pairs if pair.verdict != "not timed"]
+    tables: tuple[tuple[str, str, list[Pair], Note | None, tuple[Column[Pair], ...]], ...] = (
+        (
+            "Speed", "Speed of NEW against BASE", [pair for pair in timed if not pair.case.prefill], READING,
+            (_VERDICT, _DEVICE, _CALL, _RATIO, *_numbers("device", _us, lambda case: case.device_us), *speedups),
+        ),
+        (
+            "Prefill time of the model", "Prefill time of NEW against BASE",
+            [pair for pair in timed if pair.case.prefill], READING_PREFILLS,
+            (
+                text("kernel", kernel), _VERDICT, _CALL, _RATIO,
+                *_numbers("call", _us, lambda case: case.call_us), *speedups,
+            ),
+        ),
+        (
+            "Accuracy", "Accuracy of the output, side by side", where(lambda case: case.error), None,
+            (
+                *_numbers("match @ 1e-3", fmt.percent, lambda case: case.match_pct(1e-3)),
+                *_numbers("rms error", fmt.small, lambda case: case.error and case.error.rms_ratio),
+                *_numbers("largest error", fmt.small, lambda case: case.error and case.error.max_abs),
+            ),
+        ),
+        (
+            "Answers of the model", "Answers of the model, side by side", where(lambda case: case.band), None,
+            (
+                *_numbers("mean KL [nats]", fmt.small, lambda case: case.band and case.band.kl_mean),
+                *_numbers("same top token", fmt.percent, lambda case: case.band and case.band.top1_pct),
+                *_numbers("perplexity", fmt.small, lambda case: case.band and case.band.perplexity),
+            ),
+        ),
+        (
+            "Launches and memory", "Kernels and memory", where(lambda case: case.launches or case.memory), None,
+            (
+                *(one._replace(align="left") for one in _both("kernel", lambda case: case.variant or fmt.MISSING)),
+                configuration,
+                *_numbers("kernels", fmt.count, lambda case: case.kernels),
+                *_numbers("extra memory", fmt.size, lambda case: case.memory and case.memory.workspace_bytes),
+            ),
+        ),
+    )  # fmt: skip
+    for title, name, own, reading, columns in tables:
+        yield section(title, table(name, (*_NAMES, *columns), own, keys=3), reading=reading)
     note = "Times under ncu cannot be compared with those of a run."
-    return table("Busy warp samples of each stage, by ncu", columns, changes, keys=2, note=note)
+    yield section(
+        "Stalls by stage", table("Busy warp samples of each stage, by ncu", _STALLS, stalls, keys=2, note=note)
+    )
+    yield section("Not compared", _unpaired(comparison.pairs))
+    yield section("What ran", _facts(comparison))
 
 
 def _unpaired(pairs: Sequence[Pair]) -> Table | None:
@@ -250,47 +217,25 @@ def _unpaired(pairs: Sequence[Pair]) -> Table | None:
         if pair.verdict.startswith(("only", "not"))
         and not (pair.verdict == "not timed" and results(pair) == "BASE passed, NEW passed")
     ]
-    columns: tuple[Column[Pair], ...] = (
-        *_NAMES,
-        text("why", lambda pair: pair.verdict),
-        text("more", lambda pair: "; ".join(pair.incomparable) or results(pair)),
-    )
+    more: Column[Pair] = text("more", lambda pair: "; ".join(pair.incomparable) or results(pair))
+    columns = (*_NAMES, _VERDICT._replace(header="why"), more)
     return table("Cases without a verdict on speed", columns, left, keys=3)
 
 
-def _facts(comparison: Comparison) -> Table:
+def _facts(comparison: Comparison) -> Table | None:
     sides = (comparison.base, comparison.new)
     environments = [side.report.environment for side in sides]
+    packages = {"Triton": "triton", "PyTorch": "torch", "transformers": "transformers"}
     rows = {
         "what": [f"{side.report.kind}: {side.subject}" for side in sides],
         "started": [side.report.created for side in sides],
         "GPU": [gpu_name(one) for one in environments],
         "driver": [one.gpu.driver if one.gpu else fmt.MISSING for one in environments],
         "ssdprof": [side.report.ssdprof_version for side in sides],
-        **{
-            name: [one.packages.get(package, fmt.MISSING) for one in environments]
-            for name, package in {"Triton": "triton", "PyTorch": "torch", "transformers": "transformers"}.items()
-        },
+        **{name: [one.packages.get(key, fmt.MISSING) for one in environments] for name, key in packages.items()},
     }
-    return Table(
-        title="What ran",
-        headers=("", f"BASE: {sides[0].name}", f"NEW: {sides[1].name}"),
-        rows=tuple((name, *values) for name, values in rows.items()),
-        align=("left", "left", "left"),
-    )
-
-
-def _any(pair: Pair, of: Callable[[Case], Any]) -> bool:
-    return any(case and of(case) for case in (pair.base, pair.new))
-
-
-def _out(case: Case) -> Deviation | None:
-    found = case.tensor("out")
-    return found.vs_oracle if found else None
-
-
-def _band(case: Case) -> AnswerBand | None:
-    return case.answers.bands[0] if case.answers and case.answers.bands else None
+    headers = ("", f"BASE: {sides[0].name}", f"NEW: {sides[1].name}")
+    return strings("What ran", headers, ((name, *values) for name, values in rows.items()), "lll")
 
 
 def _us(found: Estimate | None) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
 from ssdprof.report import bench, calls, model
-from ssdprof.report.facts import caveats, gpu_name, meanings, origin, what_ran
+from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import groups, tokens_of
-from ssdprof.report.statements import statements, verdict_lines
+from ssdprof.report.statements import caveats, statements, verdict_lines
 from ssdprof.report.table import Document, Note, Section, facts, section
 
 SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page adds pictures
@@ -36,23 +36,26 @@ def heading(report: Report) -> str:
     """ "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200"."""
     gpu = gpu_name(report.environment, "no GPU")
     if report.kind in ("bench", "prefill"):
-        subject = f"{report.subject} on drawn inputs" if report.kind == "bench" else report.subject
-        return f"ssdprof {report.kind}, {subject}, {gpu}"
+        return f"ssdprof {report.kind}, {subject(report)}, {gpu}"
     lengths = [f"{seqlen:,}" for seqlen in dict.fromkeys(case.seqlen for case in report.of_answers)]
     tokens = tokens_of(found) if (found := groups(report)) else f"{fmt.words(lengths)} tokens" if lengths else ""
     return f"ssdprof: {', '.join(filter(None, (report.subject, tokens, gpu)))}"
 
 
+def subject(report: Report) -> str:
+    """The model, or the operator of a bench."""
+    return f"{report.subject} on drawn inputs" if report.kind == "bench" else report.subject
+
+
 def _sections(report: Report) -> Iterator[Section]:
     found, answered = groups(report), model.prompts(report)
     yield section("Failures and refusals", calls.failures(report))
-    speeds = [table for group in found if (table := calls.total_speed(group))]
-    yield section(SPEED, *speeds, calls.SPEED_READING if speeds else None)
-    matches = [table for group in found for table in calls.accuracies(group) if table]
-    yield section(ACCURACY, *matches, calls.ACCURACY_READING if matches else None)
+    yield section(SPEED, *map(calls.total_speed, found), reading=calls.SPEED_READING)
+    matches = (table for group in found for table in calls.accuracies(group))
+    yield section(ACCURACY, *matches, reading=calls.ACCURACY_READING)
     yield section("Laws", calls.laws(report))
-    compared = [made for one in answered for make in (model.answers, model.answers_by_layer) if (made := make(one))]
-    yield section("Answers", *compared, model.ANSWERS_READING if compared else None)
+    compared = (make(one) for one in answered for make in (model.answers, model.answers_by_layer))
+    yield section("Answers", *compared, reading=model.ANSWERS_READING)
     if report.kind == "prefill":
         yield from model.prefill_sections(report)
     yield section("Remarks", calls.remarks(report))

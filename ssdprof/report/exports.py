@@ -14,10 +14,11 @@ from typing import get_args
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from ssdprof.core import statistics
+import numpy as np
+
 from ssdprof.core import words as fmt
-from ssdprof.core.base import EXACT_FP32, TOLERANCES, Clock, PartName
-from ssdprof.core.case import AnswerBand, Case
+from ssdprof.core.base import CLOCKS, EXACT_FP32, TOLERANCES, PartName
+from ssdprof.core.case import Case
 from ssdprof.core.conditions import judged
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
@@ -25,10 +26,10 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Dims, LayerRef
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN
-from ssdprof.report.document import compose
-from ssdprof.report.facts import caveats, gpu_name
+from ssdprof.report.document import compose, subject
+from ssdprof.report.facts import gpu_name
 from ssdprof.report.model import prefill_failures
-from ssdprof.report.statements import by_gate, errors, incomplete, verdict_lines
+from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 
 SUMMARY_BYTES = 1024 * 1024  # of a step of GitHub Actions; GitHub shows nothing of a longer one
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
@@ -45,11 +46,6 @@ def kind(report: Report) -> str:
 def identity(report: Report) -> str:
     """Unique among results of its kind."""
     return report.id if kind(report) == "run" else f"{report.subject} {report.created}"
-
-
-def subject(report: Report) -> str:
-    """The model, or the operator of a bench."""
-    return f"{report.subject} on drawn inputs" if report.kind == "bench" else report.subject
 
 
 def rows(report: Report) -> tuple[Case, ...]:
@@ -87,79 +83,58 @@ def csv(report: Report) -> str:
 
 
 def _row(report: Report, case: Case) -> Row:
-    version = case.version if case.prefill else ""
-    names = {
+    drawn, whole, dims = case.drawn, case.prefill, case.dims
+    rival = report.rival(case) if report.speedup(case) else None
+    row: Row = {kind(report): identity(report) if kind(report) == "run" else report.created}
+    row |= {"operator" if report.kind == "bench" else "model": report.subject, "GPU": gpu_name(report.environment)}
+    size: Row = {"tokens": case.seqlen, "batch": case.batch}
+    baseline = rival and rival.implementation
+    match kind(report):
+        case "bench":
+            row["shape"] = drawn and drawn.shape
+            row["inputs"] = ", ".join((dims.dtype, *drawn.ways, drawn.layout)) if dims and drawn else ""
+            row |= {"sequences x tokens": drawn and drawn.tokens} | size
+            row |= {"dimensions": dims, "chunk size": case.chunk_size}
+        case "prefill":
+            row |= {"layers": whole and whole.layers} | size | {"segment length": whole and whole.segment_length}
+            row["convolution and norm"] = whole and whole.conv_and_norm
+        case _:
+            row |= {"layer": case.layer.index if case.layer else "all", "call": case.call or ""} | size
+            row["dimensions"] = dims or ""
+            baseline = rival and f"{baseline} {rival.precision}"
+    version = case.version if whole else ""
+    row |= {
         "implementation": case.implementation,
-        "kernel": " ".join(dict.fromkeys(word for word in (case.variant, version) if word)),
+        "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, version)))),
         "intermediates": case.precision.intermediates,
         "states": case.precision.state_dtype,
         "status": case.result,
         "reason": case.why,
-        "baseline": _baseline(report, case),
+        "baseline": baseline,
     }
     if report.kind == "prefill":
-        return _place(report, case) | names | _prefill(report, case)
-    return _place(report, case) | names | _call(report, case) | (_answers(case) if kind(report) == "run" else {})
-
-
-def _place(report: Report, case: Case) -> Row:
-    gpu, drawn, whole, dims = gpu_name(report.environment), case.drawn, case.prefill, case.dims
-    size = {"tokens": case.seqlen, "batch": case.batch}
-    if report.kind == "bench":
-        return {
-            "bench": report.created,
-            "operator": report.subject,
-            "GPU": gpu,
-            "shape": drawn and drawn.shape,
-            "inputs": ", ".join((dims.dtype, *drawn.ways, drawn.layout)) if dims and drawn else "",
-            "sequences x tokens": drawn and drawn.tokens,
-            **size,
-            "dimensions": dims,
-            "chunk size": case.chunk_size,
-        }
-    if report.kind == "prefill":
-        return {
-            "prefill": report.created,
-            "model": report.subject,
-            "GPU": gpu,
-            "layers": whole and whole.layers,
-            **size,
-            "segment length": whole and whole.segment_length,
-            "convolution and norm": whole and whole.conv_and_norm,
-        }
-    layer = case.layer.index if case.layer else "all"
-    place = {"run": report.id, "model": report.subject, "GPU": gpu, "layer": layer, "call": case.call or ""}
-    return place | size | {"dimensions": dims or ""}
-
-
-def _baseline(report: Report, case: Case) -> str | None:
-    """That of the speedup, with its precision in a run."""
-    rival = report.rival(case) if report.speedup(case) else None
-    if rival is None:
-        return None
-    return rival.implementation if kind(report) != "run" else f"{rival.implementation} {rival.precision}"
+        return row | _prefill(report, case)
+    return row | _call(report, case) | (_answers(case) if kind(report) == "run" else {})
 
 
 def _call(report: Report, case: Case) -> Row:
     row: Row = {}
-    clocks: tuple[tuple[Clock, Estimate | None], ...] = (("device", case.device_us), ("call", case.call_us))
-    for clock, _ in clocks:
+    for clock in CLOCKS:
         row |= _estimate(f"speedup, {clock}", "x", report.speedup(case, clock))
         row[f"verdict, {clock}"] = report.faster(case, clock)
-    for clock, time in clocks:
-        spread = statistics.spread(found) if (found := case.rounds(clock)) else None
-        row |= _estimate(f"{clock} time", "µs", time)
-        row[f"{clock} time, min [µs]"] = spread and spread.min_us
-        row[f"{clock} time, P95 [µs]"] = spread and spread.p95_us
-        row[f"{clock} time, max [µs]"] = spread and spread.max_us
-        row[f"{clock} time, samples"] = spread and spread.samples
+    for clock in CLOCKS:
+        row |= _estimate(f"{clock} time", "µs", case.by_clock(clock))
+        every = [us for recording in case.rounds(clock) for us in recording]
+        row[f"{clock} time, min [µs]"] = min(every, default=None)
+        row[f"{clock} time, P95 [µs]"] = float(np.percentile(every, 95)) if every else None
+        row[f"{clock} time, max [µs]"] = max(every, default=None)
+        row[f"{clock} time, samples"] = len(every) or None
     row["of roofline [%]"] = case.floor_pct(report.ceilings)
     row["extra memory [bytes]"] = case.memory and case.memory.workspace_bytes
     row["kernels launched"] = case.kernels
     for tensor, name in SHOWN.items():
         one = case.tensor(tensor)
-        sides = {"baseline": one and one.vs_baseline, "fp64": one and one.vs_oracle}
-        for against, error in sides.items():
+        for against, error in (("baseline", one and one.vs_baseline), ("fp64", one and one.vs_oracle)):
             for tolerance in TOLERANCES:
                 header = f"{name}, match against {against} @ {fmt.tolerance(tolerance)} [%]"
                 row[header] = error and error.match_pct(tolerance)
@@ -170,10 +145,10 @@ def _call(report: Report, case: Case) -> Row:
 
 
 def _prefill(report: Report, case: Case) -> Row:
-    whole = case.prefill
+    whole, speedup = case.prefill, report.speedup(case)
     us: dict[str, float] = {part.name: part.gpu_us for part in whole.parts} if whole else {}
-    row = _estimate("speedup, call", "x", report.speedup(case)) | {"verdict, call": report.faster(case)}
-    row["speedup predicted [x]"] = report.predicted(case) if report.speedup(case) else None
+    row = _estimate("speedup, call", "x", speedup) | {"verdict, call": report.faster(case)}
+    row["speedup predicted [x]"] = report.predicted(case) if speedup else None
     row |= _estimate("call time", "µs", case.call_us)
     row["operator of one layer, device time [µs]"] = whole and whole.alone_us
     row |= {f"{name}, GPU time [µs]": us.get(name) for name in get_args(PartName)}
@@ -183,7 +158,7 @@ def _prefill(report: Report, case: Case) -> Row:
 
 
 def _answers(case: Case) -> Row:
-    band = _band(case)
+    band = case.band
     interval = band and band.perplexity_interval_pct
     return {
         "KL, mean [nats]": band and band.kl_mean,
@@ -197,14 +172,52 @@ def _answers(case: Case) -> Row:
     }
 
 
-def _band(case: Case) -> AnswerBand | None:
-    return case.answers.bands[0] if case.answers and case.answers.bands else None
-
-
 def _estimate(name: str, unit: str, found: Estimate | None) -> Row:
     """A value and the ends of its 95 % interval."""
     headers = (f"{name} [{unit}]", f"{name}, low [{unit}]", f"{name}, high [{unit}]")
     return dict(zip(headers, found or (None, None, None), strict=True))
+
+
+# --- github-action-benchmark: https://github.com/benchmark-action/github-action-benchmark
+
+# name and unit of a number -> its column of the CSV
+_SMALLER = {
+    ("device time", "µs"): "device time [µs]",
+    ("call time", "µs"): "call time [µs]",
+    ("peak memory", "bytes"): "peak memory [bytes]",
+    ("extra memory", "bytes"): "extra memory [bytes]",
+    ("rms error", "relative"): "output, rms error [relative]",
+    ("KL, mean", "nats"): "KL, mean [nats]",
+    ("perplexity", "tokens"): "perplexity",
+}
+_BIGGER = {
+    ("speedup, device", "x"): "speedup, device [x]",
+    ("speedup, call", "x"): "speedup, call [x]",
+    ("match @ 1e-3", "%"): "output, match against baseline @ 1e-3 [%]",
+    ("same top token", "%"): "same top token [%]",
+}
+
+
+def benchmark_action(report: Report, *, bigger: bool = False) -> str:
+    """The JSON of its tool customSmallerIsBetter, or customBiggerIsBetter.
+
+    Smaller: device and call times, extra memory or that of a prefill, RMS errors, divergences and perplexities.
+    Bigger: speedups over the baseline, how much of the output matches the baseline's, and equal top tokens.
+    Cases that did not pass are left out, because they have no valid number.
+    """
+    extra = f"{kind(report)} {identity(report)}, {gpu_name(report.environment, 'no GPU')}"
+    found = []
+    for case in rows(report):
+        row = _row(report, case) if case.result == "passed" else {}
+        for (name, unit), header in (_BIGGER if bigger else _SMALLER).items():
+            if (value := row.get(header)) is None:
+                continue
+            entry = {"name": f"{case.name}: {name}", "unit": unit, "value": value}
+            low, high = (row.get(f"{name}, {end} [{unit}]") for end in ("low", "high"))
+            if isinstance(low, float) and isinstance(high, float):
+                entry["range"] = f"± {(high - low) / 2:.3g}"
+            found.append(entry | {"extra": extra})
+    return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 # --- JUnit
@@ -226,16 +239,25 @@ def junit(report: Report) -> str:
         elif case.result != "passed":
             _answer(test, "failure" if case.result in ("inaccurate", "nonfinite") else "error", case.result, why)
         cases.append(test)
+    whole = [_test(kind(report), "all requested cases are present")]
+    if why := incomplete(report):
+        _answer(whole[0], "error", "incomplete", why)
+    broken = by_gate(found.broken)
+    for gate in dict.fromkeys(one.spelling for one in report.conditions):
+        whole.append(_test("gates", gate))
+        if gate in broken:
+            _answer(whole[-1], "failure", "gate", "\n".join(map(str, broken[gate])))
     root = Element("testsuites")
-    for number, (name, tests) in enumerate({"cases": cases, kind(report): list(_whole(report))}.items()):
-        root.append(_suite(report, number, name, tests))
+    root.extend([_suite(report, 0, "cases", cases), _suite(report, 1, kind(report), whole)])
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
 
 
 def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> Element:
-    answers = ("failure", "error", "skipped")
-    failures, wrong, skipped = (str(sum(test.find(one) is not None for test in tests)) for one in answers)
+    gpu, packages = report.environment.gpu, report.environment.packages
+    failed, wrong, skipped = (
+        str(sum(test.find(tag) is not None for test in tests)) for tag in ("failure", "error", "skipped")
+    )
     suite = Element(
         "testsuite",
         id=str(number),
@@ -244,12 +266,11 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         timestamp=report.created[:19],
         hostname="localhost",  # reports contain no host name
         tests=str(len(tests)),
-        failures=failures,
+        failures=failed,
         errors=wrong,
         skipped=skipped,
         time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
     )
-    gpu, packages = report.environment.gpu, report.environment.packages
     values = {
         kind(report): identity(report),
         "inputs" if report.kind == "bench" else "model": subject(report),
@@ -266,19 +287,6 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
     SubElement(suite, "system-out").text = _clean("\n".join(lines))
     SubElement(suite, "system-err")
     return suite
-
-
-def _whole(report: Report) -> Iterator[Element]:
-    whole = _test(kind(report), "all requested cases are present")
-    if why := incomplete(report):
-        _answer(whole, "error", "incomplete", why)
-    yield whole
-    broken = by_gate(outcome(report).broken)
-    for gate in dict.fromkeys(one.spelling for one in report.conditions):
-        test = _test("gates", gate)
-        if gate in broken:
-            _answer(test, "failure", "gate", "\n".join(map(str, broken[gate])))
-        yield test
 
 
 def _test(group: str, name: str, seconds: float = 0.0) -> Element:
@@ -312,101 +320,37 @@ def step_summary(report: Report, used_bytes: int = 0) -> str:
         return text
     if room < len(_CUT):
         return ""
-    whole = encoded[: room - len(_CUT)].decode(errors="ignore")
-    return whole.rsplit("\n", 1)[0] + _CUT
+    return encoded[: room - len(_CUT)].decode(errors="ignore").rsplit("\n", 1)[0] + _CUT
 
 
 def workflow_commands(report: Report) -> Iterator[str]:
     """Annotations, one line each: errors for the reasons why it did not pass, warnings for its caveats."""
-    yield from _commands("error", f"ssdprof: {subject(report)}", errors(report))
-    yield from _commands("warning", f"ssdprof: {subject(report)}", _caveats(report))
+    title = _data(f"ssdprof: {subject(report)}").replace(":", "%3A").replace(",", "%2C")
+    annotations: tuple[tuple[str, Iterable[str]], ...] = (("error", errors(report)), ("warning", _caveats(report)))
+    for name, lines in annotations:
+        every, head = list(lines), f"::{name} title={title}::"
+        shown = every if len(every) <= MOST_ANNOTATIONS else every[: MOST_ANNOTATIONS - 1]
+        yield from (f"{head}{_data(fmt.cut(line, LONGEST_MESSAGE))}" for line in shown)
+        if rest := len(every) - len(shown):
+            yield f"{head}{fmt.plural(rest, 'line')} more: see the summary of this step."
 
 
 def outputs(report: Report) -> dict[str, str]:
     """Outputs of the step.  The last three are the worst values of cases that gates judge; empty without such cases."""
     cases = [case for case in judged(report) if case.result == "passed" and not case.answers]
-    speedups = [found.value for case in cases if (found := report.speedup(case))]
     out = [one for case in cases if (one := case.tensor("out"))]
-    matches = [pct for one in out if one.vs_baseline and (pct := one.vs_baseline.match_pct(1e-3)) is not None]
-    ratios = [ratio for one in out if (ratio := one.over_floor) is not None]
     worst = {
-        "least-speedup": min(speedups, default=None),
-        "least-match": min(matches, default=None),
-        "largest-rms-ratio": max(ratios, default=None),
+        "least-speedup": min((found.value for case in cases if (found := report.speedup(case))), default=None),
+        "least-match": min((pct for case in cases if (pct := case.match_pct(1e-3)) is not None), default=None),
+        "largest-rms-ratio": max((ratio for one in out if (ratio := one.over_floor) is not None), default=None),
     }
     return {
         "passed": "true" if outcome(report).passed else "false",
-        "verdict": _cut(" ".join(" ".join(line.text for line in verdict_lines(report)).split())),
+        "verdict": fmt.cut(" ".join(" ".join(line.text for line in verdict_lines(report)).split()), LONGEST_MESSAGE),
         "run": identity(report),
         **{name: "" if value is None else f"{value:.6g}" for name, value in worst.items()},
     }
 
 
-def _commands(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
-    every = list(lines)
-    shown = every if len(every) <= MOST_ANNOTATIONS else every[: MOST_ANNOTATIONS - 1]
-    head = f"::{name} title={_data(title).replace(':', '%3A').replace(',', '%2C')}::"
-    for line in shown:
-        yield f"{head}{_data(_cut(line))}"
-    if rest := len(every) - len(shown):
-        yield f"{head}{fmt.plural(rest, 'line')} more: see the summary of this step."
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 3]}..."
-
-
 def _data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-# --- github-action-benchmark: https://github.com/benchmark-action/github-action-benchmark
-
-Entry = dict[str, str | float]
-_Number = tuple[str, Estimate | float | None, str]  # name, value, unit
-
-
-def benchmark_action(report: Report, *, bigger: bool = False) -> str:
-    """The JSON of its tool customSmallerIsBetter, or customBiggerIsBetter.
-
-    Smaller: device and call times, extra memory or that of a prefill, RMS errors, divergences and perplexities.
-    Bigger: speedups over the baseline, how much of the output matches the baseline's, and equal top tokens.
-    Cases that did not pass are left out, because they have no valid number.
-    """
-    extra = f"{kind(report)} {identity(report)}, {gpu_name(report.environment, 'no GPU')}"
-    found = [
-        _entry(case, *number) | {"extra": extra}
-        for case in rows(report)
-        if case.result == "passed"
-        for number in (_bigger(report, case) if bigger else _smaller(case))
-        if number[1] is not None
-    ]
-    return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
-
-
-def _smaller(case: Case) -> Iterator[_Number]:
-    out, band = case.tensor("out"), _band(case)
-    yield "device time", case.device_us, "µs"
-    yield "call time", case.call_us, "µs"
-    yield "peak memory", case.prefill.peak_bytes if case.prefill else None, "bytes"
-    yield "extra memory", case.memory.workspace_bytes if case.memory else None, "bytes"
-    yield "rms error", out.vs_oracle.rms_ratio if out else None, "relative"
-    yield "KL, mean", band.kl_mean if band else None, "nats"
-    yield "perplexity", band.perplexity if band else None, "tokens"
-
-
-def _bigger(report: Report, case: Case) -> Iterator[_Number]:
-    out, band = case.tensor("out"), _band(case)
-    yield "speedup, device", report.speedup(case, "device"), "x"
-    yield "speedup, call", report.speedup(case, "call"), "x"
-    yield "match @ 1e-3", out.vs_baseline.match_pct(1e-3) if out and out.vs_baseline else None, "%"
-    yield "same top token", band.top1_pct if band else None, "%"
-
-
-def _entry(case: Case, name: str, value: Estimate | float | None, unit: str) -> Entry:
-    assert value is not None
-    number = value.value if isinstance(value, Estimate) else value
-    entry: Entry = {"name": f"{case.name}: {name}", "unit": unit, "value": number}
-    if isinstance(value, Estimate):
-        entry["range"] = f"± {(value.high - value.low) / 2:.3g}"
-    return entry

@@ -9,9 +9,8 @@ from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, Deviation
-from ssdprof.core.base import Clock, PrecisionRecord, TensorName
+from ssdprof.core.base import Clock, PrecisionRecord, TensorName, grouped
 from ssdprof.core.case import Case
-from ssdprof.core.outcome import exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.subject import LayerRef
@@ -34,25 +33,13 @@ class Summed(NamedTuple):
     verdict: Faster | None
 
 
-class TotalSpeed(NamedTuple):
-    """The timed calls of a series.
-
-    workspace_bytes: the largest of a call.  baselines: what the calls are compared with: "unfused exact, fp32 states".
-    """
-
-    layers: tuple[int, ...]
-    device: Summed
-    call: Summed
-    floor_pct: float | None
-    workspace_bytes: int | None
-    baselines: tuple[str, ...]
-
-
 class Series:
     """One implementation at one precision, over the calls of a group.
 
     variant: the kernels that ran, by name; several if layers differ.  name: "fused hopper".  label: "fused, exact,
     fp32".  within_budget: every case; False for another library that passed outside of its budget.
+    Of the timed calls: their layers; workspace_bytes: the largest of a call; baselines: what they are compared with:
+    "unfused exact, fp32 states".
     """
 
     def __init__(self, group: Group, implementation: str, precision: PrecisionRecord, cases: Sequence[Case]) -> None:
@@ -61,6 +48,11 @@ class Series:
         self.name = implementation + (f" {self.variant}" if self.variant not in ("", implementation) else "")
         self.label = f"{implementation}, {precision.short}"
         self.within_budget = all(case.result == "passed" and not case.outside_budget for case in cases)
+        self.timed = timed = [case for case in cases if case.device_us and case.call_us]
+        self.layers = tuple(case.layer.index for case in timed if case.layer)
+        self.workspace_bytes = max((case.memory.workspace_bytes for case in timed if case.memory), default=None)
+        compared = [rival for case in timed if (rival := group.report.rival(case)) and rival.device_us]
+        self.baselines = dict.fromkeys(f"{rival.implementation} {rival.precision}" for rival in compared)
 
     def pooled(self, which: Against, tensor: TensorName = "out") -> Pooled | None:
         return pool(self.cases, tensor, which)
@@ -74,36 +66,31 @@ class Series:
         return next((own for own in self.group.series(name) if f"{name} {own.precision}" in wanted), None)
 
     @cached_property
-    def speed(self) -> TotalSpeed | None:
-        """None if no call was timed."""
-        report = self.group.report
-        timed = [case for case in self.cases if case.device_us and case.call_us]
-        if not timed:
-            return None
-        floors = [floor for case in timed if (floor := case.floor_us(report.ceilings)) is not None]
-        device = self._total(timed, "device")
-        compared = [rival for case in timed if (rival := report.rival(case)) and rival.device_us]
-        return TotalSpeed(
-            layers=tuple(case.layer.index for case in timed if case.layer),
-            device=device,
-            call=self._total(timed, "call"),
-            floor_pct=100 * sum(floors) / device.us if len(floors) == len(timed) else None,
-            workspace_bytes=max((case.memory.workspace_bytes for case in timed if case.memory), default=None),
-            baselines=tuple(dict.fromkeys(f"{rival.implementation} {rival.precision}" for rival in compared)),
-        )
+    def device(self) -> Summed:
+        return self._summed("device")
 
-    def _total(self, timed: Sequence[Case], clock: Clock) -> Summed:
-        times = [found.value for case in timed if (found := case.device_us if clock == "device" else case.call_us)]
-        ratios = [found for case in timed if (found := self.group.report.speedup(case, clock))]
+    @cached_property
+    def call(self) -> Summed:
+        return self._summed("call")
+
+    def _summed(self, clock: Clock) -> Summed:
+        smallest = self.group.report.smallest_difference
+        times = [found.value for case in self.timed if (found := case.by_clock(clock))]
+        ratios = [found for case in self.timed if (found := self.group.report.speedup(case, clock))]
         total = math.fsum(times)
-        if len(ratios) < len(timed):
+        if not times or len(ratios) < len(times):
             return Summed(total, None, None)
         # a call's ratio is baseline / own time, so its weight is its own time
         bounds = zip(*ratios, strict=True)
         speedup = Estimate(*(math.fsum(v * us for v, us in zip(bound, times, strict=True)) / total for bound in bounds))
-        smallest = self.group.report.smallest_difference
-        verdicts = {ratio.verdict(smallest) for ratio in ratios}
-        return Summed(total, speedup, verdicts.pop() if len(verdicts) == 1 else speedup.verdict(smallest))
+        verdict, *others = {ratio.verdict(smallest) for ratio in ratios}
+        return Summed(total, speedup, speedup.verdict(smallest) if others else verdict)
+
+    @property
+    def floor_pct(self) -> float | None:
+        """The least time for all bytes and arithmetic of the timed calls, as a share of their device time."""
+        floors = [floor for case in self.timed if (floor := case.floor_us(self.group.report.ceilings)) is not None]
+        return 100 * sum(floors) / self.device.us if self.timed and len(floors) == len(self.timed) else None
 
 
 class Group:
@@ -129,12 +116,11 @@ class Group:
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)
         size = fmt.tokens(self.seqlen, first.batch)
+        self.where = f"in chunks of {size} of {self.tokens}"
         if self.call is None or self.call.kind == "packed":
             self.where = f"at {size}{f' {self.call}' if self.call else ''}"
-        else:
-            self.where = (
-                f"in decode steps after {self.tokens}" if self.steps else f"in chunks of {size} of {self.tokens}"
-            )
+        elif self.steps:
+            self.where = f"in decode steps after {self.tokens}"
         self.size = self.where.partition(" ")[2]
 
     @property
@@ -142,21 +128,19 @@ class Group:
         """ "layer 3", "3 layers", "4 steps in each of 3 layers"; where a run was broken off "11 steps in 3 layers"."""
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0].index}" if layers == 1 else f"{layers} layers"
-        calls = {self.at_layer(layer).calls for layer in self.layers}
-        if len(calls) > 1:
+        each, *others = {self.at_layer(layer).calls for layer in self.layers}
+        if others:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
-        each = calls.pop()
         return of_layers if each == 1 else f"{fmt.plural(each, self.noun)} in {'each of ' * (layers > 1)}{of_layers}"
 
     def series(self, *implementations: str) -> tuple[Series, ...]:
         """Every series, or those of some implementations: exact before relaxed, wide states before narrow ones."""
-        found = []
-        for name in implementations or self.implementations:
-            cases = [case for case in self.cases if case.implementation == name]
-            for precision in sorted({case.precision for case in cases}, key=precision_order):
-                own = sorted((case for case in cases if case.precision == precision), key=layer_of)
-                found.append(Series(self, name, precision, tuple(own)))
-        return tuple(found)
+        found = grouped(sorted(self.cases, key=layer_of), lambda case: (case.implementation, case.precision))
+        return tuple(
+            Series(self, *key, tuple(found[key]))
+            for name in implementations or self.implementations
+            for key in sorted((key for key in found if key[0] == name), key=lambda key: precision_order(key[1]))
+        )
 
     def others(self) -> tuple[Series, ...]:
         """The series of the compared implementations."""
@@ -172,14 +156,13 @@ class Group:
 
 def groups(report: Report) -> tuple[Group, ...]:
     """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps after it."""
-    found: dict[tuple[int, bool, int, int], list[Case]] = {}
-    for case in report.cases:
-        if case.layer:
-            call, size = case.call, (case.seqlen, case.batch)
-            prompt = call.prompt_seqlen if call else size[0]
-            found.setdefault((prompt, not (call and call.kind == "decode"), *size), []).append(case)
-    ordered = sorted(found.items(), key=lambda item: item[0], reverse=True)
-    return tuple(Group(report, cases) for _, cases in ordered)
+
+    def key(case: Case) -> tuple[int, bool, int, int]:
+        prompt = case.call.prompt_seqlen if case.call else case.seqlen
+        return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
+
+    found = grouped((case for case in report.cases if case.layer), key)
+    return tuple(Group(report, found[key]) for key in sorted(found, reverse=True))
 
 
 def layer_of(case: Case) -> int:
@@ -212,12 +195,9 @@ class Pooled(NamedTuple):
         """Share of all elements that match; 100 only if all do."""
         found = [(part.match_pct(tolerance), part.elements) for part in self.parts]
         shares = [(share, elements) for share, elements in found if share is not None]
-        total = sum(elements for _, elements in shares)
-        if not total:
-            return None
-        if all(share == 100.0 for share, _ in shares):
-            return 100.0
-        pooled = math.fsum(share * elements for share, elements in shares) / total
+        if not shares or all(share == 100.0 for share, _ in shares):
+            return 100.0 if shares else None
+        pooled = math.fsum(share * elements for share, elements in shares) / sum(elements for _, elements in shares)
         return min(pooled, math.nextafter(100.0, 0.0))
 
 
@@ -232,14 +212,6 @@ def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | 
 
 
 # --- in words
-
-
-def baselines(name: str, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
-    """The baselines of all precisions as text.  pairs: (precision, baseline that it names)."""
-    found = list(pairs)
-    if found and all(against == f"{name} {precision.exact}" for precision, against in found):
-        return f"{name}, exact, with the same state dtype"
-    return " or ".join(dict.fromkeys(against for _, against in found)) or name
 
 
 def tokens_of(prompts: Iterable[Group]) -> str:
@@ -257,39 +229,3 @@ def places(prompts: Iterable[Group]) -> str:
     whole = [group for group in every if group.call is None]
     others = [group.where for group in every if group.call is not None]
     return fmt.words([*([f"at {tokens_of(whole)}"] if whole else []), *others])
-
-
-def case_words(cases: Iterable[Case]) -> str:
-    """ "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ..." """
-    found: dict[str, list[int]] = {}
-    for case in cases:
-        result = "" if case.result == "refused" else f" {_result_words(case)}"
-        found.setdefault(f"{case.implementation} ({case.precision}){result}", []).append(layer_of(case))
-    return "; ".join(f"{name} in {layer_words(layers)}" for name, layers in found.items())
-
-
-def trouble_words(series: Series) -> str:
-    """The reason why a series did not pass: "not finite in layer 9"."""
-    found: dict[str, list[int]] = {}
-    for case in series.cases:
-        if case.result != "passed" or case.outside_budget:
-            why = "outside the error budget" if case.result == "passed" else _result_words(case)
-            found.setdefault(why, []).append(layer_of(case))
-    return fmt.words(f"{why} in {layer_words(layers)}" for why, layers in found.items())
-
-
-def _result_words(case: Case) -> str:
-    """Distinguishes cases whose exact answer is not finite either."""
-    if not exact_answer_is_finite(case):
-        return "without a finite exact answer"
-    return "not finite" if case.result == "nonfinite" else case.result
-
-
-def precision_words(precision: PrecisionRecord) -> str:
-    """ "exact with fp32 states"."""
-    return f"{precision.intermediates} with {precision.state_dtype} states"
-
-
-def layer_words(indices: Sequence[int]) -> str:
-    """ "layer 9", "layers 9, 18"."""
-    return f"{'layer' if len(set(indices)) == 1 else 'layers'} {fmt.indices(indices)}"

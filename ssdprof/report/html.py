@@ -7,13 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ssdprof.core import words as fmt
+from ssdprof.core.base import grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
@@ -22,7 +23,7 @@ from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
 from ssdprof.report.facts import when
 from ssdprof.report.groups import Group, groups, pool
-from ssdprof.report.table import Document, Figure, Note, Section, Table
+from ssdprof.report.table import Figure, Note, Section, Table, section
 
 _POWER = re.compile(r"\d[\d.]*e-\d+")
 _LAYERED = 3  # lengths with a heat map and a plot of positions; the tables have all
@@ -37,29 +38,23 @@ _TONES = {
 }  # fmt: skip
 
 
-_KINDS = {Table: "table", Note: "note", Figure: "figure"}
+_KINDS = {Table: "table", Note: "note", Figure: "figure", str: "text"}
 
 Block = tuple[str, object]  # kind, by which the template draws it, and content
 Picture = tuple[str, Markup, bool]  # title, SVG, and whether the picture is wide and includes its title
 PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
 
 
-def _picture(numbers: Iterator[int], title: str, svg: str | None, *, titled: bool = False) -> Iterator[Picture]:
-    """None if there is no picture.  numbers: make the ids of pictures unique."""
-    if svg is not None:
-        yield title, Markup(inline(svg, f"p{next(numbers)}-", title)), titled
-
-
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
-    document, numbers = compose(report), count(1)
-    found = groups(report)
+    document, numbers, found = compose(report), count(1), groups(report)
     extra = {SPEED: _speed(report, found, numbers), ACCURACY: _accuracy(found[:_LAYERED], numbers)}
     parts = [_part(one, extra.get(one.title, ())) for one in document.sections]
-    return _page(document, [*parts, *(_stalls(stalls, numbers) if stalls else ())])
-
-
-def _page(document: Document, parts: Iterable[PagePart]) -> str:
+    parts += _stalls(stalls, numbers) if stalls else ()
+    seen: Counter[object] = Counter()
+    for part in parts:  # the stall report may have a section with the same title as the run's report
+        seen[anchor := part["anchor"]] += 1
+        part["anchor"] = anchor if seen[anchor] == 1 else f"{anchor}-{seen[anchor]}"
     environment = Environment(
         loader=PackageLoader("ssdprof.report", "templates"),
         autoescape=True,
@@ -69,17 +64,14 @@ def _page(document: Document, parts: Iterable[PagePart]) -> str:
     )
     environment.filters |= {"unbroken": _unbroken, "key": sort_key, "tone": tone}
     environment.tests["sortable"] = sortable
-    return environment.get_template("page.html.j2").render(document=document, parts=_unique(parts))
+    return environment.get_template("page.html.j2").render(document=document, parts=parts)
 
 
 def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, folded: bool = False) -> PagePart:
-    blocks = (*extra, *((_KINDS.get(type(block), "text"), block) for block in section.blocks))
-    return _page_part(section.title, blocks, level=level, folded=folded or section.depth != "main")
-
-
-def _page_part(title: str, blocks: Sequence[Block], *, level: int = 2, folded: bool = False) -> PagePart:
-    anchor = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-    return {"title": title, "anchor": anchor, "blocks": blocks, "folded": folded, "level": level}
+    blocks = [*extra, *((_KINDS[type(block)], block) for block in section.blocks)]
+    anchor = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
+    folded = folded or section.depth != "main"
+    return {"title": section.title, "anchor": anchor, "blocks": blocks, "folded": folded, "level": level}
 
 
 def _unbroken(text: str) -> Markup:
@@ -87,55 +79,50 @@ def _unbroken(text: str) -> Markup:
     return Markup(_POWER.sub(r'<span class="unbroken">\g<0></span>', str(escape(text))))
 
 
-def _unique(parts: Iterable[PagePart]) -> list[PagePart]:
-    """Sections with unique anchors: the stall report may have a section with the same title as the run's report."""
-    seen: Counter[object] = Counter()
-    found = []
-    for one in parts:
-        anchor = one["anchor"]
-        seen[anchor] += 1
-        found.append(one if seen[anchor] == 1 else one | {"anchor": f"{anchor}-{seen[anchor]}"})
-    return found
-
-
 # --- pictures
 
 
-def _speed(report: Report, found: Sequence[Group], numbers: Iterator[int]) -> Iterator[Block]:
-    shown = (
-        *_picture(numbers, "Speedup", plots.speedups(found)),
-        *_picture(numbers, "Device time", plots.device_times(found)),
-        *_picture(numbers, "Roofline of the operator", plots.roofline(report, found)),
-    )
+def _pictures(
+    numbers: Iterator[int], found: Iterable[tuple[str, str | None]], *, titled: bool = False
+) -> Iterator[Block]:
+    """One block of those that there are.  numbers: make their ids unique."""
+    shown: list[Picture] = [
+        (title, Markup(inline(svg, f"p{next(numbers)}-", title)), titled) for title, svg in found if svg is not None
+    ]
     if shown:
         yield "pictures", shown
+
+
+def _speed(report: Report, found: Sequence[Group], numbers: Iterator[int]) -> Iterator[Block]:
+    made = {
+        "Speedup": plots.speedups(found),
+        "Device time": plots.device_times(found),
+        "Roofline of the operator": plots.roofline(report, found),
+    }
+    yield from _pictures(numbers, made.items())
 
 
 def _accuracy(found: Sequence[Group], numbers: Iterator[int]) -> Iterator[Block]:
     yield from [("heat", heat) for group in found for name in group.compared if (heat := heat_map(group, name))]
-    shown: list[Picture] = []
+    made: list[tuple[str, str | None]] = []
     along: dict[str | None, str] = {None: "the prompt", "packed": "the sequences"}
     for group in found:
         where = along.get(group.call.kind if group.call else None, "a chunk")
-        title = f"Error along {where}, worst layer, {group.size}"
-        shown += _picture(numbers, title, plots.along_positions(group))
-        shown += _picture(numbers, f"Largest error of each layer, {group.size}", plots.largest_errors(group))
-    if shown:
-        yield "pictures", shown
+        made.append((f"Error along {where}, worst layer, {group.size}", plots.along_positions(group)))
+        made.append((f"Largest error of each layer, {group.size}", plots.largest_errors(group)))
+    yield from _pictures(numbers, made)
 
 
 def _stalls(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PagePart]:
     document = of_stalls.compose(stalls)
     recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
     said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
-    made = plots.of_stalls(stalls).values()
-    shown = [picture for title, svg in made for picture in _picture(numbers, title, svg, titled=True)]
-    blocks: list[Block] = [("text", line) for line in said]
-    yield _page_part("Warp stalls", [*blocks, ("pictures", shown)] if shown else blocks)
+    pictures = _pictures(numbers, plots.of_stalls(stalls).values(), titled=True)
+    yield _part(section("Warp stalls"), [*(("text", line) for line in said), *pictures])
     if document.summary:
-        yield _page_part("Stalls in words", [("list", document.summary)], folded=True, level=3)
-    for section in document.sections:
-        yield _part(section, level=3, folded=section.title != "Hints")
+        yield _part(section("Stalls in words"), [("list", document.summary)], folded=True, level=3)
+    for one in document.sections:
+        yield _part(one, level=3, folded=one.title != "Hints")
 
 
 def inline(svg: str, prefix: str, title: str) -> str:
@@ -197,26 +184,12 @@ def tone(text: str) -> str:
 # --- accuracy as a heat map: layers by precisions
 
 
-class HeatCell(NamedTuple):
-    """heat: 0 to 1.  hover: the place of the largest error, as text."""
+def heat_map(group: Group, implementation: str) -> dict[str, Any] | None:
+    """RMS error of the output against fp64, coloured on a logarithmic scale.  None if nothing was compared.
 
-    text: str
-    heat: float
-    hover: str
-    failed: bool
-
-
-class HeatMap(NamedTuple):
-    """rows: layer, cells, floor."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[HeatCell, ...], str], ...]
-    note: str
-
-
-def heat_map(group: Group, implementation: str) -> HeatMap | None:
-    """RMS error of the output against fp64, coloured on a logarithmic scale.  None if nothing was compared."""
+    rows: layer, cells, floor.  A cell is its text, heat from 0 to 1, the place of the largest error in words, and
+    whether it failed.
+    """
     series = group.series(implementation)
     errors = [error for one in series for case in one.cases if (error := _rms(case)) and error < math.inf]
     if not errors:
@@ -227,36 +200,31 @@ def heat_map(group: Group, implementation: str) -> HeatMap | None:
     for layer in group.layers:
         there = group.at_layer(layer)
         limit = pool(there.cases, "out", "floor")
-        cells = tuple(
-            _cell(_worst([case for case in there.cases if (case.implementation, case.precision) == key]), low, high)
-            for key in ((implementation, one.precision) for one in series)
-        )
+        own = grouped(there.cases, lambda case: (case.implementation, case.precision))
+        cells = [_cell(own.get((implementation, one.precision), ()), low, high) for one in series]
         rows.append((str(layer.index), cells, fmt.small(limit.rms_ratio if limit else None)))
-    return HeatMap(
-        title=f"Rms error of {implementation}'s output against fp64 {group.where}",
-        columns=tuple(str(one.precision) for one in series),
-        rows=tuple(rows),
-        note=f"Colour: from {fmt.small(low)} (none) to {fmt.small(high)} (full), logarithmic.  A cell's tooltip names "
-        "the worst head and the place of the largest error.",
-    )
+    return {
+        "title": f"Rms error of {implementation}'s output against fp64 {group.where}",
+        "columns": [str(one.precision) for one in series],
+        "rows": rows,
+        "note": f"Colour: from {fmt.small(low)} (none) to {fmt.small(high)} (full), logarithmic.  A cell's tooltip "
+        "names the worst head and the place of the largest error.",
+    }
 
 
-def _worst(cases: Sequence[Case]) -> Case | None:
-    """One that failed, else the one with the largest error: the chunks or steps of a layer share a cell."""
+def _cell(cases: Sequence[Case], low: float, high: float) -> tuple[str, float, str, bool]:
+    """Of one that failed, else of the one with the largest error: the chunks or steps of a layer share a cell."""
 
     def badness(case: Case) -> tuple[bool, bool, float]:
         out = case.tensor("out")
-        return out is None and _failed(case), bool(out and out.reason), _rms(case) or 0.0
+        return out is None and case.failed, bool(out and out.reason), _rms(case) or 0.0
 
-    return max(cases, key=badness, default=None)
-
-
-def _cell(case: Case | None, low: float, high: float) -> HeatCell:
+    case = max(cases, key=badness, default=None)
     if case is None:
-        return HeatCell(fmt.MISSING, 0.0, "not compared", False)
+        return fmt.MISSING, 0.0, "not compared", False
     error, out = _rms(case), case.tensor("out")
     if error is None or out is None:
-        return HeatCell(case.result, 0.0, case.why, _failed(case))
+        return case.result, 0.0, case.why, case.failed
     place = out.vs_oracle
     heat = 1.0 if error == math.inf else math.log(error / low) / math.log(high / low) if error > low else 0.0
     call = f"{case.call}, " if case.call else ""
@@ -265,16 +233,11 @@ def _cell(case: Case | None, low: float, high: float) -> HeatCell:
         f"{fmt.small(place.max_abs)} of values up to {fmt.small(place.scale_max_abs)} at "
         f"{fmt.position(place.worst_position)}"
     )
-    return HeatCell(fmt.small(error), heat, f"{hover}; {case.why}" if case.why else hover, bool(out.reason))
-
-
-def _failed(case: Case) -> bool:
-    return case.result not in ("passed", "refused")
+    return fmt.small(error), heat, f"{hover}; {case.why}" if case.why else hover, bool(out.reason)
 
 
 def _rms(case: Case) -> float | None:
     """None if it was not compared."""
-    out = case.tensor("out")
-    if out is None:
+    if case.error is None:
         return None
-    return math.inf if out.vs_oracle.rms_ratio is None else out.vs_oracle.rms_ratio
+    return math.inf if case.error.rms_ratio is None else case.error.rms_ratio

@@ -40,7 +40,7 @@ def _head(document: Document) -> str:
     if document.origin:
         lines += [", ".join(f"{label}: {escape(value)}" for label, value in document.origin), ""]
     if document.summary:
-        lines += [*(f"- **{escape(said.subject)}** {escape(said.text)}" for said in document.summary), ""]
+        lines += [*(f"- **{escape(subject)}** {escape(said)}" for subject, said in document.summary), ""]
     if document.caveats:
         lines += ["Caveats:", "", *(f"- {escape(line)}" for line in document.caveats)]
     return "\n".join(lines).rstrip() + "\n"

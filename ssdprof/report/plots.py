@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
+from ssdprof.core.base import grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.core.stalls import KernelStalls, StallReport
-from ssdprof.report.groups import Against, Group, Series, TotalSpeed, deviation, layer_of
+from ssdprof.core.stalls import StallReport
+from ssdprof.report.groups import Against, Group, Series, deviation, layer_of
 from ssdprof.report.stalls import StageShare, kernel_groups
 
 if TYPE_CHECKING:
@@ -60,52 +62,48 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
 
 def speedups(found: Sequence[Group]) -> str | None:
     """Speedup by device time, with its interval: over the length of several prompts, else as bars.  None if untimed."""
-    points = {
-        label: [(group, speed) for group, speed in own if speed.device.speedup]
-        for label, own in _timed(found, baseline=False).items()
-    }
-    points = {label: own for label, own in points.items() if own}
+    timed = _timed(found, lambda one: one.implementation != one.group.baseline and bool(one.device.speedup))
+    points = grouped(timed, lambda one: one.label)
     if not points:
         return None
 
     def lines(axes: Axes) -> None:
         for number, (label, own) in enumerate(points.items()):
-            ratios, errors = _ratios([speed for _, speed in own])
-            axes.errorbar([group.seqlen for group, _ in own], ratios, yerr=errors, **_style(number, label))
+            ratios, errors = _ratios(own)
+            axes.errorbar([one.group.seqlen for one in own], ratios, yerr=errors, **_style(number, label))
         axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")
         _lengths(axes, found)
         axes.set_ylim(bottom=0)
         axes.set_ylabel(f"times as fast as {found[0].baseline}")
 
     def bars(axes: Axes) -> None:
-        every = [(label, *one) for label, own in points.items() for one in own][::-1]
-        names = [label if len(found) == 1 else f"{label}, {group.size}" for label, group, _ in every]
-        ratios, errors = _ratios([speed for _, _, speed in every])
+        every = [one for own in points.values() for one in own][::-1]
+        names = [one.label if len(found) == 1 else f"{one.label}, {one.group.size}" for one in every]
+        ratios, errors = _ratios(every)
         axes.barh(names, ratios, xerr=errors, color=COLORS[0], height=0.6, ecolor=GREY)
         for position, ratio in enumerate(ratios):
             axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=8)
         axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
-        baselines = {group.baseline for _, group, _ in every}
-        baseline = baselines.pop() if len(baselines) == 1 else "the baseline"
+        baseline, *others = {one.group.baseline for one in every}
         size = f", {found[0].size}" if len(found) == 1 else ""
-        axes.set_xlabel(f"times as fast as {baseline}, by device time{size}")
+        axes.set_xlabel(f"times as fast as {'the baseline' if others else baseline}, by device time{size}")
 
     if len(found) > 1 and all(group.call is None for group in found):
         return draw(lines)
-    return draw(bars, (_NARROW[0], 1.2 + 0.35 * sum(map(len, points.values()))), legend=0)
+    return draw(bars, (_NARROW[0], 1.2 + 0.35 * len(timed)), legend=0)
 
 
 def device_times(found: Sequence[Group]) -> str | None:
     """Device time of every series over the length of whole prompts; None for a single length, for
     which the table is enough."""
     whole = [group for group in found if group.call is None]
-    points = _timed(whole, baseline=True)
+    points = grouped(_timed(whole, lambda _: True), lambda one: one.label)
     if len(whole) < 2 or not points:
         return None
 
     def paint(axes: Axes) -> None:
         for number, (label, own) in enumerate(points.items()):
-            lengths, times = [group.seqlen for group, _ in own], [speed.device.us / 1e3 for _, speed in own]
+            lengths, times = [one.group.seqlen for one in own], [one.device.us / 1e3 for one in own]
             axes.errorbar(lengths, times, **_style(number, label))
         _lengths(axes, whole)
         axes.set_yscale("log")
@@ -115,39 +113,107 @@ def device_times(found: Sequence[Group]) -> str | None:
     return draw(paint)
 
 
-def roofline(report: Report, found: Sequence[Group]) -> str | None:
-    """Operations per byte and per second, under the ceilings measured in the run.  None if untimed.
+def _timed(found: Sequence[Group], wanted: Callable[[Series], bool]) -> list[Series]:
+    """The timed series, of the shortest length first."""
+    every = [one for group in sorted(found, key=lambda group: group.seqlen) for one in group.series()]
+    return [one for one in every if one.timed and wanted(one)]
 
-    A point for each series and length, coloured by its implementation.
+
+def _ratios(timed: Sequence[Series]) -> tuple[list[float], list[list[float]]]:
+    """The ratios, and the lengths of their intervals below and above them."""
+    found = [one.device.speedup for one in timed if one.device.speedup]
+    below, above = [one.value - one.low for one in found], [one.high - one.value for one in found]
+    return [one.value for one in found], [below, above]
+
+
+def _style(number: int, label: str) -> dict[str, Any]:
+    marker = _MARKERS[number % len(_MARKERS)]
+    return {"label": label, "color": _color(number), "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1.5}
+
+
+def _lengths(axes: Axes, found: Sequence[Group]) -> None:
+    lengths = sorted({group.seqlen for group in found})
+    labels = [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, labels)
+    axes.minorticks_off()
+    axes.set_xlabel("tokens")
+
+
+# --- rooflines: operations per byte and per second
+
+
+def roofline(report: Report, found: Sequence[Group]) -> str | None:
+    """Under the ceilings measured in the run, a point for each series and length, coloured by its implementation.  None
+    if untimed."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for series in (one for group in found for one in group.series()):
+        timed = [(case.work, case.device_us) for case in series.cases if case.work and case.device_us]
+        moved, flops = sum(work.bytes_moved for work, _ in timed), sum(work.flops for work, _ in timed)
+        if moved and flops:
+            point = flops / moved, flops / sum(us.value for _, us in timed) / 1e6
+            points.setdefault(series.implementation, []).append(point)
+    roof = report.ceilings and (report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflops)
+    return _roofline(points, roof, "byte that must move") if roof else None
+
+
+def stall_roofline(report: StallReport) -> str | None:
+    """Arithmetic, on tensor cores and in fp32, per byte of DRAM.  None if no kernel's are known.
+
+    The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores' rate for the operand
+    type of the kernel with the most operations.
     """
     points: dict[str, list[tuple[float, float]]] = {}
-    for group in found:
-        for series in group.series():
-            if point := _roofline_point(series):
-                points.setdefault(series.implementation, []).append(point)
-    ceilings = report.ceilings
-    if ceilings is None or not points:
-        return None
-    peak, bandwidth = ceilings.matmul_tflops, ceilings.copy_gb_per_s
-    ridge = peak * 1e3 / bandwidth
+    busiest = None
+    for kernel in report.kernels:
+        moved = (kernel.dram_read_bytes or 0) + (kernel.dram_write_bytes or 0)
+        flops = (kernel.tensor_flops or 0) + (kernel.fp32_flops or 0)
+        if None not in (kernel.dram_read_bytes, kernel.dram_write_bytes) and kernel.duration_us and moved and flops:
+            tflops = flops / kernel.duration_us / 1e6
+            # matplotlib would leave a label with a leading underscore out of the legend
+            label = f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
+            points.setdefault(label, []).append((flops / moved, tflops))
+            busiest = max(busiest or kernel, kernel, key=lambda one: one.tensor_flops or 0)
+    roof = None
+    if busiest and busiest.dram_peak_gb_per_s and busiest.tensor_peak_tflops:
+        roof = busiest.dram_peak_gb_per_s, busiest.tensor_peak_tflops
+    return _roofline(points, roof, "byte of DRAM", "Roofline")
+
+
+def _roofline(
+    points: Mapping[str, Sequence[tuple[float, float]]], roof: tuple[float, float] | None, per: str, title: str = ""
+) -> str | None:
+    """points: of each label, (operations per byte, TFLOP/s).  roof: GB/s and TFLOP/s, if known.
+
+    title: it is wide and has one."""
     every = [point for own in points.values() for point in own]
-    low, high = min(*(at for at, _ in every), ridge) / 3, max(*(at for at, _ in every), ridge) * 3
+    if not every:
+        return None
+    intensities = [at for at, _ in every]
+    if roof:
+        bandwidth, peak = roof
+        intensities.append(ridge := peak * 1e3 / bandwidth)
+    low, high = min(intensities) / 3, max(intensities) * 3
 
     def paint(axes: Axes) -> None:
-        roof = [low, ridge, high]
-        tflops = [min(peak, at * bandwidth / 1e3) for at in roof]
-        axes.loglog(roof, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s")
+        axes.loglog()
+        if roof:
+            corners = [low, ridge, high]
+            tflops = [min(peak, at * bandwidth / 1e3) for at in corners]
+            axes.plot(corners, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s")
         for number, (label, own) in enumerate(points.items()):
             _markers(axes, number, label, own)
         axes.set_xlim(low, high)
-        axes.set_ylim(min(rate for _, rate in every) / 3, peak * 2)
+        rates = [rate for _, rate in every]
+        axes.set_ylim(min(rates) / 3, (peak if roof else max(rates)) * 2)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
-        axes.set_xlabel("floating-point operations per byte that must move")
+        axes.set_xlabel(f"floating-point operations per {per}")
         axes.set_ylabel("TFLOP/s by device time")
+        axes.set_title(title, loc="left", fontsize=10)
 
-    return draw(paint, legend=3)
+    return draw(paint, (9.0, 4.5) if title else _NARROW, legend=3)
 
 
 # --- errors
@@ -182,13 +248,13 @@ def along_positions(group: Group) -> str | None:
 def largest_errors(group: Group) -> str | None:
     """Position and layer of the largest error of the output against fp64.  None if nothing was compared, and for decode
     steps, which have one position."""
-    found = {
-        series.label: [
-            (out.vs_oracle.worst_position[1], layer_of(case)) for case in series.cases if (out := case.tensor("out"))
-        ]
+    places = [
+        (series.label, case.error.worst_position[1], layer_of(case))
         for series in group.others()
-    }
-    found = {label: places for label, places in found.items() if places}
+        for case in series.cases
+        if case.error
+    ]
+    found = {label: [(x, y) for _, x, y in own] for label, own in grouped(places, itemgetter(0)).items()}
     if group.steps or not found:
         return None
 
@@ -200,6 +266,19 @@ def largest_errors(group: Group) -> str | None:
         _positions(axes, group)
 
     return draw(paint)
+
+
+def _worst(cases: Sequence[Case], which: Against) -> list[float]:
+    """In each slice the largest of the layers' RMS errors; empty if none was recorded."""
+    errors = (deviation(out, which) for case in cases if (out := case.tensor("out")))
+    found = [[one or 0.0 for one in error.along] for error in errors if error and error.along]
+    return [max(slices) for slices in zip(*found, strict=True)]
+
+
+def _positions(axes: Axes, group: Group) -> None:
+    axes.set_xlim(0, group.seqlen)
+    axes.set_xlabel(f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, tokens")
+    axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
 
 # --- stalls
@@ -250,119 +329,11 @@ def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequenc
     return draw(paint, (10.0, 1.2 + 0.32 * len(bars)), legend=0)
 
 
-def stall_roofline(report: StallReport) -> str | None:
-    """Arithmetic, on tensor cores and in fp32, per byte of DRAM, and per second.  None if no kernel's are known.
-
-    The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores' rate for the operand
-    type of the kernel with the most operations.
-    """
-    points = [(kernel, point) for kernel in report.kernels if (point := _stall_point(kernel))]
-    if not points:
-        return None
-    busiest = max((kernel for kernel, _ in points), key=lambda kernel: kernel.tensor_flops or 0)
-    bandwidth, peak = busiest.dram_peak_gb_per_s, busiest.tensor_peak_tflops
-
-    def paint(axes: Axes) -> None:
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        low = min(point[0] for _, point in points) / 4
-        high = max(point[0] for _, point in points) * 4
-        if bandwidth and peak:
-            ridge = peak * 1e3 / bandwidth
-            low, high = min(low, ridge / 4), max(high, ridge * 4)
-            roof = [low, ridge, high]
-            axes.plot(roof, [min(peak, at * bandwidth / 1e3) for at in roof], color=GREY, linewidth=1.5)
-            axes.text(ridge, peak * 1.1, f"tensor cores {peak:,.0f} TFLOP/s", fontsize=8, color=GREY)
-            middle = (low * ridge) ** 0.5
-            axes.text(  # below the rising line, where there is free space
-                middle * 1.2, middle * bandwidth / 1e3, f"DRAM {bandwidth:,.0f} GB/s",
-                fontsize=8, color=GREY, va="top",
-            )  # fmt: skip
-        for (kernel, (intensity, tflops)), color in zip(points, COLORS * len(points), strict=False):
-            # matplotlib would leave a label with a leading underscore out of the legend
-            label = f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
-            axes.plot([intensity], [tflops], "o", color=color, label=label)
-        axes.set_xlim(low, high)
-        axes.set_xlabel("floating-point operations per byte of DRAM")
-        axes.set_ylabel("TFLOP/s")
-        axes.set_title("Roofline", loc="left", fontsize=10)
-        axes.legend(loc="lower right", fontsize=8, frameon=False)
-
-    return draw(paint, (9.0, 4.5), legend=0)
-
-
-def _stall_point(kernel: KernelStalls) -> tuple[float, float] | None:
-    """(operations per byte, TFLOP/s) of a kernel that has both."""
-    if kernel.dram_read_bytes is None or kernel.dram_write_bytes is None or not kernel.duration_us:
-        return None
-    moved = kernel.dram_read_bytes + kernel.dram_write_bytes
-    flops = (kernel.tensor_flops or 0) + (kernel.fp32_flops or 0)
-    return (flops / moved, flops / kernel.duration_us / 1e6) if flops and moved else None
-
-
-# --- numbers
-
-
-def _timed(found: Sequence[Group], *, baseline: bool) -> dict[str, list[tuple[Group, TotalSpeed]]]:
-    """Label of a series -> its times at each length, the shortest first.  baseline: include the baseline."""
-    points: dict[str, list[tuple[Group, TotalSpeed]]] = {}
-    for group in sorted(found, key=lambda group: group.seqlen):
-        for series in group.series():
-            if (baseline or series.implementation != group.baseline) and (speed := series.speed):
-                points.setdefault(series.label, []).append((group, speed))
-    return points
-
-
-def _worst(cases: Sequence[Case], which: Against) -> list[float]:
-    """In each slice the largest of the layers' RMS errors; empty if none was recorded."""
-    errors = (deviation(out, which) for case in cases if (out := case.tensor("out")))
-    found = [[one or 0.0 for one in error.along] for error in errors if error and error.along]
-    return [max(slices) for slices in zip(*found, strict=True)]
-
-
-def _roofline_point(series: Series) -> tuple[float, float] | None:
-    timed = [(case.work, case.device_us) for case in series.cases if case.work and case.device_us]
-    moved, flops = sum(work.bytes_moved for work, _ in timed), sum(work.flops for work, _ in timed)
-    if not moved or not flops:
-        return None
-    return flops / moved, flops / sum(us.value for _, us in timed) / 1e6
-
-
-def _ratios(speeds: Sequence[TotalSpeed]) -> tuple[list[float], list[list[float]]]:
-    """The ratios, and the lengths of their intervals below and above them."""
-    found = [speed.device.speedup for speed in speeds if speed.device.speedup]
-    below, above = [one.value - one.low for one in found], [one.high - one.value for one in found]
-    return [one.value for one in found], [below, above]
-
-
-# --- style
-
-
 def _color(number: int) -> str:
     return COLORS[number % len(COLORS)]
-
-
-def _style(number: int, label: str) -> dict[str, Any]:
-    marker = _MARKERS[number % len(_MARKERS)]
-    return {"label": label, "color": _color(number), "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1.5}
 
 
 def _markers(axes: Axes, number: int, label: str, points: Sequence[tuple[float, float]], **style: Any) -> None:
     marker = _MARKERS[number % len(_MARKERS)]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label, **style)
-
-
-def _positions(axes: Axes, group: Group) -> None:
-    axes.set_xlim(0, group.seqlen)
-    axes.set_xlabel(f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, tokens")
-    axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
-
-
-def _lengths(axes: Axes, found: Sequence[Group]) -> None:
-    lengths = sorted({group.seqlen for group in found})
-    labels = [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, labels)
-    axes.minorticks_off()
-    axes.set_xlabel("tokens")

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ssdprof.core import words as fmt
-from ssdprof.core.stalls import KernelStalls, Line, SelfCheck, StallReport
-from ssdprof.report.facts import gpu, versions
+from ssdprof.core.base import grouped
+from ssdprof.core.case import Launch
+from ssdprof.core.stalls import KernelStalls, Launched, Line, SelfCheck, StallReport
+from ssdprof.report.facts import Fact, gpu, software
 from ssdprof.report.table import (
     Column,
     Document,
@@ -76,10 +78,12 @@ class StageShare:
         """Reasons, the largest first."""
         return sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
 
-    def add(self, other: StageShare) -> None:
-        self.pct += other.pct
-        for reason, pct in other.reasons.items():
-            self.reasons[reason] = self.reasons.get(reason, 0.0) + pct
+    def add(self, *others: StageShare) -> StageShare:
+        for other in others:
+            self.pct += other.pct
+            for reason, pct in other.reasons.items():
+                self.reasons[reason] = self.reasons.get(reason, 0.0) + pct
+        return self
 
 
 class KernelGroup:
@@ -126,24 +130,17 @@ class KernelGroup:
 
     def whole(self) -> dict[str, StageShare]:
         """Stages with their parts added up."""
-        found: dict[str, StageShare] = defaultdict(StageShare)
-        for name, share in self.stages.items():
-            found[name.split(".")[0]].add(share)
-        return dict(found)
+        names = dict.fromkeys(name.split(".")[0] for name in self.stages)
+        return {name: StageShare().add(*self.parts(name).values()) for name in names}
 
     def all(self) -> StageShare:
         """The sum of all stages: 100 %."""
-        found = StageShare()
-        for share in self.stages.values():
-            found.add(share)
-        return found
+        return StageShare().add(*self.stages.values())
 
 
 def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
     """One group for each implementation, and one for each kernel of no implementation."""
-    found: dict[str, list[KernelStalls]] = {}
-    for kernel in report.kernels:
-        found.setdefault(kernel.implementation or kernel.kernel, []).append(kernel)
+    found = grouped(report.kernels, lambda kernel: kernel.implementation or kernel.kernel)
     return tuple(KernelGroup(name, kernels, report.words) for name, kernels in found.items())
 
 
@@ -159,11 +156,8 @@ def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str,
 def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]]:
     """Each sampled kernel's share of the whole: by duration, else by samples."""
     sampled = [kernel for kernel in kernels if kernel.busy_samples]
-    times = [kernel.duration_us for kernel in sampled]
-    sizes = [
-        sum(kernel.samples.values()) if None in times else time or 0.0
-        for kernel, time in zip(sampled, times, strict=True)
-    ]
+    timed = all(kernel.duration_us is not None for kernel in sampled)
+    sizes = [(one.duration_us or 0.0) if timed else sum(one.samples.values()) for one in sampled]
     return [(kernel, size / sum(sizes)) for kernel, size in zip(sampled, sizes, strict=True)]
 
 
@@ -194,24 +188,20 @@ def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Do
     parts = ["ssdprof stalls"]
     if report.layer and report.dims:
         parts += [report.model.split(",")[0], report.layer.name, fmt.tokens(report.dims.seqlen), str(report.precision)]
+    lines = [f"No stalls: {report.missing}"] if report.missing else []
+    for group in found:
+        if group.duration_us is not None:
+            kernels = f"{len(group.kernels)} kernels" if len(group.kernels) > 1 else "one kernel"
+            lines.append(f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}.")
     return Document(
         title=", ".join(filter(None, (*parts, report.gpu))),
         name="",
         version=report.ssdprof_version,
-        verdict=tuple(VerdictLine(line, True) for line in _verdict(report, found)),
+        verdict=tuple(VerdictLine(line, True) for line in lines),
         summary=tuple(_statements(found)),
         caveats=tuple(_caveats(report)),
         sections=tuple(one for one in _sections(report, found, figures or {}) if one.blocks),
     )
-
-
-def _verdict(report: StallReport, found: Sequence[KernelGroup]) -> Iterator[str]:
-    if report.missing:
-        yield f"No stalls: {report.missing}"
-    for group in found:
-        if group.duration_us is not None:
-            kernels = f"{len(group.kernels)} kernels" if len(group.kernels) > 1 else "one kernel"
-            yield f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}."
 
 
 def _statements(found: Sequence[KernelGroup]) -> Iterator[Statement]:
@@ -226,20 +216,26 @@ def _statements(found: Sequence[KernelGroup]) -> Iterator[Statement]:
                     main = [f"{reason} {pct:.0f}%" for reason, pct in share.most[:3] if pct >= _STAGE_PCT]
                     where = "elsewhere" if part == name else group.part(part)
                     what = "" if part == name and len(parts) == 1 else f"{share.pct:.0f}% {where}"
-                    said.append(" ".join(word for word in (what, f"({', '.join(main)})" if main else "") if word))
+                    said.append(" ".join(filter(None, (what, f"({', '.join(main)})" if main else ""))))
             details = "; ".join(filter(None, said))
             separator = " " if not details or details.startswith("(") else ": "
-            words = f"{whole.pct:.0f}%{separator}{details}".rstrip()
-            yield Statement(f"{group.name}, {name}:" if len(found) > 1 else f"{name}:", f"{words}.")
+            subject = f"{group.name}, {name}:" if len(found) > 1 else f"{name}:"
+            yield subject, f"{f'{whole.pct:.0f}%{separator}{details}'.rstrip()}."
 
 
 def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mapping[str, str]) -> Iterator[Section]:
     yield section("Kernel resources", _launched(report) if report.missing else None)
-    yield section("Kernels", _speeds(report), _resources(report))
+    absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
+    note = "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler issued."
+    missing = f"  Not collected: {', '.join(absent)}." if absent else ""
+    registers = "Registers are those at launch, per thread; spills are loads and stores of spilled registers, by warps."
+    yield section(
+        "Kernels",
+        table("Kernels", _SPEEDS, report.kernels, note=note + missing),
+        table("Occupancy and what limits it", _RESOURCES, report.kernels, note=registers),
+    )
     yield section("Figures", *(Figure(title, file) for title, file in figures.items()))
-    tables = [made for group in found if (made := by_stage(group))]
-    if tables:
-        yield section("Stages and stall reasons", side_by_side(found), *tables, READING)
+    yield section("Stages and stall reasons", side_by_side(found), *map(by_stage, found), reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = [hint for group in found for hint in group.hints]
     headers = ("kernel", "evidence, and what may help")
@@ -261,82 +257,65 @@ def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mappin
     ]
     headers4 = ("what", "requirement", "result", "detail")
     yield section("Self-checks", strings("Self-checks", headers4, checks, "llll", wraps=1), depth="detail")
-    yield section(
-        "What was profiled", facts("What was profiled", ("", "ssdprof stalls"), _facts(report)), depth="detail"
-    )
+    ran = facts("What was profiled", ("", "ssdprof stalls"), _facts(report))
+    yield section("What was profiled", ran, depth="detail")
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
     """Sentences on failed self-checks, on implementations that are unavailable or lack the requested precision, and on
     files whose stages are unknown."""
-    for check in report.checks:
+    checks = [("", check) for check in report.checks]
+    checks += [(f" of {kernel.kernel}", check) for kernel in report.kernels for check in kernel.checks]
+    for what, check in checks:
         if check.status == "failed":
-            yield f"A self-check failed: {check.name}: {check.detail}."
-    for kernel in report.kernels:
-        for check in kernel.checks:
-            if check.status == "failed":
-                yield f"A self-check of {kernel.kernel} failed: {check.name}: {check.detail}."
+            yield f"A self-check{what} failed: {check.name}: {check.detail}."
     yield from report.left_out
     for one in report.launched:
         if one.precision != report.precision:
             yield f"{one.implementation} ran with {one.precision}: it does not have {report.precision}."
-    files: dict[str, list[str]] = {}
-    for kernel in report.kernels:
-        for file in kernel.unlabelled:
-            files.setdefault(file, []).append(kernel.kernel)
-    for file, kernels in files.items():
+    unlabelled = [(file, kernel.kernel) for kernel in report.kernels for file in kernel.unlabelled]
+    for file, own in grouped(unlabelled, lambda one: one[0]).items():
+        kernels = dict.fromkeys(kernel for _, kernel in own)
         yield (
-            f"The stages of {file} are not known ({fmt.words(dict.fromkeys(kernels))}): its samples are listed by "
+            f"The stages of {file} are not known ({fmt.words(kernels)}): its samples are listed by "
             "function, and by line under the hottest lines."
         )
 
 
 # --- tables
 
-_KERNEL: Column[KernelStalls] = text("kernel", lambda one: one.kernel)
+
+def _grid(one: KernelStalls) -> str:
+    """Without trailing ones."""
+    sizes = list(one.grid or ())
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes.pop()
+    return "x".join(map(str, sizes)) or fmt.MISSING
 
 
-def _speeds(report: StallReport) -> Table | None:
-    absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
-    columns: tuple[Column[KernelStalls], ...] = (
-        _KERNEL,
-        Column("duration", lambda one: fmt.duration(one.duration_us)),
-        Column("compute", lambda one: fmt.share(one.compute_pct)),
-        Column("memory", lambda one: fmt.share(one.memory_pct)),
-        Column("DRAM\nread", lambda one: fmt.size(one.dram_read_bytes)),
-        Column("DRAM\nwritten", lambda one: fmt.size(one.dram_write_bytes)),
-        Column("L2", lambda one: fmt.size(one.l2_bytes)),
-        Column("L2\nhits", lambda one: fmt.share(one.l2_hit_pct)),
-        Column("issue\nslots", lambda one: fmt.share(one.issue_pct)),
-        Column("waves", lambda one: fmt.MISSING if one.waves is None else f"{one.waves:.2f}"),
-    )
-    note = "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler issued."
-    missing = f"  Not collected: {', '.join(absent)}." if absent else ""
-    return table("Kernels", columns, report.kernels, note=note + missing)
-
-
-def _resources(report: StallReport) -> Table | None:
-
-    def grid(one: KernelStalls) -> str:
-        """Without trailing ones."""
-        sizes = list(one.grid or ())
-        while len(sizes) > 1 and sizes[-1] == 1:
-            sizes.pop()
-        return "x".join(map(str, sizes)) or fmt.MISSING
-
-    columns: tuple[Column[KernelStalls], ...] = (
-        _KERNEL,
-        Column("grid", grid),
-        Column("threads", lambda one: fmt.count(one.block)),
-        Column("registers", lambda one: fmt.count(one.registers)),
-        Column("spills", lambda one: fmt.count(one.spill_requests)),
-        Column("shared", lambda one: fmt.size(one.shared_bytes)),
-        Column("achieved", lambda one: fmt.share(one.occupancy_pct)),
-        Column("possible", lambda one: fmt.share(one.occupancy_limit_pct)),
-        text("limited by", lambda one: fmt.words(one.limited_by) if one.limited_by else fmt.MISSING),
-    )
-    note = "Registers are those at launch, per thread; spills are loads and stores of spilled registers, by warps."
-    return table("Occupancy and what limits it", columns, report.kernels, note=note)
+_SPEEDS: tuple[Column[KernelStalls], ...] = (
+    text("kernel", lambda one: one.kernel),
+    Column("duration", lambda one: fmt.duration(one.duration_us)),
+    Column("compute", lambda one: fmt.share(one.compute_pct)),
+    Column("memory", lambda one: fmt.share(one.memory_pct)),
+    Column("DRAM\nread", lambda one: fmt.size(one.dram_read_bytes)),
+    Column("DRAM\nwritten", lambda one: fmt.size(one.dram_write_bytes)),
+    Column("L2", lambda one: fmt.size(one.l2_bytes)),
+    Column("L2\nhits", lambda one: fmt.share(one.l2_hit_pct)),
+    Column("issue\nslots", lambda one: fmt.share(one.issue_pct)),
+    Column("waves", lambda one: fmt.MISSING if one.waves is None else f"{one.waves:.2f}"),
+)
+_RESOURCES: tuple[Column[KernelStalls], ...] = (
+    text("kernel", lambda one: one.kernel),
+    Column("grid", _grid),
+    Column("threads", lambda one: fmt.count(one.block)),
+    Column("registers", lambda one: fmt.count(one.registers)),
+    Column("spills", lambda one: fmt.count(one.spill_requests)),
+    Column("shared", lambda one: fmt.size(one.shared_bytes)),
+    Column("achieved", lambda one: fmt.share(one.occupancy_pct)),
+    Column("possible", lambda one: fmt.share(one.occupancy_limit_pct)),
+    text("limited by", lambda one: fmt.words(one.limited_by) if one.limited_by else fmt.MISSING),
+)
 
 
 def by_stage(group: KernelGroup) -> Table | None:
@@ -372,8 +351,7 @@ def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
 
     def cells(shares: Iterable[StageShare | None]) -> Iterator[str]:
         for group, share in zip(sampled, shares, strict=True):
-            yield fmt.duration(group.us(share))
-            yield fmt.share(share.pct if share else None, 1)
+            yield from (fmt.duration(group.us(share)), fmt.share(share.pct if share else None, 1))
 
     wholes = [group.whole() for group in sampled]
     names = dict.fromkeys(name for whole in wholes for name in whole)
@@ -410,8 +388,8 @@ def _hottest(group: KernelGroup) -> Table | None:
 
     def cells(line: Line) -> tuple[str, ...]:
         waits = (f"{reason} {100 * count / line.total:.0f}%" for reason, count in list(line.samples.items())[:2])
-        source = line.text if len(line.text) <= _LONGEST_LINE else f"{line.text[: _LONGEST_LINE - 3]}..."
-        return f"{line.file}:{line.line}" if line.line else "no line", line.stage, ", ".join(waits), source
+        place = f"{line.file}:{line.line}" if line.line else "no line"
+        return place, line.stage, ", ".join(waits), fmt.cut(line.text, _LONGEST_LINE)
 
     rows = [(fmt.share(pct, 1), *cells(line)) for pct, line in group.lines[:_HOTTEST]]
     headers = ("share", "line", "stage", "waits for", "source")
@@ -419,30 +397,26 @@ def _hottest(group: KernelGroup) -> Table | None:
 
 
 def _launched(report: StallReport) -> Table | None:
-    rows = [
-        (
-            one.implementation,
-            one.variant,
-            launch.kernel,
-            fmt.count(launch.registers),
-            fmt.count(launch.spills),
-            fmt.size(launch.shared_bytes),
-            fmt.share(launch.warps_pct),
-        )
-        for one in report.launched
-        for launch in one.launches
-    ]
-    return strings(
+    Row = tuple[Launched, Launch]
+    columns: tuple[Column[Row], ...] = (
+        text("implementation", lambda row: row[0].implementation),
+        text("variant", lambda row: row[0].variant),
+        text("kernel", lambda row: row[1].kernel),
+        Column("registers", lambda row: fmt.count(row[1].registers)),
+        Column("spills", lambda row: fmt.count(row[1].spills)),
+        Column("shared", lambda row: fmt.size(row[1].shared_bytes)),
+        Column("occupancy", lambda row: fmt.share(row[1].warps_pct)),
+    )
+    return table(
         "Resources of the kernels, from Triton",
-        ("implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy"),
-        rows,
-        "lllrrrr",
+        columns,
+        [(one, launch) for one in report.launched for launch in one.launches],
         keys=3,
         note="Registers and spills are per thread, shared memory per block; occupancy is what these allow.",
     )
 
 
-def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
+def _facts(report: StallReport) -> Iterator[Fact]:
     """The profiled layer, the machine and the command; for a report made elsewhere, its files."""
     layer, dims, environment = report.layer, report.dims, report.environment
     if layer is not None and dims is not None:
@@ -457,7 +431,7 @@ def _facts(report: StallReport) -> Iterator[tuple[str, str]]:
     else:
         yield from gpu(environment)
         yield "CPU", f"{environment.cpu}, {environment.platform}"
-        yield versions(environment, ssdprof=report.ssdprof_version, ncu=report.ncu)
+        yield software(environment, ssdprof=report.ssdprof_version, ncu=report.ncu)
         yield "started", report.created
         yield "command", " ".join(report.command)
     yield "reports", ", ".join(f"{name} (sha256 {digest[:12]}...)" for name, digest in report.sources.items())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ssdprof.core import words as fmt
 
@@ -87,28 +87,26 @@ def table(
     return strings(title, [column.header for column in columns], rows, sides, keys=keys, wraps=wraps, note=note)
 
 
-def aligned(letters: str) -> tuple[Align, ...]:
-    """ "lr" -> ("left", "right")."""
-    return tuple("left" if letter == "l" else "right" for letter in letters)
-
-
 def strings(
     title: str,
     headers: Sequence[str],
     rows: Iterable[tuple[str, ...]],
     align: str,
     *,
-    keys: int = 1,
-    wraps: int | None = None,
-    note: str = "",
+    headings: Iterable[int] = (),
+    **fields: Any,
 ) -> Table | None:
-    """A table of given cells; None without rows.  align: a letter for each column, such as "llrr"."""
-    found = tuple(rows)
+    """A table of given cells; None without rows.  align: a letter for each column, such as "llrr".  fields: others of
+    a table."""
+    found, sides = tuple(rows), aligned(align)
     if not found:
         return None
-    return Table(
-        title=title, headers=tuple(headers), rows=found, align=aligned(align), keys=keys, wraps=wraps, note=note
-    )
+    return Table(title=title, headers=tuple(headers), rows=found, align=sides, headings=frozenset(headings), **fields)
+
+
+def aligned(letters: str) -> tuple[Align, ...]:
+    """ "lr" -> ("left", "right")."""
+    return tuple("left" if letter == "l" else "right" for letter in letters)
 
 
 def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
@@ -117,11 +115,7 @@ def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]])
     return Table(title=title, headers=headers, rows=found, align=("left", "left"), wraps=1)
 
 
-class Statement(NamedTuple):
-    """subject: of the sentences, shown in bold."""
-
-    subject: str
-    text: str
+Statement = tuple[str, str]  # the subject of sentences, shown in bold, and the sentences
 
 
 class VerdictLine(NamedTuple):
@@ -140,8 +134,12 @@ class Section:
     depth: Depth = "main"
 
 
-def section(title: str, *blocks: Table | Figure | Note | str | None, depth: Depth = "main") -> Section:
-    return Section(title=title, blocks=tuple(block for block in blocks if block), depth=depth)
+def section(
+    title: str, *blocks: Table | Figure | Note | str | None, reading: Note | None = None, depth: Depth = "main"
+) -> Section:
+    """reading: explains the blocks, if there are any."""
+    found = tuple(block for block in blocks if block)
+    return Section(title=title, blocks=(*found, reading) if found and reading else found, depth=depth)
 
 
 @dataclass(frozen=True, kw_only=True)

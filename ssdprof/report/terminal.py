@@ -40,7 +40,7 @@ def render(document: Document, *, rest: str = WHOLE_REPORT, verdict_last: bool =
         parts += [Text(document.title, style="bold"), *map(verdict, document.verdict)]
         parts += [origin(document.origin)] if document.origin else []
     if document.summary:
-        parts += ["", *(bullet(said.text, said.subject) for said in document.summary)]
+        parts += ["", *(bullet(said, subject) for subject, said in document.summary)]
     if document.caveats and not document.tables_only:
         parts += ["", Text("Caveats:", style="yellow"), *map(bullet, document.caveats)]
     for section in document.sections:

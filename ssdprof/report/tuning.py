@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ssdprof.core import words as fmt
 from ssdprof.core.statistics import Estimate
@@ -20,11 +20,11 @@ _READING = Note(
 
 def compose(report: TuneReport) -> Document:
     """All searches, then a summary."""
-    blocks: list[Table | Note | None] = [*map(_search, report.outcomes)]
-    if report.outcomes:
-        blocks.append(_summary(report.outcomes))
-    if report.left_out:
-        blocks.append(table("Left out", (text("what", str, wraps=True),), report.left_out))
+    blocks: list[Table | Note | None] = [
+        *map(_search, report.outcomes),
+        table("Found", _FOUND, report.outcomes, keys=3),
+    ]
+    blocks.append(table("Left out", (text("what", str, wraps=True),), report.left_out))
     return Document(
         title=f"ssdprof tune: {report.operator}",
         name="tune",
@@ -34,9 +34,9 @@ def compose(report: TuneReport) -> Document:
     )
 
 
-def candidates(searches: Iterable[PlannedSearch]) -> Table:
+def candidates(searches: Iterable[PlannedSearch]) -> Table | None:
     """The table of a dry run."""
-    found = table(
+    return table(
         "Candidates, by what they change in the committed configuration",
         (
             text("shape", lambda one: one.shape),
@@ -47,16 +47,11 @@ def candidates(searches: Iterable[PlannedSearch]) -> Table:
         tuple(searches),
         keys=3,
     )
-    assert found is not None
-    return found
 
 
 def _search(outcome: SearchOutcome) -> Table | None:
-    timed = sorted(
-        (trial for trial in outcome.trials if trial.device_us is not None), key=lambda trial: trial.device_us or 0
-    )
+    timed = sorted((one for one in outcome.trials if one.device_us is not None), key=lambda one: one.device_us or 0)
     shown = [trial for place, trial in enumerate(timed) if place < _MOST_ROWS or trial.verdict == "committed"]
-    failed = [trial for trial in outcome.trials if trial.device_us is None]
     committed = ", ".join(f"{name} {value}" for name, value in outcome.committed.values.items())
     return table(
         f"{outcome.shape}, {outcome.tokens}, {outcome.calls.intermediates}: {outcome.committed.kernel} kernel",
@@ -66,32 +61,27 @@ def _search(outcome: SearchOutcome) -> Table | None:
             Column("ratio", _ratio),
             text("verdict", lambda trial: f"{trial.verdict}: {trial.why}" if trial.why else trial.verdict, wraps=True),
         ),
-        (*shown, *failed),
+        (*shown, *(trial for trial in outcome.trials if trial.device_us is None)),
         note=f"Committed: {committed}.  {len(outcome.trials)} tried.",
     )
 
 
-def _ratio(trial: Trial) -> str:
-    if trial.device_ratio is None or trial.device_interval is None:
+def _ratio(trial: Trial | None) -> str:
+    if trial is None or trial.device_ratio is None or trial.device_interval is None:
         return fmt.MISSING
     return fmt.speedup(Estimate(trial.device_ratio, trial.device_interval.low, trial.device_interval.high))
 
 
-def _summary(outcomes: Sequence[SearchOutcome]) -> Table | None:
-    def found(outcome: SearchOutcome) -> Trial | None:
-        kept = outcome.find
-        return next((trial for trial in outcome.trials if kept and trial.settings == kept.settings), None)
+def _kept(outcome: SearchOutcome) -> Trial | None:
+    kept = outcome.find
+    return next((trial for trial in outcome.trials if kept and trial.settings == kept.settings), None)
 
-    return table(
-        "Found",
-        (
-            text("shape", lambda one: one.shape),
-            text("tokens", lambda one: one.tokens),
-            text("intermediates", lambda one: one.calls.intermediates),
-            text("configuration", lambda one: trial.change if (trial := found(one)) else "committed stays"),
-            Column("ratio", lambda one: _ratio(trial) if (trial := found(one)) else fmt.MISSING),
-            text("why", lambda one: one.why, wraps=True),
-        ),
-        tuple(outcomes),
-        keys=3,
-    )
+
+_FOUND: tuple[Column[SearchOutcome], ...] = (
+    text("shape", lambda one: one.shape),
+    text("tokens", lambda one: one.tokens),
+    text("intermediates", lambda one: one.calls.intermediates),
+    text("configuration", lambda one: trial.change if (trial := _kept(one)) else "committed stays"),
+    Column("ratio", lambda one: _ratio(_kept(one))),
+    text("why", lambda one: one.why, wraps=True),
+)

@@ -8,23 +8,10 @@ from typing import Any
 
 import cases
 import pytest
-from cases import (
-    EXACT_FP32,
-    RELAXED_FP32,
-    band,
-    bench,
-    cell,
-    checkpoint,
-    environment,
-    failed,
-    in_calls,
-    of_answers,
-    of_prefill,
-    prompt,
-)
+from cases import EXACT_FP32, RELAXED_FP32, bench, checkpoint, environment, failed, in_calls, of_answers, of_prefill
 
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import parse, parse_fail_if
+from ssdprof.core.conditions import parse
 from ssdprof.core.pairs import Comparison, Pair, compare
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
@@ -61,7 +48,7 @@ def slowed(factor: float, where: Callable[[Case], bool] = lambda _: True) -> Cal
 
 
 def compared(base: Report, new: Report, *fail_if: str, smallest: float = 0.01) -> Comparison:
-    asked = [parse_fail_if(text) for text in fail_if]
+    asked = [parse("--fail-if", text) for text in fail_if]
     return compare(("base", base), ("new", new), smallest_difference=smallest, conditions=asked)
 
 
@@ -280,7 +267,7 @@ def test_a_new_report_that_is_not_whole_offends() -> None:
 
 
 def test_benches_compare_the_length_of_a_shape() -> None:
-    base, new = (bench(*cell(times={"unfused": 300.0, "fused": us})) for us in (100.0, 110.0))
+    base, new = (bench(*cases.cell(times={"unfused": 300.0, "fused": us})) for us in (100.0, 110.0))
     found = compared(base, new, "slower:3%", "memory:5%")
     place = "mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 states"
     assert [one[:60] for one in offences(found)["slower:3%"]] == [f"{place}: 1.1 times BASE's time"[:60]]
@@ -404,7 +391,7 @@ def test_lengths_of_one_implementation_have_a_mean() -> None:
 
 
 def answered(*, perplexity: float | None = 8.0, **own: Any) -> Report:
-    of = band(**({"kl_mean": 1e-3, "top1_pct": 99.5} | own), perplexity=perplexity)
+    of = cases.band(**({"kl_mean": 1e-3, "top1_pct": 99.5} | own), perplexity=perplexity)
     return cases.answers(of_answers(bands=(of,)), of_answers(alone=9), of_answers(change="noise"))
 
 
@@ -433,4 +420,4 @@ def test_answers_with_another_reference_do_not_compare(own: dict[str, Any]) -> N
 
 def test_prompts_do_not_count() -> None:
     """The inputs of a case say which prompt it was."""
-    assert compared(run(), run(prompts=(prompt(131_072, token_sha256="00" * 32),)), "rms:0%").passed
+    assert compared(run(), run(prompts=(cases.prompt(131_072, token_sha256="00" * 32),)), "rms:0%").passed

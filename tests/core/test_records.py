@@ -8,24 +8,7 @@ from typing import Any
 
 import cases
 import pytest
-from cases import (
-    EXACT_FP32,
-    RELAXED_FP32,
-    accuracy,
-    answers,
-    band,
-    bench,
-    case,
-    cell,
-    deviation,
-    failed,
-    layer,
-    of_answers,
-    of_prefill,
-    prefill,
-    samples,
-    timed,
-)
+from cases import RELAXED_FP32, accuracy, bench, case, cell, deviation, layer, of_answers, of_prefill, prefill, timed
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -42,9 +25,9 @@ REPORTS = {
     "chunks": cases.in_calls(cases.report(layers=(0,))),
     "bench": bench(),
     "prefill": prefill(),
-    "answers": answers(),
-    "nonfinite": cases.report(change=lambda one: failed(one, "nonfinite")),
-    "refused": cases.report(change=lambda one: failed(one, "refused")),
+    "answers": cases.answers(),
+    "nonfinite": cases.report(change=lambda one: cases.failed(one, "nonfinite")),
+    "refused": cases.report(change=lambda one: cases.failed(one, "refused")),
 }
 
 
@@ -81,8 +64,8 @@ def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
         (accuracy().budget[0], {"budget": 0.0}, "budget"),
         (accuracy().budget[0], {"error": math.nan}, "error"),
         (accuracy(), {"dtype": "int8"}, "dtype"),
-        (band(), {"top1_pct": 101}, "top1_pct"),
-        (band(), {"kl_mean": math.nan}, "kl_mean"),
+        (cases.band(), {"top1_pct": 101}, "top1_pct"),
+        (cases.band(), {"kl_mean": math.nan}, "kl_mean"),
         (ProcessLine(), {"seconds": -1}, "seconds"),
         (REPORTS["run"], {"version": 2}, "version"),
         (REPORTS["run"], {"kind": "sweep"}, "kind"),
@@ -159,10 +142,10 @@ def test_a_case_has_the_same_name_in_every_report(made: Case, name: str) -> None
 
 
 def test_precisions_follow_the_dtype_of_the_inputs() -> None:
-    assert precisions_for("fp16", "exact", None) == (EXACT_FP32,)
+    assert precisions_for("fp16", "exact", None) == (cases.EXACT_FP32,)
     assert [str(one) for one in precisions_for("fp16", "all", None)] == ["exact, fp32 states", "relaxed, fp16 states"]
     assert len(precisions_for("bf16", "all", ("fp32", "bf16"))) == 4
-    assert RELAXED_FP32.exact == EXACT_FP32
+    assert RELAXED_FP32.exact == cases.EXACT_FP32
 
 
 # --- results
@@ -248,7 +231,7 @@ def test_a_match_is_of_its_tolerance() -> None:
 
 
 def test_times_are_of_all_processes_and_each_clock() -> None:
-    both = case(samples=(*timed(100.0, 150.0), samples("call", 250.0, process="q")))
+    both = case(samples=(*timed(100.0, 150.0), cases.samples("call", 250.0, process="q")))
     assert len(both.rounds("call")) == 6
     assert both.call_us is not None
     assert both.call_us.value == pytest.approx(math.sqrt(150 * 250))

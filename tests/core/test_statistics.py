@@ -44,15 +44,6 @@ def test_the_median_of_rounds_ignores_an_interrupted_one() -> None:
     assert median(samples).value == pytest.approx(100)
 
 
-def test_the_spread_counts_every_sample_once_whatever_recording_it_is_from() -> None:
-    """An interrupted recording may have another number of rounds; the median over recordings ignores its length."""
-    samples = [np.arange(1.0, 5.0), np.arange(5.0, 102.0)]
-    found = statistics.spread(samples)
-    assert (found.samples, found.min_us, found.max_us) == (101, 1, 101)
-    assert found.p95_us == pytest.approx(96)  # 95 % of the way from the first to the last of 101 samples
-    assert statistics.spread(samples[::-1]) == found
-
-
 def test_the_ratio_is_the_baseline_over_the_other() -> None:
     baseline, other = noisy(200, 0.002, 1), noisy(100, 0.002, 2)
     interval = ratio(baseline, other)

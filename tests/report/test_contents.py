@@ -5,22 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import cases
 import pytest
-from cases import (
-    EXACT_FP16,
-    RELAXED_FP16,
-    RELAXED_FP32,
-    bench,
-    cell,
-    checkpoint,
-    clocks,
-    failed,
-    in_calls,
-    prompt,
-    report,
-    requested,
-    timed,
-)
+from cases import RELAXED_FP16, RELAXED_FP32, bench, cell, checkpoint, clocks, failed, in_calls, prompt, report, timed
 from report.shown import below, row, there
 
 from ssdprof.core import words as fmt
@@ -31,9 +18,9 @@ from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.subject import CallRef, Serving
 from ssdprof.report import calls
 from ssdprof.report.document import compose
-from ssdprof.report.facts import caveats, meanings, what_ran
+from ssdprof.report.facts import meanings, what_ran
 from ssdprof.report.groups import groups
-from ssdprof.report.statements import statements, verdict_lines
+from ssdprof.report.statements import caveats, statements, verdict_lines
 from ssdprof.report.table import Table
 
 TWO = (EXACT_FP32, RELAXED_FP16)
@@ -61,7 +48,7 @@ def verdict(found: Report) -> list[str]:
 
 
 def said(found: Report) -> dict[str, str]:
-    return {one.subject: one.text for one in statements(found)}
+    return dict(statements(found))
 
 
 def steps(found: Report) -> Report:
@@ -77,11 +64,6 @@ def steps(found: Report) -> Report:
 
 
 # --- the verdict
-
-
-def test_a_passed_run_says_so() -> None:
-    assert verdict(report()) == ["PASSED: all 32 cases are within the error budget against the fp64 oracle."]
-    assert [line.good for line in verdict_lines(report())] == [True]
 
 
 def test_a_failure_is_named_first_and_has_no_speed() -> None:
@@ -153,8 +135,7 @@ def test_one_statement_per_precision_with_speed_and_accuracy() -> None:
     case = next(case for case in found.cases if case.implementation == "fused")
     call = found.speedup(case, "call")
     assert call is not None
-    text = said(found)["fused, exact with fp32 states:"]
-    assert text == (
+    assert said(found)["fused, exact with fp32 states:"] == (
         f"{fmt.speedup(found.speedup(case))} faster than unfused by device time (call {fmt.ratio(call.value)}) at "
         "131,072 tokens, in layer 9. 82.568% of output elements are equal to those of unfused, 91.651% within 1e-3; "
         "rms error against fp64 2.18e-3 (unfused 2.18e-3, floor 1.50e-3)."
@@ -307,7 +288,7 @@ def test_precisions_that_are_another_one_are_named() -> None:
     assert "and so is the time" in caveat
     (caveat,) = caveats(report(gpu=False, change=changed(of_gdn)))
     assert caveat == "fused computes every precision as exact with fp32 states: results are bitwise the same."
-    (caveat,) = caveats(report(change=changed(of_gdn, precision=EXACT_FP16)))
+    (caveat,) = caveats(report(change=changed(of_gdn, precision=cases.EXACT_FP16)))
     assert caveat.startswith("fused computes exact with fp16 states as exact with fp32 states")
 
 
@@ -328,24 +309,14 @@ def of_run(found: Report) -> dict[str, str]:
 
 
 def test_facts_name_everything_behind_the_numbers() -> None:
+    """The goldens hold the facts of stored runs; none of them is of a family."""
     facts = of_run(report())
-    assert facts["model"] == "ibm-granite/granite-4.0-h-small (granitemoehybrid, from the hub)"
-    assert facts["revision"] == "0123456789abcdef0123456789abcdef01234567"
     assert facts["requested model"] == "ibm-granite/granite-4.0"
     assert "granite-4.0-h-tiny" in facts["siblings"]
     assert facts["layers"] == "4 of 36 SSD layers replayed (0, 9, 18, 27); the model has 40 layers"
-    assert facts["dimensions"] == "128 heads x 64, state 128, chunk 256, bf16"
-    assert facts["prompt"].startswith("131,072 tokens of built-in text: public-domain")
-    assert facts["prompt"].endswith("sha256 of the ids 9f9f9f9f9f9f9f9f")
-    assert facts["baseline"] == "unfused"
-    assert facts["GPU"].startswith("NVIDIA H200, 132 SMs, compute capability 9.0")
-    assert facts["driver"] == "580.65.06, CUDA 13.0"
     assert facts["clocks"].startswith("SM 1,980 MHz before, 1,965 after, memory ")
     assert facts["clocks"].endswith("not throttled")
-    assert "4,312 GB/s" in facts["ceilings"]
-    assert facts["versions"].startswith("ssdprof 0.1.0, Python 3.12.3, torch 2.11.0")
     assert facts["precisions"].count("states") == 4
-    assert facts["command"] == "ssdprof run"
 
 
 def test_facts_leave_out_what_there_is_not() -> None:
@@ -373,18 +344,9 @@ def test_facts_of_special_runs() -> None:
 
 
 def test_equal_launches_share_a_row() -> None:
-    table = there(calls.launches(report()))
-    assert len(table.rows) == 3
-    assert row(table, "fused") == {
-        "implementation": "fused",
-        "variant": "hopper",
-        "kernel": "_fused_kernel",
-        "registers": "168",
-        "spills": "0",
-        "shared": "96.0 KiB",
-        "configuration": "chunk=64, num_warps=4",
-        "used for": "all",
-    }
+    *_, last = rows = there(calls.launches(report())).rows
+    assert last == ("fused", "hopper", "_fused_kernel", "168", "0", "96.0 KiB", "chunk=64, num_warps=4", "all")
+    assert len(rows) == 3
 
     def wide(case: Case) -> Case:
         return case.changed(launches=(case.launches[0].changed(registers=255),))
@@ -448,25 +410,18 @@ def test_both_speedups_stand_side_by_side_with_their_intervals() -> None:
     (group,) = groups(found)
     case = next(case for case in found.cases if case.implementation == "fused")
     assert case.device_us is not None
+    speedups = fmt.speedup(found.speedup(case)), fmt.speedup(found.speedup(case, "call")), "faster", "faster"
+    of_roof = fmt.percent(case.floor_pct(found.ceilings), 1)
     for table, keys in ((calls.total_speed(group), ()), (calls.speed_by_layer(group), ("9",))):
-        assert row(table, *keys, "fused hopper") == {
-            **({"layer": "9"} if keys else {}),
-            "implementation": "fused hopper",
-            "intermediates, states": "exact, fp32",
-            "speedup, device": fmt.speedup(found.speedup(case)),
-            "speedup, call": fmt.speedup(found.speedup(case, "call")),
-            "verdict, device": "faster",
-            "verdict, call": "faster",
-            "device time": "545 µs",
-            "call time": "565 µs",
-            "% of roofline": fmt.percent(case.floor_pct(found.ceilings), 1),
-            "extra memory": "1.00 MiB",
-        }
+        cells = tuple(row(table, *keys, "fused hopper").values())
+        assert cells == (*keys, "fused hopper", "exact, fp32", *speedups, "545 µs", "565 µs", of_roof, "1.00 MiB")
         assert there(table).note.endswith("Faster or slower: the whole interval differs from 1 by more than 1%.")
         assert row(table, *keys, "unfused portable")["speedup, device"] == "-"
 
 
 def test_the_sum_names_its_layers_and_its_baseline() -> None:
+    (untimed,) = groups(report(gpu=False))
+    assert (calls.total_speed(untimed), calls.speed_by_layer(untimed)) == (None, None)
     table = there(calls.total_speed(groups(report())[0]))
     assert table.title == "Speed at 131,072 tokens, sum over 4 layers"
     assert "Baseline: unfused, exact, with the same state dtype." in table.note
@@ -484,12 +439,6 @@ def test_a_layer_that_failed_is_not_in_the_sum_and_the_row_says_so() -> None:
     assert list(cells.values())[3:] == ["-", "-", "inaccurate", "-", "-", "-", "-", "-"]
 
 
-def test_nothing_timed_is_no_table() -> None:
-    (group,) = groups(report(gpu=False))
-    assert calls.total_speed(group) is None
-    assert calls.speed_by_layer(group) is None
-
-
 # --- accuracy
 
 
@@ -499,18 +448,13 @@ def match(found: Report, implementation: str = "fused") -> Table | None:
 
 def test_the_match_table_has_a_column_per_precision_and_fp64_and_the_floor_beside() -> None:
     table = there(match(report()))
-    assert [header.replace("\n", " ") for header in table.headers] == [
-        "", "exact, fp32 states", "exact, fp16 states", "relaxed, fp32 states", "relaxed, fp16 states", "floor",
-    ]  # fmt: skip
     ours = below(table, "fused against unfused")
     assert ours["match @ atol,rtol=0"] == (*["79.926%"] * 2, *["53.284%"] * 2, "")
     assert ours["match @ atol,rtol=1e-2"] == (*["100.000%"] * 4, "")
     exact = below(table, "fused against fp64")
     assert exact["rms error, worst layer"] == ("2.54e-3", "2.54e-3", "3.81e-3", "3.81e-3", "1.50e-3")
     assert exact["largest error, worst layer"][0] == "0.0254", "layer 27"
-    assert exact["largest value, same layer"] == ("4",) * 5
     assert below(table, "unfused against fp64")["rms error, worst layer"][2] == "2.54e-3", "of the exact baseline"
-    assert table.rows[:2] == (("within the error budget", *["yes"] * 4, ""), ("kernel", *["hopper"] * 4, ""))
     states = calls.matches(groups(report(layers=(0,)))[0], "fused", "final_states")
     assert there(states).title == "Accuracy of fused's final states at 131,072 tokens, layer 0"
 
@@ -570,17 +514,15 @@ def test_a_table_refuses_rows_of_another_length() -> None:
         Table(title="t", headers=("a", "b"), rows=(("1",),), align=("left", "left"))
 
 
-def test_the_order_of_a_report() -> None:
-    titles = [one.title for one in compose(report(change=result("inaccurate", layers=(9,)))).sections]
-    assert titles[:6] == [
-        "Failures and refusals", "Speed", "Accuracy", "Words", "What ran", "Kernels as they were launched",
-    ]  # fmt: skip
-    assert titles[-1] == "Accuracy of layer 27 (model.layers.27.mamba) at 131,072 tokens"
-    assert not compose(report(complete=False, cases=())).sections[0].title.startswith("Failures")
+def test_failures_come_first_if_there_are_any() -> None:
+    assert compose(report(change=result("inaccurate", layers=(9,)))).sections[0].title == "Failures and refusals"
+    assert compose(report(complete=False, cases=())).sections[0].title != "Failures and refusals"
 
 
 def test_what_was_left_out_is_not_missing() -> None:
     whole = report(layers=(0, 9), precisions=(EXACT_FP32,))
     out = LeftOut(place="layer 9", reason="no time")
-    found = report(layers=(0,), precisions=(EXACT_FP32,), requested=tuple(map(requested, whole.cases)), left_out=(out,))
+    found = report(
+        layers=(0,), precisions=(EXACT_FP32,), requested=tuple(map(cases.requested, whole.cases)), left_out=(out,)
+    )
     assert verdict(found)[0].startswith("PASSED")

@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import cases
 import pytest
-from cases import (
-    EXACT_FP16,
-    PRECISIONS,
-    RELAXED_FP16,
-    case,
-    deviation,
-    failed,
-    in_calls,
-    layer,
-    of_cases,
-    report,
-    timed,
-)
+from cases import PRECISIONS, RELAXED_FP16, case, deviation, failed, in_calls, layer, of_cases, report, timed
 
 from ssdprof.core.accuracy import Match
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case
-from ssdprof.report.groups import TotalSpeed, baselines, groups, places, pool, tokens_of
+from ssdprof.report import calls
+from ssdprof.report.groups import Series, groups, places, pool, tokens_of
 
 
 def test_prompts_are_groups_of_their_own_the_longest_first() -> None:
@@ -44,14 +34,15 @@ def test_series_are_in_the_order_of_trust_and_have_their_baselines() -> None:
     relaxed = next(series for series in group.series("fused") if series.precision == RELAXED_FP16)
     original = relaxed.original
     assert original is not None
-    assert (original.implementation, original.precision) == ("unfused", EXACT_FP16)
+    assert (original.implementation, original.precision) == ("unfused", cases.EXACT_FP16)
 
 
 def test_baselines_in_words() -> None:
+    (group,) = groups(report(layers=(0,)))
     same = [(RELAXED_FP16, "unfused exact, fp16 states"), (EXACT_FP32, "unfused exact, fp32 states")]
-    assert baselines("unfused", same) == "unfused, exact, with the same state dtype"
-    assert baselines("unfused", [(RELAXED_FP16, "other")]) == "other"
-    assert baselines("unfused", []) == "unfused"
+    assert calls.baselines(group, same) == "unfused, exact, with the same state dtype"
+    assert calls.baselines(group, [(RELAXED_FP16, "other")]) == "other"
+    assert calls.baselines(group, []) == "unfused"
 
 
 def test_the_calls_of_a_run_that_was_broken_off_are_counted() -> None:
@@ -71,7 +62,7 @@ def test_the_calls_of_a_run_that_was_broken_off_are_counted() -> None:
 # --- sums
 
 
-def summed(*layers: tuple[float, float], width: float = 0.001, **fields: Any) -> TotalSpeed | None:
+def summed(*layers: tuple[float, float], width: float = 0.001, **fields: Any) -> Series:
     """The sum of `fused` over layers of (its device time, its speedup).  fields: of the second layer's case."""
     made = []
     for index, (us, ratio) in enumerate(layers):
@@ -82,12 +73,11 @@ def summed(*layers: tuple[float, float], width: float = 0.001, **fields: Any) ->
         ]
     (group,) = groups(of_cases("run", made))
     (series,) = group.series("fused")
-    return series.speed
+    return series
 
 
 def test_a_sum_weighs_each_call_by_its_time() -> None:
     total = summed((100.0, 2.0), (300.0, 4.0), width=0.02)
-    assert total is not None
     assert (total.layers, total.device.us, total.call.us) == ((0, 1), pytest.approx(400), pytest.approx(800))
     assert total.device.speedup is not None
     assert total.call.speedup is not None
@@ -103,18 +93,16 @@ def test_a_sum_weighs_each_call_by_its_time() -> None:
 def test_where_calls_disagree_the_interval_of_the_sum_decides(ratios: Sequence[float], verdict: str) -> None:
     """In the third one, the interval is above 1, but not by 1 %."""
     total = summed(*((100.0, ratio) for ratio in ratios))
-    assert total is not None
     assert total.device.verdict == verdict
 
 
 def test_a_sum_leaves_out_what_was_not_timed() -> None:
     total = summed((100.0, 2.0), (300.0, 4.0), samples=())
-    assert total is not None
     assert total.layers == (0,)
     assert total.device.speedup is not None
     assert total.device.speedup.value == pytest.approx(2.0)
     (group,) = groups(report(gpu=False))
-    assert all(series.speed is None for series in group.series())
+    assert not any(series.timed for series in group.series())
 
 
 # --- pooled errors
@@ -134,19 +122,19 @@ def test_matches_are_weighted_by_elements_and_all_means_all() -> None:
     assert pooled.match_pct(0.0) == pytest.approx(80.0)
     assert pooled.match_pct(1e-3) is None, "no case has it"
     many = [with_oracle(i, elements=10**12, pct=100.0) for i in range(63)]
-    for cases, expected in ((many, True), ([*many, with_oracle(63, elements=1, pct=100.0 * (1 - 1e-15))], False)):
-        pooled = pool(cases, "out", "vs_oracle")
+    for found, expected in ((many, True), ([*many, with_oracle(63, elements=1, pct=100.0 * (1 - 1e-15))], False)):
+        pooled = pool(found, "out", "vs_oracle")
         assert pooled is not None
         assert (pooled.match_pct(0.0) == 100.0) is expected
 
 
 def test_maxima_are_those_of_the_worst_call() -> None:
-    cases = [with_oracle(3, max_abs=0.5, rms_ratio=0.1, worst_position=(0, 7, 1, 2)), with_oracle(4, rms_ratio=0.2)]
-    pooled = pool(cases, "out", "vs_oracle")
+    made = [with_oracle(3, max_abs=0.5, rms_ratio=0.1, worst_position=(0, 7, 1, 2)), with_oracle(4, rms_ratio=0.2)]
+    pooled = pool(made, "out", "vs_oracle")
     assert pooled is not None
     assert (pooled.largest.max_abs, pooled.case.layer, pooled.largest.worst_position) == (0.5, layer(3), (0, 7, 1, 2))
     assert pooled.rms_ratio == 0.2
-    pooled = pool([failed(cases[0], "nonfinite"), cases[1]], "out", "vs_oracle")
+    pooled = pool([failed(made[0], "nonfinite"), made[1]], "out", "vs_oracle")
     assert pooled is not None
     assert pooled.rms_ratio == float("inf"), "worse than any number"
     assert pool([case(accuracy=())], "out", "vs_oracle") is None

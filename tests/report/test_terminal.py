@@ -5,20 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import cases
 import pytest
-from cases import (
-    EXACT_FP16,
-    PRECISIONS,
-    RELAXED_FP16,
-    answers,
-    band,
-    checkpoint,
-    clocks,
-    in_calls,
-    of_answers,
-    of_size,
-    report,
-)
+from cases import PRECISIONS, RELAXED_FP16, answers, band, checkpoint, clocks, in_calls, of_answers, of_size, report
 from report.shown import printed, row
 from report.test_contents import TWO, packed, result, steps
 
@@ -61,19 +50,11 @@ def test_the_first_screen_answers_and_the_verdict_is_the_last_line_too() -> None
     assert lines[-1] == lines[1]
     first = " ".join(lines[:24])
     assert first.index("faster than unfused by device time (call") < first.index("Speed at 131,072 tokens")
-    assert "rms error against fp64" in first
     assert "More accuracy tables, layer by layer: ssdprof export --format markdown" in lines
     partial = whole(report(complete=False, cases=(), captured=()))
     assert partial.splitlines()[1].startswith("PARTIAL")
     assert "Nothing was compared." in partial
     assert "0 of 36 SSD layers" in partial
-
-
-def test_without_a_gpu() -> None:
-    text = " ".join(whole(report(gpu=False)).split())
-    assert "No speed: nothing was timed, because this machine has no GPU." in text
-    assert "Speed at" not in text
-    assert "Accuracy of fused's output" in text
 
 
 def test_colour_only_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +150,7 @@ def test_the_verdict_is_last_and_the_rest_is_there() -> None:
         "budget in every layer replayed."
     )
     assert lines[0] == "ssdprof: ibm-granite/granite-4.0-h-small, 131,072 and 1,024 tokens, NVIDIA H200"
-    for words in (
-        "weights: from the hub, revision 0123456789ab", "GPU: NVIDIA H200", "when: 2026-01-02 03:04 UTC",
-        "The prompt is random tokens.", "export --format html", "exact: decays and their products are kept in fp32",
-    ):  # fmt: skip
+    for words in ("The prompt is random tokens.", "exact: decays and their products are kept in fp32"):
         assert words in text
     assert sum("relaxed, fp16" in line for line in lines[:-2]) == 4  # two lengths, in each of two tables
     assert printed(brief.render(report(complete=False, cases=()))).splitlines()[-1] == "Nothing was compared."
@@ -239,10 +217,9 @@ def cells(text: str, label: str) -> list[str]:
 
 
 def test_the_table_of_the_chosen_precisions() -> None:
-    text = printed(accuracy_table(report(), "relaxed", ("fp32", "fp16")))
-    assert cells(text, "match @ atol,rtol=0") == ["53.284%"] * 2
-    after = text[text.index("fused against fp64") :]
-    assert cells(after, "rms error, worst layer") == ["3.81e-3", "3.81e-3", "1.50e-3"]  # the last one is the floor
+    assert (
+        cells(printed(accuracy_table(report(), "relaxed", ("fp32", "fp16"))), "match @ atol,rtol=0") == ["53.284%"] * 2
+    )
     assert cells(printed(accuracy_table(report()), 120), "match @ atol,rtol=0") == ["79.926%"] * 2 + ["53.284%"] * 2
     assert cells(printed(accuracy_table(report(), "all", ("fp16",))), "match @ atol,rtol=0") == ["79.926%", "53.284%"]
     text = printed(accuracy_table(report(seqlens=(1024, 131_072))))
@@ -281,7 +258,7 @@ def test_advice_names_what_may_be_used_and_what_not() -> None:
     assert said(wrong.restricted(precisions=[RELAXED_FP16])) == (
         "At 131,072 tokens, fused may not be used at relaxed, fp16 states: inaccurate in layer 18."
     )
-    assert said(report(layers=(3,), precisions=(EXACT_FP16,))).endswith("the error budget in the layer replayed.")
+    assert said(report(layers=(3,), precisions=(cases.EXACT_FP16,))).endswith("the error budget in the layer replayed.")
 
 
 def test_a_precision_that_is_far_from_exact_is_not_advised_unless_the_models_noise_hides_it() -> None:
@@ -291,9 +268,9 @@ def test_a_precision_that_is_far_from_exact_is_not_advised_unless_the_models_noi
 
     def last(*answers: float) -> str:
         found = report(precisions=TWO, layers=(3,), change=coarse)
-        cases = [of_answers("fused", RELAXED_FP16, bands=(band(kl_mean=one),)) for one in answers]
-        cases += [of_answers("unfused", change="moved", bands=(band(kl_mean=1e-6),))] if answers else []
-        return said(found.changed(cases=(*found.cases, *cases)))
+        made = [of_answers("fused", RELAXED_FP16, bands=(band(kl_mean=one),)) for one in answers]
+        made += [of_answers("unfused", change="moved", bands=(band(kl_mean=1e-6),))] if answers else []
+        return said(found.changed(cases=(*found.cases, *made)))
 
     coarser = "It may not be used at relaxed, fp16 states: its"
     assert last().endswith(f"{coarser} error is 3,010 times that of exact intermediates.")

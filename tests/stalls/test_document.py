@@ -112,7 +112,7 @@ def test_stages_stand_side_by_side(both: StallReport) -> None:
 
 
 def test_the_summary_speaks_of_every_stage(both: StallReport) -> None:
-    said = {f"{s.subject} {s.text}" for s in stalls.compose(both).summary}
+    said = set(map(" ".join, stalls.compose(both).summary))
     assert "unfused, chunk_scan: 75%: 75% current chunk (wait 75%)." in said
     assert "fused, loads: 75% (barrier 75%)." in said
 

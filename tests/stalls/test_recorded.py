@@ -234,6 +234,6 @@ def test_the_committed_result_is_what_its_record_says() -> None:
 def test_a_sentence_of_the_summary_ends_where_there_is_no_more_to_say(unpacked: Path) -> None:
     """The setup of the Hopper kernel has many reasons to wait, each too small to be mentioned."""
     document = compose(analyse([raw(unpacked / "fused.ncu-rep")]))
-    said = {statement.subject: statement.text for statement in document.summary}
+    said = dict(document.summary)
     assert said["setup:"] == "1%."
     assert not any(": ." in text or " ." in text for text in said.values())
