@@ -11,17 +11,22 @@ import pytest
 import torch
 from measure.conftest import random_inputs
 
-from ssdprof import operators
-from ssdprof.core.base import EXACT_FP32, Probe
+from ssdprof import kernels, operators
+from ssdprof.core.base import EXACT_FP32, REPEATS, PrecisionRecord, Probe
 from ssdprof.kernels import GDNInputs, UnsupportedError
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
 from ssdprof.operators import generate
+from ssdprof.operators.generate import Tokens
 from ssdprof.operators.implementations import own_implementation
 
 Kernel = Callable[[Any], Any]
+TOKENS = [
+    Tokens(sequences=1, seqlen=3000), Tokens(sequences=3, seqlen=700), Tokens(sequences=4, seqlen=900, shortest=20),
+]  # fmt: skip
+RELAXED_BF16, RELAXED_FP16 = (PrecisionRecord(intermediates="relaxed", state_dtype=one) for one in ("bf16", "fp16"))
 
 
 class Here(IsolatedFirstCall):
@@ -118,7 +123,7 @@ def rounding_to_bf16(inputs: Any) -> Any:
     ("kernel", "law"),
     [
         (random, "repeats bitwise"),
-        (leaking_from_the_sequence_before, "sequences reversed"),
+        (leaking_from_the_sequence_before, "other sequences"),
         (leaking_from_the_sequence_before, "sequence alone"),
         (leaking_from_the_future, "causality"),
         (dropping_small_outputs, "doubling"),
@@ -158,8 +163,8 @@ def test_what_a_kernel_refuses_is_not_applicable_with_its_reason() -> None:
         return oracle_output(inputs)
 
     found = probed(refusing, ssd())
-    assert found["sequences reversed"] == Probe(
-        name="sequences reversed", holds="not applicable", detail="mine: bf16 without packs only"
+    assert found["other sequences"] == Probe(
+        name="other sequences", holds="not applicable", detail="mine: bf16 without packs only"
     )
     unseen = "a fault below the rounding of 16-bit inputs could not be seen"
     assert found["finer inputs"].detail == f"{unseen}: mine: bf16 without packs only"
@@ -183,6 +188,23 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
     assert [bool(probed(oracle_output, given, once)) for _ in range(2)] == [True, False]
     assert [bool(probed(oracle_output, given, thorough)) for _ in range(2)] == [True, True]
     assert probed(oracle_output, ssd(seqlen=20, heads=4), once)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "precision"), [("bf16", EXACT_FP32), ("bf16", RELAXED_BF16), ("fp16", RELAXED_FP16)])
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+@pytest.mark.parametrize("implementation", ["unfused", "fused"])
+@pytest.mark.parametrize(("operator", "sizes"), [("ssd", "16x64x128x1"), ("gdn", "4/8x128x128")])
+def test_bundled_kernels_break_no_law_on_a_gpu(
+    operator: str, sizes: str, implementation: str, tokens: Tokens, dtype: str, precision: PrecisionRecord
+) -> None:
+    generated = operators.get(operator).generated
+    shape: Any = generated.parse(sizes)
+    cell = generate.Cell(shape=shape, dtype=dtype, layout="views", tokens=tokens)  # type: ignore[arg-type]
+    given = generated.draw(cell, torch.device("cuda"))
+    found = Prober(IsolatedFirstCall()).probe(kernels.get(operator, implementation), given, precision)
+    assert found
+    assert [one for one in found if one.holds == "no" and one.name != REPEATS] == []
 
 
 def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
