@@ -163,15 +163,15 @@ def load_flashinfer_mtp() -> Implementation:
         if inputs.beta.max() > 1:
             raise UnsupportedError("flashinfer_mtp: beta is at most 1")
         n, device = inputs.sequences, inputs.q.device
-        slots = torch.arange(2 * n, dtype=torch.int32, device=device)
+        slots = torch.arange(n, dtype=torch.int32, device=device)
         pool = inputs.initial_state.float().mT.repeat(2, 1, 1, 1)  # it reads the first half and writes the second
         zeros, v = torch.zeros(inputs.v.shape[2], device=device), inputs.v.contiguous()
         # it computes g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b)
         a, b = inputs.g.double().neg().expm1().log().float(), inputs.beta.double().logit().float()
         run = partial(
-            function, inputs.q.contiguous(), inputs.k.contiguous(), v, pool, slots[:n], zeros, a, zeros, b,
+            function, inputs.q.contiguous(), inputs.k.contiguous(), v, pool, slots, zeros, a, zeros, b,
             scale=inputs.scale_or_default, disable_state_update=False, use_qk_l2norm=inputs.use_qk_l2norm,
-            output_state_indices=slots[n:],
+            output_state_indices=slots + n,
         )  # fmt: skip
 
         def call() -> GDNOutput:
