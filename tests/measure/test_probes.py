@@ -17,7 +17,7 @@ from ssdprof.kernels import GDNInputs, UnsupportedError
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import IsolatedFirstCall
-from ssdprof.measure.probes import Prober
+from ssdprof.measure.probes import OF_THE_SAME_FORM, Prober
 from ssdprof.operators import generate
 from ssdprof.operators.generate import Tokens
 from ssdprof.operators.implementations import own_implementation
@@ -212,4 +212,8 @@ def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: 
     bundled = replace(own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled")
     given = ssd(seqlen=20)
     assert not Prober(Here()).probe(bundled, given, EXACT_FP32)
-    assert Prober(Here(), thorough=True).probe(bundled, given, EXACT_FP32)
+    every = Prober(Here(), thorough=True).probe(bundled, given, EXACT_FP32)
+    monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
+    some = Prober(Here()).probe(bundled, given, EXACT_FP32)
+    assert [one.name for one in some] == [one.name for one in every if one.name in OF_THE_SAME_FORM]
+    assert 0 < len(some) < len(every)
