@@ -63,14 +63,14 @@ class Entry:
 
     case: what is known before it runs.  baseline: whose output it is also compared with; None: nobody's.
     turns: entries with equal ones are timed together.
-    probes: the laws that it obeys, tested after it was found correct.
+    probes: (seconds of a call) -> the laws that it obeys, tested after it was found correct.
     """
 
     case: Case
     call: Call
     baseline: Entry | None = None
     turns: Hashable = None
-    probes: Callable[[], tuple[Probe, ...]] = tuple
+    probes: Callable[[float], tuple[Probe, ...]] = lambda _: ()
 
     @property
     def key(self) -> Hashable:
@@ -142,11 +142,12 @@ class Comparer:
             found = {entry: _borrowed(verdicts[entry.key], runs[entry][0], output) for entry, output in outputs.items()}
         bits = {entry: fingerprint(*output) for entry, output in outputs.items()}
         cases = {entry: case.changed(**found.get(entry, {})) for entry, (case, _) in runs.items()}
+        seconds = {entry: run.seconds for entry, (_, run) in runs.items()}
         if verdicts is None:
             del outputs, runs  # the probes need memory
             with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
                 for entry, case in cases.items():
-                    if case.result == "passed" and (probes := entry.probes()):
+                    if case.result == "passed" and (probes := entry.probes(seconds[entry])):
                         cases[entry] = case.changed(probes=probes)
                     advance(1)
         return {entry: _Verified(entry=entry, case=case, bits=bits.get(entry)) for entry, case in cases.items()}

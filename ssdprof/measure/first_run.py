@@ -101,7 +101,7 @@ def call_of(
 
 @dataclass(frozen=True, kw_only=True)
 class FirstRun:
-    """output: None unless it ran.  plan: None if planning failed."""
+    """output: None unless it ran.  plan: None if planning failed.  seconds: until all work of the call had ended."""
 
     status: Status
     reason: str = ""
@@ -109,6 +109,7 @@ class FirstRun:
     output: Output | None = None
     memory: Memory | None = None
     launches: tuple[Launch, ...] = ()
+    seconds: float = 0.0
 
     @property
     def variant(self) -> str:
@@ -133,8 +134,10 @@ def first_run(call: Call, run: Run | None = None, *, launches: bool = True) -> F
     try:
         plan = call.plan()
         call.precheck()
+        began = time.monotonic()
         with recording as launched:
             output, memory, late = run_and_measure(lambda: call.judged_output((run or call.run)()), call.device)
+        seconds = time.monotonic() - began
         check_output(output, call.inputs)
         if damage := late or call.out_of_bounds():
             return FirstRun(status="failed", reason=damage, plan=plan)
@@ -143,7 +146,8 @@ def first_run(call: Call, run: Run | None = None, *, launches: bool = True) -> F
         return FirstRun(status=status, reason=reason, plan=plan)
     # without a Triton kernel to inspect, the plan describes the launch
     planned = Launch(kernel=call.implementation, config=dict(plan.config))
-    return FirstRun(status="ran", plan=plan, output=output, memory=memory, launches=tuple(launched) or (planned,))
+    ran = tuple(launched) or (planned,)
+    return FirstRun(status="ran", plan=plan, output=output, memory=memory, launches=ran, seconds=seconds)
 
 
 # --- how long a first call, in which kernels are compiled, may take

@@ -30,6 +30,7 @@ from ssdprof.operators.rounding import Span
 
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 MOST_SEQUENCES = 3
+SLOW = 3.0  # seconds of a call without a GPU, as in Triton's interpreter
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
 OF_THE_SAME_FORM = (REPEATS, "inputs unchanged", "causality", "doubling", "loud past")
@@ -54,9 +55,12 @@ class Prober:
         self._isolated, self._thorough = isolated, thorough
         self._done: set[Hashable] = set()
 
-    def probe(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> tuple[Probe, ...]:
-        """Empty if nothing was to be done.  inputs: of a call that the implementation computed correctly.
+    def probe(
+        self, implementation: Implementation, inputs: Any, precision: PrecisionRecord, seconds: float = 0.0
+    ) -> tuple[Probe, ...]:
+        """Empty if nothing was to be done.
 
+        inputs: of a call that the implementation computed correctly.  seconds: that it took.
         Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
         dims = operators.of(inputs).judged.dims(inputs)
@@ -70,6 +74,9 @@ class Prober:
         spans = [replace(one, stop=min(one.stop, one.start + longest)) for one in _spans(inputs) if one.length]
         short = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
         laws = _Laws(implementation, short, precision, self._isolated)
+        if seconds > SLOW and not self._thorough and tensors.device(inputs).type == "cpu":
+            why = f"a call takes {seconds:.0f} s here; --thorough tests it"
+            return tuple(Probe(name=name, holds="not applicable", detail=why) for name in laws.tests)
         if implementation.kind == "own":
             self._isolated.prepare(implementation, list(laws.forms()), precision)
         every = self._thorough or implementation.kind != "bundled"

@@ -38,8 +38,8 @@ class Series:
 
     variant: the kernels that ran, by name; several if layers differ.  name: "fused hopper".  label: "fused, exact,
     fp32".  within_budget: every case; False for another library that passed outside of its budget.
-    Of the timed calls: their layers; workspace_bytes: the largest of a call; baselines: what they are compared with:
-    "unfused exact, fp32 states".
+    layers: of the timed calls.  workspace_bytes: the largest of them.  baselines: what they are compared with: "unfused
+    exact, fp32 states".
     """
 
     def __init__(self, group: Group, implementation: str, precision: PrecisionRecord, cases: Sequence[Case]) -> None:

@@ -213,7 +213,7 @@ def heat_map(group: Group, implementation: str) -> dict[str, Any] | None:
 
 
 def _cell(cases: Sequence[Case], low: float, high: float) -> tuple[str, float, str, bool]:
-    """Of one that failed, else of the one with the largest error: the chunks or steps of a layer share a cell."""
+    """The chunks or steps of a layer share a cell: one that failed, else the one with the largest error."""
 
     def badness(case: Case) -> tuple[bool, bool, float]:
         out = case.tensor("out")
