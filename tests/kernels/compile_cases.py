@@ -292,12 +292,13 @@ DELTA = QWEN.but(batch=2, seqlen=1)
 DELTAS = {"bf16": DELTA, "fp32": DELTA.but(dtype=FP32), "K 256": DELTA.but(key_dim=256)}
 GDN_SMALL: Launches = {
     **{f"recurrent {label}": partial(gdn_recurrent, case) for label, case in DELTAS.items()},
+    "recurrent tokens": partial(gdn_recurrent, DELTA.but(seqlen=8, initial_states=True)),
     **{f"step {label}": partial(gdn_step, case) for label, case in DELTAS.items()},
 }
 # states in registers, and the largest steps
 SMALL_LIMITS: Launches = {
     "recurrent qwen": partial(gdn_recurrent, LAB.but(seqlen=1, batch=8, initial_states=True)),
-    "recurrent 256": partial(gdn_recurrent, LARGEST.but(seqlen=8, dtype=FP32)),
+    "recurrent 256": partial(gdn_recurrent, LARGEST.but(seqlen=8, initial_states=True, dtype=FP32)),
     "recurrent 256 with states": partial(gdn_recurrent, LARGEST.but(seqlen=1, initial_states=True)),
     "step largest": partial(gdn_step, LARGEST.but(seqlen=1, initial_states=True, dtype=FP32)),
     "ssd step largest": partial(ssd_step, TOKEN.but(batch=1, heads=2, headdim=128, dstate=256, dtype=FP32)),

@@ -77,6 +77,22 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
         run(with_state(inputs, state[:1].expand(state.shape)), in_place=True)
 
 
+def test_every_state() -> None:
+    """The state after a token is the final state of a call that ends there; packed, each sequence's last is final."""
+    inputs = GDNCase(batch=2, seqlen=6, values_per_key=2, value_dim=20, initial_states=True).inputs()
+    out, states = gdn_recurrent(inputs, every_state=True)
+    assert torch.equal(out, gdn_recurrent(inputs).out)
+    for end in range(1, 7):
+        cut = {name: getattr(inputs, name)[:, :end] for name in ("q", "k", "v", "g", "beta")}
+        expected = gdn_recurrence(replace(inputs, **cut)).final_states
+        torch.testing.assert_close(states[:, end - 1].double(), expected, rtol=1e-6, atol=1e-6)
+    packed = GDNCase(lengths=(0, 3, 0, 6), initial_states=True).inputs()
+    final_states = gdn_recurrent(packed).final_states
+    assert torch.equal(gdn_recurrent(packed, every_state=True).final_states[0, [2, 8]], final_states[[1, 3]])
+    with pytest.raises(ValueError, match="every_state"):
+        gdn_recurrent(inputs, in_place=True, every_state=True)
+
+
 @pytest.mark.parametrize("name", ["unfused", "recurrent"])
 def test_long_keys_under_strong_gates_stay_finite(name: str) -> None:
     """Without gates, the inverse of such a chunk overflows in fp16."""

@@ -1,16 +1,19 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: RUF005 (Triton unpacks no tuples)
 """The gated delta rule token by token, in one launch, with the state in registers: for decoding and short sequences.
 
     S   = exp(g_t) S
     S   = S + k_t (beta_t (v_t - S^T k_t))^T
     out_t = S^T (scale q_t)
 
-All arithmetic is in fp32.  A call with one token moves little more than the states.  With T tokens it takes T dependent
-steps on any GPU.  Any T works; from a few dozen tokens on, the chunked kernels are faster.
+All arithmetic is in fp32.  A call with a few tokens moves little more than the states.  With T tokens it takes T
+dependent steps on any GPU; the inputs of several are loaded together.  Any T works; from a few dozen tokens on, the
+chunked kernels are faster.
 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
       cu_seqlens (sequences + 1)
-Out:  out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32, or initial_state itself, in place
+Out:  out (B, T, HV, V), v's dtype | final states (sequences, HV, K, V) fp32, or initial_state itself, in place, or
+      the states after every token (B, T, HV, K, V)
 Grid: (sequences * HV * slices of V), slices fastest, then heads.
 Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), equation 10.
 """
@@ -34,27 +37,36 @@ from ssdprof.kernels.tensors import is_expanded, strides_of
 
 L2NORM_EPS = tl.constexpr(1e-6)
 
-STAGES = {"_gdn_recurrent_kernel": "setup"}
+MOST_TOKENS = 4  # that are loaded together; eight take more registers than they save time
+
+STAGES = {"_scale_of_norm": "caller", "_gdn_recurrent_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GDNRecurrentConfig:
-    """block_v: slice of V per program, a power of two."""
+    """block_v: slice of V per program, a power of two.  block_t: tokens that are loaded together."""
 
-    block_v: int = 32
-    num_warps: int = 2
+    block_v: int = 16
+    block_t: int = 1
+    num_warps: int = 1
 
     @classmethod
     def choose(cls, inputs: GDNInputs) -> GDNRecurrentConfig:
-        """At most 64 numbers of the state per thread: with K = 256, more would spill.
+        """One warp per program, which sums over K without barriers, or for one token wider rows of the state.
 
-        On an H200 with K = V = 128 and one token, 32 values and 2 warps are the fastest for 16 and 64 sequences, and
-        3 % slower than 64 values and 4 warps for 256 sequences.  The choice does not depend on the number of sequences,
-        so that a sequence's result does not depend on it either.
+        On an H200 with K = V = 128, 64 sequences of four tokens take 79 us so, and 128 to 138 us with slices of 32; of
+        one token 71 and 68 us.  At most 64 numbers of the state per thread: more would spill.  The choice does not
+        depend on the number of sequences, so that a sequence's result does not depend on it either.
         """
-        block_v = min(cls.block_v, triton.next_power_of_2(inputs.v.shape[3]))
+        tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1  # the host does not know packed lengths
+        block_v, per_thread = (16, 64) if tokens > 1 else (32, 32)
+        block_v = min(block_v, triton.next_power_of_2(inputs.v.shape[3]))
         state = triton.next_power_of_2(inputs.q.shape[3]) * block_v
-        return cls(block_v=block_v, num_warps=max(cls.num_warps, state // (64 * 32)))
+        return cls(
+            block_v=block_v,
+            block_t=triton.cdiv(tokens, triton.cdiv(tokens, MOST_TOKENS)),
+            num_warps=max(1, state // (per_thread * 32)),
+        )
 
 
 @described
@@ -64,12 +76,18 @@ def _metadata(tensors: Any, _S: Any) -> Described:
     return f"{tuple(q.shape)} hv{v.shape[2]} v{v.shape[3]}", flops, (q, q, v, v, g, beta, initial, final)
 
 
+@triton.jit
+def _scale_of_norm(x, NORM: tl.constexpr):
+    """The factor that normalises x."""
+    return tl.rsqrt(tl.sum(x * x, axis=0) + L2NORM_EPS) if NORM else 1.0
+
+
 @triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, final_states_ptr = tensors
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, states_ptr = tensors
     (
         q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
-        out_strides, final_states_strides,
+        out_strides, states_strides,
     ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
@@ -90,56 +108,75 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     g_ptr += ptr_offset((i_b, begin, i_h), g_strides)
     beta_ptr += ptr_offset((i_b, begin, i_h), beta_strides)
 
+    o_states = o_k.to(tl.int64)[:, None] * S.STATES_STRIDES[0] + o_v.to(tl.int64)[None, :] * S.STATES_STRIDES[1]
+
     # stage setup.load
     state = tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32)
     if initial_state_ptr is not None:
-        index = (sequence, i_h, o_k[:, None], o_v[None, :])
-        initial = tl.load(initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0)
-        state = initial.to(tl.float32)
+        initial_state_ptr += ptr_offset((sequence, i_h), initial_state_strides[:2])
+        offset = o_k.to(tl.int64)[:, None] * S.INITIAL_STRIDES[0] + o_v.to(tl.int64)[None, :] * S.INITIAL_STRIDES[1]
+        state = tl.load(initial_state_ptr + offset, mask=m_state, other=0.0).to(tl.float32)
 
     # stage recurrence
-    for t in range(0, length):
-        step = tl.cast(t, tl.int64)
-        q = tl.load(q_ptr + step * q_strides[1], mask=m_k, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + step * k_strides[1], mask=m_k, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + step * v_strides[1], mask=m_v, other=0.0).to(tl.float32)
-        beta = tl.load(beta_ptr + step * beta_strides[1]).to(tl.float32)
-        g = tl.load(g_ptr + step * g_strides[1]).to(tl.float32)
-        if S.L2NORM:
-            q *= tl.rsqrt(tl.sum(q * q, axis=0) + L2NORM_EPS)
-            k *= tl.rsqrt(tl.sum(k * k, axis=0) + L2NORM_EPS)
-        state *= decay_exp(g)
-        u = beta * (v - tl.sum(state * k[:, None], axis=0))
-        state += k[:, None] * u[None, :]
-        out = tl.sum(state * (q * scale)[:, None], axis=0)
-        tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_v)
+    for first in range(0, length, S.BLOCK_T):
+        qs, ks, vs, gs, betas = (), (), (), (), ()  # of a block of tokens: one wait for all of them and the state
+        for i in tl.static_range(S.BLOCK_T):
+            here, step = first + i < length, tl.cast(first + i, tl.int64)
+            qs = qs + (tl.load(q_ptr + step * q_strides[1], mask=m_k & here, other=0.0),)
+            ks = ks + (tl.load(k_ptr + step * k_strides[1], mask=m_k & here, other=0.0),)
+            vs = vs + (tl.load(v_ptr + step * v_strides[1], mask=m_v & here, other=0.0),)
+            gs = gs + (tl.load(g_ptr + step * g_strides[1], mask=here, other=0.0),)
+            betas = betas + (tl.load(beta_ptr + step * beta_strides[1], mask=here, other=0.0),)
+        for i in tl.static_range(S.BLOCK_T):
+            q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
+            decay, k_scale = decay_exp(gs[i].to(tl.float32)), _scale_of_norm(k, S.L2NORM)
+            u = betas[i].to(tl.float32) * k_scale * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
+            state = state * decay + k[:, None] * u[None, :]
+            out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
+            here, step = first + i < length, tl.cast(first + i, tl.int64)
+            tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_v & here)
+            if S.EVERY_STATE:
+                at = states_ptr + ptr_offset((i_b, begin + step, i_h), states_strides[:3])
+                tl.store(at + o_states, state, mask=m_state & here)
 
     # stage setup.store
-    index = (sequence, i_h, o_k[:, None], o_v[None, :])
-    final = final_states_ptr + ptr_offset(index, final_states_strides)
-    tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
+    if not S.EVERY_STATE:
+        states_ptr += ptr_offset((sequence, i_h), states_strides[:2])
+        tl.store(states_ptr + o_states, state.to(states_ptr.dtype.element_ty), mask=m_state)
 
 
 class GDNRecurrentLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature`, and keeps none of them."""
 
     def __init__(
-        self, inputs: GDNInputs, config: GDNRecurrentConfig, *, in_place: bool = False, state_v_first: bool = False
+        self,
+        inputs: GDNInputs,
+        config: GDNRecurrentConfig,
+        *,
+        in_place: bool = False,
+        every_state: bool = False,
+        state_v_first: bool = False,
     ) -> None:
         self._in_place = in_place
         self._index, self._device = inputs.q.get_device(), inputs.q.device
-        self._states = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+        shape, inner = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+        if every_state:
+            shape = (*inputs.v.shape[:2], *shape[1:])
+            inner = (inputs.v.shape[1] * inner[0], *inner)
+        self._states = shape, inner
         self._programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], config.block_v)
         new = torch.empty(inputs.v.shape, device="meta")
-        final = strides_of(inputs.initial_state) if in_place else self._states[1]
+        initial = strides_of(inputs.initial_state)
+        states = initial if in_place else inner
         tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
         self._launcher = Launcher(
             _gdn_recurrent_kernel,
-            ((*map(strides_of, (*tokens, new)), final), inputs.v.shape[1], inputs.scale_or_default),
+            ((*map(strides_of, (*tokens, new)), states), inputs.v.shape[1], inputs.scale_or_default),
             dict(
                 VALUE_HEADS=inputs.v.shape[2], VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=inputs.q.shape[3],
                 VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]), BLOCK_V=config.block_v,
-                L2NORM=bool(inputs.use_qk_l2norm), num_warps=config.num_warps,
+                BLOCK_T=config.block_t, INITIAL_STRIDES=initial[-2:], STATES_STRIDES=states[-2:],
+                EVERY_STATE=every_state, L2NORM=bool(inputs.use_qk_l2norm), num_warps=config.num_warps,
             ),
         )  # fmt: skip
 
@@ -148,39 +185,41 @@ class GDNRecurrentLaunch:
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
             if self._in_place:
                 assert inputs.initial_state is not None
-                final_states = inputs.initial_state
+                states = inputs.initial_state
             else:
-                final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=self._device)
+                states = torch.empty_strided(*self._states, dtype=torch.float32, device=self._device)
             self._launcher(
                 self._programs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state,
-                inputs.cu_seqlens, out, final_states,
+                inputs.cu_seqlens, out, states,
             )  # fmt: skip
-        return GDNOutput(out, final_states)
+        return GDNOutput(out, states)
 
 
 _launches: LaunchCache[GDNRecurrentLaunch] = LaunchCache()
 
 
-def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False) -> GDNOutput:
+def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, every_state: bool = False) -> GDNOutput:
     """Output in v's dtype, final states in fp32.  Takes T dependent steps, and so is meant for short T.
 
     in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is returned.
+    every_state: the states after each token, (B, T, HV, K, V) fp32, instead of the final states: to verify drafted
+        tokens, of which only some may stay.
 
-    Raises ValueError if in_place has no initial_state to write to, or an expanded one, and UnsupportedError if the
-    kernel cannot run.
+    Raises ValueError if in_place has no initial_state to write to, an expanded one, or is asked for with every_state,
+    and UnsupportedError if the kernel cannot run.
     """
-    if in_place and inputs.initial_state is None:
-        raise ValueError("in_place needs an initial_state to write to")
+    if in_place and (inputs.initial_state is None or every_state):
+        raise ValueError("in_place needs an initial_state to write to, and writes one state: no every_state")
     refuse_gradient("recurrent", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
-    return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
+    return _launches.get((inputs.signature, in_place, every_state), _prepare, inputs, in_place, every_state)(inputs)
 
 
-def _prepare(inputs: GDNInputs, in_place: bool) -> GDNRecurrentLaunch:
+def _prepare(inputs: GDNInputs, in_place: bool, every_state: bool) -> GDNRecurrentLaunch:
     inputs.check()
     refuse_device("recurrent", inputs.q)
     if in_place and is_expanded(inputs.initial_state):
         raise ValueError("in_place cannot write to an expanded initial_state: pass initial_state.contiguous()")
-    return GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs), in_place=in_place)
+    return GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs), in_place=in_place, every_state=every_state)
 
 
 EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision

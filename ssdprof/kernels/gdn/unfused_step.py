@@ -9,7 +9,6 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ import triton.language as tl
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import LOG2_E, decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig
 from ssdprof.kernels.gdn.unfused.l2norm import qk_l2norm
 from ssdprof.kernels.launch import Described, described, launch
 from ssdprof.kernels.precision import Precision
@@ -65,7 +63,7 @@ def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
     tl.store(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), u, mask=m_v)
 
 
-def step_write(inputs: GDNInputs, k: torch.Tensor, config: GDNRecurrentConfig) -> torch.Tensor:
+def step_write(inputs: GDNInputs, k: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
     """First launch of an unfused GDN step: the value that the token writes into the state, in fp32.
 
         u = beta (v - (exp(g) S)^T k)
@@ -79,12 +77,12 @@ def step_write(inputs: GDNInputs, k: torch.Tensor, config: GDNRecurrentConfig) -
     batch, heads, key_dim, value_dim = inputs.states_shape
     launch(
         _gdn_step_write_kernel,
-        batch * heads * triton.cdiv(value_dim, config.block_v),
+        batch * heads * triton.cdiv(value_dim, config["block_v"]),
         tensors,
         (strides_of_each(*tensors),),
         VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config.block_v,
-        num_warps=config.num_warps,
+        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"],
+        num_warps=config["num_warps"],
     )  # fmt: skip
     return u
 
@@ -118,7 +116,7 @@ def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
     tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
 
 
-def step_state(inputs: GDNInputs, k: torch.Tensor, u: torch.Tensor, config: GDNRecurrentConfig) -> torch.Tensor:
+def step_state(inputs: GDNInputs, k: torch.Tensor, u: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
     """Second launch of an unfused GDN step: the state of every head after the token, in fp32.
 
         S = exp(g) S + k u^T
@@ -132,12 +130,12 @@ def step_state(inputs: GDNInputs, k: torch.Tensor, u: torch.Tensor, config: GDNR
     batch, heads, key_dim, value_dim = inputs.states_shape
     launch(
         _gdn_step_state_kernel,
-        batch * heads * triton.cdiv(value_dim, config.block_v),
+        batch * heads * triton.cdiv(value_dim, config["block_v"]),
         tensors,
         (strides_of_each(*tensors),),
         VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config.block_v,
-        num_warps=config.num_warps,
+        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"],
+        num_warps=config["num_warps"],
     )  # fmt: skip
     return final_states
 
@@ -166,7 +164,7 @@ def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
     tl.store(out_ptr + ptr_offset((i_b, 0, i_h, o_v), out_strides), out.to(out_ptr.dtype.element_ty), mask=m_v)
 
 
-def step_output(inputs: GDNInputs, q: torch.Tensor, states: torch.Tensor, config: GDNRecurrentConfig) -> torch.Tensor:
+def step_output(inputs: GDNInputs, q: torch.Tensor, states: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
     """Third launch of an unfused GDN step: the output, read from the state after the token.
 
         out = S^T (scale q)
@@ -180,12 +178,12 @@ def step_output(inputs: GDNInputs, q: torch.Tensor, states: torch.Tensor, config
     batch, heads, key_dim, value_dim = inputs.states_shape
     launch(
         _gdn_step_output_kernel,
-        batch * heads * triton.cdiv(value_dim, config.block_v),
+        batch * heads * triton.cdiv(value_dim, config["block_v"]),
         tensors,
         (strides_of_each(*tensors), inputs.scale_or_default),
         VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config.block_v,
-        num_warps=config.num_warps,
+        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"],
+        num_warps=config["num_warps"],
     )  # fmt: skip
     return out
 
@@ -202,7 +200,7 @@ def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # 
 
 def three_stages(inputs: GDNInputs) -> GDNOutput:
     """`run` without checks."""
-    config = GDNRecurrentConfig.choose(inputs)
+    config = _config(inputs)
     q, k = inputs.q, inputs.k
     with torch.cuda.device(q.get_device()):  # no effect for -1, the CPU
         if inputs.use_qk_l2norm:
@@ -220,10 +218,16 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=3 + 2 * bool(inputs.use_qk_l2norm),
-        config=asdict(GDNRecurrentConfig.choose(inputs)),
+        config=dict(_config(inputs)),
         workspace_bytes=4 * (inputs.v.numel() + normalised),
         reason=reason + _EQUALS * (precision != Precision()),
     )
+
+
+def _config(inputs: GDNInputs) -> dict[str, int]:
+    """block_v: slice of V per program.  At most 64 numbers of the state per thread."""
+    block_v = min(32, triton.next_power_of_2(inputs.v.shape[3]))
+    return {"block_v": block_v, "num_warps": max(2, triton.next_power_of_2(inputs.q.shape[3]) * block_v // (64 * 32))}
 
 
 def _refuse_unsupported(inputs: GDNInputs) -> None:
