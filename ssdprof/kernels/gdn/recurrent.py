@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment,var-annotated"
 # ruff: noqa: RUF005 (Triton unpacks no tuples)
 """The gated delta rule token by token, in one launch, with the state in registers: for decoding and short sequences.
 
