@@ -23,7 +23,8 @@ from typer.core import TyperGroup
 
 from ssdprof import __version__
 from ssdprof.commands import options, terminal
-from ssdprof.errors import MissingCapabilityError, SsdprofError, masked, printable
+from ssdprof.environment import child
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, masked, printable
 
 INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
@@ -34,6 +35,12 @@ EPILOG = (
     "Exit codes: 0 done, and everything passed; 1 a case or a gate failed; 2 wrong usage or bad input; "
     "3 this machine lacks something; 4 the model is not available."
 )
+
+
+class _Process:
+    """of_main: whether this process is the command's own, which may fork."""
+
+    of_main = False
 
 
 class Commands(TyperGroup):
@@ -77,12 +84,16 @@ def _ranks() -> Any:
 
 def _expected(error: OSError) -> SsdprofError | None:
     """The message for an error of the operating system that no stage expected; None for a defect in ssdprof."""
+    what = str(error.filename or "A file or folder")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        hint = "Check its permissions and its owner, or name another place."
-        return MissingCapabilityError(f"{error.filename or 'A file or folder'} cannot be used: {error.strerror}.", hint)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO):
+        hint = "Check its permissions, its owner and the limits of this shell, or name another place."
+        verb = "written" if error.errno == errno.EFBIG else "used"
+        return MissingCapabilityError(f"{what} cannot be {verb}: {error.strerror}.", hint)
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+        return BadInputError(f"{what[:80]} cannot be used: {error.strerror}.", "Name another file or folder.")
     return None
 
 
@@ -156,6 +167,9 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
 def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     def command(**given: Any) -> None:
         values: tuple[Any, ...] = (kind(**given),)
+        if _Process.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
+            _module("stored").after_child(names, ended, as_json=getattr(values[0], "json", False))
+            return
         for name in functions:
             module, _, function = name.partition(":")
             values = (values[0], getattr(_module(module), function)(*values))
@@ -191,22 +205,27 @@ def ssdprof(
 def main() -> None:
     """The console script.  An internal error is one line on the screen; its traceback goes to a file."""
     signal.signal(signal.SIGTERM, _interrupt)
+    _Process.of_main = True
+    code: Any = INTERNAL_ERROR
     try:
         terminal.prepare()
         app(prog_name="ssdprof")
+    except SystemExit as ended:
+        code = ended.code or 0
     except SsdprofError as error:  # of the streams themselves
         _complain(error.message, error.hint)
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except Exception as error:
         _line("internal error", f"{type(error).__name__}: {error}", "red")
         _line("hint", _kept_traceback(), "cyan")
-        sys.exit(INTERNAL_ERROR)
+    child.finish(code if isinstance(code, int) else 1)
+    sys.exit(code)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
     """SIGTERM ends a command as Ctrl-C does: its results are marked partial.  A second one ends it immediately."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise KeyboardInterrupt
+    raise child.Stopped
 
 
 def _kept_traceback() -> str:

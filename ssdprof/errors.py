@@ -71,9 +71,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def masked(text: str) -> str:
-    """`text` without secrets: access tokens of the hub, and names and passwords in the addresses of servers."""
+    """`text` without secrets: access tokens of the hub, and names and passwords in the addresses of servers.
+
+    Also in addresses that do not parse: without a scheme, or with a slash in the password.
+    """
     text = re.sub(r"hf_\w+", "hf_...", text)
-    return re.sub(r"(?<=://)[^/\s]*@", "...@", text)
+    text = re.sub(r"(?<=://)([^/\s]*|[^\s'\"]*:[^\s'\"]*)@", "...@", text)
+    return re.sub(r"(?<![^\s'\"=(])[^\s'\":=(@]+:(?!//)[^\s'\"]*@(?=[\w.\[])", "...@", text)
 
 
 def how_ended(exit_code: int) -> str:
@@ -83,6 +87,24 @@ def how_ended(exit_code: int) -> str:
 
 LONGEST_WORD = 200  # a path may be long
 LONGEST_SENTENCE = 1000
+
+
+HARMFUL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"  # controls a terminal
+    r"|^\s*:(?=:)|(?<=##)\[",  # begins a command in a log of GitHub Actions
+    re.MULTILINE,
+)
+
+
+def harmless(text: str) -> str:
+    """`text` with escapes for what would control a terminal or the log of GitHub Actions."""
+    return HARMFUL.sub(escaped, text)
+
+
+def escaped(found: re.Match[str]) -> str:
+    """A match of `HARMFUL` with its last character as an escape."""
+    code = ord(found[0][-1])
+    return found[0][:-1] + (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
 
 
 def printable(text: str) -> str:
@@ -96,7 +118,11 @@ def library_message(error: BaseException) -> str:
     The type of the error precedes a text that is only a value, such as that of a KeyError.  Very long words and
     messages, which a damaged file may cause, are shortened.
     """
-    words = printable(str(error)).rstrip(". ").split()
+    said = str(error)
+    if type(error).__name__ == "ValidationError":  # of pydantic: the first of its faults
+        first = error.errors()[0]  # type: ignore[attr-defined]
+        said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    words = printable(said).rstrip(". ").split()
     text = " ".join(word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words)
     if isinstance(error, LookupError) or len(words) < 3:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -4,17 +4,57 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import signal
+import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError
 
 LOCK = ".lock"  # in a folder that one process writes to at a time
+LARGEST = 1 << 30  # bytes of a document that is read into memory
+
+
+def regular(file: Path, most: float = LARGEST) -> Path:
+    """The same.  OSError for a pipe or a device, which might never end, and for more than `most` bytes."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EINVAL, "It is not a regular file", str(file))
+    if found.st_size > most:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(file))
+    return file
+
+
+def read_json(file: Path) -> Any:
+    """The JSON in a file.  Raises OSError; ValueError for anything else, such as one key twice, or deep nesting."""
+    try:
+        return parse_json(regular(file).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8") from error
+
+
+def parse_json(text: str) -> Any:
+    """Raises ValueError for what is not JSON, for a key that occurs twice, and for deep nesting."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} occurs twice")
+    return found
 
 
 def write_text(file: Path, text: str, *, replace: bool = True) -> None:
@@ -53,10 +93,15 @@ def uninterrupted() -> Iterator[None]:
 def append_text(file: Path, text: str) -> None:
     """Append to a file, which is created if necessary.  Raises MissingCapabilityError if it cannot be written."""
     try:
-        with file.open("a", encoding="utf-8") as opened:
-            opened.write(text)
+        with open_to_append(file, os.O_NONBLOCK) as opened:
+            opened.write(text.encode())
     except OSError as error:
         raise unwritable(file, error) from error
+
+
+def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> BinaryIO:
+    """Made if it does not exist.  OSError for a link, if flags say so, and for a pipe that nobody reads."""
+    return open(file, "ab", opener=lambda name, own: os.open(name, own | flags, 0o666))
 
 
 def put(file: Path, write: Callable[[Path], object]) -> None:
@@ -65,7 +110,9 @@ def put(file: Path, write: Callable[[Path], object]) -> None:
 
     Raises what `write` raises, and OSError.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    number, name = tempfile.mkstemp(prefix=f".{file.name[:80]}.", suffix=".tmp", dir=file.parent)
+    os.close(number)
+    temporary = Path(name)
     try:
         write(temporary)
         temporary.chmod(_file_mode())
@@ -86,7 +133,7 @@ def locked(folder: Path, what: str, hint: str) -> Iterator[Path]:
     file = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(file, os.O_CREAT | os.O_RDWR, 0o644)
+        lock = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
         raise unwritable(folder, error) from error
     try:
@@ -116,11 +163,12 @@ def check_writable(folder: Path) -> None:
 
     The folder need not exist yet.
     """
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
-    if not os.path.isdir(there):
-        raise unwritable(folder, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    try:
+        with tempfile.TemporaryDirectory(prefix=".ssdprof-", dir=there):
+            pass
+    except OSError as error:
+        raise unwritable(folder, error) from error
 
 
 def unwritable(path: Path, error: OSError) -> SsdprofError:

@@ -5,6 +5,7 @@ An example is in docs/ci.md.  Gates of the command line come before those of the
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ssdprof.core.conditions import of_options
 from ssdprof.core.report import Condition
-from ssdprof.errors import BadInputError, nearest, unreadable
+from ssdprof.errors import BadInputError, library_message, nearest, unreadable
+from ssdprof.files import regular
 
 _PROJECT = "pyproject.toml"
 _CONFIG = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-"))
-_Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Limit = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+_Share = Annotated[float, Field(ge=0, le=100, strict=True)]
 
 
 class GateSettings(BaseModel):
@@ -26,7 +29,9 @@ class GateSettings(BaseModel):
 
     model_config = _CONFIG
     min_speedup: _Limit | None = None
-    min_match: dict[Literal["0", "1e-3", "1e-2"], Annotated[float, Field(ge=0, le=100)]] = Field(default_factory=dict)
+    min_match: dict[Literal["0", "1e-3", "1e-2"], Annotated[float, Field(ge=0, le=100, strict=True)]] = Field(
+        default_factory=dict
+    )
     max_rms_ratio: _Limit | None = None
 
 
@@ -61,7 +66,9 @@ def load(file: Path | None = None) -> ProjectSettings:
     if the file cannot be read, is not TOML, or has an unknown key or a value that does not fit.
     """
     folders = (Path.cwd(), *Path.cwd().parents)
-    near = (path for folder in folders for path in (folder / "ssdprof.toml", folder / _PROJECT) if path.is_file())
+    near = (
+        path for folder in folders for path in (folder / "ssdprof.toml", folder / _PROJECT) if os.path.lexists(path)
+    )
     for candidate in [file] if file else near:
         values = _values(candidate)
         if values is not None:
@@ -87,18 +94,23 @@ def gates(config: Path | None, given: Sequence[Condition], *, prefill: bool = Fa
 def _values(file: Path) -> dict[str, Any] | None:
     """The table of ssdprof; None if a pyproject.toml has none."""
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
+        document = tomllib.loads(regular(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise unreadable(str(file), error, "Name a TOML file.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(
-            f"{file} is not TOML: {error}.", "Correct it, or name another file with --config."
+            f"{file} is not TOML: {library_message(error)}.", "Correct it, or name another file with --config."
         ) from error
     if file.name != _PROJECT:
         return document
-    tool = document.get("tool", {})
-    found = tool.get("ssdprof") if isinstance(tool, dict) else None
-    return found if isinstance(found, dict) else None
+    found = document
+    for name in ("tool", "ssdprof"):
+        if name not in found:
+            return None
+        found = found[name]
+        if not isinstance(found, dict):
+            raise BadInputError(f"{file}: [tool.ssdprof] is not a table.", "Write [tool.ssdprof.gates] and its keys.")
+    return found
 
 
 def _parse(values: dict[str, Any], source: str) -> ProjectSettings:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ssdprof.errors import BadInputError, library_message, masked, printable, unreadable
+from ssdprof.core.subject import LayerRef
+from ssdprof.errors import BadInputError, harmless, library_message, masked, printable, unreadable
 
 
 @pytest.mark.parametrize(
@@ -10,6 +11,10 @@ from ssdprof.errors import BadInputError, library_message, masked, printable, un
     [
         ("http://user:secret@host:80/org/name", "http://...@host:80/org/name"),
         ("https://u:p@ss@host/a, https://v:q@other", "https://...@host/a, https://...@other"),
+        ("http://user:s3/cret@127.0.0.1:9", "http://...@127.0.0.1:9"),
+        ("HF_ENDPOINT='user:s3cret@127.0.0.1:9'", "HF_ENDPOINT='...@127.0.0.1:9'"),
+        ("proxy user:p@ss@[::1]:3128", "proxy ...@[::1]:3128"),
+        ("match@1e-3:99 and speedup@k:f:1.5", "match@1e-3:99 and speedup@k:f:1.5"),
         ("token hf_AbCd1234 was refused", "token hf_... was refused"),
         ("https://huggingface.co/org/name@v1", "https://huggingface.co/org/name@v1"),
         ("org/name@v1 by a@b.c", "org/name@v1 by a@b.c"),
@@ -46,6 +51,21 @@ def test_an_endless_message_ends() -> None:
 
 def test_no_escape_sequence_reaches_the_terminal() -> None:
     assert printable("a\x1b[31m\n b\ud800µ") == r"a\x1b[31m b\ud800µ"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("demo\x1b]0;owned\x07\x1b[2J", r"demo\x1b]0;owned\x07\x1b[2J"),
+        ("a\r::error::b", r"a\x0d::error::b"),
+        (" ::error::b\n\t::set-output name=a::b", " \\x3a:error::b\n\t\\x3a:set-output name=a::b"),
+        ("##[error]a", r"##\x5berror]a"),
+        ("at::native\tµ\n\u202e\x9b\ud800", "at::native\tµ\n\\u202e\\x9b\\ud800"),
+    ],
+)
+def test_no_text_controls_a_terminal_or_a_log(text: str, shown: str) -> None:
+    assert (harmless(text), harmless(shown)) == (shown, shown)
+    assert LayerRef(index=0, name=text, operator="").name == shown
 
 
 def test_unreadable_is_not_missing() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.files import write_text
+from ssdprof.files import append_text, check_writable, locked, read_json, regular, write_text
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -41,3 +42,52 @@ def test_a_link_is_followed() -> None:
 def test_a_folder_that_is_not_there_is_named() -> None:
     with pytest.raises(BadInputError, match="no folder nowhere"):
         write_text(Path("nowhere/report.md"), "text")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"{", "Expecting"),
+        (b"\xff", "not UTF-8"),
+        (b"[" * 10**5, "nested too deeply"),
+        (b'{"a": {"b": 1, "b": 2}}', "'b' occurs twice"),
+        (b"9" * 5000, "limit"),
+    ],
+)
+def test_what_is_not_json(text: bytes, why: str) -> None:
+    Path("a.json").write_bytes(text)
+    with pytest.raises(ValueError, match=why):
+        read_json(Path("a.json"))
+
+
+def test_a_pipe_and_a_large_file_are_not_read() -> None:
+    os.mkfifo("pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        regular(Path("pipe"))
+    with Path("large").open("wb") as file:
+        file.truncate(3 << 30)
+    with pytest.raises(OSError, match="large"):
+        read_json(Path("large"))
+
+
+def test_neither_a_pipe_nor_a_link_of_others_is_written_to() -> None:
+    os.mkfifo("pipe")
+    with pytest.raises(MissingCapabilityError, match="pipe cannot be written"):
+        append_text(Path("pipe"), "text")
+    Path("folder").mkdir()
+    Path("folder/.lock").symlink_to(Path("elsewhere").absolute())
+    with pytest.raises(MissingCapabilityError, match="folder cannot be written"), locked(Path("folder"), "", ""):
+        pytest.fail("it was locked")
+    assert not Path("elsewhere").exists()
+
+
+def test_whether_a_folder_can_be_made_is_tried() -> None:
+    with pytest.raises(MissingCapabilityError, match="/proc/x cannot be written"):
+        check_writable(Path("/proc/x"))
+    check_writable(Path("new/folder"))
+    assert not list(Path().iterdir())
+
+
+def test_a_long_name_is_no_hindrance() -> None:
+    write_text(Path("a" * 250), "text")
+    assert [file.name for file in Path().iterdir()] == ["a" * 250]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -11,9 +10,11 @@ from pydantic import ValidationError
 from ssdprof.core.base import VERSION, first_fault
 from ssdprof.core.subject import CaptureManifest
 from ssdprof.errors import BadInputError, library_message, unreadable
+from ssdprof.files import read_json
 
 MANIFEST = "manifest.json"
 AGAIN = "Capture again."
+BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
 
 
 def is_capture(path: Path) -> bool:
@@ -29,10 +30,10 @@ def read_manifest(folder: Path) -> CaptureManifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise unreadable(str(path), error, "Name a folder of captures.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadInputError(f"{path} is damaged: it is not JSON: {library_message(error)}.", AGAIN) from error
     version = content.get("version") if isinstance(content, dict) else None
     if version != VERSION:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.errors import BadInputError
 from ssdprof.operators.generate import Tokens
 
-LONGEST_SEQLEN = 2**24
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 
 

@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ssdprof import operators
-from ssdprof.capture.manifest import AGAIN, MANIFEST, is_capture, read_manifest
+from ssdprof.capture.manifest import AGAIN, BROKEN_OFF, MANIFEST, is_capture, read_manifest
 from ssdprof.core.base import VERSION
 from ssdprof.core.subject import (
     CallRef,
@@ -45,7 +45,7 @@ from ssdprof.core.subject import (
     scalars_hash,
 )
 from ssdprof.core.words import size_words
-from ssdprof.errors import BadInputError, MissingCapabilityError, unreadable
+from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
 from ssdprof.files import check_writable, locked, put
 from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.dtypes import dtype_named, stored_dtype_name
@@ -210,8 +210,17 @@ def _refuse_complete(folder: Path) -> None:
         )
 
 
+def _is_complete(folder: Path) -> bool:
+    try:
+        return is_capture(folder) and read_manifest(folder).complete
+    except SsdprofError:
+        return False
+
+
 class CaptureWriter:
     """Writes a folder of captures; a context manager.  The manifest is complete unless the context raises.
+
+    An earlier complete capture stays until then.
 
     Raises BadInputError if another process writes there, or if the folder holds a complete capture and `overwrite` is
     not set; MissingCapabilityError if the disk is full or not writable.
@@ -226,7 +235,7 @@ class CaptureWriter:
         segment_length: int,
         overwrite: bool = False,
     ) -> None:
-        self.folder = folder
+        self.folder = self._place = folder  # where files are written: another one, while an earlier capture is there
         self._overwrite = overwrite
         self.manifest = CaptureManifest(
             version=VERSION,
@@ -241,7 +250,13 @@ class CaptureWriter:
         with ExitStack() as held:
             hint = "Wait for it, or name another folder."
             held.enter_context(locked(self.folder, "Another capture is being written to", hint))
-            self._clear()
+            if is_capture(self.folder) and not self._overwrite:
+                _refuse_complete(self.folder)
+            if _is_complete(self.folder):
+                new = tempfile.TemporaryDirectory(dir=self.folder, prefix=".new-")
+                self._place = Path(held.enter_context(new))
+            else:
+                self._clear()
             self._write_manifest(self.manifest)
             self._held = held.pop_all()
         return self
@@ -251,6 +266,11 @@ class CaptureWriter:
     ) -> None:
         with self._held:
             if kind is None:
+                if self._place != self.folder:
+                    self._clear()
+                    for capture in self.manifest.layers:
+                        (self._place / capture.file).rename(self.folder / capture.file)
+                    self._place = self.folder
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
@@ -279,23 +299,19 @@ class CaptureWriter:
             scalars=scalars,
             scalars_sha256=scalars_hash(scalars),
         )
-        _put(self.folder / file, lambda temporary: save_file(stored, temporary))
+        _put(self._place / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
         return capture
 
     def _clear(self) -> None:
-        """Remove an earlier capture: an unfinished one always, a complete one only on request."""
-        if not is_capture(self.folder):
-            return
-        if not self._overwrite:
-            _refuse_complete(self.folder)
-        (self.folder / MANIFEST).unlink()
+        """Remove an earlier capture."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)
         for file in self.folder.glob("layer_*_seqlen_*.safetensors"):
             file.unlink()
 
     def _write_manifest(self, manifest: CaptureManifest) -> None:
         text = manifest.model_dump_json(indent=1) + "\n"
-        _put(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        _put(self._place / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.manifest = manifest
 
 
@@ -305,6 +321,14 @@ def load(folder: Path) -> tuple[CaptureManifest, Callable[..., CapturedLayer]]:
     Raises BadInputError, naming the file, for a manifest that is missing, unreadable or of another schema version.
     """
     return read_manifest(folder), partial(read_layer, folder)
+
+
+def check(folder: Path, manifest: CaptureManifest, chosen: Sequence[LayerCapture]) -> None:
+    """Raise what a run of these captures would raise; an interrupted capture fails it."""
+    for capture in chosen:
+        read_layer(folder, capture)
+    if not manifest.complete:
+        raise SsdprofError(BROKEN_OFF, AGAIN, ExitCode.GATE_FAILED)
 
 
 def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str = "cpu") -> CapturedLayer:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
@@ -20,6 +19,7 @@ from ssdprof.capture import text
 from ssdprof.checkpoint import transformers
 from ssdprof.core.subject import Prompt
 from ssdprof.errors import BadInputError, library_message, unreadable
+from ssdprof.files import read_json
 
 Kind = Literal["default", "file", "random"]
 CONFIG = "tokenizer_config.json"
@@ -73,10 +73,10 @@ def _check_config(file: Path) -> None:
     if not file.is_file():
         return
     try:
-        content = json.loads(file.read_bytes())
+        content = read_json(file)
     except OSError as error:
         raise unreadable(f"{CONFIG} of the checkpoint", error, "Check its permissions.") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise BadInputError(f"{CONFIG} is not valid JSON: {library_message(error)}.", _AGAIN) from error
     if not isinstance(content, dict):
         raise BadInputError(f"{CONFIG} holds no JSON object.", _AGAIN)

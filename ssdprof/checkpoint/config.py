@@ -6,7 +6,6 @@ for its import.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 from ssdprof.checkpoint.hub import CONFIG, Source
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
 from ssdprof.core.subject import DECODED_ON_LOAD
-from ssdprof.errors import BadInputError, library_message
+from ssdprof.errors import BadInputError, library_message, unreadable
+from ssdprof.files import read_json
 
 LIMIT = 1 << 24  # no single size of a language model is larger; a vocabulary is at most a few 10^5
 LAYER_LIMIT = 1024
@@ -119,8 +119,10 @@ def describe(source: Source) -> dict[str, Any]:
         )
     where = f"{CONFIG} of {source.label}"
     try:
-        stored = json.loads(source.path(CONFIG).read_bytes())
-    except (ValueError, RecursionError) as error:
+        stored = read_json(source.path(CONFIG))
+    except OSError as error:
+        raise unreadable(where, error, "Fetch or copy the file again.") from None
+    except ValueError as error:
         raise BadInputError(
             f"{where} is not valid JSON: {library_message(error)}.", "Fetch or copy the file again."
         ) from None

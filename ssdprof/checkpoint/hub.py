@@ -17,22 +17,12 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    errors,
-    get_token,
-    hf_hub_url,
-    is_offline_mode,
-    scan_cache_dir,
-    try_to_load_from_cache,
-)
 from safetensors import SafetensorError, safe_open
 
 from ssdprof import __version__
-from ssdprof.checkpoint.names import shown
+from ssdprof.checkpoint.names import is_address, shown
 from ssdprof.core.subject import PlannedFile
 from ssdprof.core.words import size_words
 from ssdprof.errors import (
@@ -43,6 +33,40 @@ from ssdprof.errors import (
     library_message,
     masked,
 )
+
+
+def _bad_settings(why: str) -> BadInputError:
+    return BadInputError(
+        f"The hub's client cannot use its settings: {why}.",
+        "Check HF_TOKEN, other variables with HF_ and proxies: ALL_PROXY, HTTPS_PROXY and HTTP_PROXY.",
+    )
+
+
+def _endpoint() -> str | None:
+    """HF_ENDPOINT; BadInputError if it is no address.  What is before an @ may be a password."""
+    endpoint = os.environ.get("HF_ENDPOINT")
+    if endpoint is not None and not is_address(endpoint, ("http", "https")):
+        raise BadInputError(
+            f"HF_ENDPOINT={endpoint.rpartition('@')[2]!r} is not the address of a hub.",
+            "An address begins with https://.  For https://huggingface.co, run: unset HF_ENDPOINT",
+        )
+    return endpoint
+
+
+try:  # the client reads its variables on import
+    _endpoint()
+    from huggingface_hub import (
+        HfApi,
+        constants,
+        errors,
+        get_token,
+        hf_hub_url,
+        is_offline_mode,
+        scan_cache_dir,
+        try_to_load_from_cache,
+    )
+except ValueError as error:
+    raise _bad_settings(library_message(error)) from error
 
 T = TypeVar("T")
 CONFIG = "config.json"
@@ -265,20 +289,11 @@ def listed_models(namespace: str | None, name: str) -> list[tuple[str, str | Non
 
 
 def api() -> HfApi:
-    """The client.  It reads HF_ENDPOINT on import; this function also applies a later change.
-
-    BadInputError for an HF_ENDPOINT that is no address.
-    """
-    endpoint = os.environ.get("HF_ENDPOINT")
-    try:
-        parts = urlsplit(endpoint or "")
-    except ValueError:
-        parts = urlsplit("")
-    if endpoint is not None and not (parts.scheme in ("http", "https") and parts.hostname):
-        raise BadInputError(
-            f"HF_ENDPOINT={endpoint!r} is not the address of a hub.",
-            "An address begins with https://.  For https://huggingface.co, run: unset HF_ENDPOINT",
-        )
+    """The client, with the present HF_ENDPOINT.  BadInputError if that or a proxy is no address."""
+    endpoint = _endpoint()
+    for scheme, proxy in ({} if is_offline_mode() else getproxies()).items():
+        if scheme in ("http", "https", "all") and not is_address(proxy if "://" in proxy else f"http://{proxy}"):
+            raise _bad_settings(f"the proxy for {scheme} is not an address")
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_masked)
     return HfApi(endpoint=endpoint, library_name="ssdprof", library_version=__version__)
@@ -319,6 +334,10 @@ def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[
         raise
     except (errors.HfHubHTTPError, TRANSPORT_ERROR, ImportError, ValueError, OSError) as error:
         raise _in_our_words(error, repo_id, revision, file) from error
+    except Exception as error:
+        if type(error).__name__ != "InvalidURL":  # of httpx or of httpx2
+            raise
+        raise _bad_settings("an address is not one") from None
 
 
 def is_missing(error: SsdprofError) -> bool:
@@ -377,10 +396,7 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or HTTP_PROXY.",
         )
     if isinstance(error, ValueError):
-        return BadInputError(
-            f"The hub's client cannot use its settings: {text}.",
-            "Check HF_TOKEN and the addresses of proxies: ALL_PROXY, HTTPS_PROXY and HTTP_PROXY.",
-        )
+        return _bad_settings(text)
     assert isinstance(error, OSError)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingCapabilityError(

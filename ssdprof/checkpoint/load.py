@@ -9,6 +9,7 @@ import pickle
 import shutil
 import tempfile
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.config import LIMIT, PICKLE, convert_key
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, StoredTensor, broken_file
-from ssdprof.checkpoint.meta import empty_model, quiet_transformers, refusals, refuse_codes
+from ssdprof.checkpoint.meta import empty_model, meta_model, quiet_transformers, refusals, refuse_codes
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import INDEX, is_needed
@@ -119,6 +120,16 @@ def check_space(model: Model, deepest_layer: int | None = None, *, head: bool = 
     return len(missing), need
 
 
+def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
+    """Raise in advance what `fetch` and `load_model` raise without room, or for weights that do not fit the config."""
+    check_space(model, deepest_layer, head=head)
+    if not model.weights.pickled:
+        empty = meta_model(model, deepest_layer=deepest_layer, head=head)
+        _check_described_size(model.ref, model.weights.tensors(model.depth(deepest_layer), head=head), empty)
+    elif model.source.cached(PICKLE):
+        _check_pickle(model.source.path(PICKLE))
+
+
 @contextmanager
 def _temporary_folder(repo_id: str) -> Iterator[Path]:
     """A new temporary folder, which is removed if the context raises.  MissingCapabilityError if it cannot be written.
@@ -182,7 +193,8 @@ def load_model(
     device = torch.device(device)
     with quiet_transformers():
         empty = empty_model(local.folder, local.ref.repo_id, head=local.head)
-        _check_described_size(local, empty)
+        if local.tensors is not None:
+            _check_described_size(local.ref, local.tensors, empty)
         if local.original:
             return _fill_original(local, empty, dtype).to(device).eval()
         del empty
@@ -192,22 +204,22 @@ def load_model(
         return _load(local, dtype, None if device.type == "cpu" else {"": device}).to(device).eval()
 
 
-def _check_described_size(local: LocalCheckpoint, empty: PreTrainedModel) -> None:
+def _check_described_size(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: PreTrainedModel) -> None:
     """Refuse a config that describes more parameters than the weights hold, before they are allocated."""
-    if local.tensors is None or local.ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
+    if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return
     described = sum(parameter.numel() for parameter in empty.parameters())
-    stored = sum(math.prod(tensor.shape) for tensor in local.tensors.values())
+    stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
     if described > stored:
         raise BadInputError(
-            f"The config of {local.ref.repo_id} describes {described} parameters in {local.depth} layers, "
-            f"but the weights hold {stored}.",
+            f"The config of {ref.repo_id} describes {described} parameters in its first layers, but the weights hold "
+            f"{stored}.",
             "Config and weights do not belong together, or weights are missing.",
         )
     computed = sum(buffer.numel() for buffer in empty.buffers())
     if computed > LIMIT:
         raise BadInputError(
-            f"The config of {local.ref.repo_id} describes tables of {computed} elements in addition to the weights.",
+            f"The config of {ref.repo_id} describes tables of {computed} elements in addition to the weights.",
             "The config is damaged, most often in rope_parameters.",
         )
 
@@ -243,14 +255,23 @@ def _fill_original(local: LocalCheckpoint, model: PreTrainedModel, dtype: DType)
     stored = _original_state(local)
     needed = {key: value for key, value in stored.items() if is_needed(key, local.depth, head=local.head)}
     wanted = {convert_key(key, head=local.head): value for key, value in needed.items()}
-    if local.head and model.config.tie_word_embeddings:
-        wanted.setdefault("lm_head.weight", wanted["backbone.embeddings.weight"])
+    embedding = wanted.get("backbone.embeddings.weight")
+    if local.head and model.config.tie_word_embeddings and embedding is not None:
+        wanted.setdefault("lm_head.weight", embedding)
     expected = model.state_dict()
     _refuse_missing(local, set(expected) - set(wanted))
     for name, tensor in wanted.items():
         shape = tuple(expected[name].shape) if name in expected else None
         if tuple(tensor.shape) != shape:
             raise _does_not_fit(local, name, tuple(tensor.shape), shape)
+        if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
+            what = "without its data" if tensor.is_meta else f"as {str(tensor.dtype).removeprefix('torch.')}"
+            if tensor.layout != torch.strided:
+                what = "as a sparse tensor"
+            raise BadInputError(
+                f"{shown(name)} of {local.ref.repo_id} is stored {what}; a weight is a table of floats.",
+                "The checkpoint is damaged; fetch it again or take another revision.",
+            )
     if dtype == "auto":
         dtype = next(tensor.dtype for name, tensor in wanted.items() if name.endswith("embeddings.weight"))
     kept = {name: name.rpartition(".")[2] in _OPERATOR_PARAMETERS for name in wanted}
@@ -277,6 +298,7 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         files = sorted(local.folder.rglob("*.safetensors"))
         return {key: tensor for file in files for key, tensor in load_file(file).items()}
     path = local.folder / PICKLE
+    _check_pickle(path)
     try:
         pickled = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
@@ -284,13 +306,19 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
             f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
             "Do not trust this checkpoint; take its safetensors revision, often --revision refs/pr/1.",
         ) from None
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise broken_file(path.resolve(), PICKLE, error) from None
     if not isinstance(pickled, dict) or not all(isinstance(value, torch.Tensor) for value in pickled.values()):
         raise BadInputError(
             f"{PICKLE} of {local.ref.repo_id} holds no table of tensors.", "The file is not a checkpoint."
         )
     return pickled
+
+
+def _check_pickle(path: Path) -> None:
+    """ModelUnavailableError for a file that is not, to its end, what torch.save writes: a ZIP archive."""
+    if not zipfile.is_zipfile(path):
+        raise broken_file(path.resolve(), PICKLE, ValueError("it is no archive of torch.save"))
 
 
 def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:

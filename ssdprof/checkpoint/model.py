@@ -258,6 +258,8 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     """
     if not named.strip():
         raise BadInputError("The model's name is empty.", _NO_TOKENIZER)
+    if revision is not None and not revision.strip():
+        raise BadInputError("The revision is empty.", "Name a branch, a tag or a commit, or leave out --revision.")
     family = None
     source: Source | None = _local(named)
     if source is not None:

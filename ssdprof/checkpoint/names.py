@@ -227,6 +227,15 @@ def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]
     return tuple(layer for layer in layers if layer.index in chosen)
 
 
+def is_address(text: str, schemes: tuple[str, ...] = ()) -> bool:
+    """Whether a URL has a host and a port that is a number.  schemes: those allowed; empty: any."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in (schemes or (parts.scheme,)) and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def shown(value: object) -> str:
     """`value` as text for a message, shortened, because a config may hold any text."""
     text = repr(value)

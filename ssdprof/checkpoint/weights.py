@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -15,6 +14,7 @@ from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.hub import Source, StoredTensor
 from ssdprof.checkpoint.names import shown
 from ssdprof.errors import BadInputError, ModelUnavailableError, library_message
+from ssdprof.files import read_json
 
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # of torch's dtypes that a model is loaded in
 _FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": None, "F8_E5M2": None}
@@ -149,9 +149,9 @@ def _read_index(path: Path) -> dict[str, str]:
     ModelUnavailableError when the index cannot be read.
     """
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         pairs = [(key, file) for key, file in weight_map.items() if isinstance(file, str)]
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise ModelUnavailableError(
             f"{INDEX} is truncated or corrupt: {library_message(error)}.", f"Delete it and fetch it again: {path}"
         ) from None

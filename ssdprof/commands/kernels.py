@@ -92,7 +92,7 @@ def ways(operator: Operator[Any], words: str) -> tuple[str, ...]:
 def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | None]) -> None:
     if options.clear:
         gone = [f"Removed {file}." for file in tuned.clear()] or [f"There is nothing in {tuned.folder()}."]
-        terminal.err().print("\n".join(gone), soft_wrap=True)
+        terminal.say("\n".join(gone))
         return
     cells, seqlens = asked
     device = tune_job.gpu_to_tune()
@@ -166,6 +166,6 @@ def stalls(options: StallsOptions, asked: tuple[tuple[str, ...], int | None]) ->
         terminal.out().print(render(stall_report.compose(report), rest="--markdown FILE"))
     for written in (folder, options.markdown):
         if written is not None:
-            terminal.err().print(output.kept(written))
+            terminal.say(output.kept(written))
     if report.missing:
         raise typer.Exit(ExitCode.MISSING_CAPABILITY)

@@ -8,23 +8,25 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import typer
 
 from ssdprof.commands import output, terminal
 from ssdprof.commands.options import AnswersOptions, CaptureOptions, PrefillOptions, RunOptions
 from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import PrecisionRecord, Record
+from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Condition, Report
 from ssdprof.core.subject import CaptureManifest
 from ssdprof.environment.toolchain import require_gpu
-from ssdprof.errors import SsdprofError
+from ssdprof.errors import ExitCode, SsdprofError
 from ssdprof.jobs import answers as answers_job
-from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
+from ssdprof.jobs import stall_files
 from ssdprof.jobs.plan import check_start, plan
 from ssdprof.jobs.request import COMPARED, AnswersRequest, CaptureRequest, ReplayRequest
 from ssdprof.jobs.run import resolve_implementations
-from ssdprof.jobs.stalls import profile_run
+from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
 from ssdprof.jobs.subject import Stored, Subject
 from ssdprof.operators.implementations import refuse_unknown
 from ssdprof.progress import Unwatched
@@ -46,9 +48,16 @@ class StoredCapture(Record):
 def run(options: RunOptions, asked: tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]) -> None:
     request, wanted, found, ranks = asked
     reports = ranks is None or ranks.first  # the first rank reports for all
+
+    def check() -> None:
+        run_job.check(found, wanted, ranks)
+        if options.prefill:
+            require_gpu(*prefill_job.NEEDS_GPU)
+        if options.stalls:
+            require_gpu_for_stalls()
+
     if options.dry_run:
         if reports:
-            check = partial(run_job.check, found, wanted, ranks)
             _plan(found, request, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
     conditions = _judged_here(wanted.conditions, options)
@@ -61,11 +70,14 @@ def run(options: RunOptions, asked: tuple[CaptureRequest, ReplayRequest, Subject
         return
     shown = tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
     output.show(report, shown, as_json=options.json, note=output.kept(folder))
+    codes = []
     if options.prefill:
-        _prefill(request, wanted.smallest_difference, folder, as_json=options.json)
+        codes.append(_prefill(request, wanted.smallest_difference, folder, as_json=options.json))
     if options.stalls:
-        _stalls(request, folder, report, tuned, as_json=options.json)
+        codes.append(_stalls(request, folder, report, tuned, as_json=options.json))
     output.end(report)
+    if code := max(codes, default=ExitCode.OK):
+        raise typer.Exit(code)
 
 
 def _plan(
@@ -95,12 +107,15 @@ def _judged_here(conditions: tuple[Condition, ...], options: RunOptions) -> tupl
         option = "--min-speedup" if options.min_speedup is not None else f"--gate {one.spelling}"
         if options.min_speedup is not None or one.spelling in (options.gate or ()):
             require_gpu(f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out.")
-        terminal.err().print(f"{one.spelling.split()[0]} of the settings file is not judged: this machine has no GPU.")
+        terminal.say(f"{one.spelling.split()[0]} of the settings file is not judged: this machine has no GPU.")
     return tuple(one for one in conditions if one not in of_times)
 
 
-def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, *, as_json: bool) -> None:
-    """Time and show prefills, a report in the run's folder.  If this machine cannot time them, prints why."""
+def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, *, as_json: bool) -> ExitCode:
+    """Time and show prefills, a report in the run's folder.  If this machine cannot time them, prints why.
+
+    Returns the exit code of `ssdprof prefill`.
+    """
     try:
         require_gpu(*prefill_job.NEEDS_GPU)
         subject = prefill_job.find(request)
@@ -114,30 +129,36 @@ def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, 
         with terminal.only_data_on_stdout():
             place, report = prefill_job.time_prefills(wanted, subject, TerminalWatcher())
     except SsdprofError as error:
-        terminal.err().print(f"No prefill times: {error.message}  {error.hint}")
-        return
+        terminal.say(f"No prefill times: {error.message}  {error.hint}")
+        return error.exit_code
     if not as_json:
         terminal.out().print("", tables.render(compose(report)), sep="\n")
-    terminal.err().print(f"Prefill times are in {place}.")
+    terminal.say(f"Prefill times are in {place}.")
+    return ExitCode.OK if outcome(report).passed else ExitCode.GATE_FAILED
 
 
-def _stalls(request: CaptureRequest, folder: Path, report: Report, tuned: Path | None, *, as_json: bool) -> None:
-    """Profile, show and store stalls.  If this machine cannot profile, prints why and leaves the run."""
+def _stalls(request: CaptureRequest, folder: Path, report: Report, tuned: Path | None, *, as_json: bool) -> ExitCode:
+    """Profile, show and store stalls.  If this machine cannot profile, prints why and leaves the run.
+
+    Returns the exit code of `ssdprof stalls`.
+    """
     try:
         found = profile_run(request, folder, report, TerminalWatcher(), tuned=tuned)
     except SsdprofError as error:
-        terminal.err().print(f"No stalls: {error.message}  {error.hint}")
-        return
+        terminal.say(f"No stalls: {error.message}  {error.hint}")
+        return error.exit_code
     if not as_json:
         lines = map(tables.verdict, verdict_lines(report))
         terminal.out().print(tables.render(stalls.compose(found)), *lines, sep="\n")
-    terminal.err().print(f"Stalls are in {folder / stall_files.FOLDER}.")
+    terminal.say(f"Stalls are in {folder / stall_files.FOLDER}.")
+    return ExitCode.MISSING_CAPABILITY if found.missing else ExitCode.OK
 
 
 def capture(options: CaptureOptions, asked: tuple[CaptureRequest, Subject]) -> None:
     request, subject = asked
     if options.dry_run:
-        _plan(subject, request, limits.check_capture, as_json=options.json)
+        check = partial(run_job.check_capture, options.out, overwrite=options.force)
+        _plan(subject, request, check, as_json=options.json)
         return
     watcher = TerminalWatcher()
     folder, manifest = run_job.capture(request, options.out, overwrite=options.force, watcher=watcher, subject=subject)

@@ -6,8 +6,10 @@ Imports nothing that takes time: the shell's completion and --help read all of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from importlib import metadata
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
@@ -15,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_ty
 import typer
 
 from ssdprof.errors import unreadable
+from ssdprof.files import regular
 
 Kind = TypeVar("Kind")
 
@@ -35,10 +38,18 @@ def existing_file(text: str) -> Path:
     """An option parser for a file that is read later."""
     file = path(text)
     try:
-        with file.open("rb"):
+        with regular(file, math.inf).open("rb"):
             return file
     except OSError as error:
         raise unreadable(f"The file {text}", error, "Give the path of a text file.") from None
+
+
+def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
+    """The names among a command's options that are, or may be, kernels of the user."""
+    texts = (given.get(name) or "" for name in ("impl", "also", "baseline", "match_with"))
+    words = dict.fromkeys(word.strip() for text in texts for word in text.split(","))
+    registered = metadata.entry_points(group="ssdprof.implementations").names
+    return tuple(word for word in words if ":" in word or word in registered)
 
 
 def info(metavar: str, help: str, *names: str, shown: bool | str = True, **more: Any) -> Any:

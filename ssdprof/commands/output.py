@@ -17,7 +17,7 @@ from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
-from ssdprof.errors import ExitCode
+from ssdprof.errors import ExitCode, harmless
 from ssdprof.progress import Advance
 from ssdprof.report import statements
 from ssdprof.store.reports import dump
@@ -34,7 +34,7 @@ class TerminalWatcher:
         self._depth = 0
 
     def say(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(harmless(text)))
 
     @contextmanager
     def step(self, text: str, total: int | None = None, *, unit: str = "") -> Iterator[Advance]:
@@ -106,7 +106,7 @@ def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = ""
         print(dump(report))
     else:
         if note:
-            terminal.err().print(note)
+            terminal.say(note)
         terminal.out().print(shown)
 
 
@@ -123,9 +123,8 @@ def end(report: Report) -> None:
 
 def fail(lines: Iterable[str]) -> NoReturn:
     """Print one line for each reason on stderr, and end with exit code 1."""
-    console = terminal.err()
     for line in lines:
-        console.print(Text(line))
+        terminal.say(line)
     raise typer.Exit(ExitCode.GATE_FAILED)
 
 

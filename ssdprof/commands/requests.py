@@ -123,7 +123,7 @@ def run(options: declared.RunOptions) -> tuple[CaptureRequest, ReplayRequest, Su
     alone = ("--answers", "--stalls", "--prefill", "--save-captures")
     refuse_ranks(*(name for name in alone if getattr(options, name[2:].replace("-", "_"))))
     ranks = join()
-    if not options.dry_run and (ranks is None or ranks.first):
+    if ranks is None or ranks.first:
         check_folder(options.out)
     return request, replay, find_to_replay(request, save_captures=options.save_captures, whole=options.answers), ranks
 
@@ -156,8 +156,7 @@ def answers(options: declared.AnswersOptions) -> tuple[CaptureRequest, AnswersRe
         ),
         out=options.out,
     )
-    if not options.dry_run:
-        check_folder(options.out)
+    check_folder(options.out)
     subject = find(request, whole=True)
     refuse_large(subject)
     return request, asked, subject

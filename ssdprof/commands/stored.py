@@ -9,6 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal
 
+import typer
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
@@ -20,7 +21,8 @@ from ssdprof.core.base import Record, precisions_for
 from ssdprof.core.conditions import of_options, parse, parse_percent
 from ssdprof.core.report import Report
 from ssdprof.core.words import MISSING
-from ssdprof.errors import BadInputError, SsdprofError, nearest
+from ssdprof.environment.child import Ended
+from ssdprof.errors import BadInputError, ExitCode, SsdprofError, how_ended, nearest
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.request import parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
@@ -28,6 +30,7 @@ from ssdprof.report.document import compose
 from ssdprof.report.table import Table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
+from ssdprof.store.ranks import FIRST
 
 SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 
@@ -87,7 +90,28 @@ def runs(folder: Path | None, *, as_json: bool) -> None:
     elif table := brief.runs(found):
         terminal.out().print(SplitTable(table, rest="--json"))
     else:
-        terminal.err().print(f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'.")
+        terminal.say(f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'.")
+
+
+# --- after a process that did not come to its end
+
+
+def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
+    """End as a child process did that ran users' kernels; if it could not say how, report what it left."""
+    if (code := ended.last("exit")) is not None:
+        raise typer.Exit(int(code))
+    why = f"The process that ran {' and '.join(names)} ended early, with {how_ended(ended.code)}"
+    rank, _, place = (ended.last("report") or "").partition(" ")
+    report = reports.close(Path(place), int(rank), ended.last("case") or "", why) if place else None
+    if ended.stopped:
+        raise KeyboardInterrupt(f"{why}.")
+    if report is None:
+        raise BadInputError(f"{why}.", "Nothing had been compared yet.  Leave it out, or correct it.")
+    terminal.say(f"{why}.")
+    if rank != str(FIRST):
+        raise typer.Exit(ExitCode.GATE_FAILED)
+    shown = brief.render(report) if report.kind == "run" else render(compose(report))
+    output.finish(report, shown, as_json=as_json, note=output.kept(Path(place)))
 
 
 # --- accuracy
@@ -181,7 +205,7 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
         print(text)
     else:
         files.write_text(target, text.rstrip("\n") + "\n", replace=force)
-        terminal.err().print(f"Wrote {target}{source}.")
+        terminal.say(f"Wrote {target}{source}.")
 
 
 # --- compare

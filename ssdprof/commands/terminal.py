@@ -13,8 +13,9 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.text import Text
 
-from ssdprof.errors import BadInputError, MissingCapabilityError, masked
+from ssdprof.errors import BadInputError, MissingCapabilityError, harmless, masked
 
 WIDTH_OF_A_PIPE = 120
 READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
@@ -77,11 +78,20 @@ def err() -> Console:
     return Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def say(text: str) -> None:
+    """A sentence on stderr, harmless wherever its words came from."""
+    err().print(Text(harmless(text)))
+
+
 @contextmanager
 def only_data_on_stdout() -> Iterator[None]:
     """While the context is open, output of users' kernels and of libraries, from Python or C, goes to stderr."""
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "wb") as stdout, redirect_stdout(sys.stderr):
+    with (
+        os.fdopen(os.dup(1), "wb") as stdout,
+        os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace") as theirs,  # a kernel may close it
+        redirect_stdout(theirs),
+    ):
         os.dup2(2, 1)
         try:
             yield

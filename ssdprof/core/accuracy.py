@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from ssdprof.core.base import SLICES, Count, DType, NotNegative, Percent, Record, Size, TensorName
+from ssdprof.core.base import SLICES, Count, DType, NotNegative, Percent, Position, Record, Size, TensorName, unique
 
 
 class Match(Record):
-    tolerance: float  # atol = rtol
+    tolerance: NotNegative  # atol = rtol
     match_pct: Percent
 
 
@@ -28,11 +29,21 @@ class Deviation(Record):
     rms_ratio: NotNegative | None  # rms(out - other) / rms(other); None: it is infinite
     max_abs: NotNegative
     worst_head: Count
-    worst_position: tuple[int, ...]
+    worst_position: Position
     nonfinite: Count
-    first_nonfinite: tuple[int, ...] | None = None
+    first_nonfinite: Position | None = None
     scale_max_abs: NotNegative | None = None
-    along: tuple[float | None, ...] = ()
+    along: Annotated[tuple[NotNegative | None, ...], Field(max_length=SLICES)] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Deviation:
+        unique("a tolerance", [one.tolerance for one in self.matches])
+        for position in filter(None, (self.worst_position, self.first_nonfinite)):
+            if math.prod(index + 1 for index in position) > self.elements:
+                raise ValueError(f"{position} is not within {self.elements} elements")
+        if self.nonfinite > self.elements or (self.nonfinite > 0) != (self.first_nonfinite is not None):
+            raise ValueError("first_nonfinite is the first of the nonfinite ones among the elements")
+        return self
 
     def match_pct(self, tolerance: float) -> float | None:
         return next((one.match_pct for one in self.matches if one.tolerance == tolerance), None)
@@ -45,7 +56,7 @@ class BudgetUse(Record):
     head: Count
     error: NotNegative
     budget: Annotated[float, Field(gt=0)]
-    position: tuple[int, ...]
+    position: Position
 
 
 TestName = Literal["gain", "rms", "column", "slice", "period"]

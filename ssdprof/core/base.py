@@ -7,10 +7,14 @@ measured; ratios, intervals and verdicts are properties, computed when they are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ssdprof.errors import HARMFUL, escaped
 
 VERSION: Final = 3  # of reports
 SMALLEST_DIFFERENCE: Final = 0.01
@@ -30,9 +34,15 @@ PlacementKind = Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"]
 KernelOrigin = Literal["model", "bundled"]  # the origin of the convolution and the gated norm around an operator
 PartName = Literal["operator", "convolution", "gated norm", "mixer", "attention", "MLP", "rest"]
 
-Count = Annotated[int, Field(ge=0)]
-Size = Annotated[int, Field(gt=0)]
-Microseconds = Annotated[float, Field(gt=0)]
+LONGEST_SEQLEN: Final = 1 << 24  # tokens of a call, and elements along any other axis
+MOST_STEPS: Final = 4096  # of decoding after a prompt, and ranks
+_MOST: Final = 1 << 62
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Size = Annotated[int, Field(gt=0, le=_MOST)]
+Length = Annotated[int, Field(gt=0, le=LONGEST_SEQLEN)]
+Processes = Annotated[int, Field(gt=0, le=MOST_STEPS)]
+Position = Annotated[tuple[Count, ...], Field(min_length=1)]  # an index for each axis
+Microseconds = Annotated[float, Field(ge=1e-3, le=1e12)]  # so that ratios of ratios and their intervals are finite
 NotNegative = Annotated[float, Field(ge=0)]
 Percent = Annotated[float, Field(ge=0, le=100)]
 
@@ -41,10 +51,33 @@ Item = TypeVar("Item")
 Key = TypeVar("Key")
 
 
+def _time(text: str) -> str:
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\+00:00|Z)", text):
+        raise ValueError("a time is ISO 8601 in UTC, to the second")
+    datetime.fromisoformat(text)
+    return text
+
+
+Time = Annotated[str, AfterValidator(_time)]
+
+
+def texts_made_harmless(value: Any) -> Any:
+    """The texts in a value, its lists and its dicts made harmless; records in it are so already."""
+    if isinstance(value, str):
+        return HARMFUL.sub(escaped, value)
+    if type(value) in (list, tuple) and value and isinstance(value[0], str | list | tuple):
+        return type(value)(map(texts_made_harmless, value))
+    if type(value) is dict:
+        return {texts_made_harmless(name): texts_made_harmless(one) for name, one in value.items()}
+    return value
+
+
 class Record(BaseModel):
-    """Base of every stored record."""
+    """Base of every stored record.  Its texts, which may come from anywhere, are harmless in every output."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    _harmless = model_validator(mode="before")(staticmethod(texts_made_harmless))
 
     def changed(self, **fields: Any) -> Self:
         """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
@@ -52,10 +85,16 @@ class Record(BaseModel):
         return type(self)(**(own | fields))
 
 
+def unique(what: str, names: Sequence[object]) -> None:
+    """ValueError if one of the names occurs twice."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"{what} occurs twice: {next(name for name in names if names.count(name) > 1)}")
+
+
 def first_fault(error: ValidationError) -> str:
     """The first error of a document: "cases.0.status: Field required"."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg']}"
+    return f"{'.'.join(map(str, first['loc'])) or 'the document'}: {first['msg'].removeprefix('Value error, ')}"
 
 
 class PrecisionRecord(Record):

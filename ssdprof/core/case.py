@@ -15,6 +15,7 @@ from ssdprof.core.base import (
     Count,
     DType,
     KernelOrigin,
+    Length,
     Microseconds,
     NotNegative,
     PartName,
@@ -26,6 +27,7 @@ from ssdprof.core.base import (
     Size,
     Status,
     TensorName,
+    unique,
 )  # fmt: skip
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import CallRef, Ceilings, Dims, LayerRef, tokens
@@ -48,7 +50,7 @@ class Drawn(Record):
     packed: bool = False
     layout: Literal["contiguous", "views"] = "contiguous"
     ways: tuple[str, ...] = ()
-    checked: int | None = None
+    checked: Size | None = None
 
 
 def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
@@ -83,8 +85,8 @@ class Summary(Record):
     @model_validator(mode="after")
     def _ordered(self) -> Summary:
         for one in filter(None, (self.call, self.device, *self.over.values())):
-            if not 0 < one.low <= one.value <= one.high:
-                raise ValueError(f"{one.value} is not within its interval, or not above 0")
+            if not 1e-12 < one.low <= one.value <= one.high < 1e12:
+                raise ValueError(f"{one.value} is not within its interval, or impossible")
         return self
 
 
@@ -93,11 +95,11 @@ class Launch(Record):
 
     kernel: str
     config: dict[str, int | str | bool]
-    registers: int | None = None
-    spills: int | None = None
-    shared_bytes: int | None = None
-    warps_pct: float | None = None  # resident warps as a share of the most that an SM holds
-    blocks_per_sm: int | None = None
+    registers: Count | None = None
+    spills: Count | None = None
+    shared_bytes: Count | None = None
+    warps_pct: Percent | None = None  # resident warps as a share of the most that an SM holds
+    blocks_per_sm: Count | None = None
 
 
 class Memory(Record):
@@ -116,7 +118,7 @@ class FirstCall(Record):
     """From the call to the end of the GPU's work.  compiled: seconds of each kernel that was not in Triton's cache."""
 
     seconds: NotNegative
-    compiled: dict[str, float] = Field(default_factory=dict)
+    compiled: dict[str, NotNegative] = Field(default_factory=dict)
 
 
 class ChunkTrial(Record):
@@ -125,7 +127,7 @@ class ChunkTrial(Record):
     chunk_size: Size
     result: Result
     reason: str = ""
-    device_us: float | None = None  # of a few replays, which select the fastest size
+    device_us: Microseconds | None = None  # of a few replays, which select the fastest size
     first_call: FirstCall | None = None
 
 
@@ -147,6 +149,12 @@ class Interval(Record):
     low: float
     high: float
 
+    @model_validator(mode="after")
+    def _ordered(self) -> Interval:
+        if self.low > self.high:
+            raise ValueError("low is above high")
+        return self
+
 
 class AnswerBand(Record):
     """Positions start..stop of the prompt.
@@ -165,8 +173,8 @@ class AnswerBand(Record):
     flips: Count
     flip_margin_median: float | None
     worst_flip: Flip | None  # the one with the largest margin
-    reference_perplexity: float | None
-    perplexity: float | None
+    reference_perplexity: NotNegative | None
+    perplexity: NotNegative | None
     perplexity_increase_pct: float | None
     perplexity_interval_pct: Interval | None
 
@@ -250,10 +258,10 @@ class Prefill(Record):
     alone: LayerRef
     attention: str
     convolution: str
-    alone_us: float | None = None
+    alone_us: NotNegative | None = None
     parts: tuple[PartTime, ...] = ()
     peak_bytes: Count | None = None
-    logits_rms: float | None = None
+    logits_rms: NotNegative | None = None
     same_token: bool | None = None
     left_to_model: tuple[str, ...] = ()
 
@@ -290,8 +298,8 @@ class Case(Record):
     prefill: Prefill | None = None
     call: CallRef | None = None
     dims: Dims | None = None
-    batch: Size
-    seqlen: Size
+    batch: Length
+    seqlen: Length
     inputs: str = ""
     implementation: str
     kind: Literal["bundled", "library", "own"] = "bundled"
@@ -311,7 +319,7 @@ class Case(Record):
     work: Work | None = None
     memory: Memory | None = None
     launches: tuple[Launch, ...] = ()
-    chunk_size: int | None = None
+    chunk_size: Length | None = None
     trials: tuple[ChunkTrial, ...] = ()
     first_call: FirstCall | None = None
 
@@ -325,6 +333,10 @@ class Case(Record):
             raise ValueError("times belong only to a case that ran")
         if self.samples and self.summary:
             raise ValueError("times are either samples or a summary")
+        if self.layer and any(len(one.vs_oracle.worst_position) < 2 for one in self.accuracy):
+            raise ValueError("a position has an index for each axis")
+        unique("samples", [(one.process, one.clock) for one in self.samples])
+        unique("a tensor", [one.tensor for one in self.accuracy])
         return self
 
     # --- names

@@ -179,6 +179,9 @@ def of_options(
     gates: Iterable[str] = (),
 ) -> tuple[Condition, ...]:
     """The conditions of the options with these names; gates: of --gate.  Raises BadInputError for an invalid one."""
+    for option, number in (("--min-speedup", min_speedup), ("--max-rms-ratio", max_rms_ratio)):
+        if number is not None and not 0 <= number < math.inf:
+            raise BadInputError(f"{option} is not a ratio: {number}.", "Give a number, 0 or more, such as 1.5.")
     if max_kl is not None and not 0 <= max_kl < math.inf:
         raise BadInputError(
             f"--max-kl is not a divergence: {max_kl}.", "Give a number of nats, 0 or more, such as 0.001."

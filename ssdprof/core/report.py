@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from ssdprof.core.base import SMALLEST_DIFFERENCE, Clock, Count, NotNegative, PrecisionRecord, Record, Size
+from pydantic import Field, model_validator
+
+from ssdprof.core.base import (
+    SMALLEST_DIFFERENCE,
+    Clock,
+    Count,
+    NotNegative,
+    PrecisionRecord,
+    Processes,
+    Record,
+    Size,
+    Time,
+    unique,
+)
 from ssdprof.core.case import Case
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.core.subject import Cast, Ceilings, CheckpointRef, Clocks, Environment, LayerRef, Placement, Prompt
+
+_METRICS = (
+    "speedup", "time", "match", "rms", "memory", "launches", "kl", "top1", "perplexity", "perplexity-increase",
+    "slower", "slower-call",
+)  # fmt: skip
 
 
 class Condition(Record):
@@ -22,10 +40,19 @@ class Condition(Record):
 
     metric: str
     at: str = ""
-    limit: float
+    limit: NotNegative
     percent: bool = False
     to_base: bool = False
     spelling: str = ""
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Condition:
+        if self.metric not in _METRICS:
+            raise ValueError(f"there is no metric {self.metric}")
+        places = {"match": ("0", "1e-3", "1e-2"), "time": ("call", "device"), "slower-call": ("call",)}
+        if self.at and self.metric != "speedup" and self.at not in places.get(self.metric, ()):
+            raise ValueError(f"there is no {self.metric} at {self.at}")
+        return self
 
 
 class Verdict(Record):
@@ -108,7 +135,7 @@ class Report(Record):
     version: Literal[3]  # `base.VERSION`
     kind: Literal["run", "bench", "prefill", "answers", "tune"]
     id: str
-    created: str
+    created: Time
     command: tuple[str, ...]
     ssdprof_version: str
     subject: str
@@ -118,12 +145,12 @@ class Report(Record):
     conditions: tuple[Condition, ...] = ()
     baseline: str
     matched_with: str = ""
-    smallest_difference: NotNegative = SMALLEST_DIFFERENCE
+    smallest_difference: Annotated[float, Field(ge=0, lt=1)] = SMALLEST_DIFFERENCE
     prompts: tuple[Prompt, ...] = ()
-    segment_length: int | None = None
+    segment_length: Size | None = None
     cast: Cast | None = None
-    tensor_parallel: Size = 1
-    ranks: Size = 1
+    tensor_parallel: Processes = 1
+    ranks: Processes = 1
     capture_complete: bool = True  # False: the replayed capture was interrupted
     placement: Placement | None = None  # of the weights; None for stored captures
     kernels: str = ""
@@ -131,6 +158,18 @@ class Report(Record):
     notes: tuple[str, ...] = ()  # for the reader, in sentences
     cases: tuple[Case, ...] = ()
     processes: tuple[ProcessLine, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Report:
+        unique("a case", [case.name for case in self.cases])
+        unique("a requested case", self.requested)
+        unique("a process", [one.process for one in self.processes])
+        if len(self.processes) > self.ranks:
+            raise ValueError(f"it has {len(self.processes)} processes of {self.ranks}")
+        for case in self.cases:
+            if case.status == "ran" and (case.layer or case.drawn) and not case.tensor("out"):
+                raise ValueError(f"{case.name} ran, and nothing says what it computed")
+        return self
 
     # --- of all processes
 

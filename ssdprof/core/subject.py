@@ -7,16 +7,28 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, computed_field
+from pydantic import Field, computed_field, model_validator
 
-from ssdprof.core.base import VERSION, Count, DType, PlacementKind, Record, Size, StoredDType
+from ssdprof.core.base import (
+    LONGEST_SEQLEN,
+    MOST_STEPS,
+    VERSION,
+    Count,
+    DType,
+    Length,
+    PlacementKind,
+    Record,
+    Size,
+    StoredDType,
+    unique,
+)
 
 # Quantisations whose weights transformers decodes to 16 bit on loading.
 DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 
 
 class LayerRef(Record):
-    index: int  # position among the model's decoder layers
+    index: Annotated[int, Field(ge=0, lt=1 << 16)]  # position among the model's decoder layers
     name: str  # module path in the full model, "model.layers.3.mamba"
     operator: str  # its name: see ssdprof.operators
 
@@ -30,11 +42,11 @@ class Dims(Record):
     """
 
     operator: str
-    batch: Size
-    seqlen: Size
-    chunk_size: int | None
+    batch: Length
+    seqlen: Length
+    chunk_size: Length | None
     dtype: DType
-    sizes: dict[str, int]
+    sizes: dict[str, Size]
     words: str
 
     def __str__(self) -> str:
@@ -54,9 +66,15 @@ class CallRef(Record):
 
     kind: Literal["packed", "chunk", "decode"]
     number: Size
-    count: Size
-    prompt_seqlen: Size
-    sequences: Size
+    count: Length
+    prompt_seqlen: Length
+    sequences: Length
+
+    @model_validator(mode="after")
+    def _within(self) -> CallRef:
+        if self.number > self.count:
+            raise ValueError(f"there is no call {self.number} of {self.count}")
+        return self
 
     def __str__(self) -> str:
         """ "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in 3 packed sequences"."""
@@ -76,9 +94,9 @@ class Serving(Record):
     decode: tokens that the model generates after the prompt, one call of every operator for each.
     """
 
-    packed: tuple[int, ...] = ()
-    chunk: int | None = None
-    decode: int = 0
+    packed: tuple[Length, ...] = ()
+    chunk: Annotated[int, Field(ge=2, le=LONGEST_SEQLEN)] | None = None
+    decode: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
 
     def calls(self, seqlen: int, batch: int = 1) -> tuple[CallRef | None, ...]:
         """Every call of one layer's operator on a prompt of `seqlen` tokens; None: the whole prompt in one call."""
@@ -176,9 +194,9 @@ class Placement(Record):
     kind: PlacementKind
     device: str
     held: tuple[Held, ...]
-    predicted_peak_bytes: int | None
+    predicted_peak_bytes: Count | None
     streamed_layer_bytes: Count = 0
-    bytes_per_s: float | None = None
+    bytes_per_s: Annotated[float, Field(gt=0)] | None = None
     forward_calls: Count = 1
 
     @property
@@ -200,8 +218,15 @@ class CheckpointRef(Record):
     layer_count: Size  # all decoder layers
     siblings: tuple[str, ...] = ()  # other members when `requested` was a family name
     quantization: str | None = None  # quant_method; its error is then part of the captured values
-    trained_context: int | None = None
+    trained_context: Size | None = None
     random_weights: bool = False  # according to the config
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CheckpointRef:
+        unique("a layer", [layer.index for layer in self.layers])
+        if any(layer.index >= self.layer_count for layer in self.layers):
+            raise ValueError(f"there are only {self.layer_count} layers")
+        return self
 
     def __str__(self) -> str:
         """ "ibm-granite/granite-4.0-h-small@1234567890ab"."""
@@ -212,10 +237,18 @@ class Prompt(Record):
     kind: Literal["default", "file", "random"]
     source: str  # the text, in words, without a path
     tokenizer: str
-    seqlen: Size  # of each sequence; of all packed sequences together
-    batch: Size = 1
+    seqlen: Length  # of each sequence; of all packed sequences together
+    batch: Length = 1
     token_sha256: str  # of the little-endian int64 ids
     serving: Serving = Serving()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Prompt:
+        if self.seqlen * self.batch > LONGEST_SEQLEN:
+            raise ValueError(f"a prompt has at most {LONGEST_SEQLEN:,} tokens")
+        if self.serving.packed and sum(self.serving.packed) != self.seqlen:
+            raise ValueError("packed sequences have the tokens of the prompt")
+        return self
 
 
 class Cast(Record):
@@ -248,7 +281,7 @@ class LayerCapture(Record):
     """
 
     layer: LayerRef
-    seqlen: Size  # of the call
+    seqlen: Length  # of the call
     call: CallRef | None = None
     file: str  # safetensors file in the manifest's folder
     tensors: dict[str, TensorRecord]
@@ -274,6 +307,14 @@ class CaptureManifest(Record):
     segment_length: Size  # tokens per forward call of the model
     layers: tuple[LayerCapture, ...]
     complete: bool
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CaptureManifest:
+        unique("a file", [one.file for one in self.layers])
+        unique("a call", [(one.layer.index, one.seqlen, one.call) for one in self.layers])
+        if any(one.layer.index >= self.checkpoint.layer_count for one in self.layers):
+            raise ValueError(f"there are only {self.checkpoint.layer_count} layers")
+        return self
 
 
 def scalars_hash(scalars: Mapping[str, int | float | bool | str | None]) -> str:

@@ -32,6 +32,7 @@ from ssdprof.jobs.substitute import Compute, by_layer, implemented, precisions_o
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.answers import Divergence, bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
+from ssdprof.measure.isolate import while_it_runs
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.implementations import ImplementationCache, required
@@ -211,10 +212,11 @@ class PromptAnswers:
             handler = by_layer(
                 self._prompt.mixers, changed.compute, layers=changed.layers, elsewhere=self._reference.compute
             )
-            divergence = self._divergence(hidden_states(self._prompt, handler))
-            if (position := first_nonfinite(divergence)) is not None:
-                return case.changed(answers=found.changed(nonfinite=position))
-            generated = None if changed.alone is not None else self._generated(changed)
+            with while_it_runs(case):
+                divergence = self._divergence(hidden_states(self._prompt, handler))
+                if (position := first_nonfinite(divergence)) is not None:
+                    return case.changed(answers=found.changed(nonfinite=position))
+                generated = None if changed.alone is not None else self._generated(changed)
         except MissingCapabilityError as error:
             if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise

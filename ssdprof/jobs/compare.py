@@ -39,6 +39,7 @@ from ssdprof.measure.first_run import (
     refuse_if_lost,
     timed_first_call,
 )
+from ssdprof.measure.isolate import while_it_runs
 from ssdprof.measure.roofline import SMLimits, with_occupancy
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.sampling import Samples as Recordings
@@ -147,8 +148,9 @@ class Comparer:
             del outputs, runs  # the probes need memory
             with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
                 for entry, case in cases.items():
-                    if case.result == "passed" and (probes := entry.probes(seconds[entry])):
-                        cases[entry] = case.changed(probes=probes)
+                    with while_it_runs(case):
+                        if case.result == "passed" and (probes := entry.probes(seconds[entry])):
+                            cases[entry] = case.changed(probes=probes)
                     advance(1)
         return {entry: _Verified(entry=entry, case=case, bits=bits.get(entry)) for entry, case in cases.items()}
 
@@ -163,7 +165,8 @@ class Comparer:
             return output
 
         try:
-            found = first_run(call, run)
+            with while_it_runs(entry.case):
+                found = first_run(call, run)
         except TimeIsUp:
             if self.deadline.exhausted:
                 raise BudgetSpent(f" in the first call of {call.label}") from None
@@ -281,7 +284,8 @@ class Comparer:
             return words and f"with other numbers at the same addresses of the inputs, {words}"
 
         calls = [one.entry.call for one in named.values()]
-        with _changeable(calls) as scale:
+        owns = next((one.case for one in group if one.case.kind == "own"), None)
+        with while_it_runs(owns), _changeable(calls) as scale:
             session = time_in_turns(
                 {name: one.entry.call.run for name, one in named.items()},
                 timer,
@@ -388,6 +392,8 @@ def _borrowed(verdict: Case, case: Case, output: Output) -> dict[str, Any]:
 
     The slower of its two first calls counts, because the other found its kernels in Triton's cache.
     """
+    if verdict.status != "ran":
+        return {"status": verdict.status, "reason": verdict.reason}
     slower = max(verdict.first_call, case.first_call, key=lambda first: first.seconds if first else 0.0)
     finite = all(bool(tensor.isfinite().all()) for tensor in output)
     return {"accuracy": verdict.accuracy, "first_call": slower} | ({} if finite else {"nonfinite": True})

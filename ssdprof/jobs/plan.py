@@ -21,6 +21,7 @@ from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.memory import (
     SEGMENT_LENGTHS,
     MemoryEstimate,
@@ -31,7 +32,7 @@ from ssdprof.capture.memory import (
 )
 from ssdprof.capture.store import CapturedLayer
 from ssdprof.capture.tokenizer import build_prompt
-from ssdprof.checkpoint.load import DType, LocalCheckpoint, check_space, fetch, fetch_tokenizer, load_model
+from ssdprof.checkpoint.load import DType, LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.meta import (
     DeviceMap,
     Place,
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
 OnLayer = Callable[[CapturedLayer], object]
 KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
-_BROKEN_OFF = "This capture was interrupted: layers or prompts may be missing, and a run of it cannot pass."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +344,7 @@ def plan(found: Subject | Stored, request: CaptureRequest, *, tensor_parallel: i
             dims=stored_dims(found.chosen[0]).words,
             files=tuple(PlannedFile(name=name, size_bytes=size, cached=True) for name, size in sizes.items()),
             weight_bytes=0,
-            notes=() if found.manifest.complete else (_BROKEN_OFF,),
+            notes=() if found.manifest.complete else (BROKEN_OFF,),
         )
     files = found.located.files(found.deepest_layer, head=found.whole)
     return of(
@@ -357,13 +357,15 @@ def plan(found: Subject | Stored, request: CaptureRequest, *, tensor_parallel: i
 
 
 def check_start(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
-    """Raise if a model would not run: no placement fits, a prompt cannot be built, or there is no room to download."""
+    """Raise if it would not run: no placement fits, a prompt cannot be built, the weights cannot be fetched, their
+    headers do not fit the config, or stored captures are damaged."""
     if isinstance(found, Stored):
+        store.check(found.folder, found.manifest, found.chosen)
         return
     if planned.placement is None:
         choose(request, found).check_disk()
     build_prompts(request, found)
-    check_space(found.located, found.deepest_layer, head=found.head)
+    check_fetch(found.located, found.deepest_layer, head=found.head)
 
 
 def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
@@ -395,11 +397,10 @@ def stored_dims(capture: LayerCapture) -> Dims:
             for name, record in capture.tensors.items()
         }
         inputs = operator.inputs(**tensors, **operator.binding.arguments(capture.scalars))
+        return operator.judged.dims(inputs)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInputError(
-            f"The stored {capture.layer.name} cannot be replayed: {library_message(error)}.", "Capture again."
-        ) from error
-    return operator.judged.dims(inputs)
+        why_not = library_message(error)
+        raise BadInputError(f"The stored {capture.layer.name} cannot be replayed: {why_not}.", AGAIN) from error
 
 
 # --- the model

@@ -17,6 +17,7 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
+from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.store import CapturedLayer, token_major
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
 from ssdprof.core.case import Case, call_size
@@ -40,6 +41,7 @@ from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, work_of
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
+from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
 from ssdprof.progress import Watcher
@@ -318,6 +320,8 @@ def _replaying(
             writer.captured(captured.layer, captured.remark)
             if lost:
                 writer.note(f"{where}: {lost}")
+            if zero := zeros(inputs):
+                writer.note(f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may pass.")
             dims = operators.of(inputs).judged.dims(inputs)
             pairs = resolved.pairs(captured.layer.operator, dims.dtype, wanted, captured.call)
             prompt = (dims.seqlen, dims.batch)
@@ -408,6 +412,12 @@ def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
     return token_major(replace(inputs, **changed)), remark
 
 
+def zeros(inputs: Any) -> list[str]:
+    """The activations that are 0 everywhere."""
+    given = tensors.tensors(inputs)
+    return [name for name in operators.of(inputs).binding.views if not given[name].any()]
+
+
 def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
     """A phrase on numbers that became infinite or 0."""
     infinite = int((before.isfinite() & ~after.isfinite()).sum())
@@ -421,6 +431,12 @@ def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]
 # --- captures without a comparison
 
 
+def check_capture(out: Path | None, *, overwrite: bool) -> None:
+    """Raise if `capture` would refuse the folder or this machine; `--dry-run` calls it too."""
+    captures.check_folder(out, overwrite=overwrite)
+    limits.check_capture()
+
+
 def capture(
     request: CaptureRequest, out: Path | None, *, overwrite: bool, watcher: Watcher, subject: Subject | None = None
 ) -> tuple[Path, CaptureManifest]:
@@ -428,8 +444,7 @@ def capture(
 
     subject: the result of `find` for the request, if it was called before.
     """
-    captures.check_folder(out, overwrite=overwrite)
-    limits.check_capture()
+    check_capture(out, overwrite=overwrite)
     if why := unusable_gpu():
         watcher.say(f"This capture uses the CPU.  {why}")
     subject = subject or find(request)
@@ -451,7 +466,8 @@ def _reporting_interrupt(writer: captures.CaptureWriter, calls: int) -> Iterator
         with writer:
             yield writer
     except KeyboardInterrupt:
-        if not writer.manifest.layers:
+        kept = read_manifest(writer.folder)
+        if kept.complete or not kept.layers:
             raise
-        kept = f"What was captured is kept in {writer.folder}, marked as incomplete"
-        raise KeyboardInterrupt(f"{kept}: {len(writer.manifest.layers):,} of {plural(calls, 'call')}.") from None
+        where = f"What was captured is kept in {writer.folder}, marked as incomplete"
+        raise KeyboardInterrupt(f"{where}: {len(kept.layers):,} of {plural(calls, 'call')}.") from None

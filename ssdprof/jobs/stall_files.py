@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,11 +24,11 @@ def dump(report: StallReport) -> str:
 def load(file: Path) -> StallReport:
     """Reads the output of `dump`.  Raises BadInputError if it cannot be read or has another version."""
     try:
-        text = file.read_text(encoding="utf-8")
-        version = json.loads(text).get("stalls_version")
+        document = files.read_json(file)
+        version = document.get("stalls_version")
         if version != STALLS_VERSION:
             raise BadInputError(f"{file} has version {version}; this ssdprof reads {STALLS_VERSION}.", _AGAIN)
-        return StallReport.model_validate_json(text)
+        return StallReport.model_validate(document)
     except OSError as error:
         raise BadInputError(f"{file} cannot be read: {error.strerror}.") from error
     except (ValueError, AttributeError) as error:

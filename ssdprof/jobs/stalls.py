@@ -68,7 +68,7 @@ def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]
     If ncu cannot run, the report has the reason (`missing`) and the resources that Triton reports.
     Raises MissingCapabilityError without a GPU.
     """
-    _require_gpu()
+    require_gpu_for_stalls()
     run = _run(request)
     with _opened(request, run) as folder:
         if run is None:
@@ -86,7 +86,7 @@ def profile_run(
     The tensors are those that the run read or stored, else newly captured ones.
     asked: the request of the run.  tuned: see `StallRequest`.  Raises what `profile` raises.
     """
-    _require_gpu()
+    require_gpu_for_stalls()
     layer = report.captured[len(report.captured) // 2].index
     longest = max(prompt.seqlen for prompt in report.prompts)
     # the prompt as one call of every operator, without decode steps; a pack is drawn with the same lengths
@@ -180,7 +180,8 @@ def _launch(
     return launched, tuple(left_out)
 
 
-def _require_gpu() -> None:
+def require_gpu_for_stalls() -> None:
+    """MissingCapabilityError without a GPU."""
     if limits.device().type != "cuda":
         raise MissingCapabilityError(
             "Warp stalls need an NVIDIA GPU, and this machine has none.",

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ssdprof import operators
 from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
-from ssdprof.capture.prompt import LONGEST_SEQLEN
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import select_layers
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.request import CaptureRequest

@@ -4,7 +4,7 @@ A call that hangs is stopped; one that crashes takes its own process with it, an
 the call lie between guards, which hold bytes of 0xFF, a NaN in every floating dtype, so that reads out of bounds give
 NaN in the output.
 
-    python -m ssdprof.measure.isolate FOLDER
+    python -m ssdprof.measure.isolate FOLDER PARENT
 
 FOLDER holds the calls, and gets a `FirstCallVerdict` of each.
 """
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof import operators
 from ssdprof.core.base import PrecisionRecord, Record, Status
+from ssdprof.core.case import Case
 from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.registry import Implementation
@@ -167,6 +168,22 @@ def _extent(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+@contextmanager
+def while_it_runs(case: Case | None) -> Iterator[None]:
+    """If the process ends in the block, its parent knows which case ran.  Restores what a kernel may have changed."""
+    folder, grad, dtype = Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()
+    if case:
+        child.tell(f"case {case.model_dump_json(exclude_defaults=True)}")
+    try:
+        yield
+    finally:
+        child.tell("case")
+        with suppress(OSError):
+            os.chdir(folder)
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+
+
 # --- first calls in another process
 
 FIRST_CALL_S = 180.0
@@ -225,7 +242,7 @@ def _tried(
         }
         torch.save(request, folder / _CALL)
         tensors.release_cache(inputs)
-        command = [*child.python("ssdprof.measure.isolate"), name]
+        command = [*child.python("ssdprof.measure.isolate"), name, str(os.getpid())]
         code = _run(command, folder / _WORDS, limit_s * len(several) + _START_S)
         lines = (folder / _VERDICTS).read_text(encoding="utf-8").splitlines() if (folder / _VERDICTS).is_file() else []
         found = [FirstCallVerdict.model_validate_json(line) for line in lines]
@@ -290,6 +307,7 @@ class BoundKernel:
 
 def main() -> None:
     """Make the calls that the folder describes, and write a verdict after each."""
+    child.end_with(int(sys.argv[2]))
     folder = Path(sys.argv[1])
     request = torch.load(folder / _CALL, weights_only=True)
     operator = operators.get(request["operator"])

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
+from ssdprof.environment.child import supervised
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message, nearest
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import input_dtype
@@ -257,8 +258,16 @@ def own_implementation(operator: Operator[Any], name: str, function: Callable[..
 
     def run(inputs: Any, precision: Precision) -> Output:
         index = tensors.device(inputs).index  # Triton launches on the current GPU; -1 is none
-        with torch.cuda.device(-1 if index is None else index):
-            output = function(inputs, precision=precision) if has_precision else function(inputs)
+        try:
+            with torch.cuda.device(-1 if index is None else index):
+                output = function(inputs, precision=precision) if has_precision else function(inputs)
+        except Exception:
+            raise
+        except BaseException as error:  # SystemExit, GeneratorExit, or an interrupt, which may be the user's
+            users = isinstance(error, KeyboardInterrupt) and not supervised()
+            if users or type(error).__module__.startswith("ssdprof."):
+                raise
+            raise RuntimeError(f"{name} raised {library_message(error)}") from None
         if not isinstance(output, tuple | list) or len(output) != 2:
             raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
         for what, tensor in zip(("out", "final_states"), output, strict=True):

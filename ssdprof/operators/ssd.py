@@ -274,7 +274,8 @@ def gate(inputs: SSDInputs, span: Span) -> Gate:
     if inputs.dt_softplus:
         dt = torch.nn.functional.softplus(dt)
     dt = rounding.split_chunks(dt.clamp(*inputs.dt_limit), inputs.power_of_two_chunk).transpose(1, 2)
-    return rounding.Gate(exponents=rounding.running_sum(dt * inputs.A.float()[:, None]), dt=dt)
+    A = inputs.A.float().clamp(min=-1e30)  # -inf times a step of 0 would be NaN
+    return rounding.Gate(exponents=rounding.running_sum(dt * A[:, None]), dt=dt)
 
 
 def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> torch.Tensor:

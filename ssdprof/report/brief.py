@@ -14,7 +14,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import DType, Intermediates, precisions_for
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
-from ssdprof.errors import BadInputError, SsdprofError
+from ssdprof.errors import BadInputError, SsdprofError, harmless
 from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
@@ -230,7 +230,7 @@ def runs(found: Sequence[_Stored]) -> Table | None:
         return f"{verdict_word(row[1])}{'' if row[1].complete else ', partial'}"
 
     columns: tuple[Column[_Stored], ...] = (
-        text("run", lambda row: row[0].name),
+        text("run", lambda row: harmless(row[0].name)),
         *lifted(
             readable,
             text("started", lambda report: when(report.created)),
@@ -240,7 +240,7 @@ def runs(found: Sequence[_Stored]) -> Table | None:
         ),
         text("verdict", verdict),
     )
-    note = "  ".join(f"{path.name}: {one.message}" for path, one in found if isinstance(one, SsdprofError))
+    note = "  ".join(harmless(f"{path.name}: {one.message}") for path, one in found if isinstance(one, SsdprofError))
     return table("Runs", columns, found, note=note)
 
 

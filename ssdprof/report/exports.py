@@ -24,6 +24,7 @@ from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Dims, LayerRef
+from ssdprof.errors import printable
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN
 from ssdprof.report.document import compose, subject
@@ -78,8 +79,14 @@ def csv(report: Report) -> str:
     text = io.StringIO()
     writer = DictWriter(text, list(_row(report, _EMPTY)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_row(report, case) for case in rows(report))
+    writer.writerows({name: _no_formula(one) for name, one in _row(report, case).items()} for case in rows(report))
     return text.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    """A text that a spreadsheet would compute gets an apostrophe."""
+    is_text = not isinstance(value, int | float | None)
+    return f"'{value}" if is_text and str(value)[:1] in tuple("=+-@\t\r") else value
 
 
 def _row(report: Report, case: Case) -> Row:
@@ -346,8 +353,8 @@ def outputs(report: Report) -> dict[str, str]:
     }
     return {
         "passed": "true" if outcome(report).passed else "false",
-        "verdict": fmt.cut(" ".join(" ".join(line.text for line in verdict_lines(report)).split()), LONGEST_MESSAGE),
-        "run": identity(report),
+        "verdict": fmt.cut(printable(" ".join(line.text for line in verdict_lines(report))), LONGEST_MESSAGE),
+        "run": printable(identity(report)),
         **{name: "" if value is None else f"{value:.6g}" for name, value in worst.items()},
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
     size: width and height in inches.  legend: columns of the legend below the axes; 0: none.
     """
     # late: it takes most of a second, and few commands draw
+    os.environ["MPLBACKEND"] = "svg"  # the user's may be unknown here, and no figure has a window
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -8,11 +8,13 @@ as well.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,8 +27,18 @@ from ssdprof.core.base import VERSION, first_fault
 from ssdprof.core.case import Case
 from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import LayerRef
+from ssdprof.environment.child import tell
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
-from ssdprof.files import check_writable, safe_name, uninterrupted, unwritable, write_text
+from ssdprof.files import (
+    check_writable,
+    open_to_append,
+    parse_json,
+    regular,
+    safe_name,
+    uninterrupted,
+    unwritable,
+    write_text,
+)
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
 
@@ -44,7 +56,7 @@ class Writer:
     def __init__(self, folder: Path, header: Report, file: BinaryIO | None) -> None:
         self.folder = folder
         self.report = header.changed(processes=(ProcessLine(process=uuid4().hex[:8]),), ranks=header.ranks)
-        self._file = file
+        self._file, self._path = file, Path(file.name) if file else None
         self._on_disk: ProcessLine | None = None
         self._due_s = 0.0
         self._cases: dict[str, Case] = {}
@@ -86,6 +98,14 @@ class Writer:
             self._write({"process": line.model_dump(mode="json", exclude_defaults=True)})
             self._on_disk, self._due_s = line, time.monotonic() + _LATER
 
+    def kept(self) -> Report:
+        """The report with those cases that can be read back."""
+        there: set[str] = set()
+        with suppress(SsdprofError):
+            if self._path and (self.folder / HEADER).is_file():
+                there = {case.name for case in _lines(self._path)[0]}
+        return self.report.model_copy(update={"cases": tuple(one for one in self.report.cases if one.name in there)})
+
     def captured(self, layer: LayerRef, remark: str = "") -> None:
         """A layer's inputs have been taken.  remark: a sentence on how, for the notes."""
         line = self.report.first
@@ -107,6 +127,8 @@ class Writer:
         if self._file is None:
             return
         try:
+            if not os.path.isfile(self.folder / HEADER):
+                raise FileNotFoundError(errno.ENOENT, "It was removed")
             self._file.write(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
             self._file.flush()
         except OSError as error:
@@ -170,6 +192,7 @@ def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | No
         if ranks:
             ranks.tell(f"{rank}/open")
         writer = Writer(path, header, file)
+        tell(f"report {rank} {path.resolve()}")
         try:
             yield writer
             writer.update(complete=True)
@@ -211,7 +234,9 @@ def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> st
         writer.flush()
     except SsdprofError:  # the disk may be what ended it
         pass
-    report = writer.report
+    report = writer.kept()
+    if not report.cases:
+        return "What was done could not be kept."
     layers, cases = len(report.captured), len(report.of_calls) + len(report.of_prefill)
     answers = len(report.of_answers)
     parts = [f"{cases} case{'s' * (cases != 1)}"] if cases or not answers else []
@@ -219,6 +244,30 @@ def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> st
         parts[0] += f" of {layers} layer{'s' * (layers != 1)}"
     parts += [f"{answers} case{'s' * (answers != 1)} of answers"] if answers else []
     return f"What was done is kept in {writer.folder}, marked as partial: {' and '.join(parts)}."
+
+
+def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
+    """Note in a rank's lines why its process ended, which could not do so.  The report, if there is anything in it.
+
+    case: the one that ran then, as JSON; empty if none did.
+    """
+    file = folder / f"cases.{rank}.jsonl"
+    if not file.is_file() or not (folder / HEADER).is_file():
+        return None
+    with _locked(folder, file) as opened_file:
+        opened_file.truncate(file.read_bytes().rfind(b"\n") + 1)  # without a line that was not written to its end
+        cases, process = _lines(file)
+        header = _document(folder / HEADER)
+        writer = Writer(folder, header.changed(cases=()), opened_file)
+        if case:
+            writer.case(Case.model_validate_json(case).changed(status="failed", reason=why))
+        elif not cases:
+            return None
+        writer.report = writer.report.model_copy(update={"processes": (process or writer.report.first,)})
+        if not writer.report.first.complete:
+            writer.update(ended=why)
+            writer.flush()
+    return load(folder)[1]
 
 
 def _wait(path: Path, ranks: Ranks) -> None:
@@ -262,7 +311,7 @@ def _locked(folder: Path, path: Path) -> Iterator[BinaryIO]:
     """The file for appending, which this process alone writes to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
+        file = open_to_append(path)
     except OSError as error:
         raise unwritable(folder, error) from error
     with file:
@@ -350,8 +399,8 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
 def _document(file: Path) -> Report:
     text = _text(file)
     try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(text)
+    except ValueError as error:
         raise BadInputError(f"{file}: not JSON: {library_message(error)}.", "It may be cut off or damaged.") from error
     version = document.get("version") if isinstance(document, dict) else None
     if version != VERSION:
@@ -360,7 +409,7 @@ def _document(file: Path) -> Report:
     try:
         return Report.model_validate(document)
     except ValidationError as error:
-        raise BadInputError(f"{file}: {first_fault(error)}.", _AGAIN) from error
+        raise BadInputError(f"{file} is damaged at {first_fault(error)}.", _AGAIN) from error
 
 
 def _folder(path: Path) -> Report:
@@ -387,23 +436,24 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
     cases, process = list[Case](), None
     for number, line in enumerate(_text(file).split("\n")[:-1], start=1):
         try:
-            match json.loads(line):
+            match parse_json(line):
                 case {"case": found}:
                     cases.append(Case.model_validate(found))
                 case {"process": found}:
                     process = _PROCESS.validate_python(found)
                 case _:
-                    raise BadInputError(f"{file}, line {number} is neither a case nor a process.", _AGAIN)
+                    raise BadInputError(f"{file} is damaged: line {number} is neither a case nor a process.", _AGAIN)
         except ValidationError as error:
-            raise BadInputError(f"{file}, line {number}: {first_fault(error)}.", _AGAIN) from error
-        except (ValueError, RecursionError) as error:
-            raise BadInputError(f"{file}, line {number}: not JSON: {library_message(error)}.", _AGAIN) from error
+            raise BadInputError(f"{file} is damaged, line {number}: {first_fault(error)}.", _AGAIN) from error
+        except ValueError as error:
+            what = f"not JSON: {library_message(error)}"
+            raise BadInputError(f"{file} is damaged, line {number}: {what}.", _AGAIN) from error
     return cases, process
 
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return regular(file).read_text(encoding="utf-8")
     except OSError as error:
         raise unreadable(str(file), error, "Name a run's folder.") from error
     except UnicodeDecodeError as error:

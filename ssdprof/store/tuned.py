@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,8 +30,7 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
     if not file.is_file():
         return None, ""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        finds = TunedConfigs.model_validate(document)
+        finds = TunedConfigs.model_validate(files.read_json(file))
         for find in finds.finds:
             operators.get(find.calls.operator).tunable.config(find.settings)
     except (OSError, ValueError) as error:

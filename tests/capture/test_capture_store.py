@@ -234,7 +234,7 @@ def test_another_version(stored: Path, version: Any) -> None:
         (b"{}", "has version None"),
         (b"{", "it is not JSON"),
         (b"\xff\xfe", "it is not JSON"),
-        (b"[" * 10**5, "it is not JSON: maximum recursion depth"),
+        (b"[" * 10**5, "it is not JSON: it is nested too deeply"),
     ],
 )
 def test_a_damaged_manifest(stored: Path, content: bytes, words: str) -> None:

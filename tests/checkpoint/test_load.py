@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -473,6 +474,45 @@ def test_a_truncated_pickle_cannot_be_had(original_folder: Path, saved: Save) ->
     with pytest.raises(ModelUnavailableError, match="truncated or corrupt") as caught:
         load(original_folder, tokenizer=str(saved("mamba2")))
     assert caught.value.exit_code == ExitCode.MODEL_UNAVAILABLE
+
+
+A_LOG = "backbone.layers.0.mixer.A_log"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensor: tensor.bool(), "stored as bool"),
+        (lambda tensor: tensor.long(), "stored as int64"),
+        (lambda tensor: tensor.to(torch.complex64), "stored as complex64"),
+        (lambda tensor: tensor.to("meta"), "stored without its data"),
+        (lambda tensor: tensor.to_sparse(), "stored as a sparse tensor"),
+        (lambda tensor: [tensor], "holds no table of tensors"),
+    ],
+)
+def test_a_pickled_weight_is_a_table_of_floats(
+    original_folder: Path, saved: Save, change: Callable[[torch.Tensor], Any], words: str
+) -> None:
+    state: dict[str, Any] = original_state()
+    torch.save(state | {A_LOG: change(state[A_LOG])}, original_folder / PICKLE)
+    with pytest.raises(BadInputError, match=words):
+        load(original_folder, tokenizer=str(saved("mamba2")))
+
+
+@pytest.mark.parametrize("program", [b"", b".", b"\x80\x02.", b"h\x05.", b"X\x01\x00\x00\x00\xff.", b"\x80\x02]q\x00("])
+@pytest.mark.parametrize("in_archive", [True, False])
+def test_a_pickle_of_any_other_bytes_is_corrupt(
+    original_folder: Path, saved: Save, program: bytes, in_archive: bool
+) -> None:
+    file = original_folder / PICKLE
+    if in_archive:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", program)
+            archive.writestr("archive/version", "3\n")
+    else:
+        file.write_bytes(program)
+    with pytest.raises(ModelUnavailableError, match=f"{PICKLE} is truncated or corrupt"):
+        load(original_folder, tokenizer=str(saved("mamba2")))
 
 
 @pytest.mark.parametrize("change", [{"d_model": 128}, {"n_layer": 4}, {"vocab_size": 10**6}])

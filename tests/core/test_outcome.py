@@ -175,11 +175,8 @@ def test_only_the_precisions_that_are_shown_count() -> None:
 def test_an_exact_answer_that_is_not_finite_is_told_from_a_kernels() -> None:
     def nonfinite(which: str) -> Any:
         (out, states) = report().cases[0].accuracy
-        return (
-            report()
-            .cases[0]
-            .changed(accuracy=(out.changed(**{which: getattr(out, which).changed(nonfinite=3)}), states))
-        )
+        found = getattr(out, which).changed(nonfinite=3, first_nonfinite=(0, 1, 0, 0))
+        return report().cases[0].changed(accuracy=(out.changed(**{which: found}), states))
 
     assert exact_answer_is_finite(nonfinite("vs_oracle"))
     assert not exact_answer_is_finite(nonfinite("floor"))

@@ -96,11 +96,58 @@ def test_samples_are_two_recordings_of_positive_times(us: tuple[tuple[float, ...
         ({"status": "failed", "samples": timed(1.0)}, "only to a case that ran"),
         ({"later_fault": "wrong", "samples": timed(1.0)}, "only to a case that ran"),
         ({"nonfinite": True, "samples": timed(1.0)}, "only to a case that ran"),
+        ({"samples": (*timed(1.0), *timed(1.0))}, "samples occurs twice"),
+        ({"accuracy": (accuracy(), accuracy())}, "a tensor occurs twice"),
+        ({"accuracy": (accuracy(vs_oracle=deviation(worst_position=(0,))),)}, "an index for each axis"),
     ],
 )
 def test_a_case_is_of_one_thing_and_only_what_ran_has_times(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         case().changed(**fields)
+
+
+CHUNK = CallRef(kind="chunk", number=2, count=3, prompt_seqlen=40, sequences=1)
+PROMPT = cases.prompt(40)
+
+
+@pytest.mark.parametrize(
+    ("made", "fields", "why"),
+    [
+        (deviation(), {"nonfinite": 16_384, "first_nonfinite": (0, 0)}, "nonfinite ones among the elements"),
+        (deviation(), {"nonfinite": 3}, "nonfinite ones among the elements"),
+        (deviation(), {"worst_position": (10**9, 1)}, "not within 1000 elements"),
+        (deviation(), {"worst_position": (10**30,)}, "less than or equal"),
+        (deviation(), {"matches": deviation().matches[:1] * 2}, "a tolerance occurs twice"),
+        (cases.samples("device", 1.0), {"us": ((1e300, 1.0), (1.0, 1.0))}, "less than or equal"),
+        (
+            cases.band(perplexity_interval_pct={"low": 1, "high": 2}).perplexity_interval_pct,
+            {"low": 3},
+            "low is above high",
+        ),
+        (CHUNK, {"number": 4}, "no call 4 of 3"),
+        (PROMPT, {"seqlen": 10**12}, "less than or equal"),
+        (PROMPT, {"batch": 1 << 20}, "at most 16,777,216 tokens"),
+        (PROMPT, {"serving": {"decode": 10**9}}, "less than or equal"),
+        (PROMPT, {"serving": {"chunk": 1}}, "greater than or equal"),
+        (PROMPT, {"serving": {"packed": (3, 4)}}, "tokens of the prompt"),
+        (layer(), {"index": -1}, "greater than or equal"),
+        (cases.dims(), {"chunk_size": 2**70}, "less than or equal"),
+        (cases.checkpoint(), {"layer_count": 1}, "only 1 layers"),
+        (cases.checkpoint(), {"layers": (layer(), layer())}, "a layer occurs twice"),
+        (REPORTS["run"], {"created": "yesterday"}, "ISO 8601"),
+        (REPORTS["run"], {"created": "2026-13-01T00:00:00Z"}, "month must be in"),
+        (REPORTS["run"], {"cases": REPORTS["run"].cases[:1] * 2}, "a case occurs twice"),
+        (REPORTS["run"], {"cases": (case(accuracy=()),)}, "nothing says what it computed"),
+        (REPORTS["run"], {"requested": REPORTS["run"].requested[:1] * 2}, "a requested case occurs twice"),
+        (REPORTS["run"], {"processes": REPORTS["run"].processes * 2}, "a process occurs twice"),
+        (REPORTS["run"], {"ranks": 10**9}, "less than or equal"),
+        (REPORTS["run"], {"conditions": ({"metric": "speed", "limit": 1},)}, "no metric speed"),
+        (REPORTS["run"], {"conditions": ({"metric": "match", "at": "1e-9", "limit": 1},)}, "no match at 1e-9"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(made: Any, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        made.changed(**fields)
 
 
 def test_a_fault_names_its_place() -> None:

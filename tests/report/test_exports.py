@@ -98,9 +98,25 @@ def test_junit_of_a_case_that_did_not_pass(word: str, kind: type) -> None:
     assert (found[FUSED].classname, len(found)) == ("ssdprof.fused", 8 + 1)
     (answer,) = found[FUSED].result
     assert isinstance(answer, kind)
-    assert (answer.type, answer.message) == (word, "head 5 is <over> its \ufffd[1mbudget & more")
+    assert (answer.type, answer.message) == (word, r"head 5 is <over> its \x1b[1mbudget & more")
     assert sum(not test.is_passed for test in found.values()) == 1
     assert parsed(small())[FUSED].time == pytest.approx((500 + CALL_US) * 1e-6)
+
+
+def test_a_spreadsheet_computes_nothing() -> None:
+    formula = "=HYPERLINK(1)"
+    one = report(layers=(0,), precisions=(EXACT_FP32,)).cases[0]
+    dims = one.dims and one.dims.changed(words=formula)
+    made = one.changed(implementation="@SUM(1)", reason="+1", variant="-1", dims=dims)
+    (row,) = csv.DictReader(io.StringIO(exports.csv(report(layers=(0,)).changed(cases=(made,), id=formula))))
+    found = [row[name] for name in ("implementation", "reason", "kernel", "dimensions", "run")]
+    assert [text[:2] for text in found] == ["'@", "'+", "'-", "'=", "'="]
+    assert float(row["device time [µs]"]) > 0
+
+
+def test_outputs_are_one_line_each() -> None:
+    made = bench(subject="ssd\nverdict=forged")
+    assert all("\n" not in value for value in exports.outputs(made).values())
 
 
 def test_junit_skips_what_does_not_count() -> None:

@@ -111,6 +111,7 @@ def test_a_sum_leaves_out_what_was_not_timed() -> None:
 def with_oracle(index: int, *, pct: float | None = None, **changes: Any) -> Case:
     """A case of a layer with another deviation of its output.  pct: its only match, at tolerance 0."""
     one = case(layer=layer(index))
+    changes.setdefault("worst_position", (0, 0))
     if pct is not None:
         changes["matches"] = (Match(tolerance=0.0, match_pct=pct),)
     return one.changed(accuracy=(one.accuracy[0].changed(vs_oracle=deviation().changed(**changes)), *one.accuracy[1:]))

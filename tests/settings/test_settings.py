@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import jsonschema
@@ -67,7 +69,12 @@ def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(monkeypat
         ("[gates]\nmin-speedup = -1", "gates.min-speedup", "settings-v1"),
         ('[gates]\nmin-match = { "1e-5" = 99 }', "gates.min-match.1e-5", "settings-v1"),
         ('[gates]\nmin-match = { "1e-3" = 101 }', "gates.min-match.1e-3", "settings-v1"),
+        ("[gates]\nmin-speedup = true", "gates.min-speedup", "settings-v1"),
+        ("[gates]\nmin-speedup = inf", "gates.min-speedup", "settings-v1"),
+        ('[gates]\nmin-match = { "1e-3" = true }', "gates.min-match.1e-3", "settings-v1"),
+        ("gates = 3", "gates", "settings-v1"),
         ("[gates", "is not TOML", "--config"),
+        ("a = " + "[" * 10_000 + "]" * 10_000, "is not TOML", "--config"),
     ],
 )
 def test_what_a_file_may_not_hold(text: str, complaint: str, hint: str) -> None:
@@ -76,9 +83,27 @@ def test_what_a_file_may_not_hold(text: str, complaint: str, hint: str) -> None:
         settings.load()
     assert complaint in caught.value.message
     assert hint in caught.value.hint
-    if "is not TOML" not in complaint:
+    if "is not TOML" not in complaint and "inf" not in text:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(tomllib.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("text", ["[tool]\nssdprof = 3", "[[tool.ssdprof]]\ngates = 3", "tool = 3"])
+def test_a_table_that_is_none(text: str) -> None:
+    Path("pyproject.toml").write_text(text)
+    with pytest.raises(BadInputError, match=r"\[tool.ssdprof\] is not a table"):
+        settings.load()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Path.mkdir, lambda file: file.symlink_to("nowhere"), os.mkfifo, lambda file: file.symlink_to(file)],
+    ids=["a folder", "a broken link", "a pipe", "a link to itself"],
+)
+def test_what_is_no_file_is_not_passed_over(make: Callable[[Path], object]) -> None:
+    make(Path("ssdprof.toml"))
+    with pytest.raises(BadInputError, match=r"ssdprof\.toml cannot be read"):
+        settings.load()
 
 
 def test_the_command_line_comes_before_the_file() -> None:

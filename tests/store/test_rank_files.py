@@ -248,6 +248,14 @@ def test_a_world_size_that_is_no_number_is_refused(word: str) -> None:
         started({"WORLD_SIZE": word})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "abc"), ("RANK", "2"), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "70000")]
+)
+def test_a_variable_of_torchrun_that_it_does_not_set(name: str, value: str) -> None:
+    with pytest.raises(BadInputError, match=f"^{name}='{value}' is not a number"):
+        join(OF_TORCHRUN | {name: value})
+
+
 def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
     two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
+_FORGETS = -1e30  # as A = -inf: the decay is 0 at every step; but times a step of 0, which decays by nothing, it is 0
+
 
 def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
     """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
@@ -86,7 +88,8 @@ class _SSDPiece:
             dt = torch.logaddexp(dt, torch.zeros_like(dt))
         D = None if inputs.D is None else inputs.D.to(dtype).reshape(x.shape[1], -1)
         z = None if inputs.z is None else inputs.z[batch, start:stop].to(dtype)
-        return cls(x=x, dt=dt.clamp(*inputs.dt_limit), A=inputs.A.to(dtype), B=B, C=C, D=D, z=z)
+        A = inputs.A.to(dtype).clamp(min=_FORGETS)
+        return cls(x=x, dt=dt.clamp(*inputs.dt_limit), A=A, B=B, C=C, D=D, z=z)
 
     def skip_and_gate(self, out: torch.Tensor) -> torch.Tensor:
         """(out + D x) * silu(z).  D and z are optional."""

@@ -1,0 +1,175 @@
+"""What a user's kernel may do to the process that runs it: the command survives, says so, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import inputs
+
+from ssdprof import operators
+from ssdprof.kernels import Precision
+from ssdprof.measure.isolate import while_it_runs
+from ssdprof.operators.implementations import own_implementation
+from ssdprof.store.reports import load
+
+FORKED = """
+import atexit, os, signal, sys, threading, time
+from ssdprof.environment import child
+
+def body():
+    {body}
+
+ended = child.fork()
+if ended is None:
+    child.tell("case 1")
+    try:
+        body()
+    except SystemExit as error:
+        child.finish(error.code)
+    child.finish(0)
+print(ended.code, ended.last("exit"), ended.last("case"), ended.last("report"), ended.stopped)
+"""
+
+
+def run(body: str) -> str:
+    code = FORKED.format(body=body.replace("\n", "\n    "))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "printed"),
+    [
+        ("child.tell('case'); child.tell('report 0 out')", "0 0  0 out 0"),
+        ("sys.exit(3)", "3 3 1 None 0"),
+        ("os._exit(0)", "0 None 1 None 0"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "-11 None 1 None 0"),
+        ("os.closerange(3, 99)", "0 None 1 None 0"),
+        ("os.close(1)", "0 None 1 None 0"),
+        ("sys.stdout.close()", "0 None 1 None 0"),
+        ("sys.stderr = None", "0 None 1 None 0"),
+        ("threading.Thread(target=time.sleep, args=(1000,)).start()", "0 0 1 None 0"),
+        ("os.fork() or time.sleep(1000)", "0 0 1 None 0"),
+    ],
+)
+def test_however_a_child_ends_its_parent_knows_and_ends(body: str, printed: str) -> None:
+    assert run(body) == f"{printed}\n"
+
+
+def test_a_child_that_lingers_after_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "FORKED", FORKED.replace("ended = ", "child._LINGER_S = 0.5\nended = "))
+    assert run("atexit.register(time.sleep, 1000)") == "-9 0 1 None 0\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_child_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
+    code = FORKED.format(body="open('child', 'w').write(str(os.getpid()))\n    time.sleep(1000)")
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
+        until = time.monotonic() + 30
+        while not ((file := tmp_path / "child").exists() and file.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        parent.send_signal(number)
+        printed, _ = parent.communicate(timeout=30)
+    assert printed == ("-15 None 1 None 1\n" if number == signal.SIGTERM else "")
+    pid = int((tmp_path / "child").read_text())
+    while time.monotonic() < until and Path(f"/proc/{pid}/stat").exists():
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break  # nobody waits for it here
+        time.sleep(0.05)
+    else:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+RUN = """
+import os, sys
+import cases
+from pathlib import Path
+from ssdprof import cli
+from ssdprof.environment import child
+from ssdprof.progress import Unwatched
+from ssdprof.store.reports import opened
+
+def work(*_):
+    if Path("out").exists():
+        return  # a command is two functions
+    unfused, own = cases.case("unfused"), cases.case("k:f", kind="own")
+    requested = tuple(map(cases.requested, (unfused, own)))
+    with opened(Path("out"), cases.of_cases("run", requested=requested).changed(processes=()), Unwatched()) as writer:
+        writer.case(unfused)
+        child.tell("case " + own.model_dump_json(exclude_defaults=True))
+        {deed}
+        child.tell("case")
+        writer.case(own)
+    {later}
+
+class Module:
+    run = staticmethod(work)
+
+real = cli._module
+cli._module = lambda name: real(name) if name == "stored" else Module()
+sys.argv = ["ssdprof", "run", "demo", "--impl", "unfused,k:f", "--out", "out"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("deed", "later", "code", "words"),
+    [
+        ("pass", "pass", 0, ""),
+        ("os._exit(0)", "pass", 1, "FAILED: 1 of 2 cases: k:f"),
+        ("os.kill(os.getpid(), 11)", "pass", 1, "The process that ran k:f ended early, with SIGSEGV"),
+        ("pass", "sys.stdout.close(); print()", 0, "PASSED: all 2 cases"),
+        ("import shutil; shutil.rmtree('out')", "pass", 3, "out cannot be written: it was removed"),
+    ],
+)
+def test_a_command_reports_whatever_ended_its_child(
+    deed: str, later: str, code: int, words: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", RUN.format(deed=deed, later=later)]
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, **path}, check=False
+    )
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+    assert "What was done is kept" not in done.stderr
+    if code < 2:
+        results = {case.implementation: case.result for case in load(tmp_path / "out")[1].cases}
+        assert results == {"unfused": "passed", "k:f": "failed" if code else "passed"}
+
+
+def test_a_module_that_ends_the_process_while_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "k.py").write_text("import os\nos._exit(0)\n")
+    command = [sys.executable, "-m", "ssdprof", "run", "demo", "--seq", "16", "--impl", "k:f"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: The process that ran k:f ended early" in done.stderr
+
+
+class Own(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), Own("why"), KeyError("why")])
+def test_whatever_a_kernel_raises_is_an_error_of_its_case(error: BaseException) -> None:
+    def kernel(_inputs: object) -> None:
+        raise error
+
+    made = own_implementation(operators.get("ssd"), "k:f", kernel)
+    with pytest.raises(Exception, match=str(error) or type(error).__name__):
+        made.run(inputs(), Precision())
+
+
+def test_what_a_kernel_changes_in_its_process_is_restored(tmp_path: Path) -> None:
+    before = Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()
+    with while_it_runs(None):
+        os.chdir(tmp_path)
+        torch.set_grad_enabled(not before[1])
+        torch.set_default_dtype(torch.float64)
+    assert (Path.cwd(), torch.is_grad_enabled(), torch.get_default_dtype()) == before
