@@ -1,5 +1,6 @@
 """Captures on disk: the data that is read equals the data that was stored, and errors name the damage."""
 
+import errno
 import json
 import math
 import multiprocessing
@@ -292,6 +293,10 @@ def test_files_that_may_not_be_read(stored: Path, monkeypatch: pytest.MonkeyPatc
         read_all(stored)
 
 
+def denied(*_: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
 def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInputError, match="holds a complete capture"):
         check_folder(stored, overwrite=False)
@@ -302,7 +307,7 @@ def test_a_folder_is_judged_before_a_model_is_loaded(stored: Path, monkeypatch: 
         check_folder(stored / "file" / "inside", overwrite=False)
     with pytest.raises(BadInputError, match="file/inside cannot be made"), writer(stored / "file" / "inside"):
         pass
-    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setattr("tempfile.mkdtemp", denied)
     with pytest.raises(MissingCapabilityError, match="cannot be written: permission denied"):
         check_folder(stored / "new", overwrite=False)
 
