@@ -79,10 +79,6 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def supervised() -> bool:
-    return _parent is not None
-
-
 def tell(line: str) -> None:
     """Tell the parent a line, the first word of which says what it is."""
     if _parent is not None:
@@ -115,6 +111,7 @@ def fork() -> Ended | None:
     parent, child, stopped, told = os.getpid(), os.fork(), 0, b""
     if not child:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes as SIGTERM, from the parent
         end_with(parent)
         os.close(read)
         _parent = write

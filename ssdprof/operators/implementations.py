@@ -11,6 +11,7 @@ The second half of this file loads a user's kernel: an importable function of th
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -23,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
-from ssdprof.environment.child import supervised
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message, nearest
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import input_dtype
@@ -263,9 +263,9 @@ def own_implementation(operator: Operator[Any], name: str, function: Callable[..
                 output = function(inputs, precision=precision) if has_precision else function(inputs)
         except Exception:
             raise
-        except BaseException as error:  # SystemExit, GeneratorExit, or an interrupt, which may be the user's
-            users = isinstance(error, KeyboardInterrupt) and not supervised()
-            if users or type(error).__module__.startswith("ssdprof."):
+        except BaseException as error:  # SystemExit, GeneratorExit, or an interrupt, where Ctrl-C is no signal
+            ctrl_c = isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+            if ctrl_c or type(error).__module__.startswith("ssdprof."):
                 raise
             raise RuntimeError(f"{name} raised {library_message(error)}") from None
         if not isinstance(output, tuple | list) or len(output) != 2:
