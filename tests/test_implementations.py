@@ -50,7 +50,7 @@ def here(users_folder: Path, registries_of_its_own: None) -> Path:  # noqa: ARG0
 @pytest.fixture
 def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the first call in a separate process; these tests judge the results afterwards."""
-    monkeypatch.setattr(isolate, "_tried", lambda *_: PASSED)
+    monkeypatch.setattr(isolate, "_tried", lambda _kernel, several, *_: [PASSED] * len(several))
 
 
 def latest() -> Report:
@@ -145,8 +145,8 @@ def test_a_kernel_that_hangs_fails_the_run_and_is_named(here: Path) -> None:
 
 
 def test_first_call_is_the_limit_of_the_other_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tried(*given: Any) -> isolate.FirstCallVerdict:
-        return isolate.FirstCallVerdict(status="failed", reason=f"it had {given[-1]:g} s")
+    def tried(*given: Any) -> list[isolate.FirstCallVerdict]:
+        return [isolate.FirstCallVerdict(status="failed", reason=f"it had {given[-1]:g} s")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
     (here / "bad_kernels.py").write_text(BAD.read_text())
@@ -354,7 +354,7 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
 
 
 def test_gates_judge_an_own_kernel_and_no_library(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolate, "_tried", lambda *_: PASSED)
+    monkeypatch.setattr(isolate, "_tried", lambda _kernel, several, *_: [PASSED] * len(several))
     (here / "bad_kernels.py").write_text(BAD.read_text())
     library(monkeypatch, "sloppy", sloppy)
     words = ("run", "demo", *SHORT, "--impl", "sloppy,bad_kernels:good", "--max-rms-ratio")
