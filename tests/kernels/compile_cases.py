@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 from compile_target import on_meta
-from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, GDNCase, SSDCase
+from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, SSDCase
 from subjects import GDN_ON_HOPPER, GDN_ONE
 
 from ssdprof.kernels.chunks import Chunks
@@ -235,8 +235,8 @@ EIGHT_BYTES = QWEN.but(key_heads=3, values_per_key=1, key_dim=100, value_dim=60)
 GDN_PACK = dict(lengths=(40, 9, 0, 200), initial_states=True)
 GDN_UNFUSED_CASES: dict[str, tuple[GDNCase, Precision]] = {
     "qwen bf16 exact": (QWEN, EXACT), "qwen fp32 exact": (QWEN.but(dtype=FP32), EXACT),
-    "qwen packed fp16 relaxed": (QWEN.but(**GDN_PACK, dtype=FP16), RELAXED),
-    "qwen fp32 relaxed": (QWEN.but(dtype=FP32), RELAXED),
+    "qwen packed fp16 relaxed": (QWEN.but(**GDN_PACK, dtype=FP16), RELAXED_FP32),
+    "qwen fp32 relaxed": (QWEN.but(dtype=FP32), RELAXED_FP32),
     "smallest fp32 exact": (SMALLEST.but(value_dim=16, dtype=FP32), EXACT),
     "smallest of K fp32 exact": (SMALLEST.but(value_dim=64, dtype=FP32), EXACT),
     "smallest of V fp32 exact": (QWEN.but(value_dim=16, dtype=FP32), EXACT),

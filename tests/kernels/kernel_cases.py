@@ -195,8 +195,8 @@ def spoilt(inputs: Any, value: float, place: Any, *names: str) -> Any:
 
 
 def with_steps(inputs: SSDInputs, step: float | torch.Tensor, A: float | None = None) -> SSDInputs:
-    """These steps, without softplus and bias."""
-    dt = torch.full_like(inputs.dt, step) if isinstance(step, float) else step
+    """These steps, a number in fp32, without softplus and bias."""
+    dt = torch.full_like(inputs.dt, step, dtype=FP32) if isinstance(step, float) else step
     found = replace(inputs, dt=dt, dt_bias=None, dt_softplus=False)
     return found if A is None else replace(found, A=torch.full_like(inputs.A, A))
 

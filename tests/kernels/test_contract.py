@@ -241,7 +241,7 @@ def test_huge_steps_reset_the_state_and_cost_the_later_ones_no_digits(kernel: Su
     places: Any
     for places, step in (([20], 1000.0), ([7], 1e20), (slice(None, None, 9), 1e9)):
         inputs = kernel.case(seqlen=28, skip="").inputs()
-        dt = torch.full_like(inputs.dt, 0.01)
+        dt = torch.full_like(inputs.dt, 0.01, dtype=FP32)
         dt[:, places] = step
         inputs = with_steps(inputs, dt)
         if kernel.run is SUBJECTS["ssd reference"].run:

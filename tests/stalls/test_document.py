@@ -1,7 +1,6 @@
 """The document about stalls: shares add up, stages have words, nothing is invented."""
 
 import re
-from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -22,41 +21,29 @@ from ssdprof.stalls.facts import analyse, stalls_of
 from ssdprof.stalls.hints import ADVICE
 from ssdprof.stalls.read import Point, RawKernel
 
+PRODUCTS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
 FLOPS = {
-    "dram__bytes_read.sum": 1e6,
-    "dram__bytes_write.sum": 1e6,
-    "sm__ops_path_tensor_src_bf16_dst_fp32.sum": 4e8,
-    "sm__ops_path_tensor_src_bf16_dst_fp32.sum.pct_of_peak_sustained_elapsed": 20.0,
-    "sm__ops_path_tensor_src_bf16_dst_fp32.sum.peak_sustained_elapsed.per_second": 2e15,
+    "dram__bytes_read.sum": 1e6, "dram__bytes_write.sum": 1e6, PRODUCTS: 4e8,
+    f"{PRODUCTS}.pct_of_peak_sustained_elapsed": 20.0, f"{PRODUCTS}.peak_sustained_elapsed.per_second": 2e15,
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": 40.0,
-    "dram__bytes.sum.peak_sustained": 1504.0,
-    "dram__cycles_elapsed.avg.per_second": 3.2e9,
-}
+    "dram__bytes.sum.peak_sustained": 1504.0, "dram__cycles_elapsed.avg.per_second": 3.2e9,
+}  # fmt: skip
 
 
 def kernel(name: str, us: float, *points: Point) -> RawKernel:
     source = synthetic.SOURCE.replace("_kernel", name)
-    metrics = {
-        "gpu__time_duration.sum": us * 1e3,
-        "smsp__pcsamp_sample_count": sum(sum(p.samples.values()) for p in points),
-    }
-    return replace(
-        synthetic.kernel(points=points), function=name, metrics=metrics | FLOPS, sources={synthetic.FILE: source}
-    )
+    samples = sum(sum(point.samples.values()) for point in points)
+    metrics = FLOPS | {"gpu__time_duration.sum": us * 1e3, "smsp__pcsamp_sample_count": samples}
+    return synthetic.kernel(points=points, function=name, metrics=metrics, sources={synthetic.FILE: source})
 
 
 @pytest.fixture
 def both() -> StallReport:
     """Two kernels of one implementation, 30 and 10 us, and one of the other."""
     scan, load = Point(0x10, synthetic.FILE, 9, "", {"wait": 10}), Point(0x20, synthetic.FILE, 6, "", {"barrier": 30})
-    return analyse(
-        [
-            synthetic.report(
-                kernel("_chunk_state_kernel", 30.0, scan), kernel("_bmm_chunk_kernel", 10.0, load), name="u.ncu-rep"
-            ),
-            synthetic.report(kernel("_fused_kernel", 5.0, scan, load), name="f.ncu-rep"),
-        ]
-    )
+    unfused = kernel("_chunk_state_kernel", 30.0, scan), kernel("_bmm_chunk_kernel", 10.0, load)
+    fused = synthetic.report(kernel("_fused_kernel", 5.0, scan, load), name="f.ncu-rep")
+    return analyse([synthetic.report(*unfused, name="u.ncu-rep"), fused])
 
 
 def shown(report: StallReport, width: int = 140) -> str:
@@ -171,12 +158,8 @@ def test_every_stage_part_and_reason_has_words() -> None:
 
 def test_averages_of_kernels_stand_side_by_side() -> None:
     name = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-    pages = [
-        synthetic.kernel(
-            function="_a", metrics={name.format("wait"): 3.0, name.format("gmma"): 1.0}, totals={}, points=()
-        ),
-        synthetic.kernel(function="_b", metrics={name.format("barrier"): 2.0}, totals={}, points=()),
-    ]
+    two, one = {name.format("wait"): 3.0, name.format("gmma"): 1.0}, {name.format("barrier"): 2.0}
+    pages = [synthetic.kernel(function=f, metrics=of, totals={}, points=()) for f, of in (("_a", two), ("_b", one))]
     table = there(analyse([synthetic.report(*pages)]), "Stall reasons, without samples")
     assert [row[:-1] for row in table.rows] == [
         ("wait", "75.0%", "0.0%"), ("warpgroup_arrive", "25.0%", "0.0%"), ("barrier", "0.0%", "100.0%"),

@@ -24,8 +24,12 @@ def statuses(report_or_kernel: StallReport | KernelStalls) -> dict[str, str]:
     return {check.name: check.status for check in report_or_kernel.checks}
 
 
-def with_metrics(**metrics: float) -> KernelStalls:
-    return stalls_of(synthetic.kernel(metrics=synthetic.METRICS | metrics))
+def metrics(**changes: float) -> dict[str, Any]:
+    return {"metrics": synthetic.METRICS | changes}
+
+
+def with_metrics(**changes: float) -> KernelStalls:
+    return stalls_of(synthetic.kernel(**metrics(**changes)))
 
 
 def hint(found: KernelStalls, stage: str) -> str:
@@ -114,6 +118,9 @@ def test_the_implementation_is_told_by_the_kernel() -> None:
 
 # --- self-checks
 
+TWO_REASONS = {"totals": {"wait": 120, "barrier": 80}}
+UNKNOWN_LINES = {"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}}
+
 
 def test_checks_pass_on_a_report_that_adds_up() -> None:
     report = analyse([synthetic.report(synthetic.kernel())], launched("_kernel"))
@@ -124,29 +131,13 @@ def test_checks_pass_on_a_report_that_adds_up() -> None:
 @pytest.mark.parametrize(
     ("changes", "check", "detail"),
     [
-        (
-            {"metrics": synthetic.METRICS | {"smsp__pcsamp_sample_count": 201}},
-            "reasons add up to the samples",
-            "200 of 201; 1 missing",
-        ),
+        (metrics(smsp__pcsamp_sample_count=201), "reasons add up to the samples", "200 of 201; 1 missing"),
         ({"totals": {"wait": 199}}, "lines add up to the kernel", "200 of 199; -1 missing"),
         ({"totals": {"wait": 199}}, "stages add up to the kernel", "200 of 199; -1 missing"),
-        (
-            {"totals": {"wait": 120, "barrier": 80}},
-            "every reason adds up over the lines",
-            "wait 12 of 120; barrier 50 of 80",
-        ),
-        (
-            {"metrics": synthetic.METRICS | {"smsp__pcsamp_dropped_bytes": 64}},
-            "no sample was dropped",
-            "64 bytes dropped",
-        ),
+        (TWO_REASONS, "every reason adds up over the lines", "wait 12 of 120; barrier 50 of 80"),
+        (metrics(smsp__pcsamp_dropped_bytes=64), "no sample was dropped", "64 bytes dropped"),
         ({"sources": {}}, "the source was recorded", "not in the report: kernel.py"),
-        (
-            {"sources": {synthetic.FILE: "@jit\ndef f():\n    pass\n"}},
-            "every line has a stage",
-            "200 samples on lines of unknown stage",
-        ),
+        (UNKNOWN_LINES, "every line has a stage", "200 samples on lines of unknown stage"),
     ],
 )
 def test_a_check_fails_where_something_is_missing(changes: dict[str, object], check: str, detail: str) -> None:
@@ -175,17 +166,15 @@ def test_a_report_from_elsewhere_cannot_be_asked_what_was_wanted() -> None:
 
 # --- hints
 
+DRAM_FULL, L2_FULL = (f"{unit}throughput.avg.pct_of_peak_sustained_elapsed" for unit in ("gpu__dram_", "lts__"))
+
 
 @pytest.mark.parametrize(
     ("metric", "evidence", "advice"),
     [
         ({}, "L2 hit rate 92 %", "Bound by the latency of L2"),
-        (
-            {"gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed": 88.0},
-            "L2 hit rate 92 %, DRAM 88 %",
-            "DRAM is full",
-        ),
-        ({"lts__throughput.avg.pct_of_peak_sustained_elapsed": 88.0}, "L2 hit rate 92 %, L2 88 %", "L2 is full"),
+        ({DRAM_FULL: 88.0}, "L2 hit rate 92 %, DRAM 88 %", "DRAM is full"),
+        ({L2_FULL: 88.0}, "L2 hit rate 92 %, L2 88 %", "L2 is full"),
         ({"lts__t_sector_hit_rate.pct": 20.0}, "L2 hit rate 20 %", "Bound by the latency of loads"),
     ],
 )
@@ -201,17 +190,17 @@ def test_a_hint_names_its_evidence_and_a_load_that_of_the_memories(
     assert found.hints[text] == pytest.approx(100 * 38 / 128)
 
 
+ARRIVES = "def f():\n    mbarrier.arrive(shared.full)\n"
+EXPECTS = "def g():\n    mbarrier.expect(shared.full, 1)\n"
+
+
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        ("", "look at the roles that fill the barrier, or"),
-        ("def f():\n    mbarrier.arrive(shared.full)\n", "look at `f`, which fills the barrier, or"),
-        (
-            "def f():\n    mbarrier.arrive(shared.full)\ndef g():\n    mbarrier.expect(shared.full, 1)\n",
-            "look at `f` and `g`, which fill the barrier, or",
-        ),
+        ("", "look at the roles that fill the barrier, or"), (ARRIVES, "look at `f`, which fills the barrier, or"),
+        (ARRIVES + EXPECTS, "look at `f` and `g`, which fill the barrier, or"),
     ],
-)
+)  # fmt: skip
 def test_a_wait_for_a_role_names_the_role(roles: str, words: str) -> None:
     source = synthetic.SOURCE.replace("shared.empty", "shared.full").replace(
         '"empty": "ahead"', '"full": "waiting.chunk"'

@@ -138,6 +138,8 @@ def test_a_launch_without_source_counters_has_no_stages() -> None:
 
 # --- files, read in a child process
 
+LOADS, DAMAGED = "def load_report(path): ", r"r\.ncu-rep is damaged: ncu-report could not read it "
+
 
 def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[[str], None]) -> None:
     """Without torch, beside which the package crashes."""
@@ -153,15 +155,9 @@ def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[
     ("source", "words"),
     [
         (ONE_LAUNCH + "NAMES = ()\n", "no profiled kernel"),
-        (
-            "import os, signal\ndef load_report(path):\n    os.kill(os.getpid(), signal.SIGSEGV)\n",
-            r"r\.ncu-rep is damaged: ncu-report could not read it \(SIGSEGV\)",
-        ),
-        (
-            "def load_report(path):\n    raise RuntimeError('bad block')\n",
-            r"r\.ncu-rep is damaged: ncu-report could not read it \(RuntimeError: bad block\)",
-        ),
-        ("import time\ndef load_report(path):\n    time.sleep(60)\n", "did not finish"),
+        (LOADS + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", DAMAGED + r"\(SIGSEGV\)"),
+        (LOADS + "raise RuntimeError('bad block')", DAMAGED + r"\(RuntimeError: bad block\)"),
+        (LOADS + "import time; time.sleep(60)", "did not finish"),
     ],
 )
 def test_a_file_that_breaks_the_package_is_refused(
