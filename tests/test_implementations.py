@@ -40,10 +40,11 @@ def call(*words: str) -> tuple[int, str, str]:
 
 @pytest.fixture(autouse=True)
 def here(users_folder: Path, registries_of_its_own: None) -> Path:  # noqa: ARG001
-    """An empty folder that Python imports from, and a fast baseline, because kernels are slow in the interpreter."""
+    """A folder with bad kernels that Python imports from, and a fast baseline: the interpreter is slow."""
     for key, old in list(registry._implementations.items()):
         if key[1] in ("unfused", "fused"):
             registry._implementations[key] = replace(old, run=lambda inputs, _precision: oracle_output(inputs))
+    (users_folder / "bad_kernels.py").write_text(BAD.read_text())
     return users_folder
 
 
@@ -97,8 +98,7 @@ def test_every_command_of_the_document_takes_the_example() -> None:
     ],
 )
 @pytest.mark.usefixtures("not_isolated")
-def test_a_bad_kernel_fails_the_run_and_is_named(here: Path, function: str, status: str, reason: str) -> None:
-    (here / "bad_kernels.py").write_text(BAD.read_text())
+def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, reason: str) -> None:
     name = f"bad_kernels:{function}"
     code, shown, _ = call("run", "demo", *SHORT, "--impl", f"unfused,{name}")
     assert code == 1
@@ -136,20 +136,18 @@ def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
-def test_a_kernel_that_hangs_fails_the_run_and_is_named(here: Path) -> None:
-    (here / "bad_kernels.py").write_text(BAD.read_text())
+def test_a_kernel_that_hangs_fails_the_run_and_is_named() -> None:
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:hanging", "--first-call", "1")
     assert code == 1
     assert "bad_kernels:hanging (exact, fp32 states): its first call was stopped after 1 s" in shown
     assert cases()["unfused"].result == "passed"
 
 
-def test_first_call_is_the_limit_of_the_other_process(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(*given: Any) -> list[isolate.FirstCallVerdict]:
         return [isolate.FirstCallVerdict(status="failed", reason=f"it had {given[-1]:g} s")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
-    (here / "bad_kernels.py").write_text(BAD.read_text())
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7")
     assert code == 1
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown
@@ -157,8 +155,7 @@ def test_first_call_is_the_limit_of_the_other_process(here: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_a_kernel_with_a_precision_is_judged_at_each(here: Path) -> None:
-    (here / "bad_kernels.py").write_text(BAD.read_text())
+def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
     words = ("run", "demo", "--seq", "40", "--layers", "0", "--impl", "bad_kernels:precise,bad_kernels:good")
     code, shown, _ = call(*words)
     assert code == 1
@@ -170,8 +167,7 @@ def test_a_kernel_with_a_precision_is_judged_at_each(here: Path) -> None:
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_a_kernel_that_changes_its_inputs_spoils_no_other(here: Path) -> None:
-    (here / "bad_kernels.py").write_text(BAD.read_text())
+def test_a_kernel_that_changes_its_inputs_spoils_no_other() -> None:
     call("run", "demo", *SHORT, "--impl", "bad_kernels:changing,fused,bad_kernels:good")
     assert {name: case.result for name, case in cases().items()} == {
         "unfused": "passed",
@@ -194,7 +190,6 @@ def test_a_kernel_that_changes_its_inputs_spoils_no_other(here: Path) -> None:
     ],
 )
 def test_a_name_that_stands_for_nothing_is_bad_input(here: Path, words: tuple[str, ...], message: str) -> None:
-    (here / "bad_kernels.py").write_text(BAD.read_text())
     code, shown, told = call("run", "demo", *SHORT, *words)
     assert (code, shown) == (2, "")
     assert message in told
@@ -353,9 +348,8 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
     assert "unfused ssdprof's own kernels with one launch per stage fused" in shown
 
 
-def test_gates_judge_an_own_kernel_and_no_library(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gates_judge_an_own_kernel_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "_tried", lambda _kernel, several, *_: [PASSED] * len(several))
-    (here / "bad_kernels.py").write_text(BAD.read_text())
     library(monkeypatch, "sloppy", sloppy)
     words = ("run", "demo", *SHORT, "--impl", "sloppy,bad_kernels:good", "--max-rms-ratio")
     assert call(*words, "1.0001")[0] == 0
@@ -369,8 +363,7 @@ def test_gates_judge_an_own_kernel_and_no_library(here: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("not_isolated")
-def test_accuracy_shows_the_named_implementations_of_the_run(here: Path) -> None:
-    (here / "bad_kernels.py").write_text(BAD.read_text())
+def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
     assert call("run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")[0] == 1
     code, shown, _ = call("accuracy")
     assert code == 1
