@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import cases
 import junitparser
@@ -28,7 +29,8 @@ ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
 
 
 def small(**fields: object) -> Report:
-    return report(**({"layers": (0, 9), "precisions": (EXACT_FP32, cases.RELAXED_FP32)} | fields))  # type: ignore[arg-type]
+    usual: dict[str, Any] = {"layers": (0, 9), "precisions": (EXACT_FP32, cases.RELAXED_FP32)}
+    return report(**usual | fields)
 
 
 def ending(word: str, reason: str = "") -> Report:
