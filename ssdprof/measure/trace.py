@@ -43,7 +43,8 @@ def marked(part: str) -> AbstractContextManager[Any]:
 
 def traced(run: Callable[[], object], device: torch.device) -> Trace:
     """The events of torch's profiler for `run`."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    # acc_events: without it torch warns that only the last cycle is kept; there is one
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
         torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
