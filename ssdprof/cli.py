@@ -218,6 +218,8 @@ def main() -> None:
     except Exception as error:
         _line("internal error", f"{type(error).__name__}: {error}", "red")
         _line("hint", _kept_traceback(), "cyan")
+    finally:
+        _Process.of_main = False
     child.finish(code if isinstance(code, int) else 1)
     sys.exit(code)
 
