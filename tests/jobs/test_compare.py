@@ -377,7 +377,12 @@ def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
     def noted(calls: Any) -> Iterator[Callable[[float], None]]:
         with changeable(calls) as scale:
             assert scale
-            yield lambda number: [scales.append(number), scale(number)][1]
+
+            def note(number: float) -> None:
+                scales.append(number)
+                scale(number)
+
+            yield note
 
     monkeypatch.setattr(module, "_changeable", noted)
     compared(entries("a", precision=precision), timer=FakeTimer())
