@@ -339,6 +339,7 @@ def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
+    Path("prompt.txt").write_text("words")
     monkeypatch.setattr(Path, "open", refuse)
     error = refused(3, "run", "demo", "--prompt-file", "prompt.txt")
     assert "The file prompt.txt cannot be read: Permission denied." in error
