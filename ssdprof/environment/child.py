@@ -73,7 +73,7 @@ _parent: int | None = None  # where this process tells its parent, if it was for
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when its parent ends, in whatever way."""
+    """Have this process killed when its parent ends, in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
