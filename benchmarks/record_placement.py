@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from make_random_checkpoint import write_checkpoint
 
-from ssdprof.capture.store import CapturedLayer
+from ssdprof.capture.layers import CapturedLayer
 from ssdprof.core.base import PlacementKind
 from ssdprof.environment import machine
 from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
-from ssdprof.jobs.plan import load, run_model
+from ssdprof.jobs.plan import load
 from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
@@ -56,9 +56,9 @@ def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> CaptureRequest
     )
 
 
-def cap_bytes(request: CaptureRequest, subject: Subject, held_layers: float) -> int:
+def cap_bytes(subject: Subject, held_layers: float) -> int:
     """Memory for the model's computation, its embedding and some decoder layers."""
-    beside = placement.bytes_beside_weights(request, subject)
+    beside = placement.bytes_beside_weights(subject)
     layer = subject.located.weight_bytes(1) - subject.located.weight_bytes(0)
     outside = subject.located.weight_bytes(0) - layer
     return beside + outside + int(held_layers * layer)
@@ -94,7 +94,7 @@ def seconds() -> float:
     return time.monotonic()
 
 
-def measure(request: CaptureRequest, subject: Subject, captures: Captures) -> Row:
+def measure(subject: Subject, captures: Captures) -> Row:
     """One run: its cost, and the tensors that differ from `captures`, which it fills if they are empty."""
     free_unused()
     before = [torch.cuda.memory_allocated(device) for device in gpus()]
@@ -114,11 +114,11 @@ def measure(request: CaptureRequest, subject: Subject, captures: Captures) -> Ro
         compared += 1
 
     began = seconds()
-    loaded = load(request, subject, Unwatched())
+    loaded = load(subject, Unwatched())
     loaded_at = seconds()
     for device in gpus():
         torch.cuda.reset_peak_memory_stats(device)
-    run_model(subject, loaded, on_layer)
+    loaded.run(on_layer)
     ended = seconds()
     differing.extend("a layer that is missing" for _ in expected)
     record = loaded.placement
@@ -160,22 +160,22 @@ def failures(rows: dict[str, Row]) -> list[str]:
 
 def runs(folder: Path, seqlen: int, layers: int) -> Iterator[tuple[str, Row]]:
     """Every run by its name.  After an error, the next run still starts."""
-    one = request_of(folder, seqlen, "one-gpu")
-    subject = find(one)
+    subject = find(request_of(folder, seqlen, "one-gpu"))
     captures: Captures = []
-    first = measure(one, subject, captures)
-    warm = measure(one, subject, captures)  # compiles the kernels, and shows that runs repeat bit for bit
+    first = measure(subject, captures)
+    warm = measure(subject, captures)  # compiles the kernels, and shows that runs repeat bit for bit
     yield "one-gpu", warm | {f"first_{name}": first[name] for name in ("load_s", "capture_s")}
     held: dict[PlacementKind, float] = {"cpu-offload": HELD_LAYERS, "disk-offload": HELD_LAYERS}
     if len(gpus()) > 1:
         held["all-gpus"] = layers / len(gpus()) + 2  # accelerate leaves one layer's room free
     for kind, held_layers in held.items():
-        row: Row = {"cap_bytes": cap_bytes(one, subject, held_layers)}
+        row: Row = {"cap_bytes": cap_bytes(subject, held_layers)}
         try:
             free_unused()
             with capped(row["cap_bytes"]):
-                row["chosen_by_itself"] = placement.choose(replace(one, placement=None), subject).record.kind
-                row |= measure(request_of(folder, seqlen, kind), subject, captures)
+                free = replace(subject, request=replace(subject.request, placement=None))
+                row["chosen_by_itself"] = placement.choose(free).record.kind
+                row |= measure(replace(subject, request=request_of(folder, seqlen, kind)), captures)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"
         yield kind, row

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.layers import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.stalls import Launched
 from ssdprof.core.subject import CheckpointRef, LayerRef

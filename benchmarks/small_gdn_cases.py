@@ -22,7 +22,8 @@ from ssdprof import operators
 from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import precisions_for
 from ssdprof.errors import SsdprofError
-from ssdprof.jobs.bench import BenchRequest, bench
+from ssdprof.jobs.bench import bench
+from ssdprof.jobs.request import BenchRequest
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.generate import Cell, Shape, Tokens

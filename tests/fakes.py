@@ -18,16 +18,16 @@ from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.case import Case
 from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import bench as bench_job
-from ssdprof.jobs import compare
 from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels import registry
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
-from ssdprof.measure.first_run import Run, call_of
+from ssdprof.measure.first_run import Call, Run
 from ssdprof.measure.sampling import Samples, SamplingPlan
 from ssdprof.measure.timing import CaptureError, Recording
+from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
 
@@ -154,7 +154,7 @@ def entries(
             precision=precision, baseline=baseline.case.implementation if baseline else "", status="ran",
             chunk_size=size,
         )  # fmt: skip
-        bound = replace(call_of(implementation, own, precision, label=label, widens=kind == "library"), **call)
+        bound = Call(implementation=implementation, inputs=own, precision=precision_of(precision), label=label, **call)
         made.append(Entry(case=case, call=bound, baseline=baseline, turns=turns))
     return made
 
@@ -195,4 +195,4 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_job, "CudaTimer", lambda _: FakeTimer())
     monkeypatch.setattr(bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
     monkeypatch.setattr(bench_job, "ClockWatch", UnreadClocks)
-    monkeypatch.setattr(compare, "outputs_that_fit", lambda _: 100)
+    monkeypatch.setattr(Call, "outputs_that_fit", 100)

@@ -12,7 +12,7 @@ import pytest
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
     "package lines": 38_652, "test lines": 37_743, "classes": 299,
-    "call to row": 21, "name to kernel": 60,
+    "call to row": 9, "name to kernel": 33,
 }  # fmt: skip
 
 

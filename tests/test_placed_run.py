@@ -23,7 +23,7 @@ def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = CaptureRequest(model="demo", seqlens=(24,))
     subject = find(request)
-    free = bytes_beside_weights(request, subject) + int(0.6 * subject.weight_bytes)
+    free = bytes_beside_weights(subject) + int(0.6 * subject.weight_bytes)
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
 
 

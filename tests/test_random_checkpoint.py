@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import environment
 from make_random_checkpoint import main, write_checkpoint
 from random_models import GRANITE_SMALL, MODELS, Mamba2
 from transformers import AutoModelForCausalLM
@@ -16,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.checkpoint.model import open_model
-from ssdprof.checkpoint.names import known
-from ssdprof.core.subject import Prompt
-from ssdprof.jobs.plan import notes
+from ssdprof.checkpoint.names import KNOWN
+from ssdprof.core.subject import CheckpointRef, Prompt
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.store.reports import draft
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"
 PROMPT = Prompt(kind="default", source="", tokenizer="", seqlen=16, token_sha256="")
@@ -37,25 +38,28 @@ NARROW = {
 }  # fmt: skip
 
 
+def notes_of(ref: CheckpointRef) -> tuple[str, ...]:
+    return draft("run", "m", (), model=ref, environment=environment(), prompts=(PROMPT,), baseline="unfused").notes
+
+
 @pytest.mark.slow
 def test_random_weights_are_named_in_the_notes(tmp_path: Path) -> None:
     folder = tmp_path / "random"
     subprocess.run([sys.executable, SCRIPT, "granite-4.0-h-1b", folder, "--layers", "1"], check=True)
     ref = open_model(str(folder)).ref
     assert [layer.index for layer in ref.layers] == [0]
-    assert any("The weights are random" in note for note in notes(ref, [PROMPT]))
+    assert any("The weights are random" in note for note in notes_of(ref))
 
 
 def test_trained_weights_are_not() -> None:
-    assert not any("random" in note for note in notes(open_model("demo").ref, [PROMPT]))
+    assert not any("random" in note for note in notes_of(open_model("demo").ref))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_its_dimensions_are_the_real_models(name: str, tmp_path: Path) -> None:
-    written, real = MODELS[name], known(REPOS[name])
+    written, real = MODELS[name], KNOWN[REPOS[name].casefold()]
     (tmp_path / "config.json").write_text(json.dumps(written.config(written.depth)))
     model = open_model(str(tmp_path))
-    assert real is not None
     assert model.sizes(model.layers[0]) == real.dims
     assert (len(model.layers), model.layer_count) == (real.operator_layers, real.layers)
 

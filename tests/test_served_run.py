@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from command_line import Answer
 
+from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import is_capture, read_manifest
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerCapture, Serving

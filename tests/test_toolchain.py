@@ -22,6 +22,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.run import capture
+from ssdprof.jobs.subject import find
 from ssdprof.progress import Unwatched
 
 
@@ -210,7 +211,7 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> N
 
 def capture_demo(folder: Path) -> None:
     request = CaptureRequest(model="demo")
-    capture(request, folder / "captures", overwrite=False, watcher=Unwatched())
+    capture(find(request), folder / "captures", overwrite=False, watcher=Unwatched())
 
 
 def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

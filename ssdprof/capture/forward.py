@@ -13,7 +13,7 @@ import torch
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.meta import Mixer
-from ssdprof.core.subject import CallRef, Serving, split_prompt
+from ssdprof.core.subject import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
@@ -186,7 +186,8 @@ def greedy(model: Any, ids: torch.Tensor, count: int, segment_length: int) -> li
 class PromptRun:
     """Token ids and the model that they go through.
 
-    ids: (b, l); (1, l) for packed sequences.  head: logits of hidden states, for decode steps.
+    ids: (b, l); (1, l) for packed sequences.  layers: of which the operators matter.
+    head: logits of hidden states, for decode steps.
     """
 
     model: Any
@@ -194,8 +195,22 @@ class PromptRun:
     segment_length: int
     mixers: tuple[Mixer, ...]
     model_type: str
+    layers: tuple[LayerRef, ...] = ()
     serving: Serving = field(default_factory=Serving)
     head: Head | None = None
+
+    @property
+    def wanted(self) -> dict[int, LayerRef]:
+        """`layers` by decoder index.  Raises BadInputError for a layer that no mixer has."""
+        found = {mixer.layer_index: mixer.operator for mixer in self.mixers}
+        for layer in self.layers:
+            if found.get(layer.index) != layer.operator:
+                raise BadInputError(
+                    f"Layer {layer.index} of this {self.model_type} model has "
+                    f"{found.get(layer.index, 'no operator')}, not {layer.operator}; operators are in "
+                    f"{', '.join(map(str, found))}."
+                )
+        return {layer.index: layer for layer in self.layers}
 
     @property
     def segments(self) -> int:
@@ -228,18 +243,8 @@ class PromptRun:
         """
         raised: list[BaseException] = []
 
-        def watched(handle: Callable[[OperatorCall], Any]) -> Callable[[OperatorCall], Any]:
-            def call_handle(call: OperatorCall) -> Any:
-                try:
-                    return handle(call)
-                except BaseException as error:
-                    raised.append(error)
-                    raise
-
-            return call_handle
-
         try:
-            with intercept(self.mixers, watched(handler), on_step and watched(on_step)) as count:
+            with intercept(self.mixers, handler, on_step, raised=raised) as count:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(

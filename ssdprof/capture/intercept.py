@@ -19,7 +19,6 @@ import torch
 from ssdprof import operators
 from ssdprof.checkpoint.meta import Mixer
 from ssdprof.errors import BadInputError
-from ssdprof.operators.operator import BoundCall
 
 Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
 
@@ -29,7 +28,7 @@ class OperatorCall:
     mixer: Mixer
     inputs: Any  # views of the model's own tensors
     wants_final_state: bool
-    remark: str  # of `BoundCall`
+    remark: str  # a sentence for the report if the inputs differ from the call
     original: Callable[[], Any]
 
     def replacement(self) -> Result:
@@ -51,19 +50,38 @@ CallCount = Counter[
 
 
 @contextmanager
-def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None = None) -> Iterator[CallCount]:
+def intercept(
+    mixers: Sequence[Mixer],
+    handler: Handler,
+    on_step: OnStep | None = None,
+    *,
+    raised: list[BaseException] | None = None,
+) -> Iterator[CallCount]:
     """While the context is open, `handler` computes every operator call of `mixers`.
 
     on_step: sees the calls for one token with a cached state before the model computes them itself, which may overwrite
     the state.
+    raised: gets what they raise.
     The model is restored when the context closes, also after an exception.  The handler's exceptions pass through the
     model's forward unchanged.
     """
     count: CallCount = Counter()
     started: list[Mixer] = []  # the mixer that runs and has not yet called its operator
 
-    def enter(mixer: Mixer, *_: Any) -> None:
-        started[:] = [mixer]
+    def entering(mixer: Mixer) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            started[:] = [mixer]
+
+        return enter
+
+    @contextmanager
+    def noting() -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if raised is not None:
+                raised.append(error)
+            raise
 
     def call_handler(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Replaces `original`, the function of a modeling file that computes the operator."""
@@ -71,8 +89,9 @@ def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None 
             raise BadInputError(f"{name} was called outside the mixers that were found, or twice by one.")
         mixer = started.pop()
         count["calls"] += 1
-        call = _bound(mixer, original, args, kwargs)
-        out, final_state = handler(call)
+        call = bind(mixer, original, args, kwargs)
+        with noting():
+            out, final_state = handler(call)
         if call.wants_final_state:
             return out, final_state
         return (out, None) if operators.get(mixer.operator).binding.always_a_pair else out
@@ -84,12 +103,14 @@ def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None 
         if on_step is not None:
             if mixer is None:
                 raise BadInputError("A decode step was computed outside the mixers that were found.")
-            on_step(_bound(mixer, original, args, kwargs, step=True))
+            call = bind(mixer, original, args, kwargs, step=True)
+            with noting():
+                on_step(call)
         return original(*args, **kwargs)
 
     with ExitStack() as restore:
         for mixer in mixers:
-            restore.callback(mixer.module.register_forward_pre_hook(partial(enter, mixer)).remove)
+            restore.callback(mixer.module.register_forward_pre_hook(entering(mixer)).remove)
         for mixer in {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}.values():
             namespace, step = mixer.namespace, operators.get(mixer.operator).binding.step
             found = {mixer.function: partial(call_handler, mixer.function, namespace[mixer.function])}
@@ -101,33 +122,24 @@ def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None 
         yield count
 
 
-def _bound(
+def bind(
     mixer: Mixer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
 ) -> OperatorCall:
-    bound = bind(mixer.operator, mixer.module, args, kwargs, step=step)
-    return OperatorCall(mixer, bound.inputs, bound.wants_final_state, bound.remark, lambda: original(*args, **kwargs))
-
-
-def bind(
-    operator: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: bool = False
-) -> BoundCall:
-    """The call of a mixer as inputs of its operator, without a copy and with the model's strides.
+    """The call of a mixer, with inputs of its operator, without a copy and with the model's strides.
 
     Models pass the keyword arguments of their forward through to the operator (`use_cache`, `output_router_logits`,
     ...).  Those have no effect on it and are dropped.  step: it is a call of the operator's `step`.
 
     Raises BadInputError for a call that the operator's inputs cannot express; the message names the argument.
     """
-    binding = operators.get(operator).binding
+    binding, caller = operators.get(mixer.operator).binding, type(mixer.module).__name__
     binder = binding.bind_step if step else binding.bind
     if binder is None:
-        raise BadInputError(f"Decode steps of {operator} layers cannot be captured.", "Leave out --decode.")
+        raise BadInputError(f"Decode steps of {mixer.operator} layers cannot be captured.", "Leave out --decode.")
     for name in binding.refused:
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise BadInputError(f"{type(module).__name__} passes {name} to its operator, which a capture cannot hold.")
+            raise BadInputError(f"{caller} passes {name} to its operator, which a capture cannot hold.")
     try:
-        return binder(module, *args, **kwargs)
+        return OperatorCall(mixer, *binder(mixer.module, *args, **kwargs), lambda: original(*args, **kwargs))
     except (ValueError, TypeError) as error:
-        raise BadInputError(
-            f"{type(module).__name__} calls its {operator} operator in an unknown way: {error}."
-        ) from error
+        raise BadInputError(f"{caller} calls its {mixer.operator} operator in an unknown way: {error}.") from error

@@ -1,33 +1,55 @@
-"""Runs a model on a prompt and passes on the operator inputs of the wanted layers, one layer at a time."""
+"""Runs a model on a prompt and passes on the operator inputs of the wanted layers, one layer at a time.
+
+transformers' torch path hands the operator transposed views, with neighbouring positions next to each other.  A
+production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it
+(`CallBinding.views`).  Captures are brought into that layout; the model's own strides are recorded too.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 
+from ssdprof import operators
 from ssdprof.capture.forward import Head, PromptRun, check_ids
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.memory import capture_bytes_per_token, choose_segment_length
-from ssdprof.capture.store import CapturedLayer, OnLayer, PromptBuffer, packed, strides, token_major
-from ssdprof.checkpoint.meta import find_mixers, match_layers
+from ssdprof.checkpoint.meta import Mixer, find_mixers
 from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Serving
 from ssdprof.core.words import size_words
 from ssdprof.environment.child import started
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.operators import tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaptureSummary:
-    segment_length: int  # tokens per forward call of the model
-    segments: int
-    prefills: int  # how often the model ran on the prompt
-    operator_calls: int
+class CapturedLayer:
+    """The inputs of one call of a layer's operator.
+
+    call: which one; None: the one for a whole prompt
+    inputs: token-major, on the model's device; the values and dtypes are the model's
+    model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
+    remark: one sentence if the inputs differ from the model's call or its config, such as heads that were repeated
+    """
+
+    layer: LayerRef
+    inputs: Any
+    model_strides: dict[str, tuple[int, ...]]
+    remark: str = ""
+    call: CallRef | None = None
+
+
+OnLayer = Callable[[CapturedLayer], object]
 
 
 def capture_layers(
@@ -36,18 +58,18 @@ def capture_layers(
     layers: Sequence[LayerRef],
     *,
     ref: CheckpointRef,
-    segment_length: int | None,
+    segment_length: int,
     on_layer: OnLayer,
     host_budget_bytes: int | None = None,
     serving: Serving = Serving(),  # noqa: B008
     head: Head | None = None,
-) -> CaptureSummary:
+) -> int:
     """Run `model` on ids (b, l) and call `on_layer` for each of `layers` and each of its calls (`Serving.calls`).
 
     model: a transformers base model in eval mode; its operators are computed by ours, exact, with fp32 states
-    segment_length: tokens per forward call; None: the whole prompt if it fits in memory, else segments.
-        With one segment, on_layer is called while that layer runs.  With several, the layers' inputs are collected in
-        main memory, and after the prompt each layer's are moved to the model's device for on_layer.
+    segment_length: tokens per forward call.  With one segment, on_layer is called while that layer runs.  With several,
+        the layers' inputs are collected in main memory, and after the prompt each layer's are moved to the model's
+        device for on_layer.
     host_budget_bytes: main memory for collected inputs (half of the available memory if None).  If the layers need
         more, they are captured in groups, each with its own prefill.  If a single layer needs more, the disk is used.
     serving: the model runs packed sequences one by one, so that nothing passes from one to the next, and their inputs
@@ -55,113 +77,86 @@ def capture_layers(
         itself computes decode steps; their inputs are passed on immediately.
     head: computes logits of the next token, for decode steps.
 
+    Returns how often the operators were called.
     Never more than one layer's inputs are on the model's device.  Whatever ends the capture (an exception of on_layer,
     Ctrl-C), the model is left as it was.  Raises BadInputError if part of the model bypasses its operator or a token id
     is beyond the vocabulary, MissingCapabilityError if memory is too small.
     """
     check_ids(model.get_input_embeddings().num_embeddings, ids)
     mixers = find_mixers(model)
-    wanted = match_layers(mixers, layers, ref.model_type)
-    if not wanted:
+    length = serving.chunk or segment_length
+    prompt = PromptRun(model, ids.to(model.device), length, mixers, ref.model_type, tuple(layers), serving, head)
+    if not (wanted := prompt.wanted):
         raise BadInputError("No layer was selected.")
-    batch, seqlen = ids.shape
-    if serving.chunk is not None:
-        segment_length = serving.chunk
-    elif segment_length is None:
-        segment_length = choose_segment_length(model, seqlen, layers, batch=batch)
-    prompt = PromptRun(model, ids.to(model.device), segment_length, mixers, ref.model_type, serving, head)
     if serving.chunk is not None or (prompt.segments == 1 and not serving.packed):
-        calls = _capture_on_the_way(prompt, wanted, on_layer)
-        prefills = 1
-    else:
-        budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
-        kept = (mixer for mixer in mixers if mixer.layer_index in wanted)  # in the order in which they run
-        sizes = {mixer.layer_index: ids.numel() * capture_bytes_per_token(mixer) for mixer in kept}
-        if on_disk := max(sizes.values()) > budget:
-            budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
-        groups = list(_groups(prompt, wanted, sizes, budget))
-        calls = sum(_capture_together(prompt, group, on_layer, on_disk=on_disk) for group in groups)
-        prefills = len(groups)
-    return CaptureSummary(
-        segment_length=min(segment_length, seqlen), segments=prompt.segments, prefills=prefills, operator_calls=calls
-    )
+        pass_on = _passing_on(prompt, wanted, on_layer, decode=False)
+
+        def handler(call: OperatorCall) -> Result:
+            pass_on(call)
+            return call.replacement()
+
+        return prompt.run(handler, _passing_on(prompt, wanted, on_layer, decode=True) if serving.decode else None)
+    budget = host_memory() // 2 if host_budget_bytes is None else host_budget_bytes
+    kept = (mixer for mixer in mixers if mixer.layer_index in wanted)  # in the order in which they run
+    sizes = {mixer.layer_index: ids.numel() * capture_bytes_per_token(mixer) for mixer in kept}
+    if on_disk := max(sizes.values()) > budget:
+        budget = shutil.disk_usage(tempfile.gettempdir()).free // started()
+    groups = list(_groups(prompt, wanted, sizes, budget))
+    return sum(_capture_together(prompt, group, on_layer, on_disk=on_disk) for group in groups)
 
 
-def _capture_on_the_way(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
-    """Pass on every call while its layer runs."""
-    upcoming = {index: iter(prompt.calls(decode=False)) for index in wanted}
+def _passing_on(
+    prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, decode: bool
+) -> Callable[[OperatorCall], None]:
+    """Passes on every call while its layer runs: decode steps, or the others."""
+    upcoming = {index: iter(prompt.calls(decode=decode)) for index in wanted}
 
-    def handler(call: OperatorCall) -> Result:
+    def pass_on(call: OperatorCall) -> None:
         layer = wanted.get(call.mixer.layer_index)
-        if layer is not None:
-            on_layer(_taken(prompt, call, layer, next(upcoming[layer.index], None)))
-        return call.replacement()
+        which = next(upcoming[layer.index], None) if layer else None
+        if layer is None or (decode and which is None):
+            return
+        # A copy, where the model begins: what the model does next may overwrite it, and may be on another GPU.
+        inputs, given = token_major(call.inputs, prompt.ids.device), strides(call.inputs)
+        on_layer(CapturedLayer(layer=layer, inputs=inputs, model_strides=given, remark=call.remark, call=which))
 
-    return prompt.run(handler, _on_step(prompt, wanted, on_layer))
+    return pass_on
 
 
 def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool) -> int:
     """Concatenate the inputs of all segments, and of all packed sequences, and pass them on at the end."""
-    host = torch.device("cpu")
     buffers: dict[int, PromptBuffer] = {}
-    model_strides: dict[int, dict[str, tuple[int, ...]]] = {}
-    remarks: dict[int, str] = {}
+    first: dict[int, tuple[dict[str, tuple[int, ...]], str]] = {}  # strides and remark of the first segment
     filled = dict.fromkeys(wanted, 0)
 
     def handler(call: OperatorCall) -> Result:
         index = call.mixer.layer_index
         if index in wanted:
             if index not in buffers:
-                buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], host, on_disk=on_disk)
-                model_strides[index] = strides(call.inputs)
-                remarks[index] = call.remark
+                buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], torch.device("cpu"), on_disk=on_disk)
+                first[index] = strides(call.inputs), call.remark
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.replacement()
 
-    calls = prompt.run(handler, _on_step(prompt, wanted, on_layer))
+    steps = _passing_on(prompt, wanted, on_layer, decode=True) if prompt.serving.decode else None
+    calls = prompt.run(handler, steps)
     (whole,) = prompt.calls(decode=False)
     for index, layer in wanted.items():
         inputs = buffers.pop(index).inputs(prompt.model.device)
         if prompt.serving.packed:
             inputs = packed(inputs, prompt.serving.packed)
+        of_model, remark = first.pop(index)
         captured = CapturedLayer(
             layer=layer,
             inputs=inputs,
-            model_strides=strides(inputs) | model_strides.pop(index),  # bounds of a pack are not the model's
-            remark=" ".join(part for part in (remarks[index], prompt.remark) if part),
+            model_strides=strides(inputs) | of_model,  # bounds of a pack are not the model's
+            remark=" ".join(part for part in (remark, prompt.remark) if part),
             call=whole,
         )
         del inputs
         on_layer(captured)
         del captured
     return calls
-
-
-def _on_step(
-    prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer
-) -> Callable[[OperatorCall], None] | None:
-    """The handler of decode steps; None if there are none."""
-    if not prompt.serving.decode:
-        return None
-    upcoming = {index: iter(prompt.calls(decode=True)) for index in wanted}
-
-    def observe(call: OperatorCall) -> None:
-        layer = wanted.get(call.mixer.layer_index)
-        if layer is not None and (which := next(upcoming[layer.index], None)):
-            on_layer(_taken(prompt, call, layer, which))
-
-    return observe
-
-
-def _taken(prompt: PromptRun, call: OperatorCall, layer: LayerRef, which: CallRef | None) -> CapturedLayer:
-    """A copy, where the model begins: what the model does next may overwrite it, and may be on another GPU."""
-    return CapturedLayer(
-        layer=layer,
-        inputs=token_major(call.inputs, prompt.ids.device),
-        model_strides=strides(call.inputs),
-        remark=call.remark,
-        call=which,
-    )
 
 
 def _groups(
@@ -183,3 +178,124 @@ def _groups(
         group[index] = wanted[index]
         used += size
     yield group
+
+
+def capture_bytes_per_token(mixer: Mixer) -> int:
+    """Bytes of the operator's inputs for one position."""
+    item = next(mixer.module.parameters()).element_size()
+    heads = mixer.module.A_log.numel()  # type: ignore[operator]
+    per_head = operators.get(mixer.operator).binding.gate_bytes(item)
+    return item * conv_width(mixer.module) + per_head * heads
+
+
+def conv_width(mixer: nn.Module) -> int:
+    """Channels of the convolution before the operator."""
+    return sum(module.in_channels for module in mixer.children() if isinstance(module, nn.Conv1d))
+
+
+# --- layout
+
+
+def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
+    """Strides of each tensor, in elements."""
+    return {name: tensor.stride() for name, tensor in tensors.tensors(inputs).items()}
+
+
+def token_major(inputs: Any, device: torch.device | None = None) -> Any:
+    """A copy of `inputs` in token-major layout, on its own device or on another."""
+    tensor = next(iter(tensors.tensors(inputs).values()))
+    buffer = PromptBuffer(inputs, tensor.shape[1], device or tensor.device)
+    buffer.write(inputs, 0)
+    return buffer.inputs(device or tensor.device)
+
+
+class PromptBuffer:
+    """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
+
+    `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
+    state before the prompt).  on_disk: the room is in the temporary folder, mapped into main memory.
+    BadInputError if it holds packed sequences and is not the whole: their boundaries are those of one call.
+    """
+
+    def __init__(self, first: Any, seqlen: int, device: torch.device, *, on_disk: bool = False) -> None:
+        binding = operators.get(first.operator).binding
+        given = tensors.tensors(first)
+        if "cu_seqlens" in given and given[binding.views[0]].shape[1] != seqlen:
+            raise BadInputError(
+                "The model packs sequences (cu_seqlens), which cannot be captured in segments.",
+                "Give --segment the length of the whole prompt.",
+            )
+        views = {name: given[name] for name in binding.views}
+        one = next(iter(views.values()))
+        batch, dtype = one.shape[0], one.dtype
+        self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
+        conv_dim = sum(heads * width for heads, width in self._head_shapes.values())
+        room = _mapped if on_disk else partial(torch.empty, device=device)
+        self._buffer = room((batch, seqlen, conv_dim), dtype=dtype)
+        self._per_position = {
+            name: room((batch, seqlen, *given[name].shape[2:]), dtype=given[name].dtype)
+            for name in binding.per_position
+            if name in given
+        }
+        positioned = {*views, *self._per_position}
+        self._static = {
+            # A copy: the state before the prompt may belong to the cache, which is written in place.
+            name: tensor.detach().to(device, copy=True)
+            for name, tensor in given.items()
+            if name not in positioned
+        }
+        # Only values: a reference to `first` would keep the model's own tensors alive.
+        self._kind: type[Any] = type(first)
+        self._scalars = {field.name: getattr(first, field.name) for field in fields(first) if field.name not in given}
+
+    def write(self, piece: Any, start: int) -> int:
+        """Copy the positions of `piece` to start, start + 1, ...; returns their number."""
+        given = tensors.tensors(piece)
+        length = next(iter(given.values())).shape[1]
+        for name, target in {**self._views(self._buffer), **self._per_position}.items():
+            target[:, start : start + length].copy_(given[name].detach())
+        return length
+
+    def inputs(self, device: torch.device) -> Any:
+        """The whole prompt's inputs on `device`; views of this buffer if it is on that device."""
+        moved = {name: tensor.to(device) for name, tensor in {**self._per_position, **self._static}.items()}
+        arguments: dict[str, Any] = {**self._scalars, **moved, **self._views(self._buffer.to(device))}
+        return self._kind(**arguments)
+
+    def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        views, offset = {}, 0
+        for name, (heads, width) in self._head_shapes.items():
+            columns = buffer[:, :, offset : offset + heads * width]
+            views[name] = columns.view(*buffer.shape[:2], heads, width)
+            offset += heads * width
+        return views
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in an unlinked file of the temporary folder, which is freed with the tensor.
+
+    Raises MissingCapabilityError if the disk is full: without this check it would kill the process later.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise MissingCapabilityError(
+                f"The temporary folder has no room for {size_words(size)} of captured inputs: {error.strerror}.",
+                "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
+            ) from error
+        return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+
+
+def packed(inputs: Any, lengths: Sequence[int]) -> Any:
+    """`inputs`, (1, l, ...), as packed sequences of these lengths.
+
+    BadInputError if the operator's inputs cannot be packed.
+    """
+    if "cu_seqlens" not in {field.name for field in fields(inputs)}:
+        raise BadInputError(
+            f"Sequences of {operators.get(inputs.operator).layers} layers cannot be packed.", "Use --batch instead."
+        )
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=inputs.device)
+    return replace(inputs, cu_seqlens=bounds)

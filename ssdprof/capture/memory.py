@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ssdprof import operators
 from ssdprof.capture.forward import Feed, attention
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.store import PromptBuffer, token_major
+from ssdprof.capture.layers import PromptBuffer, capture_bytes_per_token, conv_width, token_major
 from ssdprof.checkpoint.meta import Mixer, find_mixers, is_attention
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.subject import LayerRef, Serving, split_prompt
@@ -96,14 +96,6 @@ def estimate_memory(model: Any, wanted: set[int], *, depth: int) -> MemoryEstima
     )
 
 
-def capture_bytes_per_token(mixer: Mixer) -> int:
-    """Bytes of the operator's inputs for one position."""
-    item = next(mixer.module.parameters()).element_size()
-    heads = mixer.module.A_log.numel()  # type: ignore[operator]
-    per_head = operators.get(mixer.operator).binding.gate_bytes(item)
-    return item * _conv_width(mixer.module) + per_head * heads
-
-
 def decoder_layer_bytes(model: nn.Module) -> dict[int, int]:
     """Bytes of the parameters of each decoder layer."""
     sizes: dict[int, int] = {}
@@ -123,7 +115,7 @@ def _mixer_bytes(mixer: Mixer, hidden: int, item: int) -> int:
     inner = _inner_width(mixer.module)
     linears = _linears(mixer.module).items()
     projected = sum(linear.out_features for name, linear in linears if name not in _OUTPUT_PROJECTIONS)
-    return item * (2 * hidden + projected + _conv_width(mixer.module) + inner) + 3 * 4 * inner
+    return item * (2 * hidden + projected + conv_width(mixer.module) + inner) + 3 * 4 * inner
 
 
 def _streaming_bytes(mixer: Mixer) -> int:
@@ -155,10 +147,6 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
 def _inner_width(mixer: nn.Module) -> int:
     """Channels of the operator's output, which the mixer projects back to the hidden size."""
     return next(linear.in_features for name, linear in _linears(mixer).items() if name in _OUTPUT_PROJECTIONS)
-
-
-def _conv_width(mixer: nn.Module) -> int:
-    return sum(module.in_channels for module in mixer.children() if isinstance(module, nn.Conv1d))
 
 
 # --- the length of segments
@@ -287,7 +275,7 @@ def predict_memory(
         if index in wanted and on_the_way:
             token_major(call.inputs)  # freed again, like a captured layer that was passed on
         elif index in wanted and not on_gpu and index not in collected:
-            collected[index] = PromptBuffer(call.inputs, seqlen, tensors.device(call.inputs))
+            collected[index] = PromptBuffer(call.inputs, seqlen, call.inputs.device)
         return _outputs(call) if on_gpu else compute(call)
 
     mixers = find_mixers(model)
@@ -306,8 +294,8 @@ def predict_memory(
 
 def _outputs(call: OperatorCall) -> Result:
     """The outputs of the operator's kernels, without values."""
-    device = tensors.device(call.inputs)
-    forms = operators.of(call.inputs).judged.forms(call.inputs)
+    device = call.inputs.device
+    forms = operators.get(call.inputs.operator).judged.forms(call.inputs)
     out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
     return out, final_state
 

@@ -1,8 +1,4 @@
-"""Captured operator inputs: their layout in memory, and folders of them: a safetensors file per call, and a manifest.
-
-transformers' torch path hands the operator transposed views, with neighbouring positions next to each other.  A
-production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it
-(`Door.views`).  Captures are brought into that layout; the model's own strides are recorded too.
+"""Folders of captured operator inputs: a safetensors file per call, and a manifest.
 
 Files and the manifest are written atomically, a file before its entry.  The manifest has `complete: false` until the
 writer closes without an error, and all of its entries are valid at any time.
@@ -12,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_type_hints
@@ -32,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ssdprof import operators
+from ssdprof.capture.layers import CapturedLayer, token_major
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF, MANIFEST, is_capture, read_manifest
 from ssdprof.core.base import VERSION
 from ssdprof.core.subject import (
@@ -44,144 +38,11 @@ from ssdprof.core.subject import (
     TensorRecord,
     scalars_hash,
 )
-from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
 from ssdprof.files import check_writable, locked, put
 from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.dtypes import dtype_named, stored_dtype_name
-from ssdprof.operators.tensors import device as device_of
 from ssdprof.operators.tensors import tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapturedLayer:
-    """The inputs of one call of a layer's operator.
-
-    call: which one; None: the one for a whole prompt
-    inputs: token-major, on the model's device; the values and dtypes are the model's
-    model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
-    remark: one sentence if the inputs differ from the model's call or its config, such as heads that were repeated
-    """
-
-    layer: LayerRef
-    inputs: Any
-    model_strides: dict[str, tuple[int, ...]]
-    remark: str = ""
-    call: CallRef | None = None
-
-
-OnLayer = Callable[[CapturedLayer], None]
-
-
-# --- layout
-
-
-def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
-    """Strides of each tensor, in elements."""
-    return {name: tensor.stride() for name, tensor in tensors(inputs).items()}
-
-
-def token_major(inputs: Any, to: torch.device | None = None) -> Any:
-    """A copy of `inputs` in token-major layout, on its own device or on another."""
-    tensor = next(iter(tensors(inputs).values()))
-    buffer = PromptBuffer(inputs, tensor.shape[1], tensor.device)
-    buffer.write(inputs, 0)
-    return buffer.inputs(to or tensor.device)
-
-
-class PromptBuffer:
-    """A token-major buffer on `device` for the inputs of a prompt of `seqlen` positions, filled piece by piece.
-
-    `first` is the first piece: it gives widths and dtypes, and everything that has no position (A, D, dt_bias and the
-    state before the prompt).  on_disk: the room is in the temporary folder, mapped into main memory.
-    BadInputError if it holds packed sequences and is not the whole: their boundaries are those of one call.
-    """
-
-    def __init__(self, first: Any, seqlen: int, device: torch.device, *, on_disk: bool = False) -> None:
-        binding = operators.of(first).binding
-        given = tensors(first)
-        if "cu_seqlens" in given and given[binding.views[0]].shape[1] != seqlen:
-            raise BadInputError(
-                "The model packs sequences (cu_seqlens), which cannot be captured in segments.",
-                "Give --segment the length of the whole prompt.",
-            )
-        views = {name: given[name] for name in binding.views}
-        one = next(iter(views.values()))
-        batch, dtype = one.shape[0], one.dtype
-        self._head_shapes = {name: tuple(view.shape[2:]) for name, view in views.items()}
-        conv_dim = sum(heads * width for heads, width in self._head_shapes.values())
-        room = _mapped if on_disk else partial(torch.empty, device=device)
-        self._buffer = room((batch, seqlen, conv_dim), dtype=dtype)
-        self._per_position = {
-            name: room((batch, seqlen, *given[name].shape[2:]), dtype=given[name].dtype)
-            for name in binding.per_position
-            if name in given
-        }
-        positioned = {*views, *self._per_position}
-        self._static = {
-            # A copy: the state before the prompt may belong to the cache, which is written in place.
-            name: tensor.detach().to(device, copy=True)
-            for name, tensor in given.items()
-            if name not in positioned
-        }
-        # Only values: a reference to `first` would keep the model's own tensors alive.
-        self._kind: type[Any] = type(first)
-        self._scalars = {field.name: getattr(first, field.name) for field in fields(first) if field.name not in given}
-
-    def write(self, piece: Any, start: int) -> int:
-        """Copy the positions of `piece` to start, start + 1, ...; returns their number."""
-        given = tensors(piece)
-        length = next(iter(given.values())).shape[1]
-        for name, target in {**self._views(self._buffer), **self._per_position}.items():
-            target[:, start : start + length].copy_(given[name].detach())
-        return length
-
-    def inputs(self, device: torch.device) -> Any:
-        """The whole prompt's inputs on `device`; views of this buffer if it is on that device."""
-        moved = {name: tensor.to(device) for name, tensor in {**self._per_position, **self._static}.items()}
-        arguments: dict[str, Any] = {**self._scalars, **moved, **self._views(self._buffer.to(device))}
-        return self._kind(**arguments)
-
-    def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        views, offset = {}, 0
-        for name, (heads, width) in self._head_shapes.items():
-            columns = buffer[:, :, offset : offset + heads * width]
-            views[name] = columns.view(*buffer.shape[:2], heads, width)
-            offset += heads * width
-        return views
-
-
-def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in an unlinked file of the temporary folder, which is freed with the tensor.
-
-    Raises MissingCapabilityError if the disk is full: without this check it would kill the process later.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError as error:
-            raise MissingCapabilityError(
-                f"The temporary folder has no room for {size_words(size)} of captured inputs: {error.strerror}.",
-                "Use a shorter --seq, or set TMPDIR to a folder on a larger disk.",
-            ) from error
-        return torch.from_file(file.name, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
-
-
-def packed(inputs: Any, lengths: Sequence[int]) -> Any:
-    """`inputs`, (1, l, ...), as packed sequences of these lengths.
-
-    BadInputError if the operator's inputs cannot be packed.
-    """
-    if "cu_seqlens" not in {field.name for field in fields(inputs)}:
-        raise BadInputError(
-            f"Sequences of {operators.of(inputs).layers} layers cannot be packed.", "Use --batch instead."
-        )
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device_of(inputs))
-    return replace(inputs, cu_seqlens=bounds)
-
-
-# --- folders
 
 
 def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]) -> Path:
@@ -280,7 +141,7 @@ class CaptureWriter:
         file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
-        scalars = operators.of(captured.inputs).binding.scalars(captured.inputs)
+        scalars = operators.get(captured.inputs.operator).binding.scalars(captured.inputs)
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
@@ -368,12 +229,10 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
             sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
-    buffer = PromptBuffer(inputs, capture.seqlen, device)
-    buffer.write(inputs, 0)
     strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(
         layer=capture.layer,
-        inputs=buffer.inputs(device),
+        inputs=token_major(inputs, device),
         model_strides=strides,
         remark=capture.remark,
         call=capture.call,

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.config import LIMIT, PICKLE, convert_key
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, StoredTensor, broken_file
-from ssdprof.checkpoint.meta import empty_model, meta_model, quiet_transformers, refusals, refuse_codes
+from ssdprof.checkpoint.meta import build, meta_model, quiet_transformers, refusals
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import INDEX, is_needed
@@ -91,15 +91,16 @@ def fetch(
     """
     depth, repo_id, weights = model.depth(deepest_layer), model.source.label, model.weights
     with _temporary_folder(repo_id) as folder:
-        _write_json(folder / CONFIG, model.cut_config(depth, model.dtype))
-        empty_model(folder, repo_id)  # refuse an unusable config before the download
+        config = model.cut_config(depth, model.dtype)
+        _write_json(folder / CONFIG, config)
+        build(config, repo_id)  # refuse an unusable config before the download
         files, size = check_space(model, deepest_layer, head=head)
         if files and progress is not None:
             progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
 
         paths = {name: model.source.path(name) for name in weights.files(depth, head=head)}
         tensors = None if weights.pickled else weights.tensors(depth, head=head)
-        refuse_codes(model, deepest_layer, head=head)
+        model.refuse_codes(deepest_layer, head=head)
         _link_all(folder, paths)
         if weights.shards is not None:
             _write_json(folder / INDEX, {"metadata": {}, "weight_map": weights.needed_shards(depth, head=head)})
@@ -192,7 +193,7 @@ def load_model(
     """
     device = torch.device(device)
     with quiet_transformers():
-        empty = empty_model(local.folder, local.ref.repo_id, head=local.head)
+        empty = build(json.loads((local.folder / CONFIG).read_bytes()), local.ref.repo_id, head=local.head)
         if local.tensors is not None:
             _check_described_size(local.ref, local.tensors, empty)
         if local.original:

@@ -8,7 +8,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,7 @@ from ssdprof.checkpoint.config import SUPPORTED, refuse_quantization
 from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
-from ssdprof.checkpoint.weights import CODES, layer_index
-from ssdprof.core.subject import LayerRef
+from ssdprof.checkpoint.weights import layer_index
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def meta_model(
     """
     depth = model.depth(deepest_layer)
     wanted = dtype or (_dtype_by_size(model) if model.weights.pickled else model.dtype)
-    refuse_codes(model, deepest_layer, head=head)
+    model.refuse_codes(deepest_layer, head=head)
     return build(model.cut_config(depth, wanted), model.source.label, head=head)
 
 
@@ -132,19 +131,6 @@ def _refused_field(config: Mapping[str, Any]) -> str | None:
             _build(transformers.AutoConfig.for_model(**{key: value for key, value in config.items() if key != field}))
             return f"{field} = {shown(config[field])}"
     return None
-
-
-def refuse_codes(model: Model, deepest_layer: int | None, *, head: bool) -> None:
-    """BadInputError for weights of 8 bit and less whose config names no quantisation: codes would load as values."""
-    if model.weights.pickled or model.quantization is not None:
-        return
-    for name, tensor in model.weights.tensors(model.depth(deepest_layer), head=head).items():
-        if tensor.dtype in CODES:
-            raise BadInputError(
-                f"{model.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and its config names no "
-                "quantisation.",
-                "Take the config.json that came with these weights, or the unquantised checkpoint.",
-            )
 
 
 def _dtype_by_size(model: Model) -> str:
@@ -248,18 +234,6 @@ def mixers_of(model: nn.Module) -> tuple[Mixer, ...]:
                 raise BadInputError(f"Decoder layer {index} has two mixers: {mixers[index].name} and {name}.")
             mixers[index] = Mixer(name, index, functions[function], module, function, forward.__globals__)
     return tuple(mixers[index] for index in sorted(mixers))
-
-
-def match_layers(mixers: Sequence[Mixer], layers: Sequence[LayerRef], model_type: str) -> dict[int, LayerRef]:
-    """`layers` by decoder index.  Raises BadInputError for a layer that no mixer has."""
-    found = {mixer.layer_index: mixer.operator for mixer in mixers}
-    for layer in layers:
-        if found.get(layer.index) != layer.operator:
-            raise BadInputError(
-                f"Layer {layer.index} of this {model_type} model has {found.get(layer.index, 'no operator')}, not "
-                f"{layer.operator}; operators are in {', '.join(map(str, found))}."
-            )
-    return {layer.index: layer for layer in layers}
 
 
 def is_attention(module: nn.Module) -> bool:

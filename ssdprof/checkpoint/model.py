@@ -13,17 +13,16 @@ from ssdprof.checkpoint import config as configs
 from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, is_missing, is_out_of_reach, listed_models
 from ssdprof.checkpoint.names import (
     DEMO_FOLDERS,
+    KNOWN,
     KNOWN_TYPES,
     close_names,
     family_named,
     is_folder,
-    known,
     parse_repo,
     select_indices,
-    select_layers,
     shown,
 )
-from ssdprof.checkpoint.weights import INDEX, Weights, find_weights, layer_index, usual_dtype
+from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
 from ssdprof.core.subject import CheckpointRef, LayerRef, PlannedFile
 from ssdprof.errors import BadInputError, SsdprofError
 
@@ -71,7 +70,8 @@ class Model:
         """The layers that --layers `spec` names.  A wrong one is refused before torch is imported, if possible."""
         if self.listed is not None:
             select_indices(spec, self.listed)
-        return select_layers(spec, self.layers)
+        chosen = select_indices(spec, [layer.index for layer in self.layers])
+        return tuple(layer for layer in self.layers if layer.index in chosen)
 
     @property
     def on_meta(self) -> PreTrainedModel:
@@ -113,7 +113,7 @@ class Model:
     @cached_property
     def ref(self) -> CheckpointRef:
         """The record of reports."""
-        checkpoint = known(self.source.label)
+        checkpoint = KNOWN.get(self.source.label.casefold())
         return CheckpointRef(
             requested=self.requested,
             source="demo" if self.requested in DEMO_FOLDERS else "local" if self.source.revision is None else "hub",
@@ -185,6 +185,18 @@ class Model:
     def weights(self) -> Weights:
         """The files of the weights.  Reads the index, if there is one."""
         return find_weights(self.source, is_original=self.original)
+
+    def refuse_codes(self, deepest_layer: int | None, *, head: bool) -> None:
+        """BadInputError for weights of 8 bit and less whose config names no quantisation: codes, not values."""
+        if self.weights.pickled or self.quantization is not None:
+            return
+        for name, tensor in self.weights.tensors(self.depth(deepest_layer), head=head).items():
+            if tensor.dtype in CODES:
+                raise BadInputError(
+                    f"{self.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and its config names "
+                    "no quantisation.",
+                    "Take the config.json that came with these weights, or the unquantised checkpoint.",
+                )
 
     @cached_property
     def dtype(self) -> str | None:

@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ssdprof import operators
-from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError
 
 DEMO_FOLDERS = {name: Path(__file__).parent / name for name in ("demo", "demo-gdn")}
@@ -87,9 +86,7 @@ def family_named(typed: str) -> Family | None:
     return next((row for row in FAMILIES if typed.casefold() in map(str.casefold, row.typed)), None)
 
 
-def known(repo_id: str) -> KnownCheckpoint | None:
-    """The table's entry for a repo."""
-    return next((c for row in FAMILIES for c in row.checkpoints if c.repo.casefold() == repo_id.casefold()), None)
+KNOWN = {one.repo.casefold(): one for row in FAMILIES for one in row.checkpoints}  # by repo
 
 
 def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint, ...]:
@@ -128,7 +125,7 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
         raise BadInputError(
             f"{typed} names the revision {named}, and --revision another: {revision}.", "Give one of them."
         )
-    checkpoint = known(repo_id)
+    checkpoint = KNOWN.get(repo_id.casefold())
     return (checkpoint.repo if checkpoint else repo_id), revision or named
 
 
@@ -219,12 +216,6 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
             "Numbers are decoder layer indices, counted from 0.",
         )
     return tuple(index for index in indices if index in wanted)
-
-
-def select_layers(spec: str, layers: Sequence[LayerRef]) -> tuple[LayerRef, ...]:
-    """The layers that `spec` names: see `select_indices`."""
-    chosen = select_indices(spec, [layer.index for layer in layers])
-    return tuple(layer for layer in layers if layer.index in chosen)
 
 
 def is_address(text: str, schemes: tuple[str, ...] = ()) -> bool:

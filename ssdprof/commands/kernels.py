@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import typer
@@ -11,8 +10,7 @@ import typer
 from ssdprof import files, operators
 from ssdprof.commands import output, terminal
 from ssdprof.commands.options import BenchOptions, StallsOptions, TuneOptions
-from ssdprof.commands.requests import BenchWords
-from ssdprof.core.base import PrecisionRecord
+from ssdprof.core.base import Intermediates
 from ssdprof.core.tuned import TuneReport
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError, ExitCode
@@ -20,9 +18,9 @@ from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs import stall_files
 from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs import tune as tune_job
-from ssdprof.operators.generate import Cell
-from ssdprof.operators.implementations import ImplementationCache, refuse_two_checkouts, refuse_unknown, required
-from ssdprof.operators.operator import Operator
+from ssdprof.jobs.request import BenchRequest, StallRequest
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.implementations import ImplementationCache, required
 from ssdprof.progress import Unwatched, Watcher
 from ssdprof.report import stalls as stall_report
 from ssdprof.report import tuning
@@ -32,22 +30,16 @@ from ssdprof.store import tuned
 from ssdprof.store.ranks import join
 
 
-def bench(options: BenchOptions, asked: BenchWords) -> None:
-    operator = operators.get(options.operator)
-    if asked.chunk_sizes and not operator.generated.chunk_sizes:
-        raise BadInputError(
-            f"--chunk-size does not apply to {operator.name}: its kernels choose their own.", "Leave it out."
-        )
-    cache = ImplementationCache(torch.device("cuda"))
-    found = [cache.get(operator, name) for name in asked.names]
-    over = cache.get(operator, options.baseline or next(iter(asked.libraries), operator.baseline))
-    matched = cache.get(operator, options.match_with or operator.baseline)
-    if matched.name != operator.baseline and any(one.metric == "match" for one in asked.conditions):
+def bench(options: BenchOptions, asked: tuple[BenchRequest, tuple[str, ...], tuple[Tokens, ...]]) -> None:
+    request, names, too_large = asked
+    operator, cache = request.operator, ImplementationCache(torch.device("cuda"))
+    found = [cache.get(operator.name, name) for name in names]
+    over, matched = (cache.get(operator.name, name) for name in (request.baseline, request.match_with))
+    if matched.name != operator.baseline and any(one.metric == "match" for one in request.conditions):
         raise BadInputError(
             f"--min-match compares with {operator.baseline}, but --match-with names {matched.name}.",
             "Leave one of them out.",
         )
-    drawn = ways(operator, options.draw)
     require_gpu(*bench_job.NEEDS_GPU)
     compared = {one.name: one for one in (*found, required(over), *([required(matched)] if options.match_with else []))}
     ranks = join()
@@ -55,38 +47,19 @@ def bench(options: BenchOptions, asked: BenchWords) -> None:
     watcher: Watcher = output.TerminalWatcher() if reports else Unwatched()
     if not options.no_tuned:
         tuned.use_saved(watcher.say)
-    request = bench_job.BenchRequest(
-        operator=operator,
-        cells=tuple(replace(cell, drawn=drawn) for cell in asked.cells),
-        precisions=asked.precisions,
+    for one in too_large:
+        watcher.say(f"{one} is left out: it has more than {options.max_tokens} tokens.")
+    request = replace(
+        request,
         implementations=tuple(compared.values()),
         baseline=over.name,
         match_with=matched.name,
-        chunk_sizes=asked.chunk_sizes or operator.generated.chunk_sizes,
-        check=options.check,
-        budget=options.budget,
-        first_call=options.first_call,
-        smallest_difference=asked.smallest_difference,
-        conditions=asked.conditions,
-        out=options.out,
         command=terminal.command_line(),
     )
-    for one in asked.too_large:
-        watcher.say(f"{one} is left out: it has more than {options.max_tokens} tokens.")
     with terminal.only_data_on_stdout():
         folder, report = bench_job.bench(request, watcher, ranks)
     if reports:
         output.finish(report, render(compose(report)), as_json=options.json, note=output.kept(folder))
-
-
-def ways(operator: Operator[Any], words: str) -> tuple[str, ...]:
-    """ "normalised,quarter-ungated" -> the words, each once, in the operator's order.  Raises BadInputError."""
-    known = operator.generated.ways
-    wanted = {word.strip() for word in words.split(",") if word.strip()}
-    for word in sorted(wanted - known.keys()):
-        meanings = ", ".join(f"{name} ({meaning})" for name, meaning in known.items())
-        raise BadInputError(f"--draw does not know {word!r}.", f"For {operator.name} there are: {meanings or 'none'}.")
-    return tuple(word for word in known if word in wanted)
 
 
 def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | None]) -> None:
@@ -97,17 +70,13 @@ def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | 
     cells, seqlens = asked
     device = tune_job.gpu_to_tune()
     operator = operators.get(options.operator)
-    request = tune_job.TuneRequest(
-        operator=operator,
-        sources=tune_job.drawn(operator, cells, device)
-        if options.where is None
-        else tune_job.captured(operator, options.where, seqlens, device),
-        intermediates=("exact", "relaxed") if options.dtypes == "all" else (options.dtypes,),
-        budget=options.budget,
-        command=terminal.command_line(),
-    )
+    if options.where is None:
+        sources = tune_job.drawn(operator, cells, device)
+    else:
+        sources = tune_job.captured(operator, options.where, seqlens, device)
+    wanted: tuple[Intermediates, ...] = ("exact", "relaxed") if options.dtypes == "all" else (options.dtypes,)
     if options.dry_run:
-        searches = tuple(tune_job.planned(tune_job.listed(request)))
+        searches = tuple(tune_job.planned(operator, sources, wanted))
         if options.json:
             terminal.print_json([search.model_dump(mode="json") for search in searches])
         elif table := tuning.candidates(searches):
@@ -124,7 +93,9 @@ def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | 
         tuned.keep(report.environment, report.outcomes[-1:])
         write(report)
 
-    report = tune_job.tune(request, device, watcher, keep)
+    report = tune_job.tune(
+        operator, sources, wanted, device, watcher, keep, budget=options.budget, command=terminal.command_line()
+    )
     write(report)
     found = sum(outcome.find is not None for outcome in report.outcomes)
     if report.environment.gpu is not None and found:
@@ -136,28 +107,14 @@ def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | 
         terminal.out().print(render(tuning.compose(report), rest="--json"))
 
 
-def stalls(options: StallsOptions, asked: tuple[tuple[str, ...], int | None]) -> None:
-    implementations, seqlen = asked
-    refuse_two_checkouts(implementations)
-    refuse_unknown("--impl", implementations, besides=("reference",))
+def stalls(options: StallsOptions, request: StallRequest) -> None:
     folder = None
     if options.files:
         report = stalls_job.from_files(options.files)
     else:
         watcher = output.TerminalWatcher()
-        request = stalls_job.StallRequest(
-            where=options.where,
-            layer=options.layer,
-            seqlen=seqlen,
-            implementations=implementations,
-            precision=PrecisionRecord(intermediates=options.dtypes, state_dtype=options.states),
-            timeout_s=options.timeout,
-            out=options.out,
-            overwrite=options.force,
-            tuned=None if options.no_tuned else tuned.use_saved(watcher.say),
-            command=terminal.command_line(),
-        )
-        folder, report = stalls_job.profile(request, watcher)
+        found = None if options.no_tuned else tuned.use_saved(watcher.say)
+        folder, report = stalls_job.profile(replace(request, tuned=found, command=terminal.command_line()), watcher)
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
     if options.json:

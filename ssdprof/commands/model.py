@@ -13,7 +13,7 @@ import typer
 from ssdprof.commands import output, terminal
 from ssdprof.commands.options import AnswersOptions, CaptureOptions, PrefillOptions, RunOptions
 from ssdprof.commands.output import TerminalWatcher
-from ssdprof.core.base import PrecisionRecord, Record
+from ssdprof.core.base import Record
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Condition, Report
 from ssdprof.core.subject import CaptureManifest
@@ -24,11 +24,10 @@ from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.request import COMPARED, AnswersRequest, CaptureRequest, ReplayRequest
+from ssdprof.jobs.request import COMPARED, AnswersRequest, CaptureRequest, PrefillRequest, ReplayRequest
 from ssdprof.jobs.run import resolve_implementations
 from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
 from ssdprof.jobs.subject import Stored, Subject
-from ssdprof.operators.implementations import refuse_unknown
 from ssdprof.progress import Unwatched
 from ssdprof.report import brief, stalls
 from ssdprof.report import terminal as tables
@@ -45,8 +44,8 @@ class StoredCapture(Record):
     manifest: CaptureManifest
 
 
-def run(options: RunOptions, asked: tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]) -> None:
-    request, wanted, found, ranks = asked
+def run(options: RunOptions, asked: tuple[ReplayRequest, Subject | Stored, Ranks | None]) -> None:
+    wanted, found, ranks = asked
     reports = ranks is None or ranks.first  # the first rank reports for all
 
     def check() -> None:
@@ -58,41 +57,34 @@ def run(options: RunOptions, asked: tuple[CaptureRequest, ReplayRequest, Subject
 
     if options.dry_run:
         if reports:
-            _plan(found, request, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
+            _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
     conditions = _judged_here(wanted.conditions, options)
     wanted = replace(wanted, conditions=conditions, command=terminal.command_line())
     watcher = TerminalWatcher() if reports else Unwatched()
     tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
-        folder, report = run_job.run(request, wanted, watcher, found=found, ranks=ranks)
+        folder, report = run_job.run(found, wanted, watcher, ranks)
     if not reports:
         return
     shown = tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
     output.show(report, shown, as_json=options.json, note=output.kept(folder))
     codes = []
     if options.prefill:
-        codes.append(_prefill(request, wanted.smallest_difference, folder, as_json=options.json))
+        codes.append(_prefill(found.request, wanted.smallest_difference, folder, as_json=options.json))
     if options.stalls:
-        codes.append(_stalls(request, folder, report, tuned, as_json=options.json))
+        codes.append(_stalls(found.request, folder, report, tuned, as_json=options.json))
     output.end(report)
     if code := max(codes, default=ExitCode.OK):
         raise typer.Exit(code)
 
 
-def _plan(
-    found: Subject | Stored,
-    request: CaptureRequest,
-    check: Callable[[], object],
-    *,
-    tensor_parallel: int = 1,
-    as_json: bool,
-) -> None:
+def _plan(found: Subject | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool) -> None:
     """Show the plan of a dry run, and raise what would keep the model from running."""
-    planned = plan(found, request, tensor_parallel=tensor_parallel)
+    planned = plan(found, tensor_parallel=tensor_parallel)
     output.show_plan(planned, as_json=as_json)
     check()
-    check_start(planned, found, request)
+    check_start(planned, found)
 
 
 def _judged_here(conditions: tuple[Condition, ...], options: RunOptions) -> tuple[Condition, ...]:
@@ -119,7 +111,7 @@ def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, 
     try:
         require_gpu(*prefill_job.NEEDS_GPU)
         subject = prefill_job.find(request)
-        wanted = prefill_job.PrefillRequest(
+        wanted = PrefillRequest(
             model=request,
             resolved=resolve_implementations(COMPARED, COMPARED[0], subject.layers),
             smallest_difference=smallest_difference,
@@ -154,59 +146,42 @@ def _stalls(request: CaptureRequest, folder: Path, report: Report, tuned: Path |
     return ExitCode.MISSING_CAPABILITY if found.missing else ExitCode.OK
 
 
-def capture(options: CaptureOptions, asked: tuple[CaptureRequest, Subject]) -> None:
-    request, subject = asked
+def capture(options: CaptureOptions, subject: Subject) -> None:
     if options.dry_run:
         check = partial(run_job.check_capture, options.out, overwrite=options.force)
-        _plan(subject, request, check, as_json=options.json)
+        _plan(subject, check, as_json=options.json)
         return
     watcher = TerminalWatcher()
-    folder, manifest = run_job.capture(request, options.out, overwrite=options.force, watcher=watcher, subject=subject)
+    folder, manifest = run_job.capture(subject, options.out, overwrite=options.force, watcher=watcher)
     if options.json:
         terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
     else:
         print(folder)
 
 
-def answers(options: AnswersOptions, asked: tuple[CaptureRequest, AnswersRequest, Subject]) -> None:
-    request, wanted, subject = asked
+def answers(options: AnswersOptions, asked: tuple[AnswersRequest, Subject]) -> None:
+    wanted, subject = asked
     subject = answers_job.loaded_as(subject, wanted)
     if options.dry_run:
-        _plan(subject, request, partial(answers_job.check, subject, wanted), as_json=options.json)
+        _plan(subject, partial(answers_job.check, subject, wanted), as_json=options.json)
         return
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
     wanted = replace(wanted, command=terminal.command_line())
     with terminal.only_data_on_stdout():
-        folder, report = answers_job.answers(request, wanted, TerminalWatcher(), subject)
+        folder, report = answers_job.answers(subject, wanted, TerminalWatcher())
     shown = tables.render(compose(report), verdict_last=True)
     output.finish(report, shown, as_json=options.json, note=output.kept(folder))
 
 
-def prefill(
-    options: PrefillOptions, asked: tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]
-) -> None:
-    request, names, smallest, conditions = asked
-    refuse_unknown("--impl", names)
-    refuse_unknown("--baseline", (options.baseline,))
+def prefill(options: PrefillOptions, asked: tuple[PrefillRequest, tuple[str, ...]]) -> None:
+    request, names = asked
     require_gpu(*prefill_job.NEEDS_GPU)
-    subject = prefill_job.find(request)
+    subject = prefill_job.find(request.model)
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    wanted = prefill_job.PrefillRequest(
-        model=request,
-        batch=options.batch,
-        precision=PrecisionRecord(intermediates=options.dtypes, state_dtype=options.states),
-        conv_and_norm=("model", "bundled") if options.conv_and_norm == "bundled" else ("model",),
-        resolved=resolve_implementations(names, options.baseline, subject.layers),
-        first_call_s=options.first_call,
-        seconds=options.seconds,
-        budget=options.budget,
-        smallest_difference=smallest,
-        conditions=conditions,
-        out=options.out,
-        command=terminal.command_line(),
-    )
+    resolved = resolve_implementations(names, options.baseline, subject.layers)
+    request = replace(request, resolved=resolved, command=terminal.command_line())
     with terminal.only_data_on_stdout():
-        folder, report = prefill_job.time_prefills(wanted, subject, TerminalWatcher())
+        folder, report = prefill_job.time_prefills(request, subject, TerminalWatcher())
     output.finish(report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder))

@@ -5,11 +5,9 @@ Every function raises BadInputError; those that find a model, ModelUnavailableEr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ssdprof import operators, settings
-from ssdprof.capture.prompt import parse_seq, parse_seqs
 from ssdprof.checkpoint.names import check_layers
 from ssdprof.commands import options as declared
 from ssdprof.core.base import DType, PrecisionRecord, precisions_for
@@ -21,18 +19,25 @@ from ssdprof.files import check_target
 from ssdprof.jobs import request as wanted
 from ssdprof.jobs.request import (
     AnswersRequest,
+    BenchRequest,
     CaptureRequest,
+    PrefillRequest,
     ReplayRequest,
+    StallRequest,
     expand,
     lengths,
     parse_chunk_sizes,
     parse_dtypes,
     parse_implementations,
+    parse_seq,
+    parse_seqs,
     parse_shapes,
     parse_tokens,
+    parse_ways,
 )
 from ssdprof.jobs.subject import Stored, Subject, captures_of, find, find_to_replay, refuse_large
 from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
 from ssdprof.store.ranks import Ranks, follows, join
 from ssdprof.store.reports import check_folder
 
@@ -84,7 +89,7 @@ def _gates(options: declared.RunOptions | declared.BenchOptions) -> tuple[Condit
 # --- run, capture, answers, prefill
 
 
-def run(options: declared.RunOptions) -> tuple[CaptureRequest, ReplayRequest, Subject | Stored, Ranks | None]:
+def run(options: declared.RunOptions) -> tuple[ReplayRequest, Subject | Stored, Ranks | None]:
     request = on_model(options)
     replay = ReplayRequest(
         intermediates=options.dtypes,
@@ -125,16 +130,15 @@ def run(options: declared.RunOptions) -> tuple[CaptureRequest, ReplayRequest, Su
     ranks = join()
     if ranks is None or ranks.first:
         check_folder(options.out)
-    return request, replay, find_to_replay(request, save_captures=options.save_captures, whole=options.answers), ranks
+    return replay, find_to_replay(request, save_captures=options.save_captures, whole=options.answers), ranks
 
 
-def capture(options: declared.CaptureOptions) -> tuple[CaptureRequest, Subject]:
+def capture(options: declared.CaptureOptions) -> Subject:
     refuse_ranks("ssdprof capture")
-    request = on_model(options)
-    return request, find(request)
+    return find(on_model(options))
 
 
-def answers(options: declared.AnswersOptions) -> tuple[CaptureRequest, AnswersRequest, Subject]:
+def answers(options: declared.AnswersOptions) -> tuple[AnswersRequest, Subject]:
     refuse_ranks("ssdprof answers")
     request, states = on_model(options), _states(options)
 
@@ -159,61 +163,69 @@ def answers(options: declared.AnswersOptions) -> tuple[CaptureRequest, AnswersRe
     check_folder(options.out)
     subject = find(request, whole=True)
     refuse_large(subject)
-    return request, asked, subject
+    return asked, subject
 
 
-def prefill(options: declared.PrefillOptions) -> tuple[CaptureRequest, tuple[str, ...], float, tuple[Condition, ...]]:
-    """The request, all implementations, the smallest difference that counts, and the conditions."""
+def prefill(options: declared.PrefillOptions) -> tuple[PrefillRequest, tuple[str, ...]]:
+    """The request, and the names of all implementations."""
     refuse_ranks("ssdprof prefill")
-    request = on_model(options)
     names = parse_implementations("--impl", f"{options.impl},{options.against}" if options.against else options.impl)
-    smallest = parse_percent("--smallest-difference", options.smallest_difference)
     given = of_options(min_speedup=options.min_speedup, gates=options.gate or ())
+    request = PrefillRequest(
+        model=on_model(options),
+        batch=options.batch,
+        precision=PrecisionRecord(intermediates=options.dtypes, state_dtype=options.states),
+        conv_and_norm=("model", "bundled") if options.conv_and_norm == "bundled" else ("model",),
+        first_call_s=options.first_call,
+        seconds=options.seconds,
+        budget=options.budget,
+        smallest_difference=parse_percent("--smallest-difference", options.smallest_difference),
+        conditions=settings.gates(options.config, given, prefill=True),
+        out=options.out,
+    )
     check_folder(options.out)
-    return request, names, smallest, settings.gates(options.config, given, prefill=True)
+    refuse_unknown("--impl", names)
+    refuse_unknown("--baseline", (options.baseline,))
+    return request, names
 
 
 # --- bench, tune, stalls
 
 
-class BenchWords(NamedTuple):
-    """cells: without --draw, which needs torch.  too_large: cells that --max-tokens leaves out.
-
-    libraries: names of --against.  names: all implementations, other libraries first.
-    """
-
-    cells: tuple[Cell, ...]
-    too_large: tuple[Tokens, ...]
-    chunk_sizes: tuple[int, ...]
-    precisions: Callable[[DType], tuple[PrecisionRecord, ...]]
-    libraries: tuple[str, ...]
-    names: tuple[str, ...]
-    smallest_difference: float
-    conditions: tuple[Condition, ...]
-
-
-def bench(options: declared.BenchOptions) -> BenchWords:
+def bench(options: declared.BenchOptions) -> tuple[BenchRequest, tuple[str, ...], tuple[Tokens, ...]]:
+    """The request, the names of all implementations, other libraries first, and cells that --max-tokens leaves out."""
+    operator = operators.get(options.operator)
     most = parse_seq(options.max_tokens)
     tokens, too_large = parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
-    shapes = parse_shapes(operators.get(options.operator).generated, options.shape)
+    shapes = parse_shapes(operator.generated, options.shape)
     against = [word.strip() for word in options.against.split(",") if word.strip()]
     if options.published is not None:  # gives one of them its checkout
         against = [*(name for name in against if name != "published"), f"published={options.published}"]
     libraries = tuple(dict.fromkeys(against))
     also = parse_implementations("--also", options.also) if options.also else ()
-    states = _states(options)
+    states, sizes = _states(options), parse_chunk_sizes(options.chunk_size)
     if not follows():
         check_folder(options.out)
-    return BenchWords(
-        cells=expand(shapes, parse_dtypes(options.dtype), tokens, options.layout),
-        too_large=too_large,
-        chunk_sizes=parse_chunk_sizes(options.chunk_size),
+    if sizes and not operator.generated.chunk_sizes:
+        raise BadInputError(
+            f"--chunk-size does not apply to {operator.name}: its kernels choose their own.", "Leave it out."
+        )
+    drawn = parse_ways(operator, options.draw)
+    request = BenchRequest(
+        operator=operator,
+        cells=expand(shapes, parse_dtypes(options.dtype), tokens, options.layout, drawn),
         precisions=lambda dtype: precisions_for(dtype, options.dtypes, states),
-        libraries=libraries,
-        names=(*libraries, *parse_implementations("--impl", options.impl), *also),
+        baseline=options.baseline or next(iter(libraries), operator.baseline),
+        match_with=options.match_with or operator.baseline,
+        chunk_sizes=sizes or operator.generated.chunk_sizes,
+        check=options.check,
+        budget=options.budget,
+        first_call=options.first_call,
         smallest_difference=parse_percent("--smallest-difference", options.smallest_difference),
         conditions=_gates(options),
+        out=options.out,
     )
+    return request, (*libraries, *parse_implementations("--impl", options.impl), *also), too_large
 
 
 def tune(options: declared.TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
@@ -235,8 +247,7 @@ def tune(options: declared.TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ..
     return expand(parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
 
 
-def stalls(options: declared.StallsOptions) -> tuple[tuple[str, ...], int | None]:
-    """The implementations, and tokens of the prompt."""
+def stalls(options: declared.StallsOptions) -> StallRequest:
     refuse_ranks("ssdprof stalls")
     if options.where is not None and not options.where.strip():
         raise BadInputError(
@@ -251,4 +262,15 @@ def stalls(options: declared.StallsOptions) -> tuple[tuple[str, ...], int | None
             "--from reads existing reports and profiles nothing.",
             "Leave out the run or model, --layer, --seq and --out.",
         )
-    return implementations, seqlen
+    refuse_two_checkouts(implementations)
+    refuse_unknown("--impl", implementations, besides=("reference",))
+    return StallRequest(
+        where=options.where,
+        layer=options.layer,
+        seqlen=seqlen,
+        implementations=implementations,
+        precision=PrecisionRecord(intermediates=options.dtypes, state_dtype=options.states),
+        timeout_s=options.timeout,
+        out=options.out,
+        overwrite=options.force,
+    )

@@ -81,8 +81,12 @@ class Record(BaseModel):
 
     def changed(self, **fields: Any) -> Self:
         """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
-        own = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**(own | fields))
+        return type(self)(**(self.own | fields))
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The fields."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
 
 
 def unique(what: str, names: Sequence[object]) -> None:

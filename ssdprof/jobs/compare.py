@@ -21,25 +21,12 @@ import torch
 from ssdprof import operators
 from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord, Probe
-from ssdprof.core.case import Case, ChunkTrial, FirstCall
+from ssdprof.core.case import Case, ChunkTrial
 from ssdprof.core.subject import Ceilings
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
-from ssdprof.measure.first_run import (
-    Call,
-    Deadline,
-    FirstRun,
-    Run,
-    TimeIsUp,
-    blaming,
-    completed,
-    first_line,
-    first_run,
-    outputs_that_fit,
-    refuse_if_lost,
-    timed_first_call,
-)
-from ssdprof.measure.isolate import while_it_runs
+from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, blaming, completed, first_line, refuse_if_lost
+from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
 from ssdprof.measure.roofline import SMLimits, with_occupancy
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.sampling import Samples as Recordings
@@ -85,6 +72,7 @@ class Comparer:
 
     timer: None: nothing is timed.  process: the name of this one in the samples.
     ceilings: of this GPU, by which no time is too short.
+    isolated: makes first calls of users' kernels, which then get copies of the inputs; None: they run as others do.
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
     """
 
@@ -93,6 +81,7 @@ class Comparer:
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
     process: str = ""
     deadline: Deadline = field(default_factory=Deadline)
+    isolated: IsolatedFirstCall | None = None
     watcher: Watcher = field(default_factory=Unwatched)
     oracle_must_fit: bool = False
 
@@ -103,6 +92,12 @@ class Comparer:
         verdicts: outputs are not compared, and have these; an output that is not finite fails.
         Raises BudgetSpent, and MissingCapabilityError if a fault made the GPU unusable.
         """
+        copies: dict[str, GuardedInputs] = {}
+        for entry in entries:
+            if self.isolated and entry.case.kind == "own":
+                name = entry.case.implementation
+                copies[name] = copies.get(name) or GuardedInputs(entry.call.inputs)
+                entry.call = self.isolated.guarded(entry.call, copies[name], entry.case.precision)
         verified: dict[Entry, _Verified] = {}
         for batch in _batches(entries):
             for entry, one in self._verified(batch, label, verdicts).items():
@@ -131,19 +126,21 @@ class Comparer:
 
     def _verified(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None) -> dict[Entry, _Verified]:
         """Run the entries, whose outputs fit in memory together, and compare them with the oracle in one pass."""
-        runs: dict[Entry, tuple[Case, FirstRun]] = {}
+        runs: dict[Entry, tuple[Output | None, dict[str, Any], float]] = {}
         with self.watcher.step(f"{label}: running", len(entries), unit="cases") as advance:
             for entry in entries:
                 runs[entry] = self._first_run(entry)
                 advance(1)
-        outputs = {entry: run.output for entry, (_, run) in runs.items() if run.output is not None}
+        outputs = {entry: output for entry, (output, _, _) in runs.items() if output is not None}
         if verdicts is None:
             found = self._accuracies(outputs, label)
         else:
-            found = {entry: _borrowed(verdicts[entry.key], runs[entry][0], output) for entry, output in outputs.items()}
+            found = {entry: _borrowed(verdicts[entry.key], runs[entry][1], output) for entry, output in outputs.items()}
         bits = {entry: fingerprint(*output) for entry, output in outputs.items()}
-        cases = {entry: case.changed(**found.get(entry, {})) for entry, (case, _) in runs.items()}
-        seconds = {entry: run.seconds for entry, (_, run) in runs.items()}
+        cases = {
+            entry: Case(**(entry.case.own | fields | found.get(entry, {}))) for entry, (_, fields, _) in runs.items()
+        }
+        seconds = {entry: took for entry, (_, _, took) in runs.items()}
         if verdicts is None:
             del outputs, runs  # the probes need memory
             with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
@@ -154,38 +151,26 @@ class Comparer:
                     advance(1)
         return {entry: _Verified(entry=entry, case=case, bits=bits.get(entry)) for entry, case in cases.items()}
 
-    def _first_run(self, entry: Entry) -> tuple[Case, FirstRun]:
-        call, first = entry.call, list[FirstCall]()
-
-        def run() -> Output:
-            if first:
-                return call.run()
-            output, one = timed_first_call(call.run, call.device, self.deadline)
-            first.append(one)
-            return output
-
+    def _first_run(self, entry: Entry) -> tuple[Output | None, dict[str, Any], float]:
+        """The output, fields of the case, and the seconds that the call took."""
+        call = entry.call
         try:
             with while_it_runs(entry.case):
-                found = first_run(call, run)
+                output, fields = call.first_run(self.deadline.seconds)
         except TimeIsUp:
             if self.deadline.exhausted:
                 raise BudgetSpent(f" in the first call of {call.label}") from None
             reason = f"its first call was stopped after {self.deadline.most:g} s"
-            return entry.case.changed(status="failed", reason=reason), FirstRun(status="failed", reason=reason)
-        if found.output is not None and entry.case.kind == "library":
+            return None, {"status": "failed", "reason": reason}, 0.0
+        first = fields.pop("first_call", None)
+        if output is not None and entry.case.kind == "library":
             # a library that tunes itself has launches and allocations of its own, and may leave any values behind
-            found = first_run(call, run)
-        limits = SMLimits.of(call.device) if call.device.type == "cuda" else None
-        case = entry.case.changed(
-            status=found.status,
-            reason=found.reason,
-            variant=found.variant,
-            plan=found.why_this_plan,
-            memory=found.memory,
-            launches=tuple(with_occupancy(launch, limits) for launch in found.launches),
-            first_call=first[0] if first and call.device.type == "cuda" else None,
-        )
-        return case, found
+            output, fields = call.first_run()
+        if call.device.type == "cuda":
+            limits = SMLimits.of(call.device)
+            launches = tuple(with_occupancy(launch, limits) for launch in fields.get("launches", ()))
+            fields |= {"first_call": first, "launches": launches}
+        return output, fields, first.seconds if first else 0.0
 
     def _accuracies(self, outputs: Mapping[Entry, Output], label: str) -> dict[Entry, dict[str, Any]]:
         """Fields of the cases."""
@@ -199,7 +184,7 @@ class Comparer:
                 precision=entry.call.precision,
                 baseline=entry.baseline if entry.baseline in outputs else None,
                 name=entry.call.label,
-                cuts=entry.call.cuts_operands,
+                cuts=entry.call.implementation.cuts_operands,
             )
             for entry, output in outputs.items()
         }
@@ -249,7 +234,7 @@ class Comparer:
         def outside(name: str, output: Output) -> str:
             """Why an output is worse than the one that was judged."""
             known, call = named[name], named[name].entry.call
-            candidate = Candidate[str](output=output, precision=call.precision, cuts=call.cuts_operands)
+            candidate = Candidate[str](output=output, precision=call.precision, cuts=call.implementation.cuts_operands)
             accuracy = compare_with_oracle(call.inputs, {name: candidate})[name]
             again = known.case.changed(accuracy=accuracy)
             return "" if again.result == known.case.result else again.outside_budget
@@ -342,8 +327,8 @@ def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | Non
     own: dict[int, torch.Tensor] = {}
     for call in calls:
         given = tensors.tensors(call.inputs)
-        linear = [given[name] for name in operators.of(call.inputs).binding.linear if name in given]
-        own |= {tensor.data_ptr(): tensor for tensor in (*linear, *call.copies())}
+        linear = [given[name] for name in operators.get(call.inputs.operator).binding.linear if name in given]
+        own |= {tensor.data_ptr(): tensor for tensor in (*linear, *call.implementation.copies(call.inputs))}
     try:
         before = [tensor.clone() for tensor in own.values()]
     except torch.OutOfMemoryError:
@@ -374,7 +359,7 @@ def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callab
 
 def _has_fp16(call: Call) -> bool:
     """Whether doubled numbers might overflow."""
-    given = (*tensors.tensors(call.inputs).values(), *call.copies())
+    given = (*tensors.tensors(call.inputs).values(), *call.implementation.copies(call.inputs))
     return torch.float16 in (call.precision.state_dtype, *(tensor.dtype for tensor in given))
 
 
@@ -387,14 +372,15 @@ def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, str]:
     return {"status": "failed", "reason": f"{reason}, so that not all of its work was timed"}
 
 
-def _borrowed(verdict: Case, case: Case, output: Output) -> dict[str, Any]:
+def _borrowed(verdict: Case, own: dict[str, Any], output: Output) -> dict[str, Any]:
     """Fields of a case that is not compared: those of the same entry on other inputs.
 
     The slower of its two first calls counts, because the other found its kernels in Triton's cache.
     """
     if verdict.status != "ran":
         return {"status": verdict.status, "reason": verdict.reason}
-    slower = max(verdict.first_call, case.first_call, key=lambda first: first.seconds if first else 0.0)
+    first_calls = (verdict.first_call, own.get("first_call"))
+    slower = max(first_calls, key=lambda first: first.seconds if first else 0.0)
     finite = all(bool(tensor.isfinite().all()) for tensor in output)
     return {"accuracy": verdict.accuracy, "first_call": slower} | ({} if finite else {"nonfinite": True})
 
@@ -409,7 +395,7 @@ def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
 
     If two outputs do not fit, no entry is compared with a baseline.
     """
-    capacity = outputs_that_fit(entries[0].call.inputs)
+    capacity = entries[0].call.outputs_that_fit
     if capacity < 2:
         return [[entry] for entry in entries]
     groups: dict[Entry, list[Entry]] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +20,7 @@ import torch
 from ssdprof import operators
 from ssdprof.capture import store
 from ssdprof.capture.forward import check_ids, logits
-from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.layers import OnLayer, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.memory import (
     SEGMENT_LENGTHS,
@@ -30,7 +30,6 @@ from ssdprof.capture.memory import (
     estimate_memory,
     predict_memory,
 )
-from ssdprof.capture.store import CapturedLayer
 from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint.load import DType, LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.meta import (
@@ -46,8 +45,6 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.core.base import PlacementKind
 from ssdprof.core.subject import (
     DECODED_ON_LOAD,
-    Cast,
-    CheckpointRef,
     Dims,
     DryRun,
     Held,
@@ -63,7 +60,6 @@ from ssdprof.environment.machine import copy_bytes_per_s, free_memory, host_memo
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message
 from ssdprof.files import why
 from ssdprof.jobs import limits
-from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import Stored, Subject
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.progress import Watcher
@@ -71,7 +67,6 @@ from ssdprof.progress import Watcher
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OnLayer = Callable[[CapturedLayer], object]
 KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 
@@ -115,12 +110,12 @@ class Placed:
         return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
 
 
-def choose(request: CaptureRequest, subject: Subject) -> Placed:
+def choose(subject: Subject) -> Placed:
     """The placement that the request names, or else the fastest one that fits.  Downloads and loads nothing.
 
     MissingCapabilityError if none fits, BadInputError for a checkpoint that does not support the requested one.
     """
-    wanted, only_whole = request.placement, ""
+    wanted, only_whole = subject.request.placement, ""
     if subject.located.original:
         only_whole = "its weights are not in transformers' format"
     elif (method := subject.ref.quantization) not in (None, *DECODED_ON_LOAD):
@@ -131,7 +126,7 @@ def choose(request: CaptureRequest, subject: Subject) -> Placed:
                 f"{subject.ref.repo_id} supports only --placement one-gpu: {only_whole}.", "Leave it out."
             )
         wanted = "one-gpu"
-    chooser = _Chooser(request, subject)
+    chooser = _Chooser(subject)
     if wanted == "one-gpu":
         limits.check_weights(subject)
         return chooser.one_gpu()
@@ -153,15 +148,15 @@ def choose(request: CaptureRequest, subject: Subject) -> Placed:
     return chooser.one_gpu()
 
 
-def bytes_beside_weights(request: CaptureRequest, subject: Subject) -> int:
+def bytes_beside_weights(subject: Subject) -> int:
     """Bytes that must be free on the device in addition to the weights, for the shortest allowed segments."""
-    return _Chooser(request, subject).least_beside()
+    return _Chooser(subject).least_beside()
 
 
 class _Chooser:
-    """Chooses a placement for one request, with the memory that is free now."""
+    """Chooses a placement, with the memory that is free now."""
 
-    def __init__(self, request: CaptureRequest, subject: Subject) -> None:
+    def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._model: PreTrainedModel = meta_model(
             subject.located, deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
@@ -170,7 +165,7 @@ class _Chooser:
         self._need: MemoryEstimate = estimate_memory(self._model.base_model, self._wanted, depth=max(self._wanted))
         self._seqlen = max(subject.seqlens)
         longest = max(subject.serving.packed, default=self._seqlen)
-        fixed = subject.serving.chunk or request.segment_length
+        fixed = subject.serving.chunk or subject.request.segment_length
         shorter = [length for length in SEGMENT_LENGTHS if length < longest]
         self._lengths = (min(fixed, longest),) if fixed else (longest, *shorter)
         self._main: Place = limits.device().index if limits.device().type == "cuda" else "cpu"
@@ -321,7 +316,7 @@ def _name(place: Place) -> str:
 # --- a dry run
 
 
-def plan(found: Subject | Stored, request: CaptureRequest, *, tensor_parallel: int = 1) -> DryRun:
+def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
     """The plan of `run` or `capture`: downloads and memory.
 
     tensor_parallel: ranks among which a run divides the heads.
@@ -351,27 +346,27 @@ def plan(found: Subject | Stored, request: CaptureRequest, *, tensor_parallel: i
         dims=found.located.size_words(found.layers[0]),
         files=files,
         weight_bytes=found.weight_bytes,
-        placement=_placement(found, request),
+        placement=_placement(found),
         notes=found.located.notes,
     )
 
 
-def check_start(planned: DryRun, found: Subject | Stored, request: CaptureRequest) -> None:
+def check_start(planned: DryRun, found: Subject | Stored) -> None:
     """Raise if it would not run: no placement fits, a prompt cannot be built, the weights cannot be fetched, their
     headers do not fit the config, or stored captures are damaged."""
     if isinstance(found, Stored):
         store.check(found.folder, found.manifest, found.chosen)
         return
     if planned.placement is None:
-        choose(request, found).check_disk()
-    build_prompts(request, found)
+        choose(found).check_disk()
+    build_prompts(found)
     check_fetch(found.located, found.deepest_layer, head=found.head)
 
 
-def _placement(subject: Subject, request: CaptureRequest) -> Placement | None:
+def _placement(subject: Subject) -> Placement | None:
     """The placement; None if none fits, and then `check_start` raises after the plan is shown."""
     try:
-        placed = choose(request, subject)
+        placed = choose(subject)
         placed.check_disk()
     except MissingCapabilityError:
         return None
@@ -410,11 +405,13 @@ def stored_dims(capture: LayerCapture) -> Dims:
 class Loaded:
     """A model on its device, and its prompts.
 
+    subject: the layers to capture, and how.
     model: the base model.  whole: the model with its language-model head; None if only the base model was requested.
     ids: each (b, l) int64.  segment_lengths: tokens per forward call, for each prompt.
     placement: where the model's weights are.  files: the source of weights on the disk.
     """
 
+    subject: Subject
     model: Any
     ids: tuple[torch.Tensor, ...]
     prompts: tuple[Prompt, ...]
@@ -423,15 +420,39 @@ class Loaded:
     files: LocalCheckpoint
     whole: Any = None
 
+    def run(self, on_layer: OnLayer) -> None:
+        """Run the model on every prompt; `on_layer` sees each call of each layer."""
+        subject = self.subject
+        for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
+            capture_layers(
+                self.model,
+                ids,
+                subject.layers,
+                ref=subject.ref,
+                segment_length=segment_length,
+                on_layer=on_layer,
+                serving=subject.serving,
+                head=partial(logits, self.whole) if subject.serving.decode else None,
+            )
 
-def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
+    def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
+        return store.CaptureWriter(
+            folder,
+            checkpoint=self.subject.ref,
+            prompts=self.prompts,
+            segment_length=max(self.segment_lengths),
+            overwrite=overwrite,
+        )
+
+
+def load(subject: Subject, watcher: Watcher) -> Loaded:
     """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download."""
     for note in subject.located.notes:
         watcher.say(note)
     _quiet_libraries()
-    placed = choose(request, subject)
+    placed = choose(subject)
     placed.check_disk()
-    built = build_prompts(request, subject)
+    built = build_prompts(subject)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
     placed.check_disk()  # again: the download may have filled the disk
     record = placed.priced(weights_file(local))
@@ -443,10 +464,11 @@ def load(request: CaptureRequest, subject: Subject, watcher: Watcher) -> Loaded:
     model: Any = loaded.base_model  # the model itself, if it has no head
     lengths = []
     for seqlen in subject.seqlens:
-        length = subject.serving.chunk or request.segment_length or placed.segment_length
+        length = subject.serving.chunk or subject.request.segment_length or placed.segment_length
         length = length or choose_segment_length(model, seqlen, subject.layers, batch=subject.batch)
         lengths.append(min(length, max(subject.serving.packed, default=seqlen)))
     return Loaded(
+        subject=subject,
         model=model,
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
@@ -463,18 +485,18 @@ def weights_file(local: LocalCheckpoint) -> Path | None:
     return max(files, key=lambda file: file.stat().st_size, default=None)
 
 
-def build_prompts(request: CaptureRequest, subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
+def build_prompts(subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
     """Token ids and their record, for each length.  Downloads the tokenizer.  Raises what `build_prompt` raises."""
     tokenizer = fetch_tokenizer(subject.located)
     vocabulary = subject.located.vocab_size
-    file = request.text if isinstance(request.text, Path) else None
+    text = subject.request.text
     built = []
     for seqlen in subject.seqlens:
         ids, prompt = build_prompt(
             tokenizer.folder if tokenizer else None,
             seqlen,
-            kind="file" if isinstance(request.text, Path) else request.text,
-            file=file,
+            kind="file" if isinstance(text, Path) else text,
+            file=text if isinstance(text, Path) else None,
             vocab_size=vocabulary,
             batch=subject.batch,
             packed=subject.serving.packed,
@@ -493,108 +515,3 @@ def _quiet_libraries() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("accelerate").setLevel(ERROR)
-
-
-def run_model(subject: Subject, loaded: Loaded, *handlers: OnLayer) -> None:
-    """Run the model on every prompt; each handler sees each wanted layer."""
-
-    def on_layer(captured: CapturedLayer) -> None:
-        for handle in handlers:
-            handle(captured)
-
-    for ids, segment_length in zip(loaded.ids, loaded.segment_lengths, strict=True):
-        capture_layers(
-            loaded.model,
-            ids,
-            subject.layers,
-            ref=subject.ref,
-            segment_length=segment_length,
-            on_layer=on_layer,
-            serving=subject.serving,
-            head=partial(logits, loaded.whole) if subject.serving.decode else None,
-        )
-
-
-def store_in(folder: Path, subject: Subject, loaded: Loaded, *, overwrite: bool = False) -> store.CaptureWriter:
-    longest = max(loaded.segment_lengths)
-    return store.CaptureWriter(
-        folder, checkpoint=subject.ref, prompts=loaded.prompts, segment_length=longest, overwrite=overwrite
-    )
-
-
-# --- notes for the reader of a report, in sentences
-
-
-def notes(
-    ref: CheckpointRef,
-    prompts: Sequence[Prompt],
-    *,
-    absent: Sequence[str] = (),
-    ranks: int = 1,
-    cast: Cast | None = None,
-    placement: Placement | None = None,
-) -> tuple[str, ...]:
-    """`report.caveats` adds those that follow from the results.
-
-    absent: a sentence for each unavailable implementation.  ranks: tensor-parallel ones that shared the heads.
-    """
-    return tuple(_notes(ref, prompts, absent, ranks, cast, placement))
-
-
-def _notes(
-    ref: CheckpointRef,
-    prompts: Sequence[Prompt],
-    absent: Sequence[str],
-    ranks: int,
-    cast: Cast | None,
-    placement: Placement | None,
-) -> Iterator[str]:
-    if absent:
-        yield f"Not compared: {'; '.join(reason.rstrip('.') for reason in absent)}."
-    if ref.siblings:
-        yield (
-            f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: {', '.join(ref.siblings)}."
-        )
-    if ref.random_weights:
-        yield (
-            "The weights are random: good for speed, which depends on shapes, but the accuracy says little about any "
-            "trained model, and the model's answers mean nothing."
-        )
-    if ref.quantization is not None:
-        decoded = " and was decoded to 16 bit as it was loaded" if ref.quantization in DECODED_ON_LOAD else ""
-        yield (
-            f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its projections is part of the "
-            "values that were replayed."
-        )
-    longest = max(max(one.serving.packed, default=one.seqlen) + one.serving.decode for one in prompts)
-    if ref.trained_context is not None and longest > ref.trained_context:
-        yield (
-            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its activations beyond "
-            "that may be unlike those in use."
-        )
-    if any(prompt.kind == "random" for prompt in prompts):
-        yield (
-            "The prompt is random tokens: good for speed, but no text has such statistics, so decays, states and "
-            "accuracy may be unlike those in use."
-        )
-    if ranks > 1:
-        yield (
-            f"What was replayed is the share of the first of {ranks} tensor-parallel ranks: its heads alone, with "
-            "their groups or key heads; a single group is on every rank.  The model itself ran undivided."
-        )
-    if cast is not None:
-        yield (
-            f"The captured inputs were {cast}: times, matches and errors are those of {cast.to} inputs, and the model "
-            f"itself ran in {cast.source}.  Parameters, states and gates that the model keeps in fp32 were not cast."
-        )
-    if placement is None or placement.kind == "one-gpu":
-        return
-    kind, device = placement.kind, placement.device
-    where = " and ".join(
-        f"{held.layers} from {'main memory' if held.place == 'cpu' else 'the disk'}"
-        for held in placement.held
-        if held.place in ("cpu", "disk") and held.place != device
-    )
-    how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
-    how = "were divided among the GPUs" if kind == "all-gpus" else how
-    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {device}."

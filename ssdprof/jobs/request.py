@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,24 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ssdprof.capture.prompt import parse_packed, parse_seq
-from ssdprof.core.base import SMALLEST_DIFFERENCE, DType, PlacementKind, PrecisionRecord, precisions_for
+from ssdprof import kernels
+from ssdprof.core.base import (
+    EXACT_FP32,
+    LONGEST_SEQLEN,
+    SMALLEST_DIFFERENCE,
+    DType,
+    KernelOrigin,
+    PlacementKind,
+    PrecisionRecord,
+    precisions_for,
+)
 from ssdprof.core.report import Condition
 from ssdprof.core.subject import Cast
 from ssdprof.errors import BadInputError
+from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Layout, Shape, Tokens
+from ssdprof.operators.implementations import own_precisions, resolve
+from ssdprof.operators.operator import Operator
 
 K = TypeVar("K")
 Dtypes = Literal["exact", "relaxed", "all"]
@@ -24,6 +37,8 @@ COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 STEPS = ("unfused_step", "recurrent")  # of decode steps; always exact with fp32 states
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
+BY_TOKEN = "recurrent"  # of a bench; runs if sequences have only a few tokens
+UNITS = {"": 1, "k": 1024, "m": 1024**2}
 CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size supports these
 
 
@@ -110,6 +125,144 @@ class AnswersRequest:
     conditions: tuple[Condition, ...] = ()
     out: Path | None = None
     command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillRequest:
+    """batch: equal rows of the prompt.  precision: of implementations without their own.
+
+    conv_and_norm: one set of prefills for each kind and length.
+    resolved: the `run.Resolved` implementations; other libraries run only with the first kind.
+    first_call_s: time limit of the first call of a user's kernel.
+    seconds: of sampling for each set.  budget: seconds of wall clock, loading included; steps that do not fit are left
+        out.
+    """
+
+    model: CaptureRequest
+    batch: int = 1
+    precision: PrecisionRecord = EXACT_FP32
+    conv_and_norm: tuple[KernelOrigin, ...] = ("model",)
+    resolved: Any = None
+    first_call_s: float = 180.0
+    seconds: float = 20.0
+    budget: float | None = None
+    smallest_difference: float = SMALLEST_DIFFERENCE
+    conditions: tuple[Condition, ...] = ()
+    out: Path | None = None
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StallRequest:
+    """where: a run, a model or a folder of captures; None: the latest run.
+
+    layer, seqlen: None: the middle layer, the longest prompt.
+    implementations: names, as `operators.implementations` resolves them.
+    out: the folder for the results; None: the run's, or a new one under runs/.
+    overwrite: replace existing stalls.  tuned: a file with configurations for the kernels.
+    command: as typed.
+    """
+
+    where: str | None = None
+    layer: int | None = None
+    seqlen: int | None = None
+    implementations: tuple[str, ...] = COMPARED
+    precision: PrecisionRecord = EXACT_FP32
+    timeout_s: float = 300.0
+    out: Path | None = None
+    overwrite: bool = False
+    tuned: Path | None = None
+    command: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """precisions: of our implementations, by dtype of the inputs.  budget: seconds of wall clock; None: no limit.
+
+    check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
+        that share it.
+    implementations: unavailable ones are left out, and the report says so.
+    baseline, match_with: names; outputs are matched with those of `match_with`.
+    chunk_sizes: candidates for implementations that take it from the inputs; empty if the operator has none.
+    first_call: time limit of a first call, in seconds.
+    """
+
+    operator: Operator[Any]
+    cells: tuple[Cell, ...]
+    precisions: Callable[[InputDType], tuple[PrecisionRecord, ...]]
+    implementations: tuple[Implementation, ...] = ()
+    baseline: str = COMPARED[0]
+    match_with: str = COMPARED[0]
+    chunk_sizes: tuple[int, ...] = ()
+    check: Literal["full", "short"] = "full"
+    budget: float | None = None
+    first_call: float = math.inf
+    smallest_difference: float = SMALLEST_DIFFERENCE
+    conditions: tuple[Condition, ...] = ()
+    out: Path | None = None
+    command: tuple[str, ...] = ()
+
+    def compared(self, cell: Cell) -> list[tuple[Implementation, PrecisionRecord]]:
+        """Other libraries, then the others, each at its own precisions or at the wanted ones.
+
+        The baseline of the operator runs with exact intermediates only, and with the wanted state dtypes.  Alternative
+        forms run once, with exact intermediates and fp32 states.  So do implementations that go token by token; if the
+        cell's sequences have a few tokens, they take part even if they are not named.
+        """
+        operator, wanted = self.operator, self.precisions(cell.dtype)
+        once = {BY_TOKEN, *operator.generated.alternatives}
+        everyone = sorted(
+            (one for one in self.implementations if not one.absent), key=lambda one: one.kind != "library"
+        )
+        if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
+            everyone.append(resolve(operator, BY_TOKEN))
+
+        def precisions(one: Implementation) -> Sequence[PrecisionRecord]:
+            if one.kind != "bundled":
+                return own_precisions(one, cell.dtype, tuple(wanted))
+            if one.name in once:
+                return (EXACT_FP32,)
+            return tuple(dict.fromkeys(own.exact for own in wanted)) if one.name == operator.baseline else wanted
+
+        named = {one.name: one for one in everyone}
+        return [(one, precision) for one in named.values() for precision in precisions(one)]
+
+    def sizes(self, implementation: Implementation) -> Sequence[int | None]:
+        """The chunk sizes from which the implementation takes the fastest; (None,) if it chooses its own."""
+        chunks_itself = self.operator.generated.chunks_itself
+        fixed = implementation.kind == "own" or implementation.name in chunks_itself or not self.chunk_sizes
+        return (None,) if fixed else self.chunk_sizes
+
+
+# --- options
+
+
+def parse_seq(seq: str) -> int:
+    """Number of tokens: "16384", "16k" (16,384) or "1m" (1,048,576).  Raises BadInputError."""
+    match = re.fullmatch(r"([0-9]{1,9})([km]?)", seq.strip().lower())
+    seqlen = int(match[1]) * UNITS[match[2]] if match else 0
+    if not 1 <= seqlen <= LONGEST_SEQLEN:
+        raise BadInputError(
+            f"{seq!r} is not a number of tokens.",
+            f"Give a number of tokens from 1 to {LONGEST_SEQLEN:,}, such as 16384 or 128k (131,072).",
+        )
+    return seqlen
+
+
+def parse_seqs(seqs: str) -> tuple[int, ...]:
+    """Prompt lengths of a list such as "1k,16k", in order and without duplicates.  Raises BadInputError."""
+    return tuple(dict.fromkeys(parse_seq(seq) for seq in seqs.split(",")))
+
+
+def parse_packed(word: str) -> Tokens:
+    """Packed sequences of random lengths: "64x1k-4k".  Raises BadInputError."""
+    match = re.fullmatch(r"([1-9]\d{0,5})x(\w+)-(\w+)", word)
+    tokens = match and Tokens(sequences=int(match[1]), seqlen=parse_seq(match[3]), shortest=parse_seq(match[2]))
+    if not tokens or tokens.shortest is None or tokens.shortest > tokens.seqlen:
+        raise BadInputError(
+            f"{word!r} does not describe packed sequences.", "Give COUNTxSHORTEST-LONGEST, such as 64x1k-4k."
+        )
+    return tokens
 
 
 def parse_states(states: str) -> tuple[DType, ...]:
@@ -270,3 +423,13 @@ def _shape(known: InputGenerator[Any], name: str) -> Shape:
             f"{name!r} is not a known shape.", f"Known are {', '.join(known.shapes)} and all; or give {known.grammar}."
         )
     return found
+
+
+def parse_ways(operator: Operator[Any], words: str) -> tuple[str, ...]:
+    """ "normalised,quarter-ungated" -> the words, each once, in the operator's order.  Raises BadInputError."""
+    known = operator.generated.ways
+    wanted = {word.strip() for word in words.split(",") if word.strip()}
+    for word in sorted(wanted - known.keys()):
+        meanings = ", ".join(f"{name} ({meaning})" for name, meaning in known.items())
+        raise BadInputError(f"--draw does not know {word!r}.", f"For {operator.name} there are: {meanings or 'none'}.")
+    return tuple(word for word in known if word in wanted)

@@ -17,12 +17,12 @@ import torch
 
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
+from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.capture.manifest import read_manifest
-from ssdprof.capture.store import CapturedLayer, token_major
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.report import Report, Requested
-from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerRef, Placement, Prompt, split_prompt
+from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerRef, Prompt, split_prompt
 from ssdprof.core.words import plural, words
 from ssdprof.environment.machine import ClockWatch, collect
 from ssdprof.environment.toolchain import unusable_gpu
@@ -30,19 +30,18 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import compare_answers
 from ssdprof.jobs.compare import Comparer, Entry, wanted_pairs
-from ssdprof.jobs.plan import OnLayer, load, notes, run_model, store_in, stored_dims
-from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, CaptureRequest, ReplayRequest
-from ssdprof.jobs.subject import Stored, Subject, find, find_to_replay, refuse_larger
+from ssdprof.jobs.plan import load, stored_dims
+from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, ReplayRequest
+from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.first_run import forget_peak, peak_bytes
-from ssdprof.measure.isolate import BoundKernel, IsolatedFirstCall
+from ssdprof.measure.first_run import Call, forget_peak, peak_bytes
+from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
-from ssdprof.measure.roofline import measure_ceilings, work_of
+from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
-from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.dtypes import dtype_name, dtype_named, precision_of
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -88,12 +87,11 @@ class Resolved:
         names, baseline, wanted = replay.implementations, replay.baseline, replay.precisions(dtype)
         if call is not None and call.kind == "decode":  # computed in fp32, whatever the precision of the prompt
             names, baseline, wanted = STEPS, STEPS[0], (EXACT_FP32,)
-        record = operators.get(operator)
-        compared = [one for one in (self.cache.get(record, name) for name in names) if not one.absent]
-        known = {one.name: one for one in (*compared, self.cache.get(record, baseline))}
+        compared = [one for one in (self.cache.get(operator, name) for name in names) if not one.absent]
+        first = self.cache.get(operator, baseline)
+        known = {one.name: one for one in (*compared, first)}
         fixed = {name: own_precisions(one, dtype, ()) for name, one in known.items() if one.precisions is not None}
-        first = self.cache.get(record, baseline).name
-        pairs = wanted_pairs(wanted, [one.name for one in compared], first, fixed)
+        pairs = wanted_pairs(wanted, [one.name for one in compared], first.name, fixed)
         return [(known[name], precision, base) for name, precision, base in pairs]
 
 
@@ -104,9 +102,9 @@ def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequenc
     baseline is unavailable, or all that would be compared with it.
     """
     cache = ImplementationCache(limits.device())
-    records = [operators.get(name) for name in dict.fromkeys(layer.operator for layer in layers)]
-    found = [cache.get(record, word) for record in records for word in names]
-    baselines = [cache.get(record, baseline) for record in records]
+    of = dict.fromkeys(layer.operator for layer in layers)
+    found = [cache.get(operator, word) for operator in of for word in names]
+    baselines = [cache.get(operator, baseline) for operator in of]
     compared = [one for one in found if one.name != baselines[0].name]
     for one in baselines if any(not one.absent for one in compared) else [*baselines, *compared]:
         required(one)
@@ -115,8 +113,7 @@ def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequenc
 
 def unsupported_reason(operator: str, implementations: Sequence[str] = COMPARED) -> str:
     """Why the operator cannot be replayed; empty if it can."""
-    record = operators.get(operator)
-    if record.oracle is None:
+    if operators.get(operator).oracle is None:
         return "ssdprof cannot judge what its kernels compute"
     missing = [name for name in implementations if name not in kernels.names(operator)]
     return f"there is no {' or '.join(map(repr, missing))} implementation of {operator}" if missing else ""
@@ -126,7 +123,7 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
     """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run` calls it too.
 
     ranks: processes that share the layers.
-    Loads nothing.  `placement.choose` decides whether a model's weights fit.
+    Loads nothing.  `plan.choose` decides whether a model's weights fit.
     """
     if ranks is not None and ranks.count > (layers := len(found.layers)):
         raise BadInputError(
@@ -144,21 +141,19 @@ def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = 
             raise BadInputError(f"Decode steps cannot be replayed: {why}.", "Leave out --decode.")
     resolved = resolve_implementations(replay.implementations, replay.baseline, found.layers)
     limits.check_replay(found.seqlens, found.batch)
-    if isinstance(found, Subject):
-        for layer in found.layers:
-            refuse_sharding(found.ref, layer, found.located.sizes(layer), replay.tensor_parallel)
-    else:
-        for capture in found.chosen:
-            sizes = stored_dims(capture).sizes
-            refuse_larger(found.ref, capture.layer, sizes)
-            refuse_sharding(found.ref, capture.layer, sizes, replay.tensor_parallel)
+    if isinstance(found, Stored):
+        of_layers = [(capture.layer, stored_dims(capture).sizes) for capture in found.chosen]
+        for layer, sizes in of_layers:
+            refuse_larger(found.ref, layer, sizes)
+    elif replay.tensor_parallel > 1:
+        of_layers = [(layer, found.located.sizes(layer)) for layer in found.layers]
+    for layer, sizes in of_layers if replay.tensor_parallel > 1 else ():
+        refuse_sharding(found.ref, layer, sizes, replay.tensor_parallel)
     return resolved
 
 
 def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int], ranks: int) -> None:
     """BadInputError for a layer of these sizes whose heads a server could not divide among `ranks`."""
-    if ranks == 1:
-        return
     refusal = operators.get(layer.operator).refusal
     fitting: list[int] = []
     if refusal is None:
@@ -173,86 +168,63 @@ def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int
 
 
 def run(
-    request: CaptureRequest,
-    replay: ReplayRequest,
-    watcher: Watcher,
-    *,
-    found: Subject | Stored | None = None,
-    ranks: Ranks | None = None,
+    found: Subject | Stored, replay: ReplayRequest, watcher: Watcher, ranks: Ranks | None = None
 ) -> tuple[Path, Report]:
     """Capture a model's layers on each prompt, or open stored captures, and compare implementations on them.
 
-    found: the result of `find_to_replay` for the request, if it was called before.
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
-    found = found or find_to_replay(request, save_captures=replay.save_captures)
     if why := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {why}")
     resolved = check(found, replay, ranks)
-    prompts: Sequence[Prompt]
+    layers = ranks.share(found.layers) if ranks else found.layers
+    fields: dict[str, Any]
     if isinstance(found, Stored):
         manifest, load_layer = captures.load(found.folder)
         dtype, prompts = stored_dims(found.chosen[0]).dtype, manifest.prompts
-        header = _header(found, replay, resolved, prompts, dtype).changed(
-            segment_length=manifest.segment_length, capture_complete=manifest.complete
-        )
-        layers = ranks.share(found.layers) if ranks else found.layers
-        chosen = [capture for capture in found.chosen if capture.layer in layers]
-        with (
-            opened(replay.out, header, watcher, ranks) as writer,
-            _replaying(writer, replay, resolved, dtype, prompts, watcher, len(chosen)) as on_layer,
-        ):
-            for capture in chosen:
-                on_layer(load_layer(capture, limits.device()))
-        return load_report(writer.folder)
-    loaded = load(request, found, watcher)
-    dtype, prompts = dtype_name(loaded.model.dtype), loaded.prompts
-    header = _header(found, replay, resolved, prompts, dtype, loaded.placement).changed(
-        segment_length=max(loaded.segment_lengths), placement=loaded.placement
-    )
-    with opened(replay.out, header, watcher, ranks) as writer:
-        mine = replace(found, layers=ranks.share(found.layers)) if ranks else found
-        with _replaying(writer, replay, resolved, dtype, prompts, watcher, mine.calls) as on_layer:
-            if replay.save_captures:
-                with store_in(writer.captures, mine, loaded) as kept:
-                    run_model(mine, loaded, kept.add, on_layer)
-            else:
-                run_model(mine, loaded, on_layer)
-        if found.whole and not found.serving.decode:  # with --decode the model is whole, but none are compared
-            wanted = AnswersRequest(precisions=replay.precisions, implementations=resolved.answering, weights="own")
-            compare_answers(loaded, found, wanted, watcher, writer)
-    return load_report(writer.folder)
-
-
-def _header(
-    found: Subject | Stored,
-    replay: ReplayRequest,
-    resolved: Resolved,
-    prompts: Sequence[Prompt],
-    dtype: DType,
-    placement: Placement | None = None,
-) -> Report:
+        fields = {"segment_length": manifest.segment_length, "capture_complete": manifest.complete}
+        calls = sum(capture.layer in layers for capture in found.chosen)
+    else:
+        loaded = load(found, watcher)
+        dtype, prompts = dtype_name(loaded.model.dtype), loaded.prompts
+        fields = {"segment_length": max(loaded.segment_lengths), "placement": loaded.placement}
+        mine = replace(loaded, subject=replace(found, layers=layers))
+        calls = mine.subject.calls
     cast = replay.cast_from(dtype)
-    return draft(
+    report = draft(
         "run",
         found.ref.repo_id,
         replay.command,
         model=found.ref,
         environment=collect(),
+        prompts=tuple(prompts),
         requested=tuple(_requested(found.layers, prompts, replay, resolved, cast.to if cast else dtype)),
         conditions=replay.conditions,
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
         smallest_difference=replay.smallest_difference,
-        prompts=tuple(prompts),
         cast=cast,
         tensor_parallel=replay.tensor_parallel,
         absent=resolved.absent,
-        notes=notes(
-            found.ref, prompts, absent=resolved.absent, ranks=replay.tensor_parallel, cast=cast, placement=placement
-        ),
+        **fields,
     )
+    with opened(replay.out, report, watcher, ranks) as writer:
+        with _replaying(writer, replay, resolved, cast.to if cast else None, watcher, calls) as on_layer:
+            if isinstance(found, Stored):
+                for capture in found.chosen:
+                    if capture.layer in layers:
+                        on_layer(load_layer(capture, limits.device()))
+            elif replay.save_captures:
+                with mine.stored_in(writer.captures) as kept:
+                    mine.run(lambda captured: (kept.add(captured), on_layer(captured)))
+            else:
+                mine.run(on_layer)
+        # with --decode the model is whole, but none are compared
+        if isinstance(found, Subject) and found.whole and not found.serving.decode:
+            wanted = AnswersRequest(precisions=replay.precisions, implementations=resolved.answering, weights="own")
+            compare_answers(loaded, wanted, watcher, writer)
+    return load_report(writer.folder)
 
 
 def _requested(
@@ -262,8 +234,8 @@ def _requested(
     for prompt in prompts:
         for layer in layers:
             for call in prompt.serving.calls(prompt.seqlen, prompt.batch):
+                size = call_size(_seqlen(prompt, call), prompt.batch, call)
                 for implementation, precision, _ in resolved.pairs(layer.operator, dtype, replay, call):
-                    size = call_size(_seqlen(prompt, call), prompt.batch, call)
                     yield Requested(f"layer {layer.index}, {size}", implementation.name, str(precision))
 
 
@@ -273,28 +245,20 @@ def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
         return prompt.seqlen
     if call.kind == "decode":
         return 1
-    chunks = prompt.serving.chunk
-    assert chunks is not None
-    start, stop = split_prompt(prompt.seqlen, chunks)[call.number - 1]
+    assert prompt.serving.chunk is not None
+    start, stop = split_prompt(prompt.seqlen, prompt.serving.chunk)[call.number - 1]
     return stop - start
 
 
 @contextmanager
 def _replaying(
-    writer: Writer,
-    wanted: ReplayRequest,
-    resolved: Resolved,
-    dtype: DType,
-    prompts: Sequence[Prompt],
-    watcher: Watcher,
-    calls: int,
+    writer: Writer, wanted: ReplayRequest, resolved: Resolved, cast_to: DType | None, watcher: Watcher, calls: int
 ) -> Iterator[OnLayer]:
-    """The context's value compares implementations on a layer.  dtype: of the model.  calls: expected number."""
-    cast_to = cast.to if (cast := wanted.cast_from(dtype)) else None
+    """The context's value compares implementations on a layer.  calls: expected number."""
     gpu = limits.device() if limits.device().type == "cuda" else None
     isolated = IsolatedFirstCall(wanted.first_call_s)
     prober = Prober(isolated, thorough=wanted.thorough)
-    inputs_of = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in prompts}
+    inputs_of = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in writer.report.prompts}
     with (
         limits.memory_errors(),
         # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in any case.
@@ -310,36 +274,29 @@ def _replaying(
             ceilings=writer.report.ceilings,
             sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
             process=writer.process,
+            isolated=isolated,
             watcher=watcher,
         )
 
         def replay(captured: CapturedLayer) -> None:
-            inputs = first_rank(captured.inputs, wanted.tensor_parallel)
-            inputs, lost = cast_inputs(inputs, cast_to)
-            where = f"{captured.layer.name}, {captured.call}" if captured.call else captured.layer.name
-            writer.captured(captured.layer, captured.remark)
-            if lost:
-                writer.note(f"{where}: {lost}")
+            layer, call = captured.layer, captured.call
+            inputs, lost = cast_inputs(first_rank(captured.inputs, wanted.tensor_parallel), cast_to)
+            where = f"{layer.name}, {call}" if call else layer.name
+            writer.note(captured.remark)
+            writer.note(lost and f"{where}: {lost}")
             if zero := zeros(inputs):
                 writer.note(f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may pass.")
-            dims = operators.of(inputs).judged.dims(inputs)
-            pairs = resolved.pairs(captured.layer.operator, dims.dtype, wanted, captured.call)
+            judged = operators.get(inputs.operator).judged
+            dims, work = judged.cost(inputs)
             prompt = (dims.seqlen, dims.batch)
-            if (call := captured.call) is not None:
+            if call is not None:
                 prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
-            common = Case(
-                layer=captured.layer,
-                call=captured.call,
-                dims=dims,
-                batch=dims.batch,
-                seqlen=dims.seqlen,
-                inputs=inputs_of.get(prompt, ""),
-                implementation="",
-                precision=pairs[0][1],
-                status="ran",
-                work=work_of(inputs),
-            )
-            for case in comparer.compare(entries_of(inputs, common, pairs, isolated, prober), captured.layer.name):
+            common = {
+                "layer": layer, "call": call, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen,
+                "inputs": inputs_of.get(prompt, ""), "status": "ran", "work": work,
+            }  # fmt: skip
+            pairs = resolved.pairs(layer.operator, dims.dtype, wanted, call)
+            for case in comparer.compare(entries_of(inputs, common, pairs, prober), layer.name):
                 writer.case(case)
                 if case.samples:
                     clocks.poll()
@@ -354,33 +311,33 @@ def _replaying(
 
 def entries_of(
     inputs: Any,
-    common: Case,
+    common: Mapping[str, Any],
     pairs: Sequence[tuple[Implementation, PrecisionRecord, PrecisionRecord]],
-    isolated: IsolatedFirstCall,
     prober: Prober,
 ) -> list[Entry]:
     """An entry for each pair of `Resolved.pairs`; those with one baseline are timed together.
 
-    common: what all cases have in common.
+    common: the fields that all cases have in common.
     """
-    names = {implementation.name: implementation for implementation, _, _ in pairs}
-    bound = {name: BoundKernel(implementation, inputs, isolated) for name, implementation in names.items()}
     baseline = pairs[0][0].name
     entries: dict[tuple[str, PrecisionRecord], Entry] = {}
-    for implementation, precision, group in pairs:
+    for one, precision, group in pairs:
         first = entries.get((baseline, group))
-        entries[implementation.name, precision] = Entry(
-            case=common.changed(
-                implementation=implementation.name,
-                kind=implementation.kind,
-                version=implementation.version,
+        own, label = precision_of(precision), f"{one.name} {precision}"
+        call = Call(implementation=one, inputs=inputs, precision=own, label=label)
+        entries[one.name, precision] = Entry(
+            case=Case(
+                **common,
+                implementation=one.name,
+                kind=one.kind,
+                version=one.version,
                 precision=precision,
                 baseline="" if first is None else baseline,
             ),
-            call=bound[implementation.name].call(precision),
+            call=call,
             baseline=first,
             turns=group,
-            probes=partial(prober.probe, implementation, inputs, precision),
+            probes=partial(prober.probe, one, inputs, precision) if prober.takes(one) else lambda _: (),
         )
     return list(entries.values())
 
@@ -392,7 +349,7 @@ def first_rank(inputs: Any, ranks: int) -> Any:
     """The first rank's share of an operator's inputs, in the layout of the rank's own projection."""
     if ranks == 1:
         return inputs
-    return token_major(operators.of(inputs).first_rank(inputs, ranks))
+    return token_major(operators.get(inputs.operator).first_rank(inputs, ranks))
 
 
 def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
@@ -405,7 +362,7 @@ def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
     """
     if to is None:
         return inputs, ""
-    given = operators.of(inputs).binding.activations(inputs)
+    given = operators.get(inputs.operator).binding.activations(inputs)
     changed = {name: tensor.to(dtype_named(to)) for name, tensor in given.items()}
     lost = [phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)]
     remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
@@ -414,8 +371,7 @@ def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
 
 def zeros(inputs: Any) -> list[str]:
     """The activations that are 0 everywhere."""
-    given = tensors.tensors(inputs)
-    return [name for name in operators.of(inputs).binding.views if not given[name].any()]
+    return [name for name in operators.get(inputs.operator).binding.views if not getattr(inputs, name).any()]
 
 
 def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
@@ -437,37 +393,22 @@ def check_capture(out: Path | None, *, overwrite: bool) -> None:
     limits.check_capture()
 
 
-def capture(
-    request: CaptureRequest, out: Path | None, *, overwrite: bool, watcher: Watcher, subject: Subject | None = None
-) -> tuple[Path, CaptureManifest]:
-    """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest.
-
-    subject: the result of `find` for the request, if it was called before.
-    """
+def capture(subject: Subject, out: Path | None, *, overwrite: bool, watcher: Watcher) -> tuple[Path, CaptureManifest]:
+    """Store the inputs of a model's SSD and GDN layers.  Returns their folder and manifest."""
     check_capture(out, overwrite=overwrite)
     if why := unusable_gpu():
         watcher.say(f"This capture uses the CPU.  {why}")
-    subject = subject or find(request)
-    loaded = load(request, subject, watcher)
+    loaded = load(subject, watcher)
     folder = out or captures.default_folder(subject.ref, loaded.prompts, subject.layers)
-    with (
-        limits.memory_errors(),
-        _reporting_interrupt(store_in(folder, subject, loaded, overwrite=overwrite), subject.calls) as writer,
-        watcher.step("Capturing layers", subject.calls) as advance,
-    ):
-        run_model(subject, loaded, writer.add, lambda _: advance(1))
-    return folder, writer.manifest
-
-
-@contextmanager
-def _reporting_interrupt(writer: captures.CaptureWriter, calls: int) -> Iterator[captures.CaptureWriter]:
-    """The writer's context; an interrupt says what is kept.  calls: to be captured."""
+    writer = loaded.stored_in(folder, overwrite=overwrite)
     try:
-        with writer:
-            yield writer
+        with limits.memory_errors(), writer, watcher.step("Capturing layers", subject.calls) as advance:
+            loaded.run(lambda captured: (writer.add(captured), advance(1)))
     except KeyboardInterrupt:
-        kept = read_manifest(writer.folder)
+        kept = read_manifest(folder)
         if kept.complete or not kept.layers:
             raise
-        where = f"What was captured is kept in {writer.folder}, marked as incomplete"
-        raise KeyboardInterrupt(f"{where}: {len(kept.layers):,} of {plural(calls, 'call')}.") from None
+        where = f"What was captured is kept in {folder}, marked as incomplete"
+        done = f"{len(kept.layers):,} of {plural(subject.calls, 'call')}"
+        raise KeyboardInterrupt(f"{where}: {done}.") from None
+    return folder, writer.manifest

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 
 from ssdprof import files, operators
 from ssdprof.capture.manifest import is_capture, read_manifest
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.core.subject import LayerCapture
@@ -24,37 +24,15 @@ from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs.plan import stored_dims
-from ssdprof.jobs.request import COMPARED, CaptureRequest
+from ssdprof.jobs.request import CaptureRequest, StallRequest
 from ssdprof.jobs.run import capture
+from ssdprof.jobs.subject import find
 from ssdprof.operators.implementations import kind_of, knows
 from ssdprof.progress import Advance, Watcher
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, load, new_folder
-
-
-@dataclass(frozen=True, kw_only=True)
-class StallRequest:
-    """where: a run, a model or a folder of captures; None: the latest run.
-
-    layer, seqlen: None: the middle layer, the longest prompt.
-    implementations: names, as `operators.implementations` resolves them.
-    out: the folder for the results; None: the run's, or a new one under runs/.
-    overwrite: replace existing stalls.  tuned: a file with configurations for the kernels.
-    command: as typed.
-    """
-
-    where: str | None = None
-    layer: int | None = None
-    seqlen: int | None = None
-    implementations: tuple[str, ...] = COMPARED
-    precision: PrecisionRecord
-    timeout_s: float = ncu.TIMEOUT_S
-    out: Path | None = None
-    overwrite: bool = False
-    tuned: Path | None = None
-    command: tuple[str, ...] = ()
 
 
 def from_files(paths: Sequence[Path]) -> StallReport:
@@ -69,10 +47,13 @@ def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]
     Raises MissingCapabilityError without a GPU.
     """
     require_gpu_for_stalls()
-    run = _run(request)
-    with _opened(request, run) as folder:
+    where, run = request.where, None
+    if where is None or any((path / HEADER).is_file() for path in (Path(where), RUNS / where)):
+        run = load(where, "run")  # else it names a model or captures
+    out = request.out or (run[0] if run else new_folder(where or "model"))
+    with _made(out / stall_files.FOLDER, overwrite=request.overwrite) as folder:
         if run is None:
-            place = Path(request.where or "").expanduser()
+            place = Path(where or "").expanduser()
             return folder, _profile([place], lambda: _of_model(request), request, folder, watcher)
         _refuse_changed(run[1])
         return folder, _profile([run[0] / CAPTURES], lambda: _of_run(run[1], request), request, folder, watcher)
@@ -203,7 +184,8 @@ def _captured(
         return
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
         try:
-            folder, _ = capture(wanted(), Path(temporary) / "captures", overwrite=False, watcher=watcher)
+            subject = find(wanted())
+            folder, _ = capture(subject, Path(temporary) / "captures", overwrite=False, watcher=watcher)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None  # what it kept goes with the folder
         yield folder, _choose(folder, request)
@@ -284,42 +266,15 @@ def _of_model(request: StallRequest) -> CaptureRequest:
     )
 
 
-# --- folders
-
-
-def _run(request: StallRequest) -> tuple[Path, Report] | None:
-    """The run of the request; None if it names a model or captures."""
-    where = request.where
-    if where is not None and not any((path / HEADER).is_file() for path in (Path(where), RUNS / where)):
-        return None
-    return load(where, "run")
-
-
-@contextmanager
-def _opened(request: StallRequest, run: tuple[Path, Report] | None) -> Iterator[Path]:
-    """The folder for the results."""
-    if request.out is None and run is not None:
-        with _made(run[0] / stall_files.FOLDER, overwrite=request.overwrite) as folder:
-            yield folder
-        return
-    path = request.out or new_folder(request.where or "model")
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        with _made(path / stall_files.FOLDER, overwrite=request.overwrite) as folder:
-            yield folder
-    finally:
-        if not any(path.iterdir()):
-            path.rmdir()
-
-
 @contextmanager
 def _made(folder: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A new folder, removed if nothing was written into it."""
+    """A new folder in one that may be new; both are removed if nothing was written into them."""
     if (folder / stall_files.RECORD).exists() and not overwrite:
         raise BadInputError(f"{folder} holds stalls already.", "Give --force to replace them, or --out.")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
     finally:
-        if not any(folder.iterdir()):
-            folder.rmdir()
+        for path in (folder, folder.parent):
+            if not any(path.iterdir()):
+                path.rmdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 from ssdprof import operators
 from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
-from ssdprof.checkpoint.names import select_layers
+from ssdprof.checkpoint.names import select_indices
 from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
 from ssdprof.errors import BadInputError
@@ -30,10 +30,10 @@ class Subject:
     dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
     """
 
+    request: CaptureRequest
     located: Model
     layers: tuple[LayerRef, ...]
     seqlens: tuple[int, ...]
-    batch: int = 1
     serving: Serving = field(default_factory=Serving)
     whole: bool = False
     head: bool = False
@@ -42,6 +42,10 @@ class Subject:
     @property
     def ref(self) -> CheckpointRef:
         return self.located.ref
+
+    @property
+    def batch(self) -> int:
+        return self.request.batch
 
     @property
     def deepest_layer(self) -> int | None:
@@ -62,6 +66,7 @@ class Subject:
 class Stored:
     """The subject of a request for stored captures: the selected layers of each prompt."""
 
+    request: CaptureRequest
     folder: Path
     manifest: CaptureManifest
     chosen: tuple[LayerCapture, ...]
@@ -111,7 +116,7 @@ def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) ->
     _refuse_too_many(request.batch * max(seqlens))
     serving = Serving(packed=lengths, chunk=request.chunk, decode=request.decode)
     return Subject(
-        located=located, layers=layers, seqlens=seqlens, batch=request.batch, serving=serving, whole=whole,
+        request=request, located=located, layers=layers, seqlens=seqlens, serving=serving, whole=whole,
         head=whole or head,
     )  # fmt: skip
 
@@ -145,17 +150,18 @@ def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whol
     manifest = read_manifest(folder)
     if not manifest.prompts:
         raise BadInputError(f"The manifest in {folder} is damaged: it names no prompt.", AGAIN)
-    layers = select_layers(request.layers, tuple(dict.fromkeys(stored.layer for stored in manifest.layers)))
-    chosen = tuple(stored for stored in manifest.layers if stored.layer in layers)
+    indices = select_indices(request.layers, tuple(dict.fromkeys(stored.layer.index for stored in manifest.layers)))
+    chosen = tuple(stored for stored in manifest.layers if stored.layer.index in indices)
     if not chosen:
         raise BadInputError(f"{folder} holds no layer: its capture was interrupted.", "Capture again.")
-    return Stored(folder=folder, manifest=manifest, chosen=chosen)
+    return Stored(request=request, folder=folder, manifest=manifest, chosen=chosen)
 
 
 def refuse_large(subject: Subject) -> None:
     """BadInputError for layers that are too large for bundled implementations (`largest` of the operator's outline)."""
-    for layer in subject.layers:
-        refuse_larger(subject.ref, layer, subject.located.sizes(layer))
+    for layer, mixer in zip(subject.located.layers, subject.located.mixers, strict=True):
+        if layer in subject.layers:
+            refuse_larger(subject.ref, layer, mixer.sizes)
 
 
 def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:

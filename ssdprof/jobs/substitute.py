@@ -11,13 +11,13 @@ from torch import nn
 
 from ssdprof import operators
 from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
-from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
+from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import Mixer, is_attention
-from ssdprof.core.base import DType, PartName, PrecisionRecord
+from ssdprof.core.base import PartName, PrecisionRecord
 from ssdprof.core.case import KernelTime, PartTime
 from ssdprof.measure.trace import GpuWork, marked
 from ssdprof.operators.dtypes import precision_of
-from ssdprof.operators.implementations import own_precisions, required, resolve
+from ssdprof.operators.implementations import required, resolve
 
 _SHOWN = 3  # kernels of a part
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
@@ -42,30 +42,6 @@ def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Mixer]) -
     return compute
 
 
-def precisions_of(
-    name: str, sites: Sequence[Mixer], dtype: DType, wanted: tuple[PrecisionRecord, ...]
-) -> tuple[PrecisionRecord, ...]:
-    """The precisions of `wanted` that the implementation `name` supports for inputs of `dtype`, or its own."""
-    return own_precisions(resolve(operators.get(sites[0].operator), name), dtype, wanted)
-
-
-@contextmanager
-def substituted(
-    sites: Sequence[Mixer],
-    compute: Compute,
-    *,
-    layers: Collection[int] | None = None,
-    elsewhere: Compute = OperatorCall.run_original,
-) -> Iterator[CallCount]:
-    """While the context is open, the handler of `by_layer` computes the operators of a model.
-
-    sites: all that the model has, from `find_mixers`.
-    The model is restored when the context closes.  What `compute` raises passes through the model's forward.
-    """
-    with intercept(sites, by_layer(sites, compute, layers=layers, elsewhere=elsewhere)) as count:
-        yield count
-
-
 def by_layer(
     sites: Sequence[Mixer],
     compute: Compute,
@@ -73,8 +49,9 @@ def by_layer(
     layers: Collection[int] | None = None,
     elsewhere: Compute = OperatorCall.run_original,
 ) -> Compute:
-    """A handler that calls `compute` in `layers`, and `elsewhere` in the others.
+    """A handler for `intercept` that calls `compute` in `layers`, and `elsewhere` in the others.
 
+    sites: all that the model has, from `find_mixers`.
     layers: indices of decoder layers; None: all.  elsewhere: by default the model's own function.
     """
     chosen = {
@@ -86,14 +63,14 @@ def by_layer(
 # --- parts of the model
 
 
-def marking(compute: Compute) -> Compute:
-    """`compute`, marked as the operator."""
+def marking(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose launches are marked as those of a part."""
 
-    def compute_marked(call: OperatorCall) -> Result:
-        with marked("operator"):
-            return compute(call)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with marked(part):
+            return function(*args, **kwargs)
 
-    return compute_marked
+    return call
 
 
 @contextmanager
@@ -109,7 +86,7 @@ def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
         for namespace in {id(site.namespace): site.namespace for site in sites}.values():
             if CONVOLUTION in namespace:
                 restore.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
-                namespace[CONVOLUTION] = _marking_calls(namespace[CONVOLUTION])
+                namespace[CONVOLUTION] = marking("convolution", namespace[CONVOLUTION])
         yield
 
 
@@ -177,11 +154,3 @@ def _mark(module: nn.Module, part: PartName, restore: ExitStack) -> None:
 
     restore.callback(module.register_forward_pre_hook(enter).remove)
     restore.callback(module.register_forward_hook(leave, always_call=True).remove)
-
-
-def _marking_calls(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with marked("convolution"):
-            return function(*args, **kwargs)
-
-    return call

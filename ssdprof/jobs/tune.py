@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,20 +21,18 @@ from ssdprof import __version__
 from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import is_capture
 from ssdprof.core import statistics
-from ssdprof.core.base import DType, Intermediates, precisions_for
+from ssdprof.core.base import Intermediates, precisions_for
 from ssdprof.core.case import Interval
-from ssdprof.core.statistics import Faster
 from ssdprof.core.subject import LayerCapture
 from ssdprof.core.tuned import PlannedSearch, SearchOutcome, Trial, TunedCalls, TunedConfig, TuneReport
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import device_times
-from ssdprof.jobs.request import parse_dtypes
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Plan
+from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.accuracy import Candidate, compare
-from ssdprof.measure.first_run import Call, first_line, first_run, type_and_message
+from ssdprof.measure.first_run import Call, first_line, type_and_message
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, Timer
@@ -97,9 +95,6 @@ class Workload:
     layer: str
     load: Callable[[], Any]
 
-    def __str__(self) -> str:
-        return f"{self.shape}, {self.tokens}"
-
 
 def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) -> tuple[Workload, ...]:
     """Random inputs of any shape, as in `ssdprof bench`."""
@@ -130,30 +125,24 @@ def captured(
                 f"The run {where} has kept no captures.", "Run it with --save-captures, or name a --shape."
             )
     manifest, read = captures.load(folder)
-    layers = [stored for stored in manifest.layers if stored.layer.operator == operator.name and not stored.is_step]
-    lengths = sorted({stored.seqlen for stored in layers} & set(seqlens or [stored.seqlen for stored in layers]))
+    by_length: dict[int, list[LayerCapture]] = {}
+    for stored in manifest.layers:
+        if stored.layer.operator == operator.name and not stored.is_step:
+            by_length.setdefault(stored.seqlen, []).append(stored)
+    lengths = sorted(by_length.keys() & set(seqlens or by_length))
     if not lengths:
         raise BadInputError(
             f"{folder} holds no {operator.layers} layer of these lengths.",
-            f"It holds {', '.join(map(str, sorted({stored.seqlen for stored in layers}))) or 'none'}.",
+            f"It holds {', '.join(map(str, sorted(by_length))) or 'none'}.",
         )
+    middle = [by_length[length][len(by_length[length]) // 2] for length in lengths]
+    repo = manifest.checkpoint.repo_id
 
-    def inputs_of(stored: LayerCapture) -> Any:
-        return read(stored, device).inputs
+    def of_layer(stored: LayerCapture) -> Workload:
+        shape, tokens = f"{repo} layer {stored.layer.index}", f"{stored.seqlen:,} tokens"
+        return Workload(shape=shape, tokens=tokens, layer=repo, load=lambda: read(stored, device).inputs)
 
-    sources = []
-    for length in lengths:
-        of_length = [stored for stored in layers if stored.seqlen == length]
-        stored = of_length[len(of_length) // 2]
-        sources.append(
-            Workload(
-                shape=f"{manifest.checkpoint.repo_id} layer {stored.layer.index}",
-                tokens=f"{length:,} tokens",
-                layer=manifest.checkpoint.repo_id,
-                load=partial(inputs_of, stored),
-            )
-        )
-    return tuple(sources)
+    return tuple(map(of_layer, middle))
 
 
 def problems(operator: Operator[Any], sources: Sequence[Workload], intermediates: Intermediates) -> Iterator[Problem]:
@@ -177,6 +166,8 @@ def _problem(
     tuning, dims = operator.tunable, operator.judged.dims
     loaded = sorted(loaded, key=lambda one: dims(one[1]).seqlen)
     longest = loaded[-1][1]
+    # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
+    (wanted,) = precisions_for(dims(longest).dtype, intermediates, None)
     return Problem(
         operator=operator,
         shape=loaded[0][0].shape,
@@ -184,30 +175,20 @@ def _problem(
         intermediates=intermediates,
         calls=tuning.calls(longest, intermediates, kernel),
         inputs=tuple(inputs for _, inputs in loaded),
-        precision=_precision(dims(longest).dtype, intermediates),
+        precision=precision_of(wanted),
         committed=tuning.committed(longest, kernel),
     )
-
-
-def _precision(dtype: DType, intermediates: Intermediates) -> Precision:
-    """fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench."""
-    (own,) = parse_dtypes(dtype)
-    (wanted,) = precisions_for(own, intermediates, None)
-    return precision_of(wanted)
 
 
 # --- the whole job
 
 
-@dataclass(frozen=True, kw_only=True)
-class TuneRequest:
-    """budget: seconds of wall clock after which no search begins; None: no limit."""
-
-    operator: Operator[Any]
-    sources: tuple[Workload, ...]
-    intermediates: tuple[Intermediates, ...]
-    budget: float | None = None
-    command: tuple[str, ...] = ()
+def _groups(
+    sources: Sequence[Workload], intermediates: Sequence[Intermediates]
+) -> Iterator[tuple[tuple[Workload, ...], Intermediates]]:
+    """Sources grouped by layer; those of a layer share a find if the portable kernel runs them."""
+    for _, same_layer in groupby(sources, key=lambda source: source.layer):
+        yield from product([tuple(same_layer)], intermediates)
 
 
 def gpu_to_tune() -> torch.device:
@@ -218,10 +199,19 @@ def gpu_to_tune() -> torch.device:
 
 
 def tune(
-    request: TuneRequest, device: torch.device, watcher: Watcher, on_outcome: Callable[[TuneReport], object]
+    operator: Operator[Any],
+    sources: Sequence[Workload],
+    intermediates: Sequence[Intermediates],
+    device: torch.device,
+    watcher: Watcher,
+    on_outcome: Callable[[TuneReport], object],
+    *,
+    budget: float | None = None,
+    command: tuple[str, ...] = (),
 ) -> TuneReport:
     """Search for every source.  on_outcome: called with the report after each search.
 
+    budget: seconds of wall clock after which no search begins; None: no limit.
     Searches that do not fit in the GPU's memory or in the budget are left out and named.
     """
     began = time.monotonic()
@@ -229,16 +219,17 @@ def tune(
     report = TuneReport(
         ssdprof_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=request.command,
+        command=command,
         environment=collect(),
-        operator=request.operator.name,
+        operator=operator.name,
     )
-    for sources, intermediates in _groups(request):
+    for group, wanted in _groups(sources, intermediates):
         try:
-            for problem in problems(request.operator, sources, intermediates):
+            for problem in problems(operator, group, wanted):
                 spent = time.monotonic() - began
-                if request.budget is not None and spent >= request.budget:
-                    report = _left_out(report, f"{problem}: the budget of {request.budget:g} s was spent")
+                if budget is not None and spent >= budget:
+                    left = f"{problem}: the budget of {budget:g} s was spent"
+                    report = report.changed(left_out=(*report.left_out, left))
                     continue
                 with watcher.step(f"Tuning {problem}"):
                     outcome = search(problem, timer)
@@ -246,41 +237,30 @@ def tune(
                 report = report.changed(outcomes=(*report.outcomes, outcome), seconds=seconds)
                 on_outcome(report)
         except torch.OutOfMemoryError as error:
-            what = f"{'; '.join(map(str, sources))}, {intermediates}"
-            report = _left_out(report, f"{what}: not all of it was searched: out of memory: {first_line(error)}")
+            what = "; ".join(f"{source.shape}, {source.tokens}" for source in group)
+            left = f"{what}, {wanted}: not all of it was searched: out of memory: {first_line(error)}"
+            report = report.changed(left_out=(*report.left_out, left))
     return report
 
 
-def _left_out(report: TuneReport, what: str) -> TuneReport:
-    return report.changed(left_out=(*report.left_out, what))
+def planned(
+    operator: Operator[Any], sources: Sequence[Workload], intermediates: Sequence[Intermediates]
+) -> Iterator[PlannedSearch]:
+    """The first candidates of the searches that `tune` would run, a record for each varied setting.
 
-
-def listed(request: TuneRequest) -> Iterator[Problem]:
-    """The searches that `tune` would run."""
-    for sources, intermediates in _groups(request):
-        yield from problems(request.operator, sources, intermediates)
-
-
-def _groups(request: TuneRequest) -> Iterator[tuple[Sequence[Workload], Intermediates]]:
-    """Sources grouped by layer; those of a layer share a find if the portable kernel runs them."""
-    for _, same_layer in groupby(request.sources, key=lambda source: source.layer):
-        sources = tuple(same_layer)
-        for intermediates in request.intermediates:
-            yield sources, intermediates
-
-
-def planned(problems: Iterable[Problem]) -> Iterator[PlannedSearch]:
-    """The first candidates, a record for each varied setting; later candidates start from the best one."""
-    for problem in problems:
-        for axis in problem.operator.tunable.axes(problem.committed):
-            options = axis(problem.committed, problem.inputs[-1])
-            changes = (change for option in options if (change := difference(option, problem.committed)))
-            yield PlannedSearch(
-                shape=problem.shape,
-                tokens=problem.tokens,
-                intermediates=problem.calls.intermediates,
-                candidates=tuple(changes),
-            )
+    Later candidates start from the best one.
+    """
+    for group, wanted in _groups(sources, intermediates):
+        for problem in problems(operator, group, wanted):
+            for axis in operator.tunable.axes(problem.committed):
+                options = axis(problem.committed, problem.inputs[-1])
+                changes = (change for option in options if (change := difference(option, problem.committed)))
+                yield PlannedSearch(
+                    shape=problem.shape,
+                    tokens=problem.tokens,
+                    intermediates=problem.calls.intermediates,
+                    candidates=tuple(changes),
+                )
 
 
 # --- one search
@@ -301,7 +281,7 @@ class _Search:
         self._timer = timer
         self._run = run
         self._committed = replace(problem.committed, reason="")
-        self._wrong: dict[Config, str] = {}  # configuration for the short input -> error; empty: passed
+        self._verified: dict[Config, tuple[bool, str]] = {}  # by the configuration for the short input
         self._trials: dict[Config, Trial] = {}
 
     def outcome(self) -> SearchOutcome:
@@ -326,31 +306,32 @@ class _Search:
             return best, f"the committed configuration: {self._trials[best].why}"
         for axis in self._tuning.axes(best):
             options = [option for option in axis(best, self._problem.inputs[-1]) if option not in self._trials]
-            field = list(dict.fromkeys([self._committed, best, *self._right(options)]))
-            samples = self._sample(field, SCREENING)
+            samples = self._sample([self._committed, best, *self._right(options)], SCREENING)
             if self._committed not in samples:
                 return best, f"the committed configuration: {self._trials[self._committed].why}"
             for config, values in samples.items():
-                self._trials[config] = self._timed(config, values, samples[self._committed])
-            best = _faster(best, samples)
+                self._timed(config, values, samples[self._committed])
+            fastest = min(samples, key=lambda config: statistics.median(samples[config]).value)
+            if best not in samples or statistics.ratio(samples[best], samples[fastest]).verdict(0.0) == "faster":
+                best = fastest
         return best, ""
 
     def _decide(self, best: Config) -> tuple[TunedConfig | None, str]:
         samples = self._sample([self._committed, best], DECIDING)
         if len(samples) < 2:
             return None, "the fastest could not be timed again"
-        trial = self._trials[best] = self._timed(best, samples[best], samples[self._committed])
+        trial = self._timed(best, samples[best], samples[self._committed])
         assert trial.device_ratio is not None
         assert trial.device_interval is not None
         if trial.device_interval.low <= 1 + MARGIN:
             return None, f"the fastest was not {MARGIN:.0%} faster with 95 % confidence"
-        slower = self._slower_lengths(best)
-        if slower:
+        if slower := self._slower_lengths(best):
             return None, f"the fastest was slower at {slower} tokens"
-        wrong = self._wrong_at_length(best)
-        if wrong:
-            self._trials[best] = trial.changed(verdict="wrong", why=wrong)
-            return None, f"the fastest was wrong: {wrong}"
+        # the timed inputs, and others to which a find would apply
+        for inputs in (*self._problem.inputs, *self._tuning.also_judged(best, self._problem.inputs[-1])):
+            if wrong := self._checked(best, inputs)[1]:
+                self._trials[best] = trial.changed(verdict="wrong", why=wrong)
+                return None, f"the fastest was wrong: {wrong}"
         find = TunedConfig(
             calls=self._problem.calls,
             settings=trial.settings,
@@ -365,44 +346,36 @@ class _Search:
     def _right(self, configs: Sequence[Config]) -> list[Config]:
         """The configurations that pass on a short input; the others get a trial with the reason."""
         longest = self._problem.inputs[-1]
-        short = self._tuning.short(longest)
-        as_checked = {config: self._tuning.for_short(config, longest) for config in configs}
-        new = [config for config in dict.fromkeys(as_checked.values()) if config not in self._wrong]
-        calls = {config: self._call(config, short) for config in new}
-        tried = {config: _checked(call, short) for config, call in calls.items()}
-        failed = {config: why for config, (ran, why) in tried.items() if not ran}
-        self._wrong |= {config: why for config, (ran, why) in tried.items() if ran}
-        right = []
-        for config, checked in as_checked.items():
-            if checked in failed:
-                self._trials[config] = self._untimed(config, "does not run", failed[checked])
-            elif self._wrong[checked]:
-                self._trials[config] = self._untimed(config, "wrong", self._wrong[checked])
-            else:
+        short, right = self._tuning.short(longest), []
+        for config in configs:
+            as_checked = self._tuning.for_short(config, longest)
+            if as_checked not in self._verified:
+                self._verified[as_checked] = self._checked(as_checked, short)
+            ran, why = self._verified[as_checked]
+            if not why:
                 right.append(config)
+            else:
+                self._untimed(config, "wrong" if ran else "does not run", why)
         return right
 
-    def _wrong_at_length(self, config: Config) -> str:
-        """The error of the output on the timed inputs, or on others to which a find would apply; empty if it
-        passes."""
-        others = self._tuning.also_judged(config, self._problem.inputs[-1])
-        for inputs in (*self._problem.inputs, *others):
-            _, why = _checked(self._call(config, inputs), inputs)
-            if why:
-                return why
-        return ""
+    def _checked(self, config: Config, inputs: Any) -> tuple[bool, str]:
+        """Whether it ran, and why it did not pass; empty if it did."""
+        call = self._call(config, inputs)
+        output, fields = call.first_run()
+        if output is None:
+            return False, fields["reason"]
+        found = compare(inputs, {"output": Candidate(output=output, precision=call.precision)})["output"]
+        return True, "; ".join(one.reason for one in found if one.reason)
 
     def _call(self, config: Config, inputs: Any) -> Call:
         name = f"The candidate {difference(config, self._committed) or 'the committed configuration'}"
-        kernel = self._problem.calls.kernel
-        return Call(
-            implementation=name,
-            label=name,
-            inputs=inputs,
-            precision=self._problem.precision,
-            run=lambda: self._run(inputs, config),
-            plan=lambda: Plan(variant=kernel, launches=1),
+        candidate = Implementation(
+            operator=self._problem.operator.name,
+            name=name,
+            run=lambda inputs, _precision: self._run(inputs, config),
+            plan=lambda *_: Plan(variant=self._problem.calls.kernel, launches=1),
         )
+        return Call(implementation=candidate, inputs=inputs, precision=self._problem.precision, label=name)
 
     # --- speed
 
@@ -416,7 +389,7 @@ class _Search:
         own = self._problem.inputs if inputs is None else inputs
 
         def untimed(config: Config, error: Exception) -> None:
-            self._trials[config] = self._untimed(config, "does not run", type_and_message(error))
+            self._untimed(config, "does not run", type_and_message(error))
 
         calls = {config: [self._call(config, one) for one in own] for config in configs}
         return device_times(calls, self._timer, plan, on_untimed=untimed)
@@ -426,43 +399,23 @@ class _Search:
         slower = []
         for inputs in self._problem.inputs if len(self._problem.inputs) > 1 else ():
             samples = self._sample([self._committed, config], DECIDING, [inputs])
-            if len(samples) < 2 or _verdict(samples[self._committed], samples[config]) == "slower":
+            timed = len(samples) == 2
+            if not timed or statistics.ratio(samples[self._committed], samples[config]).verdict(MARGIN) == "slower":
                 slower.append(f"{self._problem.operator.judged.dims(inputs).seqlen:,}")
         return " and ".join(slower)
 
     def _timed(self, config: Config, samples: Recordings, committed: Recordings) -> Trial:
         found = statistics.ratio(committed, samples)
-        own = config == self._committed
-        return Trial(
+        trial = self._trials[config] = Trial(
             change=difference(config, self._committed),
             settings=self._tuning.settings(config),
-            verdict="committed" if own else _verdict(committed, samples),
+            verdict="committed" if config == self._committed else found.verdict(MARGIN),
             device_us=statistics.median(samples).value,
             device_ratio=found.value,
             device_interval=Interval(low=found.low, high=found.high),
         )
+        return trial
 
-    def _untimed(self, config: Config, status: Literal["wrong", "does not run"], why: str) -> Trial:
+    def _untimed(self, config: Config, status: Literal["wrong", "does not run"], why: str) -> None:
         change = difference(config, self._committed)
-        return Trial(change=change, settings=self._tuning.settings(config), verdict=status, why=why)
-
-
-def _checked(call: Call, inputs: Any) -> tuple[bool, str]:
-    """Whether the call ran, and why it did not pass; empty if it did."""
-    tried = first_run(call)
-    if tried.output is None:
-        return False, tried.reason
-    found = compare(inputs, {"output": Candidate(output=tried.output, precision=call.precision)})["output"]
-    return True, "; ".join(one.reason for one in found if one.reason)
-
-
-def _faster(best: Config, samples: Mapping[Config, Recordings]) -> Config:
-    """The fastest; `best` if no other is faster with confidence."""
-    fastest = min(samples, key=lambda config: statistics.median(samples[config]).value)
-    if best in samples and _verdict(samples[best], samples[fastest], smallest_difference=0.0) != "faster":
-        return best
-    return fastest
-
-
-def _verdict(committed: Recordings, samples: Recordings, *, smallest_difference: float = MARGIN) -> Faster:
-    return statistics.ratio(committed, samples).verdict(smallest_difference)
+        self._trials[config] = Trial(change=change, settings=self._tuning.settings(config), verdict=status, why=why)

@@ -43,7 +43,7 @@ class Chunks:
 
     @classmethod
     def of(cls, inputs: Inputs) -> Chunks:
-        size, count, sequences = inputs.power_of_two_chunk, chunk_count(inputs), inputs.sequences
+        size, count, sequences = inputs.power_of_two_chunk, inputs.chunk_count, inputs.sequences
         if inputs.cu_seqlens is None:
             return cls(size=size, count=count, sequences=sequences)
         spans = torch.empty(count, 2, dtype=torch.int64, device=inputs.cu_seqlens.device)
@@ -57,12 +57,6 @@ class Chunks:
             BLOCK=_BLOCK,
         )
         return cls(size=size, count=count, sequences=sequences, spans=spans, bounds=bounds)
-
-
-def chunk_count(inputs: Inputs) -> int:
-    """Chunks per row of the batch; an upper bound for packed sequences."""
-    whole = triton.cdiv(inputs.length, inputs.power_of_two_chunk)
-    return int(whole if inputs.cu_seqlens is None else whole + inputs.sequences)
 
 
 @triton.jit

@@ -24,9 +24,10 @@ def tensor_signature(tensor: torch.Tensor | None) -> Hashable:
 class Inputs:
     """The base of an operator's inputs, a frozen dataclass.
 
-    FIRST: the tensor that determines batch, length, dtype and device
+    operator: its name.  FIRST: the tensor that determines batch, length, dtype and device
     """
 
+    operator: ClassVar[str]
     FIRST: ClassVar[str]
     cu_seqlens: torch.Tensor | None
 
@@ -42,7 +43,6 @@ class Inputs:
 
     def check(self) -> None:
         """Raises ValueError, naming the argument that does not fit the others."""
-        raise NotImplementedError
 
     @property
     def _first(self) -> torch.Tensor:
@@ -78,6 +78,10 @@ class Inputs:
                 raise ValueError(f"{field.name} is on {value.device}, {self.FIRST} on {self._first.device}")
 
     @property
+    def device(self) -> torch.device:
+        return self._first.device
+
+    @property
     def length(self) -> int:
         """Positions of one row of the batch; of all sequences together if packed."""
         return self._first.shape[1]
@@ -91,3 +95,9 @@ class Inputs:
     def power_of_two_chunk(self) -> int:
         """Positions per chunk of tiled algorithms: a power of two."""
         raise NotImplementedError
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks per row of the batch; an upper bound for packed sequences."""
+        whole = -(-self.length // self.power_of_two_chunk)
+        return whole if self.cu_seqlens is None else whole + self.sequences

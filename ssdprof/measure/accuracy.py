@@ -29,7 +29,6 @@ from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation, Match
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence
-from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.operator import OracleSpec, Output
 from ssdprof.operators.rounding import Span, coarsest_rounding, unit_roundoff
@@ -75,8 +74,8 @@ def compare(
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
-    oracle = operators.of(inputs).judged
-    form, device = oracle.forms(inputs)[0], tensors.device(inputs)
+    oracle = operators.get(inputs.operator).judged
+    form, device = oracle.forms(inputs)[0], inputs.device
     precisions = {candidate.precision for candidate in candidates.values()}
     rounded = {precision: oracle.rounded(inputs, precision) for precision in precisions}
     outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates)
@@ -249,8 +248,8 @@ def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def check_output(output: Output, inputs: Any) -> None:
     """ValueError unless the tensors have the shapes, dtypes and device of the operator's output for these inputs."""
-    device = tensors.device(inputs)
-    for name, tensor, form in zip(_NAMES, output, operators.of(inputs).judged.forms(inputs), strict=True):
+    device = inputs.device
+    for name, tensor, form in zip(_NAMES, output, operators.get(inputs.operator).judged.forms(inputs), strict=True):
         if tuple(tensor.shape) != form.shape or tensor.dtype != form.dtype or tensor.device != device:
             raise ValueError(
                 f"{name} must be {form.dtype} of shape {form.shape} on {device}, "
@@ -451,7 +450,7 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 def oracle_output(inputs: Any) -> Output:
     """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed in blocks."""
-    oracle, device = operators.of(inputs).judged, tensors.device(inputs)
+    oracle, device = operators.get(inputs.operator).judged, inputs.device
     out, final_states = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in oracle.forms(inputs))
     for block in oracle.blocks(inputs, block_length(oracle, inputs, device)):
         out[block.batch, block.start : block.stop] = block.out

@@ -8,10 +8,10 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -21,15 +21,13 @@ import triton
 from triton.compiler import ASTSource, CompiledKernel
 
 from ssdprof import operators
-from ssdprof.core.base import Fault, PrecisionRecord, Status
+from ssdprof.core.base import Fault
 from ssdprof.core.case import FirstCall, Launch, Memory
 from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
-from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Output
 
 T = TypeVar("T")
@@ -46,108 +44,74 @@ class CallRejected(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A run of an operator on its inputs.  Compared by identity.
+    """A run of an implementation on an operator's inputs.  Compared by identity.
 
-    implementation, label: for display; the label includes the precision.
-    precision: the declared one.
-    cuts_operands: it declares that it cuts the operands of matrix products to tf32.
-    widens: final states have another dtype than the operator's, as in other libraries; they are compared in
-        fp32.
-    copies: what the implementation keeps and reads instead of the inputs, of the tensors in which the operator is
-        linear.
+    precision: the declared one.  label: for display, with the precision.
     precheck: called before the first call.  Raises CallRejected for a call that must not be made in this process.
     out_of_bounds: a phrase on writes to the inputs or next to them; empty if there were none.
     """
 
-    implementation: str
-    label: str
+    implementation: Implementation
     inputs: Any
     precision: Precision
-    run: Run
-    plan: Callable[[], Plan]
-    widens: bool = False
-    cuts_operands: bool = False
-    copies: Callable[[], Sequence[torch.Tensor]] = lambda: ()
+    label: str
     precheck: Callable[[], None] = lambda: None
     out_of_bounds: Callable[[], str] = lambda: ""
 
+    @cached_property
+    def run(self) -> Run:
+        return partial(self.implementation.run, self.inputs, self.precision)
+
     @property
     def device(self) -> torch.device:
-        return tensors.device(self.inputs)
+        device: torch.device = self.inputs.device
+        return device
+
+    @property
+    def outputs_that_fit(self) -> int:
+        """The number of outputs in half of the free memory: the rest is for a workspace and a block of the oracle."""
+        oracle = operators.get(self.inputs.operator).judged
+        size = oracle.values(self.inputs).nbytes + 4 * math.prod(oracle.states(self.inputs)[1])
+        return free_memory(self.device) // 2 // size
 
     def judged_output(self, output: Output) -> Output:
-        """The output in the form that is compared with the oracle."""
+        """The output in the form that is compared with the oracle: a library's final states may have another dtype."""
         out, final_states = output
-        return (out, final_states.to(torch.float32)) if self.widens else output
+        return (out, final_states.to(torch.float32)) if self.implementation.kind == "library" else output
 
+    def first_run(self, seconds: float | None = None, *, launches: bool = True) -> tuple[Output | None, dict[str, Any]]:
+        """Plan and run the call.  The output, or None unless it ran, and the fields of its case.
 
-def call_of(
-    implementation: Implementation, inputs: Any, precision: PrecisionRecord, *, label: str = "", **more: Any
-) -> Call:
-    """The call of an implementation.  The other arguments: see `Call`."""
-    wanted = precision_of(precision)
-    return Call(
-        implementation=implementation.name,
-        label=label or f"{implementation.name} {precision}",
-        inputs=inputs,
-        precision=wanted,
-        run=partial(implementation.run, inputs, wanted),
-        plan=partial(implementation.plan, inputs, wanted),
-        cuts_operands=implementation.cuts_operands,
-        copies=partial(implementation.copies, inputs),
-        **more,
-    )
+        An error of the implementation becomes a status and a reason.
+        seconds: the call is timed, and stopped with TimeIsUp after this number of seconds.
+        launches: record them, which takes a look at all objects.
+        Raises MissingCapabilityError if a fault in it made the GPU unusable, and KeyboardInterrupt if it is
+        interrupted.
+        """
+        fields: dict[str, Any] = {"status": "failed"}
 
+        def run() -> Output:
+            if seconds is None:
+                return self.judged_output(self.run())
+            output, fields["first_call"] = timed_first_call(self.run, self.device, seconds)
+            return self.judged_output(output)
 
-@dataclass(frozen=True, kw_only=True)
-class FirstRun:
-    """output: None unless it ran.  plan: None if planning failed.  seconds: until all work of the call had ended."""
-
-    status: Status
-    reason: str = ""
-    plan: Plan | None = None
-    output: Output | None = None
-    memory: Memory | None = None
-    launches: tuple[Launch, ...] = ()
-    seconds: float = 0.0
-
-    @property
-    def variant(self) -> str:
-        """The planned kernel; empty if planning failed."""
-        return self.plan.variant if self.plan else ""
-
-    @property
-    def why_this_plan(self) -> str:
-        """The reason of the plan; empty if planning failed."""
-        return self.plan.reason if self.plan else ""
-
-
-def first_run(call: Call, run: Run | None = None, *, launches: bool = True) -> FirstRun:
-    """Plan and run the call.  An error of the implementation becomes a status and a reason.
-
-    run: replaces `call.run`; it must return the same output.  launches: record them, which takes a look at all objects.
-    Raises MissingCapabilityError if a fault in it made the GPU unusable, and KeyboardInterrupt if it is
-    interrupted.
-    """
-    plan = None
-    recording: AbstractContextManager[list[Launch]] = recorded_launches() if launches else nullcontext([])
-    try:
-        plan = call.plan()
-        call.precheck()
-        began = time.monotonic()
-        with recording as launched:
-            output, memory, late = run_and_measure(lambda: call.judged_output((run or call.run)()), call.device)
-        seconds = time.monotonic() - began
-        check_output(output, call.inputs)
-        if damage := late or call.out_of_bounds():
-            return FirstRun(status="failed", reason=damage, plan=plan)
-    except Exception as error:
-        status, reason = status_of(error, call.device, call.implementation)
-        return FirstRun(status=status, reason=reason, plan=plan)
-    # without a Triton kernel to inspect, the plan describes the launch
-    planned = Launch(kernel=call.implementation, config=dict(plan.config))
-    ran = tuple(launched) or (planned,)
-    return FirstRun(status="ran", plan=plan, output=output, memory=memory, launches=ran, seconds=seconds)
+        recording: AbstractContextManager[list[Launch]] = recorded_launches() if launches else nullcontext([])
+        try:
+            plan = self.implementation.plan(self.inputs, self.precision)
+            fields |= {"variant": plan.variant, "plan": plan.reason}
+            self.precheck()
+            with recording as launched:
+                output, memory, late = run_and_measure(run, self.device)
+            check_output(output, self.inputs)
+            if words := late or self.out_of_bounds():
+                return None, fields | {"reason": words}
+        except Exception as error:
+            status, reason = status_of(error, self.device, self.implementation.name)
+            return None, fields | {"status": status, "reason": reason}
+        # without a Triton kernel to inspect, the plan describes the launch
+        planned = Launch(kernel=self.implementation.name, config=dict(plan.config))
+        return output, fields | {"status": "ran", "memory": memory, "launches": tuple(launched) or (planned,)}
 
 
 # --- how long a first call, in which kernels are compiled, may take
@@ -176,8 +140,8 @@ class Deadline:
         return max(0.0, min(self.most, self.until - time.monotonic()))
 
 
-def timed_first_call(run: Callable[[], Output], device: torch.device, deadline: Deadline) -> tuple[Output, FirstCall]:
-    """Make the call and wait for the GPU.  Raises TimeIsUp.
+def timed_first_call(run: Callable[[], Output], device: torch.device, seconds: float) -> tuple[Output, FirstCall]:
+    """Make the call and wait for the GPU.  Raises TimeIsUp after this number of seconds.
 
     A call can be stopped between two steps of a compiler, and while it waits for one, but not during the GPU's work.
     """
@@ -192,7 +156,7 @@ def timed_first_call(run: Callable[[], Output], device: torch.device, deadline: 
     began = time.monotonic()
     triton.knobs.compilation.listener = note
     try:
-        with _at_most(deadline.seconds):
+        with _at_most(seconds):
             output = run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -427,12 +391,6 @@ def peak_bytes(device: torch.device) -> int:
     torch's own peak forgets what came before it was last reset, and `run_and_measure` resets it.
     """
     return max(_peaks_before_reset.get(_index(device), 0), torch.cuda.max_memory_allocated(device))
-
-
-def outputs_that_fit(inputs: Any) -> int:
-    """The number of outputs in half of the free memory: the rest is for a workspace and a block of the oracle."""
-    output_bytes = sum(form.nbytes for form in operators.of(inputs).judged.forms(inputs))
-    return free_memory(tensors.device(inputs)) // 2 // output_bytes
 
 
 def _index(device: torch.device) -> int:

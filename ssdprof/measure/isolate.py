@@ -35,8 +35,9 @@ from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import fingerprint
-from ssdprof.measure.first_run import Call, CallRejected, call_of, first_run, type_and_message
+from ssdprof.measure.first_run import Call, CallRejected, type_and_message
 from ssdprof.operators import implementations, tensors
+from ssdprof.operators.dtypes import precision_of
 
 GUARD = 1 << 20  # bytes on each side
 _ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block
@@ -224,6 +225,12 @@ class IsolatedFirstCall:
                 self._verdicts[key] = verdict
                 del waiting[key]
 
+    def guarded(self, call: Call, inputs: GuardedInputs, precision: PrecisionRecord) -> Call:
+        """The call of a user's kernel on a copy of its inputs, which protects other calls, made in another process
+        first."""
+        precheck = partial(self.require, call.implementation, call.inputs, precision)
+        return replace(call, inputs=inputs.inputs, precheck=precheck, out_of_bounds=inputs.out_of_bounds)
+
 
 def _tried(
     implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord, limit_s: float
@@ -233,7 +240,7 @@ def _tried(
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
         folder = Path(name)
         request = {
-            "operator": operators.of(inputs).name,
+            "operator": inputs.operator,
             "name": implementation.name,
             "source": implementation.version,
             "precision": precision.model_dump(),
@@ -241,7 +248,8 @@ def _tried(
             "limit_s": limit_s,
         }
         torch.save(request, folder / _CALL)
-        tensors.release_cache(inputs)
+        if inputs.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the other process
         command = [*child.python("ssdprof.measure.isolate"), name, str(os.getpid())]
         code = _run(command, folder / _WORDS, limit_s * len(several) + _START_S)
         lines = (folder / _VERDICTS).read_text(encoding="utf-8").splitlines() if (folder / _VERDICTS).is_file() else []
@@ -280,28 +288,6 @@ def _death(code: int, limit_s: float, last_words: str) -> str:
     return f"its first call ended its process with {how_ended(code)}{f': {words}' if words else ''}"
 
 
-class BoundKernel:
-    """Makes the calls of one available implementation on the same inputs.
-
-    A user's kernel gets a copy of the inputs between guards, which protects other calls, and makes its first call in a
-    process of its own.
-    """
-
-    def __init__(self, implementation: Implementation, inputs: Any, isolated: IsolatedFirstCall) -> None:
-        self._implementation, self._inputs, self._isolated = implementation, inputs, isolated
-        self._guarded = GuardedInputs(inputs) if implementation.kind == "own" else None
-
-    def call(self, precision: PrecisionRecord, *, label: str = "") -> Call:
-        """label: see `Call`."""
-        implementation, guarded = self._implementation, self._guarded
-        if guarded is None:
-            widens = implementation.kind == "library"
-            return call_of(implementation, self._inputs, precision, label=label, widens=widens)
-        precheck = partial(self._isolated.require, implementation, self._inputs, precision)
-        checks = {"precheck": precheck, "out_of_bounds": guarded.out_of_bounds}
-        return call_of(implementation, guarded.inputs, precision, label=label, **checks)
-
-
 # --- in the other process
 
 
@@ -329,17 +315,23 @@ def main() -> None:
 def judged(implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> FirstCallVerdict:
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
-    call = call_of(implementation, guarded.inputs, precision, out_of_bounds=guarded.out_of_bounds)
+    call = Call(
+        implementation=implementation,
+        inputs=guarded.inputs,
+        precision=precision_of(precision),
+        label=implementation.name,
+        out_of_bounds=guarded.out_of_bounds,
+    )
     with guarded_allocations() as damage:
         try:
-            tried = first_run(call)
+            output, tried = call.first_run()
         except MissingCapabilityError as error:  # the GPU is unusable for this process, which ends here
             return FirstCallVerdict(status="failed", reason=type_and_message(error.__cause__ or error))
-        if tried.output is None:
-            return FirstCallVerdict(status=tried.status, reason=tried.reason)
+        if output is None:
+            return FirstCallVerdict(status=tried["status"], reason=tried["reason"])
         if words := damage():
             return FirstCallVerdict(status="failed", reason=words)
-    for name, tensor in zip(("out", "final_states"), tried.output, strict=True):
+    for name, tensor in zip(("out", "final_states"), output, strict=True):
         if elements := unwritten(tensor):
             return FirstCallVerdict(status="failed", reason=f"it leaves {elements:,} elements of {name} unwritten")
     return FirstCallVerdict(status="ran")

@@ -21,8 +21,8 @@ from ssdprof.core.base import REPEATS, Holds, PrecisionRecord, Probe
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, unravel
-from ssdprof.measure.first_run import first_run
-from ssdprof.measure.isolate import BoundKernel, IsolatedFirstCall
+from ssdprof.measure.first_run import Call
+from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Output
@@ -55,6 +55,9 @@ class Prober:
         self._isolated, self._thorough = isolated, thorough
         self._done: set[Hashable] = set()
 
+    def takes(self, implementation: Implementation) -> bool:
+        return self._thorough or not (INTERPRETED and implementation.kind == "bundled")
+
     def probe(
         self, implementation: Implementation, inputs: Any, precision: PrecisionRecord, seconds: float = 0.0
     ) -> tuple[Probe, ...]:
@@ -63,18 +66,17 @@ class Prober:
         inputs: of a call that the implementation computed correctly.  seconds: that it took.
         Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
-        dims = operators.of(inputs).judged.dims(inputs)
+        dims = operators.get(inputs.operator).judged.dims(inputs)
         kind = (dims.operator, *dims.sizes.items(), dims.dtype, dims.seqlen == 1, _packed(inputs))
         key = (implementation.name, kind)
-        skipped = key in self._done or (INTERPRETED and implementation.kind == "bundled")
-        if skipped and not self._thorough:
+        if key in self._done and not self._thorough:
             return ()
         self._done.add(key)
-        longest = LONGEST[tensors.device(inputs).type]
+        longest = LONGEST[inputs.device.type]
         spans = [replace(one, stop=min(one.stop, one.start + longest)) for one in _spans(inputs) if one.length]
         short = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
         laws = _Laws(implementation, short, precision, self._isolated)
-        if seconds > SLOW and not self._thorough and tensors.device(inputs).type == "cpu":
+        if seconds > SLOW and not self._thorough and inputs.device.type == "cpu":
             why = f"a call takes {seconds:.0f} s here; --thorough tests it"
             return tuple(Probe(name=name, holds="not applicable", detail=why) for name in laws.tests)
         if implementation.kind == "own":
@@ -104,7 +106,7 @@ class _Laws:
             "doubling": self._doubling,
             "cut in two": self._cut_in_two,
             "edge inputs": lambda: self._first_judged(
-                operators.of(self.inputs).generated.edges(self.inputs), "no edge inputs could be tried"
+                operators.get(self.inputs.operator).generated.edges(self.inputs), "no edge inputs could be tried"
             ),
             "loud past": self._loud_past,
             "finer inputs": lambda: self._first_judged(
@@ -128,19 +130,23 @@ class _Laws:
             yield self._several
         with suppress(_NotApplicable):
             yield from self._halves
-        yield from list(operators.of(self.inputs).generated.edges(self.inputs))[:1]
+        yield from list(operators.get(self.inputs.operator).generated.edges(self.inputs))[:1]
         yield from list(self._finer())[:1]
 
     # --- calls
 
     def _run(self, inputs: Any) -> Output:
         """Raises _NotApplicable with the reason if there is no output."""
-        call = BoundKernel(self.implementation, inputs, self.isolated).call(self.precision)
-        found = first_run(call, launches=False)
-        if found.output is not None:
-            return found.output
-        harmful = found.status == "failed" and found.reason.startswith(("it ", "its "))  # no exception of its own
-        raise _NotApplicable(found.reason, "no" if harmful else "not applicable")
+        one, precision = self.implementation, precision_of(self.precision)
+        call = Call(implementation=one, inputs=inputs, precision=precision, label=one.name)
+        if one.kind == "own":
+            call = self.isolated.guarded(call, GuardedInputs(inputs), self.precision)
+        output, fields = call.first_run(launches=False)
+        if output is not None:
+            return output
+        reason: str = fields["reason"]
+        harmful = fields["status"] == "failed" and reason.startswith(("it ", "its "))  # no exception of its own
+        raise _NotApplicable(reason, "no" if harmful else "not applicable")
 
     @cached_property
     def _base(self) -> Output:
@@ -209,20 +215,20 @@ class _Laws:
     @cached_property
     def _halves(self) -> tuple[Any, Any]:
         """The longest sequence before and after a border of chunks; the second half begins with a state of zeros."""
-        operator, (whole,) = operators.of(self._one), _spans(self._one)
+        operator, (whole,) = operators.get(self._one.operator), _spans(self._one)
         chunk = operator.judged.chunk_size(self._one)
         middle = whole.length // 2 // chunk * chunk or whole.length // 2
         if not middle or len(operator.binding.linear) == 1:
             raise _NotApplicable("the sequences are too short, or have no initial state")
         shape = operator.judged.forms(self._one)[1].shape
-        state = {operator.binding.linear[1]: torch.zeros(shape, device=tensors.device(self._one))}
+        state = {operator.binding.linear[1]: torch.zeros(shape, device=self._one.device)}
         before, after = replace(whole, stop=middle), replace(whole, start=middle)
         first, second = (_joined(self._one, [part], packed=False) for part in (before, after))
         return first, replace(second, **state)
 
     def _finer(self) -> Iterator[Any]:
         """With the model's activations in fp32, or, if that is refused or declared to be cut to tf32, in fp16."""
-        given = operators.of(self.inputs).binding.activations(self.inputs)
+        given = operators.get(self.inputs.operator).binding.activations(self.inputs)
         own = next(iter(given.values())).dtype
         finer = [] if self.implementation.cuts_operands else [torch.float32]
         for dtype in [] if own == torch.float32 else [*finer, torch.float16]:
@@ -269,7 +275,7 @@ class _Laws:
 
     def _doubling(self) -> str:
         given = tensors.tensors(self.inputs)
-        twice = {name: given[name] * 2 for name in operators.of(self.inputs).binding.linear if name in given}
+        twice = {name: given[name] * 2 for name in operators.get(self.inputs.operator).binding.linear if name in given}
         doubled = self._run(replace(self.inputs, **twice))
         words = self._bits([one * 2 for one in self._base], doubled, "inputs times 2 do not give outputs times 2")
         if words and self._fp16:
@@ -278,7 +284,7 @@ class _Laws:
 
     def _cut_in_two(self) -> str:
         first = self._run(self._halves[0])
-        name = operators.of(self.inputs).binding.linear[1]
+        name = operators.get(self.inputs.operator).binding.linear[1]
         second = self._run(replace(self._halves[1], **{name: first[1]}))
         return self._judged(self._one, (torch.cat([first[0], second[0]], 1), second[1]))
 
@@ -289,7 +295,7 @@ class _Laws:
         if loud.shape[1] < 2 * LOUD_SHARE:
             raise _NotApplicable(f"the sequences have fewer than {2 * LOUD_SHARE} positions")
         loud[:, : loud.shape[1] // LOUD_SHARE] *= LOUD_FACTOR
-        inputs = replace(self._one, **{operators.of(self.inputs).binding.linear[0]: loud})
+        inputs = replace(self._one, **{operators.get(self.inputs.operator).binding.linear[0]: loud})
         return self._judged(inputs, self._run(inputs))
 
 
@@ -298,7 +304,7 @@ class _Laws:
 
 def _values(inputs: Any) -> torch.Tensor:
     """The tensor (b, l, h, ...) in which the operator is linear."""
-    found: torch.Tensor = getattr(inputs, operators.of(inputs).binding.linear[0])
+    found: torch.Tensor = getattr(inputs, operators.get(inputs.operator).binding.linear[0])
     return found
 
 
@@ -317,7 +323,7 @@ def _spans(inputs: Any) -> list[Span]:
 
 def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
     """These spans with the initial states of their sequences: as a pack, or as rows, which have equal lengths."""
-    binding, given = operators.of(inputs).binding, tensors.tensors(inputs)
+    binding, given = operators.get(inputs.operator).binding, tensors.tensors(inputs)
     joined: dict[str, torch.Tensor | None] = {}
     for name, tensor in binding.positional(inputs).items():
         parts = [tensor[one.batch, one.start : one.stop] for one in spans]
@@ -326,7 +332,7 @@ def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
         joined[name] = given[name][[one.sequence for one in spans]] if name in given else None
     if packed:
         bounds = [0, *accumulate(one.length for one in spans)]
-        joined["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=tensors.device(inputs))
+        joined["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=inputs.device)
     elif _packed(inputs):
         joined["cu_seqlens"] = None
     return replace(inputs, **joined)
@@ -334,7 +340,7 @@ def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
 
 def _louder(inputs: Any, spans: Sequence[Span], factor: float) -> Any:
     """With inputs reversed in time and values times a factor in these spans."""
-    binding = operators.of(inputs).binding
+    binding = operators.get(inputs.operator).binding
     changed = {name: tensor.clone() for name, tensor in binding.positional(inputs).items()}
     for one in spans:
         for tensor in changed.values():

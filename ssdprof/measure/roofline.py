@@ -10,12 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
-from ssdprof import operators
-from ssdprof.core.case import Launch, Work
+from ssdprof.core.case import Launch
 from ssdprof.core.subject import Ceilings
 from ssdprof.measure.timing import Event
 
@@ -28,12 +26,6 @@ _SHARED_UNIT = 128
 _RESERVED_SHARED = 1024  # of each block, for the system
 _MOST_BLOCKS = {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10, 0): 32, (10, 3): 32, (12, 0): 24}
 _WARP = 32
-
-
-def work_of(inputs: Any) -> Work:
-    """The least bytes and FLOPs of a call."""
-    cost = operators.of(inputs).judged
-    return Work(bytes_moved=cost.bytes_moved(inputs), flops=cost.flops(cost.dims(inputs)))
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:

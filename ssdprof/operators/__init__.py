@@ -31,14 +31,6 @@ def get(name: str) -> Operator[Any]:
     return _OPERATORS[name]
 
 
-def of(inputs: object) -> Operator[Any]:
-    """The operator of inputs of this type.  TypeError if there is none."""
-    for operator in _OPERATORS.values():
-        if isinstance(inputs, operator.inputs):
-            return operator
-    raise TypeError(f"no operator takes {type(inputs).__name__}")
-
-
 def records() -> tuple[Operator[Any], ...]:
     """All operators."""
     return tuple(_OPERATORS.values())

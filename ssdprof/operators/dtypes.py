@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ssdprof.core.base import DType, PrecisionRecord, StoredDType
 from ssdprof.operators.tensors import LazyModule
@@ -34,13 +34,6 @@ def dtype_name(dtype: torch.dtype) -> DType:
 def dtype_named(name: StoredDType) -> torch.dtype:
     """ "bf16" -> torch.bfloat16."""
     return getattr(torch, _TORCH[name])  # type: ignore[no-any-return]
-
-
-def input_dtype(name: DType) -> Literal["fp32", "fp16", "bf16"]:
-    """The name of the dtype of inputs.  ValueError for fp64, which inputs do not have."""
-    if name == "fp64":
-        raise ValueError("an operator's inputs are fp32, fp16 or bf16")
-    return name
 
 
 def stored_dtype_name(dtype: torch.dtype) -> StoredDType:

@@ -17,7 +17,7 @@ from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.operators import generate
-from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library, Shape
 from ssdprof.operators.operator import (
     BoundCall,
@@ -26,7 +26,7 @@ from ssdprof.operators.operator import (
     OracleSpec,
     Stages,
     computed,
-    forms,
+    from_call,
     kernels_of,
     known_sources,
 )  # fmt: skip
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from ssdprof.kernels import adapters as packages
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.kernels.gdn.inputs import GDNInputs
-    from ssdprof.kernels.precision import Precision
     from ssdprof.operators import gdn_tuning, rounding
     from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
@@ -131,35 +130,20 @@ def bind(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    chunk_size: int = 64,
-    initial_state: torch.Tensor | None = None,
+    *,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    scale: float | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    **dropped: Any,  # noqa: ARG001
+    **given: Any,
 ) -> BoundCall:
-    """The call of `mixer` as inputs; arguments of its forward that have no effect on the operator are dropped."""
+    """The call of `mixer` as inputs."""
     copies = _head_copies(mixer, q, k, v)
-    inputs = kernels.GDNInputs(
-        q=q[:, :, ::copies],
-        k=k[:, :, ::copies],
-        v=v,
-        g=g,
-        beta=beta,
-        initial_state=initial_state,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm_in_kernel,
-        chunk_size=chunk_size,
-        cu_seqlens=cu_seqlens,
+    once = {"q": q[:, :, ::copies], "k": k[:, :, ::copies]}
+    given |= {"v": v, "g": g, "beta": beta, "use_qk_l2norm": use_qk_l2norm_in_kernel}
+    remark = (
+        f"The model repeats each query and key head {copies} times before the operator; each was taken once, as "
+        "kernels take it."
     )
-    remark = ""
-    if copies > 1:
-        remark = (
-            f"The model repeats each query and key head {copies} times before the operator; each was taken once, as "
-            "kernels take it."
-        )
-    return BoundCall(inputs, output_final_state, remark)
+    return from_call(kernels.GDNInputs, **once, **given), output_final_state, remark if copies > 1 else ""
 
 
 def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
@@ -309,31 +293,14 @@ def _tf32(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-def rounded(inputs: GDNInputs, precision: Precision) -> Rounded:
-    """The operator in one precision."""
-    chunks = partial(rounded_chunks, inputs)
-    return rounding.Rounded(inputs.v, inputs.initial_state, inputs.states_shape, precision, chunks)
-
-
 # --- cost
 
 SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
 
 
-def dims(inputs: GDNInputs) -> Dims:
-    """A call's sizes; `sizes` has key_heads, value_heads, key_dim and value_dim."""
-    batch, seqlen, key_heads, key_dim = inputs.q.shape
-    value_heads, value_dim = inputs.v.shape[2:]
-    sizes = {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
-    return Dims(
-        operator="gdn",
-        batch=batch,
-        seqlen=seqlen,
-        chunk_size=inputs.chunk_size,
-        dtype=dtype_name(inputs.q.dtype),
-        sizes=sizes,
-        words=_WORDS.format(**sizes),
-    )
+def sizes_of(inputs: GDNInputs) -> dict[str, int]:
+    (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
+    return {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
 
 
 def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
@@ -356,13 +323,15 @@ def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
 
 
 ORACLE = OracleSpec(
-    forms=lambda inputs: forms(inputs.v, inputs.states_shape),
+    values=lambda inputs: inputs.v,
+    states=lambda inputs: (inputs.initial_state, inputs.states_shape),
     blocks=lambda inputs, length: reference.gdn_blocks(inputs, torch.float64, block=length),
     gate=gate,
-    rounded=rounded,
+    chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,
     chunk_size=lambda _inputs: CHUNK,
-    dims=dims,
+    sizes=sizes_of,
+    words=lambda sizes: _WORDS.format(**sizes),
     flops=flops,
 )
 
@@ -419,10 +388,10 @@ def edges(like: GDNInputs) -> Iterator[GDNInputs]:
     """K = V, initial states, some q and k with squared norms near 1e-6, beta up to 2 and some g > 0; then without the
     last two; then like `like`.
     """
-    (key_dim, width), device, dtype = (like.q.shape[3], like.v.shape[3]), like.v.device, dtype_name(like.v.dtype)
+    key_dim, width, device = like.q.shape[3], like.v.shape[3], like.v.device
     for value_dim, largest_beta in ((key_dim, 2), (key_dim, 1), (width, 1)):
         shape = generate.shapes(_WORDS, _NAMES, {"edges": (2, 4, key_dim, value_dim, largest_beta)})["edges"]
-        drawn = draw(generate.edge_cell(shape, dtype), device)
+        drawn = draw(generate.edge_cell(shape, like.v), device)
         for tensor in (drawn.q, drawn.k):
             tensor[:, ::5] *= 1e-3 * key_dim**-0.5
         if largest_beta > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import triton
@@ -18,7 +18,6 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
 from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import CallKey
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
 
 KERNEL = "portable"
@@ -73,43 +72,40 @@ _AXES: tuple[Axis, ...] = (
 _launches: LaunchCache[GDNPortableLaunch] = LaunchCache()
 
 
-class GDNTuning(Tuning):
-    """Tunes the portable kernel; each find is for one length and one number of sequences."""
+def _kernel(inputs: GDNInputs) -> str:
+    name = fused.choose(fused.VariantCall(inputs=inputs, precision=Precision())).name
+    if name != KERNEL:
+        raise BadInputError(
+            f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
+            f"For GDN, ssdprof tunes only the {KERNEL} kernel.",
+        )
+    return name
 
-    operator = "gdn"
-    configs: ClassVar = {
+
+def _run(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> GDNOutput:
+    key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
+    launch = _launches.get(key, lambda: GDNPortableLaunch(inputs, precision, config, state_v_first=False))
+    return launch(inputs)
+
+
+def _for_short(config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfig:
+    chunks = -(-TUNING.short(inputs).length // config.chunk)
+    return replace(config, segment=min(config.segment, max(1, chunks // 2)))
+
+
+# Tunes the portable kernel; each find is for one length and one number of sequences.
+TUNING: Tuning = Tuning(
+    operator="gdn",
+    configs={
         KERNEL: stored_form(
             GDNPortableConfig, chunk=Literal[16, 32, 64, 128], segment=Count, block_k=PowerOfTwo, block_v=PowerOfTwo,
             v_rows=bool, num_warps=Warps, scan_stages=Size, factors_warps=Warps, factors_registers=Count,
         )
-    }  # fmt: skip
-
-    def kernel(self, inputs: GDNInputs) -> str:
-        name = fused.choose(fused.VariantCall(inputs=inputs, precision=Precision())).name
-        if name != KERNEL:
-            raise BadInputError(
-                f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
-                f"For GDN, ssdprof tunes only the {KERNEL} kernel.",
-            )
-        return name
-
-    def key(self, inputs: GDNInputs, precision: Precision, kernel: str) -> CallKey:  # noqa: ARG002
-        return call_key(inputs, precision)
-
-    def committed(self, inputs: GDNInputs, kernel: str) -> GDNPortableConfig:  # noqa: ARG002
-        return fused.committed_portable(inputs)
-
-    def axes(self, config: GDNPortableConfig) -> tuple[Axis, ...]:  # noqa: ARG002
-        return _AXES
-
-    def run(self, inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> GDNOutput:
-        key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
-        launch = _launches.get(key, lambda: GDNPortableLaunch(inputs, precision, config, state_v_first=False))
-        return launch(inputs)
-
-    def for_short(self, config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfig:
-        chunks = -(-self.short(inputs).length // config.chunk)
-        return replace(config, segment=min(config.segment, max(1, chunks // 2)))
-
-
-TUNING: GDNTuning = GDNTuning()
+    },
+    kernel=_kernel,
+    key=lambda inputs, precision, _: call_key(inputs, precision),
+    committed=lambda inputs, _: fused.committed_portable(inputs),
+    axes=lambda _: _AXES,
+    run=_run,
+    for_short=_for_short,
+)  # fmt: skip

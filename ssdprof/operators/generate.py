@@ -10,8 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from ssdprof.core.base import DType
-from ssdprof.operators.dtypes import dtype_named, input_dtype
+from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
@@ -190,9 +189,10 @@ def gate_bias(count: int, generator: torch.Generator) -> torch.Tensor:
     return step + torch.log(-torch.expm1(-step))  # the inverse softplus
 
 
-def edge_cell(shape: Shape, dtype: DType) -> Cell:
-    """Two sequences of 321 positions, which is no multiple of a chunk."""
-    return Cell(shape=shape, dtype=input_dtype(dtype), layout="contiguous", tokens=Tokens(sequences=2, seqlen=321))
+def edge_cell(shape: Shape, like: torch.Tensor) -> Cell:
+    """Two sequences of 321 positions, which is no multiple of a chunk, in the dtype of `like`."""
+    dtype: Any = dtype_name(like.dtype)
+    return Cell(shape=shape, dtype=dtype, layout="contiguous", tokens=Tokens(sequences=2, seqlen=321))
 
 
 def states(*shape: int, device: torch.device) -> torch.Tensor:

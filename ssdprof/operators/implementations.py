@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message, nearest
-from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import input_dtype
 from ssdprof.operators.generate import Library
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.tensors import LazyModule
@@ -56,7 +54,7 @@ def own_precisions(
     implementation: Implementation, dtype: DType, wanted: tuple[PrecisionRecord, ...]
 ) -> tuple[PrecisionRecord, ...]:
     """Its precisions for inputs of this dtype: `wanted`, unless it has precisions of its own."""
-    return wanted if implementation.precisions is None else implementation.precisions(input_dtype(dtype))
+    return wanted if implementation.precisions is None else implementation.precisions(dtype)
 
 
 class ImplementationCache:
@@ -66,20 +64,20 @@ class ImplementationCache:
         self._device = device
         self._known: dict[tuple[str, str], Implementation] = {}
 
-    def get(self, operator: Operator[Any], word: str) -> Implementation:
+    def get(self, operator: str, word: str) -> Implementation:
         """As `resolve`; unavailable if it cannot run on this kind of device.
 
         A library with a checkout can be named without it later.  BadInputError for a second checkout of a library.
         """
-        key = (operator.name, word)
+        key = (operator, word)
         if key not in self._known:
-            found = resolve(operator, word)
+            found = resolve(operators.get(operator), word)
             if found.needs_gpu and not found.absent and self._device.type != "cuda":
                 why = f"{found.name} needs an NVIDIA GPU, and this machine has none."
                 found = replace(found, absent=why, hint="Leave it out.")
-            if (operator.name, found.name) in self._known:
+            if (operator, found.name) in self._known:
                 raise _two_checkouts(found.name)
-            self._known[key] = self._known[operator.name, found.name] = found
+            self._known[key] = self._known[operator, found.name] = found
         return self._known[key]
 
 
@@ -257,7 +255,7 @@ def own_implementation(operator: Operator[Any], name: str, function: Callable[..
     has_precision = "precision" in _parameters(function)
 
     def run(inputs: Any, precision: Precision) -> Output:
-        index = tensors.device(inputs).index  # Triton launches on the current GPU; -1 is none
+        index = inputs.device.index  # Triton launches on the current GPU; -1 is none
         try:
             with torch.cuda.device(-1 if index is None else index):
                 output = function(inputs, precision=precision) if has_precision else function(inputs)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -23,21 +24,26 @@ from ssdprof import kernels
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.tensors import LazyModule
 
 if TYPE_CHECKING:
     import torch
 
+    from ssdprof.core import case
     from ssdprof.kernels import precision, registry
     from ssdprof.kernels.oracle import OutputBlock
     from ssdprof.kernels.precision import Precision
+    from ssdprof.operators import rounding
     from ssdprof.operators.generate import InputGenerator
     from ssdprof.operators.rounding import Gate, Rounded, Span
     from ssdprof.operators.tuning import Tuning
 else:
     torch = LazyModule("torch")
+    case = LazyModule("ssdprof.core.case")
     precision = LazyModule("ssdprof.kernels.precision")
     registry = LazyModule("ssdprof.kernels.registry")
+    rounding = LazyModule("ssdprof.operators.rounding")
 
 I = TypeVar("I")
 P = TypeVar("P")
@@ -113,16 +119,7 @@ def kernels_of(**implementations: tuple[str, ...]) -> dict[str, str]:
 # --- binding
 
 
-@dataclass(frozen=True)
-class BoundCall:
-    """A mixer's call of its operator.
-
-    remark: one sentence for the report if the inputs differ from the call or the config; else empty.
-    """
-
-    inputs: Any
-    wants_final_state: bool
-    remark: str = ""
+BoundCall = tuple[Any, bool, str]  # inputs; whether the call wants final states; a remark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +129,8 @@ class CallBinding(Generic[I]):
     function: the global of a modeling file that a mixer calls for a prompt.
     step: the global that it calls instead for one token with a cached state; the model still computes it.
         Empty: there is none.
-    bind: (mixer, *args, **kwargs) of a call of `function` -> BoundCall, without a copy.  Raises ValueError or TypeError
+    bind: (mixer, *args, **kwargs) of a call of `function` -> the inputs, without a copy, whether it wants final states,
+        and a sentence for the report if the inputs differ from the call or the config.  Raises ValueError or TypeError
         for a call that the inputs cannot express.
     bind_step: the same of a call of `step`; None: steps cannot be captured.
     refused: arguments of production kernels that change the result and that the inputs cannot express.
@@ -189,37 +187,61 @@ class Form:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def forms(values: torch.Tensor, states_shape: Sequence[int]) -> tuple[Form, Form]:
-    """out is as `values`; final states are of `states_shape` in fp32."""
-    out = Form(shape=tuple(values.shape), dtype=values.dtype)
-    return out, Form(shape=tuple(states_shape), dtype=torch.float32)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OracleSpec(Generic[I]):
     """The oracle, the roundings that a precision allows (docs/measuring.md), and the least work of a call.
 
-    forms: of out and of final_states.
+    values: the tensor whose shape and dtype out has.
+    states: the initial states, or None for zeros, and the shape of initial and final states.
     blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple of `chunk_size`;
         in order, sequence after sequence, at least one for each.
-    gate: of a span.  rounded: the same operator with every rounding that the precision allows.
+    gate: of a span.  chunks: out of a span in one precision: see `Rounded`.
     bytes_per_position: of a block's working memory, oracle and rounded form together.
     chunk_size: of the rounded form: spans begin at multiples of it.
-    dims: a call's sizes.  flops: the least number of multiplications and additions.
+    sizes: of a call, by the operator's own names.  words: of them.
+    flops: the least number of multiplications and additions.
     """
 
-    forms: Callable[[I], tuple[Form, Form]]
+    values: Callable[[I], torch.Tensor]
+    states: Callable[[I], tuple[torch.Tensor | None, tuple[int, ...]]]
     blocks: Callable[[I, int], Iterable[OutputBlock]]
     gate: Callable[[I, Span], Gate]
-    rounded: Callable[[I, Precision], Rounded]
+    chunks: Callable[[I, Rounded, Span, Gate], torch.Tensor]
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
-    dims: Callable[[I], Dims]
+    sizes: Callable[[I], dict[str, int]]
+    words: Callable[[dict[str, int]], str]
     flops: Callable[[Dims], int]
 
-    def bytes_moved(self, inputs: I) -> int:
-        """The least: every input read once; out and the fp32 final states written once."""
-        return tensors.nbytes(inputs) + sum(form.nbytes for form in self.forms(inputs))
+    def forms(self, inputs: I) -> tuple[Form, Form]:
+        """Of out and of final_states, which are fp32."""
+        values = self.values(inputs)
+        states = Form(shape=self.states(inputs)[1], dtype=torch.float32)
+        return Form(shape=tuple(values.shape), dtype=values.dtype), states
+
+    def rounded(self, inputs: I, precision: Precision) -> Rounded:
+        """The same operator with every rounding that the precision allows."""
+        return rounding.Rounded(self.values(inputs), *self.states(inputs), precision, partial(self.chunks, inputs))
+
+    def dims(self, inputs: I) -> Dims:
+        """The sizes of a call."""
+        first, sizes = next(iter(tensors.tensors(inputs).values())), self.sizes(inputs)
+        return Dims(
+            operator=inputs.operator,  # type: ignore[attr-defined]
+            batch=first.shape[0],
+            seqlen=first.shape[1],
+            chunk_size=getattr(inputs, "chunk_size", None),
+            dtype=dtype_name(first.dtype),
+            sizes=sizes,
+            words=self.words(sizes),
+        )
+
+    def cost(self, inputs: I) -> tuple[Dims, case.Work]:
+        """The sizes of a call, and its least work: every input read once, out and the fp32 final states written once,
+        and `flops`."""
+        read = sum(tensor.nbytes for tensor in tensors.tensors(inputs).values())
+        moved, dims = read + sum(form.nbytes for form in self.forms(inputs)), self.dims(inputs)
+        return dims, case.Work(bytes_moved=moved, flops=self.flops(dims))
 
 
 # --- the record
@@ -289,6 +311,13 @@ class Operator(Generic[I]):
             return None if tensor is None else tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
 
         return replace(inputs, **{name: first(getattr(inputs, name), dim) for name, dim in self.divided.items()})
+
+
+def from_call(kind: type[I], **given: Any) -> I:
+    """The inputs from a call's arguments.  Those of a mixer's forward that are no fields have no effect on the
+    operator, and are dropped."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in given.items() if name in names})
 
 
 # --- our kernels in a model

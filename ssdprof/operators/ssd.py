@@ -15,7 +15,6 @@ from ssdprof.core.base import DType, PrecisionRecord, precisions_for
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.operators import generate, tensors
-from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library, Shape
 from ssdprof.operators.operator import (
     BoundCall,
@@ -25,7 +24,7 @@ from ssdprof.operators.operator import (
     Scalar,
     Stages,
     computed,
-    forms,
+    from_call,
     kernels_of,
     known_sources,
 )  # fmt: skip
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from ssdprof.kernels.precision import Precision
-    from ssdprof.kernels.registry import Implementation
     from ssdprof.kernels.ssd import adapters, reference
     from ssdprof.kernels.ssd.inputs import SSDInputs
     from ssdprof.operators import rounding, ssd_tuning
@@ -133,32 +130,15 @@ def bind(
     B: torch.Tensor,
     C: torch.Tensor,
     chunk_size: int,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    initial_states: torch.Tensor | None = None,
-    dt_softplus: bool = False,
+    *,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
-    **dropped: Any,  # noqa: ARG001
+    **given: Any,
 ) -> BoundCall:
-    """The call of `mixer` as inputs; arguments of its forward that have no effect on the operator are dropped."""
-    low, high = dt_limit
-    inputs = kernels.SSDInputs(
-        x=x,
-        dt=dt,
-        A=A,
-        B=B,
-        C=C,
-        chunk_size=chunk_size,
-        D=D,
-        z=z,
-        dt_bias=dt_bias,
-        dt_softplus=dt_softplus,
-        dt_limit=(float(low), float(high)),
-        initial_states=initial_states,
-    )
-    return BoundCall(inputs, return_final_states, _limit_remark(mixer, inputs.dt_limit))
+    """The call of `mixer` as inputs."""
+    limit = tuple(map(float, dt_limit))
+    inputs = from_call(kernels.SSDInputs, **given, x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, dt_limit=limit)
+    return inputs, return_final_states, _limit_remark(mixer, inputs.dt_limit)
 
 
 def _limit_remark(mixer: nn.Module, passed: tuple[float, float]) -> str:
@@ -199,13 +179,13 @@ def bind_step(
         B=B[:, None],
         C=C[:, None],
         chunk_size=getattr(mixer, "chunk_size", kernels.SSDInputs.chunk_size),
-        D=None if D is None else _of_heads("D", D, 1),
         z=None if z is None else z[:, None],
-        dt_bias=None if dt_bias is None else _of_heads("dt_bias", dt_bias, 1),
         dt_softplus=dt_softplus,
         initial_states=state,
+        D=None if D is None else _of_heads("D", D, 1),
+        dt_bias=None if dt_bias is None else _of_heads("dt_bias", dt_bias, 1),
     )
-    return BoundCall(inputs, wants_final_state=False)
+    return inputs, False, ""
 
 
 def _of_heads(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
@@ -331,31 +311,15 @@ def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> t
     return out.to(inputs.x.dtype)
 
 
-def rounded(inputs: SSDInputs, precision: Precision) -> Rounded:
-    """The operator in one precision."""
-    chunks = partial(rounded_chunks, inputs)
-    return rounding.Rounded(inputs.x, inputs.initial_states, inputs.states_shape, precision, chunks)
-
-
 # --- cost
 
 SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
 
 
-def dims(inputs: SSDInputs) -> Dims:
-    """A call's sizes; `sizes` has nheads, headdim, dstate and ngroups."""
-    batch, seqlen, nheads, headdim = inputs.x.shape
-    ngroups, dstate = inputs.B.shape[2:]
-    groups = "1 group" if ngroups == 1 else f"{ngroups:,} groups"
-    return Dims(
-        operator="ssd",
-        batch=batch,
-        seqlen=seqlen,
-        chunk_size=inputs.chunk_size,
-        dtype=dtype_name(inputs.x.dtype),
-        sizes={"nheads": nheads, "headdim": headdim, "dstate": dstate, "ngroups": ngroups},
-        words=f"{nheads} heads x {headdim}, state {dstate}, {groups}",
-    )
+def words(sizes: dict[str, int]) -> str:
+    """ "80 heads x 64, state 128, 1 group"."""
+    groups = "1 group" if sizes["ngroups"] == 1 else f"{sizes['ngroups']:,} groups"
+    return f"{sizes['nheads']} heads x {sizes['headdim']}, state {sizes['dstate']}, {groups}"
 
 
 def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
@@ -376,13 +340,15 @@ def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
 
 
 ORACLE = OracleSpec(
-    forms=lambda inputs: forms(inputs.x, inputs.states_shape),
+    values=lambda inputs: inputs.x,
+    states=lambda inputs: (inputs.initial_states, inputs.states_shape),
     blocks=lambda inputs, length: reference.ssd_blocks(inputs, torch.float64, block=length),
     gate=gate,
-    rounded=rounded,
+    chunks=rounded_chunks,
     bytes_per_position=bytes_per_position,
     chunk_size=lambda inputs: inputs.power_of_two_chunk,
-    dims=dims,
+    sizes=lambda inputs: dict(zip(_NAMES, (*inputs.x.shape[2:], *reversed(inputs.B.shape[2:])), strict=True)),
+    words=words,
     flops=flops,
 )
 
@@ -427,10 +393,10 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
 
 def edges(like: SSDInputs) -> Iterator[SSDInputs]:
     """P = N, groups, initial states, D, z, and limits of dt that bind; then without the last two; then like `like`."""
-    (p, n), device, dtype = (like.x.shape[3], like.B.shape[3]), like.x.device, dtype_name(like.x.dtype)
+    p, n, device = like.x.shape[3], like.B.shape[3], like.x.device
     for width, groups, more in ((n, 2, True), (n, 2, False), (p, 1, False)):
         shape = generate.shapes(_WORDS, _NAMES, {"edges": (4, width, n, groups)})["edges"]
-        drawn = draw(generate.edge_cell(shape, dtype), device)
+        drawn = draw(generate.edge_cell(shape, like.x), device)
         drawn = replace(
             drawn, chunk_size=like.chunk_size, initial_states=generate.states(2, 4, width, n, device=device)
         )
@@ -447,12 +413,6 @@ def _exact(*states: DType) -> tuple[PrecisionRecord, ...]:
 
 def _mamba_ssm_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return _exact(*dict.fromkeys((dtype, "fp32")) if adapters.mamba_ssm_passes_any_states() else (dtype,))
-
-
-def _published(checkout: Path | None) -> Implementation:
-    assert checkout is not None
-    loaded = adapters.load_published(checkout)
-    return replace(loaded, version=adapters.published_version(checkout), precisions=_published_precisions)
 
 
 def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
@@ -477,7 +437,11 @@ LIBRARIES = {
         hint=_MAMBA_SSM_HINT,
     ),
     "published": Library(
-        load=_published,
+        load=lambda checkout: replace(
+            adapters.load_published(checkout or Path()),
+            version=adapters.published_version(checkout or Path()),
+            precisions=_published_precisions,
+        ),
         hint="Give a checkout of github.com/RishiAstra/mamba.",
         from_checkout=True,
         where="github.com/RishiAstra/mamba",

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
 
 from ssdprof.core.base import Count, Size
-from ssdprof.core.tuned import KernelSettings
 from ssdprof.kernels import device
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import CallKey
 from ssdprof.kernels.ssd.config import HOPPER_CHUNK, SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused, shared_bytes
@@ -162,11 +160,55 @@ _ON_PORTABLE = tuple(
 )
 
 
-class SSDTuning(Tuning):
-    """Tunes two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are for a layer."""
+def _committed(inputs: SSDInputs, kernel: str) -> SSDConfig:
+    if kernel == "hopper":
+        return SSDHopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
+    return SSDPortableConfig.choose(inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
 
-    operator = "ssd"
-    configs: ClassVar = {
+
+def _run(inputs: SSDInputs, precision: Precision, config: SSDConfig) -> SSDOutput:
+    if isinstance(config, SSDHopperConfig):
+        return ssd_fused_hopper(inputs, precision, config=config)
+    return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
+
+
+def _check(config: SSDConfig) -> None:
+    if isinstance(config, SSDHopperConfig) and config.long_count and not config.long_segment:
+        raise ValueError("a long segment without chunks never ends a sequence")
+
+
+def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
+    if not isinstance(config, SSDHopperConfig):
+        return config
+    if config.count(_hopper_chunks(inputs)) == 1:
+        return replace(config, segment=_hopper_chunks(TUNING.short(inputs)), long_count=0, long_segment=0)
+    half = CHECKED_POSITIONS // HOPPER_CHUNK // 2
+    return replace(
+        config,
+        segment=min(config.segment, 5),
+        long_segment=min(config.long_segment, max(1, half // (config.long_count or 1))),
+    )
+
+
+def _also_judged(config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
+    """A find for the portable kernel also applies to packed sequences, and is verified on three: the first
+    sequence's beginning, cut."""
+    if isinstance(config, SSDHopperConfig):
+        return ()
+    short = TUNING.short(inputs)
+    length = short.length
+    alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
+    boundaries = torch.tensor([0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device)
+    z = None if short.z is None else short.z[:1]
+    return (replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries),)
+
+
+# Tunes two kernels: "hopper", whose finds are for one length each, and "portable", whose finds are for a layer.
+# The registers of the Hopper kernel's roles are no axis: on an H200 no other division was faster, and most were slower,
+# by up to 11 % (benchmarks/log/ssd.md).
+TUNING: Tuning = Tuning(
+    operator="ssd",
+    configs={
         "hopper": stored_form(
             SSDHopperConfig, segment=Size, long_count=Count, long_segment=Count, recompute=bool, shares=Count,
             ring=Size, score_ring=Size, unit_registers=Size, other_registers=Size,
@@ -175,61 +217,14 @@ class SSDTuning(Tuning):
             SSDPortableConfig, chunk=Size, max_segments=Size, min_chunks=Size, max_chunks=Size, block_p=Size,
             block_n=Size, p_rows=bool, num_warps=Size, state_stages=Size, scan_stages=Size,
         ),
-    }  # fmt: skip
-
-    def kernel(self, inputs: SSDInputs) -> str:
-        return "portable" if hopper_config.unsupported(inputs) else "hopper"
-
-    def shares_find(self, kernel: str) -> bool:
-        return kernel == "portable"
-
-    def key(self, inputs: SSDInputs, precision: Precision, kernel: str) -> CallKey:
-        return call_key(inputs, precision, kernel)
-
-    def committed(self, inputs: SSDInputs, kernel: str) -> SSDConfig:
-        if kernel == "hopper":
-            return SSDHopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
-        return SSDPortableConfig.choose(inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0))
-
-    def axes(self, config: SSDConfig) -> tuple[Axis, ...]:
-        """The registers of the Hopper kernel's roles are no axis: on an H200 no other division was faster, and most
-        were slower, by up to 11 % (benchmarks/log/ssd.md)."""
-        return _ON_HOPPER if isinstance(config, SSDHopperConfig) else _ON_PORTABLE
-
-    def run(self, inputs: SSDInputs, precision: Precision, config: SSDConfig) -> SSDOutput:
-        if isinstance(config, SSDHopperConfig):
-            return ssd_fused_hopper(inputs, precision, config=config)
-        return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
-
-    def config(self, settings: KernelSettings, reason: str = "") -> SSDConfig:
-        config: SSDConfig = super().config(settings, reason)
-        if isinstance(config, SSDHopperConfig) and config.long_count and not config.long_segment:
-            raise ValueError("a long segment without chunks never ends a sequence")
-        return config
-
-    def for_short(self, config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
-        if not isinstance(config, SSDHopperConfig):
-            return config
-        if config.count(_hopper_chunks(inputs)) == 1:
-            return replace(config, segment=_hopper_chunks(self.short(inputs)), long_count=0, long_segment=0)
-        half = CHECKED_POSITIONS // HOPPER_CHUNK // 2
-        return replace(
-            config,
-            segment=min(config.segment, 5),
-            long_segment=min(config.long_segment, max(1, half // (config.long_count or 1))),
-        )
-
-    def also_judged(self, config: SSDConfig, inputs: SSDInputs) -> Sequence[SSDInputs]:
-        """A find for the portable kernel also applies to packed sequences, and is verified on three: the first
-        sequence's beginning, cut."""
-        if isinstance(config, SSDHopperConfig):
-            return ()
-        short = self.short(inputs)
-        length = short.length
-        alone = {name: getattr(short, name)[:1] for name in ("x", "dt", "B", "C")}
-        boundaries = torch.tensor([0, length // 5, length // 2, length], dtype=torch.int32, device=short.x.device)
-        z = None if short.z is None else short.z[:1]
-        return (replace(short, **alone, z=z, initial_states=None, cu_seqlens=boundaries),)
-
-
-TUNING: SSDTuning = SSDTuning()
+    },
+    kernel=lambda inputs: "portable" if hopper_config.unsupported(inputs) else "hopper",
+    key=call_key,
+    committed=_committed,
+    axes=lambda config: _ON_HOPPER if isinstance(config, SSDHopperConfig) else _ON_PORTABLE,
+    run=_run,
+    for_short=_for_short,
+    shares_find=lambda kernel: kernel == "portable",
+    also_judged=_also_judged,
+    check=_check,
+)  # fmt: skip

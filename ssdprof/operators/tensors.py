@@ -30,17 +30,6 @@ def tensors(inputs: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def device(inputs: Any) -> torch.device:
-    """The device of all tensors of the inputs."""
-    return next(iter(tensors(inputs).values())).device
-
-
-def release_cache(inputs: Any) -> None:
-    """Free unused memory in torch's cache on the inputs' device, for another process."""
-    if device(inputs).type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def scalars(inputs: Any) -> dict[str, Any]:
     """The arguments that are not tensors, without those that are None."""
     given = tensors(inputs)
@@ -52,8 +41,3 @@ def form(inputs: Any) -> Hashable:
     """All properties of the inputs except the values of their tensors."""
     found = ((name, one.shape, one.stride(), one.dtype) for name, one in tensors(inputs).items())
     return (type(inputs), *found, *scalars(inputs).items())
-
-
-def nbytes(inputs: Any) -> int:
-    """Bytes of all tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(inputs).values())

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from pydantic import create_model
 
@@ -37,48 +36,35 @@ def varied(**values: Iterable[Any]) -> Axis:
     return lambda config, _inputs: (replace(config, **{name: value}) for value in choices)
 
 
-class Tuning(ABC):
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
     """The kernels that can be tuned, and their configurations.
 
     A find may depend only on values on which the committed rule of its kernel depends.
 
-    configs: kernel -> its `stored_form`.
+    operator: its name.  configs: kernel -> its `stored_form`.
+    kernel: the one that runs these inputs.
+    key: (inputs, precision, kernel) -> the calls to which a find on these inputs applies.
+    committed: (inputs, kernel) -> the kernel's configuration without a find.
+    axes: of a configuration, in search order: each starts from the best candidate of the previous one.
+    run: the operator's output with a configuration.
+    for_short: the configuration for the `short` inputs: cut into segments if the whole sequence is.
+    shares_find: whether one find of a kernel applies to every length of a layer.
+    also_judged: other inputs to which a find with this configuration would apply.
+    check: raises ValueError for a configuration that the kernel does not take.
     """
 
-    operator: ClassVar[str]
-    configs: ClassVar[Mapping[str, tuple[type[Config], type[Record]]]]
-
-    @abstractmethod
-    def kernel(self, inputs: Any) -> str:
-        """The kernel that runs these inputs."""
-
-    @abstractmethod
-    def key(self, inputs: Any, precision: Precision, kernel: str) -> CallKey:
-        """The calls to which a find on these inputs applies."""
-
-    @abstractmethod
-    def committed(self, inputs: Any, kernel: str) -> Config:
-        """The kernel's configuration without a find."""
-
-    @abstractmethod
-    def axes(self, config: Config) -> Sequence[Axis]:
-        """The axes in search order: each starts from the best candidate of the previous one."""
-
-    @abstractmethod
-    def run(self, inputs: Any, precision: Precision, config: Config) -> Any:
-        """The operator's output with this configuration."""
-
-    @abstractmethod
-    def for_short(self, config: Config, inputs: Any) -> Config:
-        """The configuration for the `short` inputs: cut into segments if the whole sequence is."""
-
-    def shares_find(self, kernel: str) -> bool:  # noqa: ARG002
-        """Whether one find applies to every length of a layer."""
-        return False
-
-    def also_judged(self, config: Config, inputs: Any) -> Sequence[Any]:  # noqa: ARG002
-        """Other inputs to which a find with this configuration would apply."""
-        return ()
+    operator: str
+    configs: Mapping[str, tuple[type[Config], type[Record]]]
+    kernel: Callable[[Any], str]
+    key: Callable[[Any, Precision, str], CallKey]
+    committed: Callable[[Any, str], Config]
+    axes: Callable[[Config], Sequence[Axis]]
+    run: Callable[[Any, Precision, Config], Any]
+    for_short: Callable[[Config, Any], Config]
+    shares_find: Callable[[str], bool] = lambda _: False
+    also_judged: Callable[[Config, Any], Sequence[Any]] = lambda _config, _inputs: ()
+    check: Callable[[Config], None] = lambda _: None
 
     def short(self, inputs: Any) -> Any:
         """The beginning of each sequence, on which a candidate is verified first, with the same compiled kernels:
@@ -106,7 +92,9 @@ class Tuning(ABC):
         if settings.kernel not in self.configs:
             raise ValueError(f"no settings of a {settings.kernel!r} kernel of {self.operator} are known")
         kind, checked = self.configs[settings.kernel]
-        return kind(**checked.model_validate(settings.values).model_dump(), reason=reason)
+        config = kind(**checked.model_validate(settings.values).model_dump(), reason=reason)
+        self.check(config)
+        return config
 
     def use(self, gpu: str, finds: Iterable[TunedConfig]) -> None:
         """From now on, kernels of this process take these finds on GPUs of this name, and no others."""

@@ -34,9 +34,9 @@ from ssdprof.core.stalls import Launched
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.first_run import Call, call_of, counted_launches, recorded_launches
+from ssdprof.measure.first_run import Call, counted_launches, recorded_launches
 from ssdprof.measure.roofline import SMLimits, with_occupancy
-from ssdprof.operators.dtypes import precision_record
+from ssdprof.operators.dtypes import precision_of, precision_record
 from ssdprof.operators.implementations import own_precisions, required, resolve
 from ssdprof.stalls import ncu
 from ssdprof.stalls.attribute import UNKNOWN, Sources
@@ -53,7 +53,7 @@ def main() -> None:
         use_file(job.tuned)
     try:
         inputs = load(job.folder, job.layer, job.seqlen, DEVICE)
-        implementation = required(resolve(operators.of(inputs), job.implementation))
+        implementation = required(resolve(operators.get(inputs.operator), job.implementation))
         call = call_at(implementation, inputs, job.precision)
         launched = warm_up(implementation, call)
     except (SsdprofError, UnsupportedError, torch.OutOfMemoryError) as error:
@@ -88,12 +88,13 @@ def call_at(implementation: Implementation, inputs: Any, wanted: PrecisionRecord
 
     Raises MissingCapabilityError if the implementation is unavailable.
     """
-    found = own_precisions(implementation, operators.of(inputs).judged.dims(inputs).dtype, (wanted,))
+    found = own_precisions(implementation, operators.get(inputs.operator).judged.dims(inputs).dtype, (wanted,))
 
     def likeness(one: PrecisionRecord) -> tuple[bool, bool]:
         return one.intermediates == wanted.intermediates, one.state_dtype == wanted.state_dtype
 
-    return call_of(implementation, inputs, max(found, key=likeness))
+    precision = precision_of(max(found, key=likeness))
+    return Call(implementation=implementation, inputs=inputs, precision=precision, label=implementation.name)
 
 
 @torch.no_grad()
@@ -108,7 +109,7 @@ def warm_up(implementation: Implementation, call: Call) -> Launched:
     limits = SMLimits.of(call.device) if call.device.type == "cuda" else None
     return Launched(
         implementation=implementation.name,
-        variant=call.plan().variant,
+        variant=implementation.plan(call.inputs, call.precision).variant,
         precision=precision_record(call.precision),
         launch_count=len(count),
         launches=tuple(with_occupancy(launch, limits) for launch in launches),

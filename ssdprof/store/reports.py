@@ -26,7 +26,7 @@ from ssdprof import __version__
 from ssdprof.core.base import VERSION, first_fault
 from ssdprof.core.case import Case
 from ssdprof.core.report import ProcessLine, Report
-from ssdprof.core.subject import LayerRef
+from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
 from ssdprof.environment.child import tell
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
 from ssdprof.files import (
@@ -77,7 +77,9 @@ class Writer:
         return bool(self._cases)
 
     def case(self, case: Case) -> None:
-        """Append a case, or its samples or fault if it was appended before."""
+        """Append a case, or its samples or fault if it was appended before.  Notes that its layer was captured."""
+        if case.layer and case.layer not in self.report.first.captured:
+            self.update(captured=(*self.report.first.captured, case.layer))
         known = self._cases.get(case.name)
         line = case.changed(accuracy=()) if known and known.accuracy == case.accuracy else case
         self._cases[case.name] = known.joined(case) if known else case
@@ -86,7 +88,7 @@ class Writer:
 
     def update(self, **fields: Any) -> None:
         """Fields of the process's line (`ProcessLine`): clocks, ceilings, peak_bytes, seconds, steps, left_out."""
-        line = self.report.first.changed(**fields)
+        line = ProcessLine(**(self.report.first.own | fields))
         self.report = self.report.model_copy(update={"processes": (line,)})
         if time.monotonic() >= self._due_s:
             self.flush()
@@ -106,17 +108,9 @@ class Writer:
                 there = {case.name for case in _lines(self._path)[0]}
         return self.report.model_copy(update={"cases": tuple(one for one in self.report.cases if one.name in there)})
 
-    def captured(self, layer: LayerRef, remark: str = "") -> None:
-        """A layer's inputs have been taken.  remark: a sentence on how, for the notes."""
-        line = self.report.first
-        if layer not in line.captured:
-            self.update(captured=(*line.captured, layer))
-        if remark:
-            self.note(remark)
-
     def note(self, text: str) -> None:
-        """A sentence for the reader, once."""
-        if text not in self.report.remarks:
+        """A sentence for the reader, once; nothing if it is empty."""
+        if text and text not in self.report.remarks:
             self.update(notes=(*self.report.first.notes, text))
 
     def peaked(self, size: int) -> None:
@@ -136,18 +130,73 @@ class Writer:
 
 
 def draft(kind: str, subject: str, command: tuple[str, ...], **fields: Any) -> Report:
-    """The header of a report that is about to start.  Its id is set by `opened`."""
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Report(
+    """The header of a report that is about to start, with notes on its model.  Its id is set by `opened`."""
+    report = Report(
         version=VERSION,
         kind=kind,  # type: ignore[arg-type]
         id="",
-        created=created,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command,
         ssdprof_version=__version__,
         subject=subject,
         **fields,
     )
+    return report.changed(notes=(*report.notes, *_notes(report, report.model))) if report.model else report
+
+
+def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
+    """Sentences that follow from the request; `report.caveats` adds those that follow from the results."""
+    if report.absent:
+        yield f"Not compared: {'; '.join(reason.rstrip('.') for reason in report.absent)}."
+    if ref.siblings:
+        yield (
+            f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: {', '.join(ref.siblings)}."
+        )
+    if ref.random_weights:
+        yield (
+            "The weights are random: good for speed, which depends on shapes, but the accuracy says little about any "
+            "trained model, and the model's answers mean nothing."
+        )
+    if ref.quantization is not None:
+        decoded = " and was decoded to 16 bit as it was loaded" if ref.quantization in DECODED_ON_LOAD else ""
+        yield (
+            f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its projections is part of the "
+            "values that were replayed."
+        )
+    lengths = (max(one.serving.packed, default=one.seqlen) + one.serving.decode for one in report.prompts)
+    longest = max(lengths, default=0)
+    if ref.trained_context is not None and longest > ref.trained_context:
+        yield (
+            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its activations beyond "
+            "that may be unlike those in use."
+        )
+    if any(prompt.kind == "random" for prompt in report.prompts):
+        yield (
+            "The prompt is random tokens: good for speed, but no text has such statistics, so decays, states and "
+            "accuracy may be unlike those in use."
+        )
+    if report.tensor_parallel > 1:
+        yield (
+            f"What was replayed is the share of the first of {report.tensor_parallel} tensor-parallel ranks: its heads "
+            "alone, with their groups or key heads; a single group is on every rank.  The model itself ran undivided."
+        )
+    if (cast := report.cast) is not None:
+        yield (
+            f"The captured inputs were {cast}: times, matches and errors are those of {cast.to} inputs, and the model "
+            f"itself ran in {cast.source}.  Parameters, states and gates that the model keeps in fp32 were not cast."
+        )
+    placement = report.placement
+    if placement is None or placement.kind == "one-gpu":
+        return
+    kind, device = placement.kind, placement.device
+    where = " and ".join(
+        f"{held.layers} from {'main memory' if held.place == 'cpu' else 'the disk'}"
+        for held in placement.held
+        if held.place in ("cpu", "disk") and held.place != device
+    )
+    how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
+    how = "were divided among the GPUs" if kind == "all-gpus" else how
+    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {device}."
 
 
 def check_folder(out: Path | None) -> None:

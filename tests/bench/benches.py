@@ -19,16 +19,10 @@ def measured(
 ) -> Case:  # fmt: skip
     """A call takes 10 us more than the device."""
     return cases.case(
-        name,
-        precision,
-        drawn=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked),
-        seqlen=40,
-        kind="bundled" if name in OURS else "library",
-        version="" if name in OURS else "2.3",
-        samples=cases.timed(us, us + 10, width=0.0),
-        work=Work(bytes_moved=10**7, flops=10**9),
-        **fields,
-    )
+        name, precision, drawn=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked), seqlen=40,
+        kind="bundled" if name in OURS else "library", version="" if name in OURS else "2.3",
+        samples=cases.timed(us, us + 10, width=0.0), work=Work(bytes_moved=10**7, flops=10**9), **fields,
+    )  # fmt: skip
 
 
 def report(*made: Case, **fields: Any) -> Report:

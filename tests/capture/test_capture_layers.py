@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from capture import exact
+from capture.exact import FP32_ROUNDING
 
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.layers import CaptureSummary, capture_layers
+from ssdprof.capture.layers import CapturedLayer, PromptBuffer, token_major
 from ssdprof.capture.memory import capture_bytes_per_token
-from ssdprof.capture.store import CapturedLayer, PromptBuffer, token_major
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.subject import LayerRef
 from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -29,28 +29,13 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.tensors import tensors
 
 LENGTH = 90
-FP32_ROUNDING = 5e-5
 
 
 def capture(
-    name: str,
-    *,
-    model: Any = None,
-    layers: tuple[LayerRef, ...] | None = None,
-    segment_length: int | None = None,
-    ids: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[list[CapturedLayer], CaptureSummary]:
-    captured: list[CapturedLayer] = []
-    summary = capture_layers(
-        tiny_models.shared(name).base_model if model is None else model,
-        tiny_models.prompt(LENGTH) if ids is None else ids,
-        tiny_models.layer_refs(name) if layers is None else layers,
-        ref=tiny_models.checkpoint_ref(name),
-        segment_length=segment_length,
-        **{"on_layer": captured.append, **options},
-    )
-    return captured, summary
+    name: str, *, ids: torch.Tensor | None = None, segment_length: int = LENGTH, **options: Any
+) -> tuple[list[CapturedLayer], int]:
+    prompt = tiny_models.prompt(LENGTH) if ids is None else ids
+    return exact.capture(name, prompt, segment_length=segment_length, **options)
 
 
 def assert_close(one: Any, other: Any) -> None:
@@ -72,8 +57,7 @@ def test_segments_together_are_the_whole_prompt(name: str) -> None:
     whole, one_piece = capture(name, segment_length=LENGTH)
     joined, segmented = capture(name, segment_length=40)
     sites = len(tiny_models.OPERATOR_LAYERS[name])
-    assert one_piece == CaptureSummary(segment_length=LENGTH, segments=1, prefills=1, operator_calls=sites)
-    assert segmented == CaptureSummary(segment_length=40, segments=3, prefills=1, operator_calls=3 * sites)
+    assert (one_piece, segmented) == (sites, 3 * sites)
     assert [one.layer for one in whole] == [one.layer for one in joined] == list(tiny_models.layer_refs(name))
     for one, other in zip(whole, joined, strict=True):
         assert_close(one.inputs, other.inputs)
@@ -177,8 +161,8 @@ def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:
     sites = find_mixers(tiny_models.shared("mamba2").base_model)
     size = LENGTH * capture_bytes_per_token(sites[0])
     together, _ = capture("mamba2", segment_length=40)
-    grouped, summary = capture("mamba2", segment_length=40, host_budget_bytes=2 * size)
-    assert (summary.prefills, summary.operator_calls) == (2, 2 * 3 * 3)
+    grouped, calls = capture("mamba2", segment_length=40, host_budget_bytes=2 * size)
+    assert calls == 2 * 3 * 3  # two prefills of three segments
     for one, other in zip(together, grouped, strict=True):
         assert one.layer == other.layer
         assert_close(one.inputs, other.inputs)
@@ -190,8 +174,8 @@ def test_a_layer_that_does_not_fit_main_memory_goes_to_the_disk(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     size = LENGTH * capture_bytes_per_token(find_mixers(tiny_models.shared("mamba2").base_model)[0])
     together, _ = capture("mamba2", segment_length=40)
-    on_disk, summary = capture("mamba2", segment_length=40, host_budget_bytes=100)
-    assert summary.prefills == 1
+    on_disk, calls = capture("mamba2", segment_length=40, host_budget_bytes=100)
+    assert calls == 3 * 3
     for one, other in zip(together, on_disk, strict=True):
         assert all(torch.equal(tensor, tensors(other.inputs)[name]) for name, tensor in tensors(one.inputs).items())
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,8 @@ import pytest
 import tiny_models
 import torch
 import transformers as tf
+from capture.exact import capture
 
-from ssdprof.capture.layers import capture_layers
 from ssdprof.capture.memory import (
     MemoryEstimate,
     capture_bytes_per_token,
@@ -47,17 +47,10 @@ def mamba2(hidden: int, heads: int, groups: int = 1) -> Any:
 
 def qwen3_next() -> Any:
     return tf.Qwen3NextConfig(
-        hidden_size=2048,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        num_hidden_layers=1,
-        num_experts=1,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
+        hidden_size=2048, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128, num_hidden_layers=1, num_experts=1, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -78,17 +71,10 @@ def test_activations_are_near_the_exact_peak_of_a_decoder_layer(config: Any, gib
 @pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_capture_bytes_are_those_of_the_captured_tensors(name: str) -> None:
     model, need = model_and_footprint(name)
-    sizes = []
-    capture_layers(
-        model,
-        tiny_models.prompt(50),
-        tiny_models.layer_refs(name),
-        ref=tiny_models.checkpoint_ref(name),
-        segment_length=50,
-        on_layer=lambda captured: sizes.append(
-            sum(t.numel() * t.element_size() for t in tensors(captured.inputs).values() if t.ndim > 2) // 50
-        ),
-    )
+    found, _ = capture(name, tiny_models.prompt(50), model=model)
+    sizes = [
+        sum(t.numel() * t.element_size() for t in tensors(one.inputs).values() if t.ndim > 2) // 50 for one in found
+    ]
     assert sizes == [capture_bytes_per_token(site) for site in find_mixers(model)]
     assert need.capture == max(sizes)
 
@@ -111,18 +97,11 @@ def wide_bamba(layers: int = 4) -> Any:
     """An MLP so wide that activations, not the captured inputs, set the limit."""
     return on_meta(
         tf.BambaConfig(
-            vocab_size=128,
-            hidden_size=64,
-            intermediate_size=1 << 17,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            attn_layer_indices=[2],
-            mamba_n_heads=8,
-            mamba_d_state=16,
+            vocab_size=128, hidden_size=64, intermediate_size=1 << 17, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, attn_layer_indices=[2], mamba_n_heads=8, mamba_d_state=16,
             mamba_n_groups=1,
         )
-    )
+    )  # fmt: skip
 
 
 LAYERS = tiny_models.layer_refs("bamba")

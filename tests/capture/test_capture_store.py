@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from capture.exact import capture
 from safetensors.torch import load_file, save_file
 
-from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import MANIFEST, is_capture
-from ssdprof.capture.store import CapturedLayer, CaptureWriter, check_folder, default_folder, load
+from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, load
 from ssdprof.core.base import VERSION
 from ssdprof.core.subject import Prompt, Serving, scalars_hash
 from ssdprof.errors import BadInputError, MissingCapabilityError
@@ -35,16 +36,7 @@ def prompt(seqlen: int = LENGTH) -> Prompt:
 
 
 def captured(name: str, dtype: torch.dtype = torch.float32) -> list[CapturedLayer]:
-    layers: list[CapturedLayer] = []
-    capture_layers(
-        tiny_models.build(name, dtype).base_model,
-        tiny_models.prompt(LENGTH),
-        tiny_models.layer_refs(name),
-        ref=tiny_models.checkpoint_ref(name),
-        segment_length=LENGTH,
-        on_layer=layers.append,
-    )
-    return layers
+    return capture(name, tiny_models.prompt(LENGTH), model=tiny_models.build(name, dtype))[0]
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from capture.exact import FP32_ROUNDING, difference, oracle
+from capture.exact import FP32_ROUNDING, capture, difference, oracle
 
 from ssdprof import operators
 from ssdprof.capture.forward import cache_name
 from ssdprof.capture.intercept import intercept
-from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.store import CapturedLayer, token_major
+from ssdprof.capture.layers import token_major
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError
@@ -35,22 +34,6 @@ def greedy(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, tor
             new = output.logits[:, -1].argmax(-1, keepdim=True)
             tokens.append(new)
     return torch.cat(tokens[:steps], 1), output.logits
-
-
-def capture(name: str, ids: torch.Tensor, serving: Serving, **options: Any) -> list[CapturedLayer]:
-    model = tiny_models.shared(name)
-    found: list[CapturedLayer] = []
-    capture_layers(
-        model.base_model,
-        ids,
-        tiny_models.layer_refs(name),
-        ref=tiny_models.checkpoint_ref(name),
-        on_layer=found.append,
-        serving=serving,
-        head=lambda hidden: hidden @ model.get_output_embeddings().weight.T,
-        **{"segment_length": LENGTH, **options},
-    )
-    return found
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -89,9 +72,7 @@ def test_the_captured_inputs_give_what_the_model_computed_and_no_bit_is_changed(
 def test_steps_go_on_where_the_prompt_ended(name: str, segment_length: int) -> None:
     """The first step's initial state is the final state of the prompt's inputs, and so on from step to step."""
     layers = defaultdict(list)
-    for captured in capture(
-        name, tiny_models.prompt(LENGTH, batch=2), Serving(decode=STEPS), segment_length=segment_length
-    ):
+    for captured in capture(name, tiny_models.prompt(LENGTH, batch=2), Serving(decode=STEPS), segment_length)[0]:
         layers[captured.layer].append(captured)
     assert len(layers) == len(tiny_models.OPERATOR_LAYERS[name])
     for calls in layers.values():
@@ -124,7 +105,7 @@ def test_the_tokens_are_those_that_the_model_would_generate(name: str) -> None:
 
 
 def test_a_prompt_of_one_token_is_no_step() -> None:
-    found = capture("mamba2", tiny_models.prompt(1), Serving(decode=1))
+    found, _ = capture("mamba2", tiny_models.prompt(1), Serving(decode=1))
     assert [one.call.kind if one.call else "prompt" for one in found] == ["prompt"] * 3 + ["decode"] * 3
 
 
@@ -151,7 +132,7 @@ def test_what_differs_within_a_head_is_no_step_of_this_operator() -> None:
     A = -torch.rand(h)[:, None, None].expand(-1, p, n)
     state, x, B = torch.randn(b, h, p, n), torch.randn(b, h, p), torch.randn(b, 1, n)
     mixer = torch.nn.Module()
-    inputs = bind_step(mixer, state, x, dt, A, B, B).inputs
+    inputs = bind_step(mixer, state, x, dt, A, B, B)[0]
     assert (inputs.x.shape, inputs.dt.shape, inputs.A.shape) == ((b, 1, h, p), (b, 1, h), (h,))
     with pytest.raises(ValueError, match="dt differs between the channels of a head"):
         bind_step(mixer, state, x, torch.rand(b, h, p), A, B, B)

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from capture.exact import FP32_ROUNDING, difference, oracle
+from capture.exact import FP32_ROUNDING, capture, difference, oracle
 from torch import nn
 
 from ssdprof import kernels, operators
+from ssdprof.capture import intercept as module
 from ssdprof.capture.forward import cache_name
-from ssdprof.capture.intercept import OperatorCall, Result, bind, intercept
-from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.store import CapturedLayer, PromptBuffer, token_major
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
+from ssdprof.capture.layers import CapturedLayer, PromptBuffer, token_major
+from ssdprof.checkpoint import meta
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError
@@ -142,16 +143,7 @@ def captured_without_transformers_operator(
 
     site = find_mixers(model)[0]
     monkeypatch.setitem(site.namespace, site.function, forbidden)
-    layers: list[CapturedLayer] = []
-    capture_layers(
-        model,
-        tiny_models.prompt(seqlen),
-        tiny_models.layer_refs(name),
-        ref=tiny_models.checkpoint_ref(name),
-        segment_length=None,
-        on_layer=layers.append,
-    )
-    return layers
+    return capture(name, tiny_models.prompt(seqlen), model=model)[0]
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -200,14 +192,7 @@ def test_it_is_counted_and_left_to_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
 def test_a_prompt_in_segments_of_one_token_is_refused(name: str) -> None:
     with pytest.raises(BadInputError, match=r"With segments of 1 this \w+ model got single tokens") as raised:
-        capture_layers(
-            tiny_models.shared(name).base_model,
-            tiny_models.prompt(6),
-            tiny_models.layer_refs(name),
-            ref=tiny_models.checkpoint_ref(name),
-            segment_length=1,
-            on_layer=lambda _: None,
-        )
+        capture(name, tiny_models.prompt(6), segment_length=1)
     assert "--segment 2" in raised.value.hint
 
 
@@ -233,6 +218,10 @@ def gdn_call(key_heads: int = 2) -> tuple[list[Any], dict[str, Any]]:
 
 class Mixer(nn.Module):
     num_k_heads = 2
+
+
+def bind(operator: str, mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
+    return module.bind(meta.Mixer("layers.0.mixer", 0, operator, mixer, "function", {}), print, args, kwargs)
 
 
 def test_arguments_arrive_where_they_belong() -> None:
@@ -358,18 +347,7 @@ def repeating(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def captured_repeating(name: str, model: Any, segment_length: int = SHORT, decode: int = 0) -> list[CapturedLayer]:
-    found: list[CapturedLayer] = []
-    capture_layers(
-        model.base_model,
-        tiny_models.prompt(SHORT),
-        tiny_models.layer_refs(name),
-        ref=tiny_models.checkpoint_ref(name),
-        segment_length=segment_length,
-        on_layer=found.append,
-        serving=Serving(decode=decode),
-        head=lambda hidden: hidden @ model.get_output_embeddings().weight.T,
-    )
-    return found
+    return capture(name, tiny_models.prompt(SHORT), Serving(decode=decode), segment_length, model=model)[0]
 
 
 @pytest.mark.parametrize("segment_length", [SHORT, 16])

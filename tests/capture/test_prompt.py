@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from ssdprof.capture import text
-from ssdprof.capture.prompt import LONGEST_SEQLEN, parse_seq, parse_seqs
 from ssdprof.capture.tokenizer import _pieces, build_prompt
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.errors import BadInputError, ExitCode
+from ssdprof.jobs.request import parse_seq, parse_seqs
 
 DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
 

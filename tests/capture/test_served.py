@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from capture.exact import FP32_ROUNDING, difference, oracle
+from capture.exact import FP32_ROUNDING, capture, difference, oracle
 from operators import toy
 
 from ssdprof import operators
 from ssdprof.capture import store
-from ssdprof.capture.layers import CaptureSummary, capture_layers
-from ssdprof.capture.store import CapturedLayer, packed
+from ssdprof.capture.layers import packed
 from ssdprof.core.subject import Prompt, Serving
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.gdn.inputs import GDNInputs
@@ -21,22 +20,6 @@ from ssdprof.operators.tensors import tensors
 
 LENGTH = 50
 NAMES = ["mamba2", "falcon_h1", "qwen3_next", "olmo_hybrid"]
-
-
-def capture(
-    name: str, ids: torch.Tensor, serving: Serving, segment_length: int | None = LENGTH
-) -> tuple[list[CapturedLayer], CaptureSummary]:
-    found: list[CapturedLayer] = []
-    summary = capture_layers(
-        tiny_models.shared(name).base_model,
-        ids,
-        tiny_models.layer_refs(name),
-        ref=tiny_models.checkpoint_ref(name),
-        segment_length=segment_length,
-        on_layer=found.append,
-        serving=serving,
-    )
-    return found, summary
 
 
 def state_of(inputs: Any) -> torch.Tensor | None:
@@ -53,9 +36,9 @@ def assert_close(one: torch.Tensor, other: torch.Tensor) -> None:
 def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
     ids = tiny_models.prompt(LENGTH, batch=2)
     whole, _ = capture(name, ids, Serving())
-    chunks, summary = capture(name, ids, Serving(chunk=16))
+    chunks, calls = capture(name, ids, Serving(chunk=16))
     layers = tiny_models.layer_refs(name)
-    assert (summary.segments, summary.segment_length) == (4, 16)
+    assert calls == 4 * len(layers)
     assert len(chunks) == 4 * len(layers)
     for one in whole:
         own = [chunk for chunk in chunks if chunk.layer == one.layer]
@@ -77,8 +60,8 @@ def test_chunks_carry_the_state_and_are_the_prompt_together(name: str) -> None:
 
 
 def test_a_last_chunk_of_one_token_joins_the_one_before() -> None:
-    chunks, summary = capture("mamba2", tiny_models.prompt(33), Serving(chunk=16))
-    assert summary.segments == 2
+    chunks, calls = capture("mamba2", tiny_models.prompt(33), Serving(chunk=16))
+    assert calls == 2 * 3
     assert {chunk.inputs.x.shape[1] for chunk in chunks} == {16, 17}
     assert len(Serving(chunk=16).calls(33)) == 2
 
@@ -88,15 +71,15 @@ def test_a_last_chunk_of_one_token_joins_the_one_before() -> None:
 def test_a_pack_is_its_sequences_alone(name: str, segment_length: int) -> None:
     lengths = (20, 1, 29)
     ids = tiny_models.prompt(LENGTH)
-    found, summary = capture(name, ids, Serving(packed=lengths), segment_length)
-    assert summary.segments == (3 if segment_length == LENGTH else 3 + 1 + 4)
+    found, calls = capture(name, ids, Serving(packed=lengths), segment_length)
+    assert calls == (3 if segment_length == LENGTH else 3 + 1 + 4) * len(tiny_models.layer_refs(name))
     alone = [capture(name, one, Serving(), segment_length)[0] for one in ids.split(lengths, 1)]
     for number, one in enumerate(found):
         assert one.inputs.cu_seqlens.tolist() == [0, 20, 21, 50]
         assert one.call is not None
         assert (one.call.kind, one.call.sequences, one.call.prompt_seqlen) == ("packed", 3, LENGTH)
         assert "went through the model one by one" in one.remark
-        binding = operators.of(one.inputs).binding
+        binding = operators.get(one.inputs.operator).binding
         for argument in (*binding.views, *binding.per_position):
             if argument in tensors(one.inputs):
                 together = torch.cat([tensors(layers[number].inputs)[argument] for layers in alone], 1)
@@ -173,7 +156,7 @@ def test_a_rank_computes_its_heads_of_the_whole(name: str, ranks: int) -> None:
     """granitemoehybrid has one group, which every rank gets; mamba2 has two groups."""
     (captured, *_), _ = capture(name, tiny_models.prompt(20), Serving())
     inputs = captured.inputs
-    operator = operators.of(inputs)
+    operator = operators.get(inputs.operator)
     assert operator.refusal is not None
     sizes = operator.judged.dims(inputs).sizes
     why = operator.refusal(sizes, ranks)

@@ -258,12 +258,12 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
 def test_too_little_disk_is_said_by_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     request = CaptureRequest(model="org/tiny", seqlens=(64,), text="random")
     subject = find(request)
-    planned = plan(subject, request)
+    planned = plan(subject)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
-    check_start(planned, subject, request)
+    check_start(planned, subject)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
     with pytest.raises(MissingCapabilityError, match="hub cache's disk"):
-        check_start(planned, subject, request)
+        check_start(planned, subject)
 
 
 def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,19 +13,10 @@ from accelerate import dispatch_model
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ssdprof.capture.forward import Feed, logits
-from ssdprof.capture.layers import capture_layers
-from ssdprof.capture.store import CapturedLayer
+from ssdprof.capture.forward import Feed, PromptRun, logits
+from ssdprof.capture.layers import CapturedLayer, capture_layers
 from ssdprof.checkpoint.load import fetch, load_model
-from ssdprof.checkpoint.meta import (
-    DeviceMap,
-    find_mixers,
-    infer,
-    largest_streamed,
-    match_layers,
-    meta_model,
-    weights_by_place,
-)
+from ssdprof.checkpoint.meta import DeviceMap, find_mixers, infer, largest_streamed, meta_model, weights_by_place
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.core.subject import LayerRef, Serving
 from ssdprof.errors import BadInputError
@@ -65,10 +56,10 @@ def test_a_layer_of_another_operator_is_refused() -> None:
     sites = find_mixers(tiny_models.shared("granitemoehybrid"))
     attention = LayerRef(index=2, name="model.layers.2.mamba", operator="ssd")
     with pytest.raises(BadInputError, match=r"2 of this granitemoehybrid model has no operator, not ssd; .*0, 1"):
-        match_layers(sites, [attention], "granitemoehybrid")
+        PromptRun(None, None, 1, sites, "granitemoehybrid", (attention,)).wanted  # noqa: B018
     gdn = LayerRef(index=1, name="model.layers.1.linear_attn", operator="gdn")
     with pytest.raises(BadInputError, match=r"Layer 1 .* has ssd, not gdn"):
-        match_layers(sites, [gdn], "granitemoehybrid")
+        PromptRun(None, None, 1, sites, "granitemoehybrid", (gdn,)).wanted  # noqa: B018
 
 
 # --- places: the place of each weight, and the same bits in the model's output

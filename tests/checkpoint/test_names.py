@@ -10,12 +10,12 @@ import pytest
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import (
     FAMILIES,
+    KNOWN,
     KNOWN_TYPES,
     close_names,
     family_named,
-    known,
     parse_repo,
-    select_layers,
+    select_indices,
     siblings_that_fit,
 )
 from ssdprof.core.subject import LayerRef
@@ -142,7 +142,7 @@ def test_siblings_that_fit_are_the_largest_first_and_without_the_model_itself() 
 
 def test_known_checkpoints_say_where_their_size_is_from() -> None:
     assert all(member.parameters_from for row in FAMILIES for member in row.checkpoints)
-    mamba = known("state-spaces/mamba2-2.7b")
+    mamba = KNOWN["state-spaces/mamba2-2.7b"]
     assert mamba is not None
     assert (mamba.trained_context, mamba.weight_bytes) == (2048, 5_400_000_000)
 
@@ -171,7 +171,7 @@ def test_known_checkpoints_say_where_their_size_is_from() -> None:
     ],
 )
 def test_selects(spec: str, indices: list[int]) -> None:
-    assert [layer.index for layer in select_layers(spec, LAYERS)] == indices
+    assert list(select_indices(spec, [layer.index for layer in LAYERS])) == indices
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_selects(spec: str, indices: list[int]) -> None:
 )
 def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec: str, words: str) -> None:
     with pytest.raises(BadInputError, match=words):
-        select_layers(spec, LAYERS)
+        select_indices(spec, [layer.index for layer in LAYERS])
 
 
 @pytest.mark.parametrize(
@@ -195,5 +195,5 @@ def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec: 
 )
 def test_a_spec_that_cannot_be_read(spec: str) -> None:
     with pytest.raises(BadInputError, match="cannot be read") as raised:
-        select_layers(spec, LAYERS)
+        select_indices(spec, [layer.index for layer in LAYERS])
     assert "every:K" in raised.value.hint

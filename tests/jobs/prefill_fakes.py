@@ -34,8 +34,8 @@ class FakeTimer:
     def reallocate(self, _generator: np.random.Generator) -> None:
         self.events.append("reallocate")
 
-    def record(self, run: Callable[[], Any]) -> Recording:
-        name = run.__closure__[0].cell_contents.implementation  # type: ignore[attr-defined]  # of the engine's `Call`
+    def record(self, run: Any) -> Recording:
+        name = run.__closure__[0].cell_contents.implementation.name  # of the engine's `Call`
         return Recording(graph=name, output=run())
 
     def device_us(self, recording: Recording) -> float:

@@ -41,7 +41,7 @@ def answered(seqlen: int = 24, **wanted: Any) -> Report:
     request = CaptureRequest(model="demo", text="random", seqlens=(seqlen,), layers="first:1")
     asked = AnswersRequest(precisions=lambda _: (EXACT_FP32,), **({"weights": "fp32"} | wanted))
     subject = job.loaded_as(find(request, whole=True), asked)
-    folder, report = job.answers(request, asked, Unwatched(), subject)
+    folder, report = job.answers(subject, asked, Unwatched())
     assert load(folder)[1] == report
     return report
 

@@ -18,13 +18,15 @@ from ssdprof.core.report import Report
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.jobs import bench as job
 from ssdprof.jobs import compare
-from ssdprof.jobs.bench import BenchRequest, bench, sampling_seconds
+from ssdprof.jobs.bench import bench, sampling_seconds
+from ssdprof.jobs.request import BenchRequest
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure import isolate
+from ssdprof.measure.first_run import Call
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import resolve
 from ssdprof.operators.ssd import OPERATOR as SSD
@@ -135,7 +137,7 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
         return whole(*given, **rest)
 
     monkeypatch.setattr(compare, "compare_with_oracle", full)
-    monkeypatch.setattr(compare, "outputs_that_fit", lambda _: 1)
+    monkeypatch.setattr(Call, "outputs_that_fit", 1)
     report = benched(*cells(36))
     assert (report.cases, report.missing) == ((), ())
     assert [one.reason for one in report.left_out] == ["out of memory: CUDA out of memory."]

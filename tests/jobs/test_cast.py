@@ -9,7 +9,7 @@ import torch
 from kernels.kernel_cases import GDNCase, SSDCase
 from typer.testing import CliRunner
 
-from ssdprof.capture.store import token_major
+from ssdprof.capture.layers import token_major
 from ssdprof.cli import app
 from ssdprof.core.pairs import compare
 from ssdprof.core.subject import Cast

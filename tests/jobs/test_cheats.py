@@ -38,6 +38,11 @@ OTHER_NUMBERS = "with other numbers at the same addresses of the inputs, out, he
 NOT_FINITE = "elements are not finite"
 
 
+def cheats(entry: Entry, run: Callable[[], SSDOutput]) -> None:
+    cheating = replace(entry.call.implementation, run=lambda *_: run())
+    entry.call = replace(entry.call, implementation=cheating)
+
+
 def cached(entry: Entry, *, copied: bool) -> Callable[[], SSDOutput]:
     """Computes once, and later returns what it has stored."""
     stored: list[SSDOutput] = []
@@ -83,7 +88,7 @@ class NothingReplayed(FakeTimer):
 def test_a_kernel_that_does_not_compute_while_it_is_timed_has_no_time(cheat: Any, timer: FakeTimer, why: str) -> None:
     (entry,) = entries("cheat", 1.0)
     before = fingerprint(*tensors.tensors(entry.call.inputs).values())
-    entry.call = replace(entry.call, run=cheat(entry))
+    cheats(entry, cheat(entry))
     (case,) = compared([entry], timer=timer).values()
     assert (case.result, case.samples) == ("inaccurate", ())
     assert case.why.startswith("after it was timed: ")
@@ -108,7 +113,7 @@ def test_a_kernel_that_remembers_contents_finds_none_that_it_knows() -> None:
             computed[key] = right(entry.call.inputs)
         return SSDOutput(*(tensor.clone() for tensor in computed[key]))
 
-    entry.call = replace(entry.call, run=run)
+    cheats(entry, run)
     (case,) = compared([entry], timer=Calling()).values()
     assert case.call_us == (100.0,) * 3
 

@@ -20,7 +20,7 @@ from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, device_times, wanted_pairs
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.measure.first_run import CallRejected, Deadline
+from ssdprof.measure.first_run import Call, CallRejected, Deadline
 
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
 HALF_STATES = PrecisionRecord(intermediates="exact", state_dtype="bf16")
@@ -106,7 +106,7 @@ def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.Monk
 def test_nan_weights_fail_every_case_and_are_told_from_a_kernel_that_fails() -> None:
     (entry,) = entries("a")
     broken = replace(inputs(), D=torch.tensor([1.0, float("nan")]))
-    entry.call = replace(entry.call, inputs=broken, run=lambda: right(broken))
+    entry.call = replace(entry.call, inputs=broken)
     (case,) = compared([entry]).values()
     assert case.result == "nonfinite"
     assert "is itself not finite" in case.why
@@ -167,7 +167,7 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch: pyt
         return whole(inputs, candidates, **rest)
 
     monkeypatch.setattr(module, "compare_with_oracle", counted)
-    monkeypatch.setattr(module, "outputs_that_fit", lambda _: capacity)
+    monkeypatch.setattr(Call, "outputs_that_fit", capacity)
     seen: list[Case] = []
     tight = compared(groups(), seen=seen)
     assert max(passes) <= capacity
@@ -181,7 +181,7 @@ def test_little_memory_changes_nothing_but_the_number_of_passes(monkeypatch: pyt
 
 
 def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "outputs_that_fit", lambda _: 2)
+    monkeypatch.setattr(Call, "outputs_that_fit", 2)
     (base,) = entries("once", spoil=after_the_first(raising(torch.OutOfMemoryError("later"))))
     found = compared([base], entries("a", baseline=base), entries("b", baseline=base))
     assert [case.result for case in found.values()] == ["passed"] * 3
@@ -469,7 +469,7 @@ def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
 
 
 def test_an_interruption_keeps_what_was_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "outputs_that_fit", lambda _: 1)
+    monkeypatch.setattr(Call, "outputs_that_fit", 1)
     seen: list[Case] = []
     with pytest.raises(KeyboardInterrupt):
         compared(entries("base"), entries("a"), entries("stopped", spoil=raising(KeyboardInterrupt())), seen=seen)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from cases import checkpoint as make_checkpoint
+from cases import environment
 from cases import prompt as make_prompt
 
 from ssdprof.core.subject import Serving
-from ssdprof.jobs.plan import notes
+from ssdprof.store.reports import draft
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,9 @@ from ssdprof.jobs.plan import notes
 )
 def test_a_sequence_beyond_the_trained_context_is_noted(seqlen: int, serving: Serving, longest: str | None) -> None:
     checkpoint = make_checkpoint(trained_context=2048, siblings=())
-    said = notes(checkpoint, [make_prompt(seqlen, serving=serving)])
+    prompts = [make_prompt(seqlen, serving=serving)]
+    told = {"model": checkpoint, "environment": environment(), "prompts": tuple(prompts), "baseline": "unfused"}
+    said = draft("run", "m", (), **told).notes
     if longest is None:
         assert said == ()
     else:

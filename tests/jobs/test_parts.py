@@ -7,9 +7,10 @@ import tiny_models
 from prefill_fakes import cpu_trace
 
 from ssdprof.capture.forward import prefill
+from ssdprof.capture.intercept import intercept
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import EXACT_FP32
-from ssdprof.jobs.substitute import _modules, implemented, marking, part_times, parts_marked, substituted
+from ssdprof.jobs.substitute import _modules, implemented, marking, part_times, parts_marked
 from ssdprof.measure.trace import GpuWork, work
 
 
@@ -57,7 +58,7 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
     sites = find_mixers(model)
     ids = tiny_models.prompt(24)
     compute = implemented("reference", EXACT_FP32, sites)
-    with parts_marked(model, sites), substituted(sites, marking(compute)):
+    with parts_marked(model, sites), intercept(sites, marking("operator", compute)):
         trace = cpu_trace(lambda: prefill(model, ids, 24))
     found = {part.name: part for part in part_times(work(trace))}
     assert {"mixer", "attention", "MLP", "gated norm", "rest"} <= set(found)

@@ -29,7 +29,7 @@ from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
-from ssdprof.jobs.plan import Placed, check_start, choose, load, plan, run_model
+from ssdprof.jobs.plan import Placed, check_start, choose, load, plan
 from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
@@ -43,32 +43,18 @@ INPUTS = 2**20  # more than twice the captured inputs of a layer
 def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts with layers of about 3 MB, without a tokenizer."""
     config = tf.GraniteMoeHybridConfig(
-        vocab_size=128,
-        hidden_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        mamba_n_heads=4,
-        mamba_d_head=64,
-        mamba_d_state=16,
-        mamba_n_groups=1,
-        mamba_chunk_size=32,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        shared_intermediate_size=64,
+        vocab_size=128, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, mamba_n_heads=4,
+        mamba_d_head=64, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=32, intermediate_size=256,
+        num_hidden_layers=6, num_local_experts=8, num_experts_per_tok=2, shared_intermediate_size=64,
         layer_types=["mamba", "mamba", "attention", "mamba", "mamba", "mamba"],
-    )
+    )  # fmt: skip
     folder = tmp_path_factory.mktemp("granite")
     tf.GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-def asked(
-    folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any
-) -> tuple[CaptureRequest, Subject]:
-    request = CaptureRequest(model=str(folder), text="random", seqlens=(seqlen,), placement=kind, **options)
-    return request, find(request)
+def asked(folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any) -> Subject:
+    return find(CaptureRequest(model=str(folder), text="random", seqlens=(seqlen,), placement=kind, **options))
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
@@ -82,7 +68,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
 
 def beside(folder: Path) -> int:
     """Bytes that the model needs in addition to its weights, as the choice counts them."""
-    return placement.bytes_beside_weights(*asked(folder))
+    return placement.bytes_beside_weights(asked(folder))
 
 
 @pytest.mark.parametrize(
@@ -104,14 +90,14 @@ def test_the_fastest_placement_that_fits(
     granite: Path, monkeypatch: pytest.MonkeyPatch, gpus: list[float], host: float, kind: str
 ) -> None:
     """Memory in units of the weights, in addition to the memory for the computation."""
-    request, subject = asked(granite)
+    subject = asked(granite)
     weights, more = subject.weight_bytes, beside(granite)
     memory(
         monkeypatch,
         [max(int(gpu * weights) + more, 0) for gpu in gpus],
         int(host * weights) + (INPUTS if gpus else more),
     )
-    placed = choose(request, subject)
+    placed = choose(subject)
     record = placed.record
     assert record.kind == kind
     assert sum(held.weight_bytes for held in record.held) == weights
@@ -123,47 +109,47 @@ def test_the_fastest_placement_that_fits(
 
 
 def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, more = asked(granite)[1].weight_bytes, beside(granite)
+    weights, more = asked(granite).weight_bytes, beside(granite)
     memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
-    assert choose(*asked(granite, "disk-offload")).record.kind == "disk-offload"
+    assert choose(asked(granite, "disk-offload")).record.kind == "disk-offload"
     with pytest.raises(MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"):
-        choose(*asked(granite, "all-gpus"))
+        choose(asked(granite, "all-gpus"))
     memory(monkeypatch, [weights // 2], 4 * weights)
     with pytest.raises(MissingCapabilityError, match="weights of"):
-        choose(*asked(granite, "one-gpu"))
+        choose(asked(granite, "one-gpu"))
     memory(monkeypatch, [weights // 2 + more], weights // 4)
     with pytest.raises(MissingCapabilityError, match="does not fit with --placement cpu-offload"):
-        choose(*asked(granite, "cpu-offload"))
+        choose(asked(granite, "cpu-offload"))
     memory(monkeypatch, [], 4 * weights + more)
     with pytest.raises(MissingCapabilityError, match="cpu-offload needs an NVIDIA GPU; 0 can be used"):
-        choose(*asked(granite, "cpu-offload"))
+        choose(asked(granite, "cpu-offload"))
 
 
 def test_a_second_gpu_that_another_process_has_alone_is_left_out(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, more = asked(granite)[1].weight_bytes, beside(granite)
+    weights, more = asked(granite).weight_bytes, beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
 
     def refuse(_device: torch.device) -> int:
         raise MissingCapabilityError("CUDA cannot start the GPU: all CUDA-capable devices are busy or unavailable.")
 
     monkeypatch.setattr(placement, "free_memory", refuse)
-    assert choose(*asked(granite)).record.kind == "cpu-offload"
+    assert choose(asked(granite)).record.kind == "cpu-offload"
     with pytest.raises(MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"):
-        choose(*asked(granite, "all-gpus"))
+        choose(asked(granite, "all-gpus"))
 
 
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, more = asked(granite)[1].weight_bytes, beside(granite)
+    weights, more = asked(granite).weight_bytes, beside(granite)
     memory(monkeypatch, [int(0.6 * weights) + more, 4 * weights + more], 2 * weights + INPUTS)
-    assert choose(*asked(granite)).record.kind == "all-gpus"
+    assert choose(asked(granite)).record.kind == "all-gpus"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert choose(*asked(granite)).record.kind == "cpu-offload"
+    assert choose(asked(granite)).record.kind == "cpu-offload"
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert choose(*asked(granite)).record.kind == "disk-offload"
+    assert choose(asked(granite)).record.kind == "disk-offload"
 
 
 def save_in_fp8(folder: Path) -> None:
@@ -197,10 +183,10 @@ def test_weights_that_transformers_writes_anew_are_counted(
 ) -> None:
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
-    request, subject = asked(tmp_path, "disk-offload")
-    memory(monkeypatch, [], subject.weight_bytes // 2 + placement.bytes_beside_weights(request, subject))
-    placed = choose(request, subject)
-    loaded = load(request, subject, Unwatched())
+    subject = asked(tmp_path, "disk-offload")
+    memory(monkeypatch, [], subject.weight_bytes // 2 + placement.bytes_beside_weights(subject))
+    placed = choose(subject)
+    loaded = load(subject, Unwatched())
     written = (tensor for file in (loaded.files.folder / REWRITTEN).iterdir() for tensor in load_file(file).values())
     size = sum(tensor.nbytes for tensor in written)
     assert size <= placed.rewritten_bytes <= 1.001 * size
@@ -211,16 +197,16 @@ def test_weights_that_transformers_writes_anew_are_counted(
 
 def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before the download, and also in a dry run."""
-    request, subject = asked(granite)
-    placed = replace(choose(request, subject), rewritten_bytes=11_000)
+    subject = asked(granite)
+    placed = replace(choose(subject), rewritten_bytes=11_000)
     monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
     placed.check_disk()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(placement, "choose", lambda *_: placed)
     monkeypatch.setattr(placement, "fetch", None)
-    planned = plan(subject, request)
+    planned = plan(subject)
     assert planned.placement is None
-    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
+    for refuse in (lambda: load(subject, Unwatched()), lambda: check_start(planned, subject)):
         with pytest.raises(MissingCapabilityError, match=r"write 21\.5 KiB") as caught:
             refuse()
         assert "TMPDIR" in caught.value.hint
@@ -232,8 +218,8 @@ def test_a_tokenizer_of_another_model_is_found_before_the_download(
     monkeypatch.setattr(placement, "fetch", None)
     request = CaptureRequest(model=str(granite), tokenizer="demo", text="random", seqlens=(256,))
     subject = find(request)
-    planned = plan(subject, request)
-    for refuse in (lambda: load(request, subject, Unwatched()), lambda: check_start(planned, subject, request)):
+    planned = plan(subject)
+    for refuse in (lambda: load(subject, Unwatched()), lambda: check_start(planned, subject)):
         with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
             refuse()
 
@@ -244,7 +230,7 @@ def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Pat
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(BadInputError, match=r"stay quantised \(awq\)"):
-        choose(*asked(tmp_path, "cpu-offload"))
+        choose(asked(tmp_path, "cpu-offload"))
 
 
 def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,11 +277,11 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     """The model is loaded according to the placement, while the files that it reads exist."""
     found: list[list[dict[str, torch.Tensor]]] = []
     for share in (2.0, 0.6):
-        request, subject = asked(granite)
+        subject = asked(granite)
         memory(monkeypatch, [], int(share * subject.weight_bytes) + beside(granite))
-        loaded = load(request, subject, Unwatched())
+        loaded = load(subject, Unwatched())
         kept: list[dict[str, torch.Tensor]] = []
-        run_model(subject, loaded, lambda layer, kept=kept: kept.append(tensors(layer.inputs)))
+        loaded.run(lambda layer, kept=kept: kept.append(tensors(layer.inputs)))
         found.append(kept)
         assert loaded.placement.kind == ("one-gpu" if share > 1 else "disk-offload")
     assert len(found[0]) == len(found[1]) == 5
@@ -311,33 +297,23 @@ def wide(name: str) -> Any:
     common = {"vocab_size": 128, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     mamba = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1}
     linear = {
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "head_dim": 64,
-        "num_hidden_layers": 4,
-    }
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8, "head_dim": 64, "num_hidden_layers": 4,
+    }  # fmt: skip
     experts = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
     configs: dict[str, Callable[[], Any]] = {
         "mamba2": lambda: tf.Mamba2Config(
             vocab_size=128, hidden_size=256, num_heads=8, head_dim=64, state_size=64, n_groups=1, num_hidden_layers=2
         ),
         "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
-            **common,
-            **mamba,
-            intermediate_size=512,
-            num_hidden_layers=3,
-            num_local_experts=8,
-            num_experts_per_tok=6,
-            shared_intermediate_size=256,
-            layer_types=["mamba", "attention", "mamba"],
+            **common, **mamba, intermediate_size=512, num_hidden_layers=3, num_local_experts=8,
+            num_experts_per_tok=6, shared_intermediate_size=256, layer_types=["mamba", "attention", "mamba"],
         ),
         "bamba": lambda: tf.BambaConfig(
             **common, **mamba, intermediate_size=2048, num_hidden_layers=3, attn_layer_indices=[1]
         ),
         "qwen3_next": lambda: tf.Qwen3NextConfig(**common, **linear, **experts, shared_expert_intermediate_size=128),
-    }
+    }  # fmt: skip
     return configs[name]()
 
 
@@ -346,15 +322,10 @@ def measured(model: Any, name: str, seqlen: int, segment_length: int, serving: S
     for _ in range(2):  # the first call of a mixture of experts in a process keeps more memory
         with LiveBytes("cpu") as counted:
             capture_layers(
-                model,
-                tiny_models.prompt(seqlen),
-                layers_of(model, name),
-                ref=tiny_models.checkpoint_ref(name),
-                segment_length=segment_length,
-                on_layer=lambda _: None,
-                serving=serving,
+                model, tiny_models.prompt(seqlen), layers_of(model, name), ref=tiny_models.checkpoint_ref(name),
+                segment_length=segment_length, on_layer=lambda _: None, serving=serving,
                 head=lambda hidden: torch.zeros(*hidden.shape[:2], 128),
-            )
+            )  # fmt: skip
     return counted.peak
 
 
@@ -401,10 +372,10 @@ def test_the_predicted_peak_is_that_of_a_capture(
 def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name: str, tmp_path: Path) -> None:
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
-    request, subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
-    loaded = load(request, subject, Unwatched())
+    subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
+    loaded = load(subject, Unwatched())
     with LiveBytes("cpu") as counted:
-        run_model(subject, loaded, lambda _: None)
+        loaded.run(lambda _: None)
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
     assert loaded.placement.predicted_peak_bytes == pytest.approx(weights + counted.peak, rel=0.05)
 
@@ -440,21 +411,21 @@ def test_operator_calls_of_one_form_are_tried_once(
 
 def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole prompt."""
-    request, segments = asked(granite, seqlen=1024, segment_length=64)
+    segments = asked(granite, seqlen=1024, segment_length=64)
     chunks = replace(segments, serving=Serving(chunk=64))
-    memory(monkeypatch, [chunks.weight_bytes + placement.bytes_beside_weights(request, chunks)], 2**40)
-    assert choose(request, segments).record.kind == "cpu-offload"
-    assert choose(request, chunks).record.kind == "one-gpu"
+    memory(monkeypatch, [chunks.weight_bytes + placement.bytes_beside_weights(chunks)], 2**40)
+    assert choose(segments).record.kind == "cpu-offload"
+    assert choose(chunks).record.kind == "one-gpu"
 
 
 def test_streamed_weights_are_part_of_the_prediction(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted while the model runs from the disk, together with the weights that stay in memory."""
-    request, subject = asked(granite)
+    subject = asked(granite)
     memory(monkeypatch, [], int(0.6 * subject.weight_bytes) + beside(granite))
-    loaded = load(request, subject, Unwatched())
+    loaded = load(subject, Unwatched())
     resident = sum(parameter.nbytes for parameter in loaded.model.parameters() if not parameter.is_meta)
     with LiveBytes("cpu") as counted:
-        run_model(subject, loaded)
+        loaded.run(lambda _: None)
     assert loaded.placement.kind == "disk-offload"
     assert resident == next(held.weight_bytes for held in loaded.placement.held if held.place == "cpu")
     assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
@@ -469,22 +440,11 @@ LONG = 16384
 def large_granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers of 0.27 GB, large enough to detect streaming."""
     config = tf.GraniteMoeHybridConfig(
-        vocab_size=1024,
-        hidden_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        mamba_n_heads=64,
-        mamba_d_head=64,
-        mamba_d_state=128,
-        mamba_n_groups=1,
-        mamba_chunk_size=256,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_local_experts=32,
-        num_experts_per_tok=8,
-        shared_intermediate_size=1024,
+        vocab_size=1024, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, mamba_n_heads=64,
+        mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, mamba_chunk_size=256, intermediate_size=512,
+        num_hidden_layers=8, num_local_experts=32, num_experts_per_tok=8, shared_intermediate_size=1024,
         layer_types=["mamba", "mamba", "attention", *["mamba"] * 5],
-    )
+    )  # fmt: skip
     folder = tmp_path_factory.mktemp("large-granite")
     tf.GraniteMoeHybridForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
@@ -515,13 +475,13 @@ def test_the_predicted_peak_of_a_gpu(
 ) -> None:
     """torch's count, under a cap that makes the offloads stream; on one GPU, because several would hold all weights."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-    more = placement.bytes_beside_weights(request, subject)
+    subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+    more = placement.bytes_beside_weights(subject)
     with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 2 // 3):
         before = torch.cuda.memory_allocated()
-        loaded = load(request, subject, Unwatched())
+        loaded = load(subject, Unwatched())
         torch.cuda.reset_peak_memory_stats()
-        run_model(subject, loaded)
+        loaded.run(lambda _: None)
         peak = torch.cuda.max_memory_allocated() - before
     assert loaded.placement.kind == kind
     assert (loaded.placement.streamed_layer_bytes > 0) == (kind != "one-gpu")
@@ -536,12 +496,12 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
     found: list[list[dict[str, torch.Tensor]]] = []
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:
-        request, subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-        more = placement.bytes_beside_weights(request, subject)
+        subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
+        more = placement.bytes_beside_weights(subject)
         kept: list[dict[str, torch.Tensor]] = []
         with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 3 // 4):
-            loaded = load(request, subject, Unwatched())
-            run_model(subject, loaded, lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
+            loaded = load(subject, Unwatched())
+            loaded.run(lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
         assert loaded.placement.kind == kind
         found.append(kept)
     assert len(loaded.placement.held) == 2

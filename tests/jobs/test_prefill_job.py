@@ -18,8 +18,8 @@ from ssdprof.core.conditions import broken, of_options
 from ssdprof.core.report import Report
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import prefill as job
-from ssdprof.jobs.prefill import PrefillRequest, find, time_prefills
-from ssdprof.jobs.request import COMPARED, CaptureRequest
+from ssdprof.jobs.prefill import find, time_prefills
+from ssdprof.jobs.request import COMPARED, CaptureRequest, PrefillRequest
 from ssdprof.jobs.run import resolve_implementations
 from ssdprof.kernels import registry
 from ssdprof.measure import isolate
@@ -109,10 +109,10 @@ def test_a_budget_that_is_spent_leaves_lengths_out_by_name() -> None:
 def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: Callable[..., None] = job._Length._whole_prefill
 
-    def interrupted(self: job._Length, contender: Any, known: Any) -> None:
+    def interrupted(self: job._Length, contender: Any) -> None:
         if contender.name == "fused":
             raise KeyboardInterrupt
-        whole(self, contender, known)
+        whole(self, contender)
 
     monkeypatch.setattr(job._Length, "_whole_prefill", interrupted)
     with pytest.raises(KeyboardInterrupt, match="marked as partial: 1 case"):

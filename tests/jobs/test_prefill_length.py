@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import tiny_models
@@ -21,9 +22,11 @@ from ssdprof.core.base import EXACT_FP32, KernelOrigin
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report, StepTime
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.prefill import PromptedModel, _Contender, _Length, sampling_plan
+from ssdprof.jobs.prefill import _Contender, _Length, sampling_plan
+from ssdprof.jobs.request import CaptureRequest, PrefillRequest
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
+from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.trace import Trace
 from ssdprof.progress import StepClock
 from ssdprof.store.reports import Writer, draft
@@ -32,23 +35,47 @@ US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
 LAYERS, LENGTH = 3, 12
 
 
+@dataclass(kw_only=True, eq=False)
 class Noted(_Contender):
     """Records in the timer that it ran."""
 
     timer: FakeTimer
 
-    def compute(self, call: Any) -> Any:
+    def compute(self, of_model: Any) -> Any:
         self.timer.ran.append(self.name)
-        return super().compute(call)
+        return super().compute(of_model)
 
 
-def contender(timer: FakeTimer, name: str, kind: KernelOrigin = "model", run: Any = None) -> Noted:
-    """Computes with the reference, which is faster here than kernels in the interpreter."""
+def contender(name: str, kind: KernelOrigin = "model", run: Any = None, as_: type[Noted] = Noted) -> Any:
+    """Makes one that computes with the reference, which is faster here than kernels in the interpreter."""
     base = kernels.get("ssd", "reference")
     implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
-    noted = Noted(of={"ssd": implementation}, precision=EXACT_FP32, conv_and_norm=kind)
-    object.__setattr__(noted, "timer", timer)
-    return noted
+
+    def made(length: _Length) -> Noted:
+        prefill = Prefill(
+            conv_and_norm=kind,
+            layers=LAYERS,
+            layer_count=LAYERS,
+            operator_layers=LAYERS,
+            operator_calls=length.operator_calls,
+            segment_length=length.segment_length,
+            alone=length.layer,
+            attention="",
+            convolution="torch",
+        )
+        case = Case(
+            prefill=prefill,
+            batch=1,
+            seqlen=LENGTH,
+            implementation=name,
+            precision=EXACT_FP32,
+            baseline="" if name == "unfused" else "unfused",
+            status="ran",
+        )
+        timer: Any = length.timer
+        return as_(of={"ssd": implementation}, case=case, isolated=IsolatedFirstCall(), timer=timer)
+
+    return made
 
 
 def unseen(run: Callable[[], object]) -> Trace:
@@ -72,54 +99,33 @@ class Ticking:
 
 
 def length(
-    contenders: Callable[[FakeTimer], list[_Contender]],
-    *,
+    *contenders: Any,
     profile: Callable[[Callable[[], object]], Trace] = unseen,
     segment: int = LENGTH,
-    **changes: Any,
+    seconds: float = 0.01,
 ) -> tuple[_Length, FakeTimer]:
-    timer = FakeTimer(US)
-    model = tiny_models.shared("mamba2")
-    sites = find_mixers(model)
-    prompted = PromptedModel(
+    timer, model = FakeTimer(US), tiny_models.shared("mamba2")
+    sites, resolved = find_mixers(model), cast(Any, SimpleNamespace(baseline="unfused"))
+    one = _Length(
+        request=PrefillRequest(model=CaptureRequest(model="tiny"), resolved=resolved, seconds=seconds),
         model=model,
         ids=tiny_models.prompt(LENGTH),
         segment_length=segment,
         sites=sites,
         layer=tiny_models.layer_refs("mamba2")[1],
         bundled=ConvAndNorm(sites),
+        timer=timer,
+        profile=profile,
     )
-    made = contenders(timer)
+    one.contenders += [made(one) for made in contenders]
+    return one, timer
+
+
+def timed(one: _Length, clock: StepClock | None = None) -> Report:
     header = draft("prefill", "tiny", (), environment=environment(gpu=False), baseline="unfused")
-    settings: dict[str, Any] = {
-        "baseline": "unfused",
-        "seconds": 0.01,
-        "smallest_difference": 0.01,
-        "clock": StepClock(),
-        "case": partial(common, made[0].conv_and_norm),
-        "writer": Writer(Path("nowhere"), header, None),
-    } | changes
-    return _Length(prompted=prompted, contenders=made, timer=timer, profile=profile, **settings), timer
-
-
-def common(kind: KernelOrigin, prompted: PromptedModel) -> Case:
-    prefill = Prefill(
-        conv_and_norm=kind,
-        layers=LAYERS,
-        layer_count=LAYERS,
-        operator_layers=LAYERS,
-        operator_calls=prompted.operator_calls,
-        segment_length=prompted.segment_length,
-        alone=prompted.layer,
-        attention="",
-        convolution="torch",
-    )
-    return Case(prefill=prefill, batch=1, seqlen=LENGTH, implementation="", precision=EXACT_FP32, status="ran")
-
-
-def timed(one: _Length) -> Report:
-    one.run()
-    return one.writer.report
+    writer = Writer(Path("nowhere"), header, None)
+    one.run(writer, clock or StepClock())
+    return writer.report
 
 
 def cases(report: Report) -> dict[str, Case]:
@@ -137,7 +143,7 @@ def of(case: Case) -> Prefill:
 
 @pytest.mark.parametrize("kind", ["model", "bundled"])
 def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(kind: KernelOrigin) -> None:
-    one, _ = length(lambda timer: [contender(timer, name, kind) for name in US])
+    one, _ = length(*(contender(name, kind) for name in US))
     report = timed(one)
     found = cases(report)
     assert list(found) == list(US)
@@ -159,7 +165,7 @@ def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_diffe
 
 
 def test_in_segments_the_operator_counts_once_for_each() -> None:
-    one, _ = length(lambda timer: [contender(timer, name) for name in ("unfused", "fused")], segment=4)
+    one, _ = length(contender("unfused"), contender("fused"), segment=4)
     report = timed(one)
     case = cases(report)["fused"]
     assert (of(case).segment_length, of(case).operator_calls) == (4, 3 * LAYERS)
@@ -167,18 +173,18 @@ def test_in_segments_the_operator_counts_once_for_each() -> None:
 
 
 def test_the_parts_of_the_gpus_work_are_known_of_a_profile_alone() -> None:
-    one, _ = length(lambda timer: [contender(timer, "unfused")], profile=cpu_trace)
+    one, _ = length(contender("unfused"), profile=cpu_trace)
     (case,) = timed(one).cases
     assert {part.name for part in of(case).parts} >= {"mixer", "gated norm", "rest"}
     assert of(case).busy_us == sum(part.gpu_us for part in of(case).parts) > 0
-    one, _ = length(lambda timer: [contender(timer, "unfused")])
+    one, _ = length(contender("unfused"))
     (case,) = timed(one).cases
     assert (of(case).parts, case.call_us is None) == ((), False)
 
 
 def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
-    one, timer = length(lambda timer: [contender(timer, name) for name in US])
-    one.run()
+    one, timer = length(*(contender(name) for name in US))
+    timed(one)
     first = timer.events.index("call fused")
     calls = [event for event in timer.events if event.startswith("call ")]
     assert "reallocate" not in timer.events[min(first, *(timer.events.index(f"call {name}") for name in US)) :]
@@ -188,8 +194,8 @@ def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
 
 def test_with_time_enough_every_recording_lies_elsewhere() -> None:
     clock = StepClock(now=Ticking().now)
-    one, timer = length(lambda timer: [contender(timer, "unfused")], profile=cpu_trace, seconds=5.0, clock=clock)
-    (case,) = timed(one).cases
+    one, timer = length(contender("unfused"), profile=cpu_trace, seconds=5.0)
+    (case,) = timed(one, clock).cases
     events = [event for event in timer.events if event in ("reallocate", "call unfused")]
     sampled = events[4:]  # three of the layer only, and the first round
     assert case.call_us is not None
@@ -221,9 +227,7 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
         "broken": raising(RuntimeError("misaligned address")),
         "nan": nan,
     }
-    one, timer = length(
-        lambda timer: [contender(timer, "unfused"), *(contender(timer, name, run=run) for name, run in wrong.items())]
-    )
+    one, timer = length(contender("unfused"), *(contender(name, run=run) for name, run in wrong.items()))
     found = cases(timed(one))
     assert {name: found[name].result for name in wrong} == {
         "refusing": "refused",
@@ -238,16 +242,14 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
 
 
 def test_another_answer_shows() -> None:
-    one, _ = length(lambda timer: [contender(timer, "unfused"), contender(timer, "fused", run=zeros)])
+    one, _ = length(contender("unfused"), contender("fused", run=zeros))
     case = cases(timed(one))["fused"]
     assert of(case).logits_rms is not None
     assert of(case).logits_rms > 0.1
 
 
 def test_without_its_baseline_a_case_has_a_time_and_no_speedup() -> None:
-    one, _ = length(
-        lambda timer: [contender(timer, "unfused", run=raising(RuntimeError("no"))), contender(timer, "fused")]
-    )
+    one, _ = length(contender("unfused", run=raising(RuntimeError("no"))), contender("fused"))
     report = timed(one)
     case = cases(report)["fused"]
     assert case.call_us is not None
@@ -255,30 +257,26 @@ def test_without_its_baseline_a_case_has_a_time_and_no_speedup() -> None:
 
 
 def test_nothing_passed_is_no_error() -> None:
-    one, _ = length(lambda timer: [contender(timer, "unfused", run=raising(RuntimeError("no")))])
+    one, _ = length(contender("unfused", run=raising(RuntimeError("no"))))
     assert [case.result for case in timed(one).cases] == ["failed"]
 
 
 def test_a_model_that_bypasses_its_operator_is_refused() -> None:
-    one, _ = length(lambda timer: [contender(timer, "unfused")], segment=1)
+    one, _ = length(contender("unfused"), segment=1)
     with pytest.raises(BadInputError, match=r"bypasses its operator|single token"):
-        one.run()
+        timed(one)
 
 
 def test_an_interrupt_passes_and_the_model_is_restored() -> None:
     class Interrupted(Noted):
-        def compute(self, call: Any) -> Any:  # noqa: ARG002
+        def compute(self, of_model: Any) -> Any:  # noqa: ARG002
             raise KeyboardInterrupt
 
-    def contenders(timer: FakeTimer) -> list[_Contender]:
-        one = contender(timer, "unfused", "bundled")
-        return [Interrupted(of=one.of, precision=one.precision, conv_and_norm=one.conv_and_norm)]
-
-    one, _ = length(contenders)
-    site = one.prompted.sites[0]
+    one, _ = length(contender("unfused", "bundled", as_=Interrupted))
+    site = one.sites[0]
     function = site.namespace[site.function]
     with pytest.raises(KeyboardInterrupt):
-        one.run()
+        timed(one)
     assert site.namespace[site.function] is function
     assert "forward" not in vars(site.module.norm)
 
@@ -287,10 +285,8 @@ def test_every_step_is_told_with_its_seconds() -> None:
     steps: list[StepTime] = []
     ticking = Ticking()
     clock = StepClock(on_step=steps.append, now=ticking.now).within("12 tokens")
-    one, _ = length(
-        lambda timer: [contender(timer, "unfused"), contender(timer, "fused")], clock=clock, profile=ticking.profile
-    )
-    one.run()
+    one, _ = length(contender("unfused"), contender("fused"), profile=ticking.profile)
+    timed(one, clock)
     assert [(step.what, step.seconds) for step in steps] == [
         ("12 tokens, unfused: first call of the operator", 0),
         ("12 tokens, fused: first call of the operator", 0),
@@ -303,14 +299,10 @@ def test_every_step_is_told_with_its_seconds() -> None:
 
 def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
     ticking = Ticking()
-    one, timer = length(
-        lambda timer: [contender(timer, name) for name in US],
-        clock=StepClock(1.5, now=ticking.now),
-        profile=ticking.profile,
-    )
-    found = cases(timed(one))
+    one, timer = length(*(contender(name) for name in US), profile=ticking.profile)
+    found = cases(timed(one, StepClock(1.5, now=ticking.now)))
     assert list(found) == ["unfused", "fused"]
-    assert one.unseen == ("library",)
+    assert [contender.name for contender in one.contenders if contender not in one.seen] == ["library"]
     assert all(of(case).parts and case.call_us is None for case in found.values())
     assert not [event for event in timer.events if event.startswith("call")]
 
@@ -321,8 +313,8 @@ def test_turns_that_do_not_fit_are_not_begun() -> None:
     def slow(run: Callable[[], object]) -> Trace:
         return [event | {"dur": 1e6} if event.get("cat") == "kernel" else event for event in cpu_trace(run)]
 
-    one, timer = length(lambda timer: [contender(timer, "unfused")], clock=StepClock(10), profile=slow)
-    (case,) = timed(one).cases
+    one, timer = length(contender("unfused"), profile=slow)
+    (case,) = timed(one, StepClock(10)).cases
     assert case.result == "passed"
     assert case.call_us is None
     assert "s of the budget were left" in case.why
@@ -334,12 +326,7 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
     ticking = Ticking()
 
     def moved(seconds: float) -> bool:
-        one, timer = length(
-            lambda timer: [contender(timer, "unfused")],
-            clock=StepClock(now=ticking.now),
-            profile=cpu_trace,
-            seconds=seconds,
-        )
+        one, timer = length(contender("unfused"), profile=cpu_trace, seconds=seconds)
         plain = timer.call_us
 
         def slow(run: Callable[[], Any]) -> float:
@@ -347,7 +334,7 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
             return plain(run)
 
         timer.call_us = slow  # type: ignore[method-assign]
-        (case,) = timed(one).cases
+        (case,) = timed(one, StepClock(now=ticking.now)).cases
         assert case.call_us is not None
         return "reallocate" in timer.events[timer.events.index("call unfused") :]
 
@@ -357,18 +344,18 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
 
 def test_one_call_of_the_operator_compiles_and_one_prefill_is_profiled() -> None:
     """A prefill of 128K tokens takes seconds.  Before the rounds there is one of each, and one up to the layer."""
-    one, timer = length(lambda timer: [contender(timer, name) for name in ("unfused", "fused")])
+    one, timer = length(contender("unfused"), contender("fused"))
     before: list[str] = []
     first = one._sample
 
-    def sample() -> None:
+    def sample(*given: Any) -> None:
         before[:] = timer.ran
-        first()
+        first(*given)
 
     one._sample = sample  # type: ignore[method-assign]
-    one.run()
-    # both at the first layer, whose output is the baseline's; the second is `layer`
-    assert before == ["unfused", "fused", "unfused", *["unfused"] * LAYERS, *["fused"] * LAYERS]
+    timed(one)
+    # at the first layer, whose output is the baseline's; the second is `layer`
+    assert before == ["unfused", *["unfused"] * LAYERS, *["fused"] * LAYERS]
 
 
 def test_in_segments_the_profile_follows_a_whole_prefill() -> None:
@@ -380,8 +367,8 @@ def test_in_segments_the_profile_follows_a_whole_prefill() -> None:
         run()
         return []
 
-    one, timer = length(lambda timer: [contender(timer, "unfused")], profile=profile, segment=4)
-    one.run()
+    one, timer = length(contender("unfused"), profile=profile, segment=4)
+    timed(one)
     assert ran[0] >= 3 * LAYERS
 
 

@@ -10,7 +10,8 @@ import torch
 from cases import checkpoint, layer, prompt
 from fakes import QUICK, FakeTimer, inputs, noting
 
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.layers import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import precisions_for
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
@@ -18,6 +19,7 @@ from ssdprof.core.subject import Serving
 from ssdprof.jobs import limits
 from ssdprof.jobs import run as job
 from ssdprof.jobs.request import CaptureRequest, ReplayRequest
+from ssdprof.jobs.subject import find_to_replay
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.operators.tensors import tensors
@@ -45,7 +47,7 @@ def captured(*chosen: int) -> CaptureRequest:
 
 def replayed(*layers: int, **wanted: Any) -> Report:
     folder, report = job.run(
-        captured(*layers), ReplayRequest(**wanted, out=Path("kept"), command=("ssdprof", "run")),
+        find_to_replay(captured(*layers)), ReplayRequest(**wanted, out=Path("kept"), command=("ssdprof", "run")),
         Unwatched(),
     )  # fmt: skip
     assert load(folder)[1] == report

@@ -6,11 +6,11 @@ import pytest
 import tiny_models
 import torch
 
-from ssdprof.capture.intercept import OperatorCall, Result
+from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.substitute import implemented, substituted
+from ssdprof.jobs.substitute import by_layer, implemented
 
 LENGTH = 40  # more than a chunk
 
@@ -26,7 +26,7 @@ def test_an_implementation_computes_in_the_models_place(name: str, implementatio
     model = tiny_models.shared(name)
     sites = find_mixers(model)
     before = logits(model)
-    with substituted(sites, implemented(implementation, EXACT_FP32, sites)) as count:
+    with intercept(sites, implemented(implementation, EXACT_FP32, sites)) as count:
         ours = logits(model)
     assert count["calls"] == len(sites)
     assert not torch.equal(ours, before)  # sums in another order: our implementation ran
@@ -48,7 +48,7 @@ def test_only_the_named_layers_are_replaced(name: str) -> None:
         left.append(call.mixer.layer_index)
         return call.run_original()
 
-    with substituted(sites, compute, layers={1}, elsewhere=elsewhere):
+    with intercept(sites, by_layer(sites, compute, layers={1}, elsewhere=elsewhere)):
         logits(model)
     assert replaced == [1]
     assert left == [site.layer_index for site in sites if site.layer_index != 1]
@@ -63,9 +63,9 @@ def test_elsewhere_the_model_computes_for_itself_unless_told_otherwise() -> None
         return torch.zeros_like(out), final_state
 
     sites = find_mixers(model)
-    with substituted(sites, zeros, layers=()):
+    with intercept(sites, by_layer(sites, zeros, layers=())):
         assert torch.equal(logits(model), before)
-    with substituted(sites, zeros, layers=(2,)):
+    with intercept(sites, by_layer(sites, zeros, layers=(2,))):
         assert not torch.equal(logits(model), before)
 
 

@@ -17,7 +17,8 @@ import torch
 from command_line import call
 from tuning_fakes import COMMITTED_SEGMENT, GPU, FakeTimer, cell, environment, outcome, ssd_inputs, ssd_problem
 
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.layers import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.subject import LayerRef, Prompt, Serving
 from ssdprof.core.tuned import KernelSettings, SearchOutcome, Trial, TunedConfigs, TuneReport

@@ -82,7 +82,7 @@ def right_answer(inputs: SSDInputs) -> SSDOutput:
 
 def rounded_answer(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     span = Span(sequence=0, batch=0, start=0, stop=inputs.x.shape[1])
-    out, state = ssd.rounded(inputs, precision).advance(span, ssd.gate(inputs, span))
+    out, state = ssd.ORACLE.rounded(inputs, precision).advance(span, ssd.gate(inputs, span))
     return SSDOutput(out[None], state[None])
 
 

@@ -16,7 +16,7 @@ LENGTH = 320
 
 def exact(inputs: SSDInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """(l, h, p) and (h, p, n) in fp64."""
-    blocks = list(operators.of(inputs).judged.blocks(inputs, LENGTH))
+    blocks = list(operators.get(inputs.operator).judged.blocks(inputs, LENGTH))
     return torch.cat([block.out for block in blocks]).double(), blocks[-1].state.double()
 
 

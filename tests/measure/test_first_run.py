@@ -10,10 +10,10 @@ import torch
 
 from ssdprof.errors import ExitCode, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Plan
+from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure import first_run as module
-from ssdprof.measure.first_run import Call, FirstRun, forget_peak, outputs_that_fit, peak_bytes, run_and_measure
+from ssdprof.measure.first_run import Call, forget_peak, peak_bytes, run_and_measure
 
 GPU = torch.device("cuda")
 MakeInputs = Callable[..., SSDInputs]
@@ -23,16 +23,16 @@ def faulty() -> SSDOutput:
     raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
 
-def attempted(inputs: SSDInputs, run: Callable[[], SSDOutput] = faulty) -> FirstRun:
+def call_of(inputs: SSDInputs, run: Callable[[], SSDOutput] = faulty) -> Call:
     plan = Plan(variant="portable", launches=1, config={})
-    fields = {"implementation": "scan", "label": "scan exact", "precision": Precision(), "plan": lambda: plan}
-    return module.first_run(Call(inputs=inputs, run=run, **fields))  # type: ignore[arg-type]
+    scan = Implementation(operator="ssd", name="scan", run=lambda *_: run(), plan=lambda *_: plan)
+    return Call(implementation=scan, inputs=inputs, precision=Precision(), label="scan exact")
 
 
 def test_an_error_becomes_a_status_and_a_reason(make_inputs: MakeInputs) -> None:
-    tried = attempted(make_inputs())
-    assert (tried.status, tried.output, tried.variant) == ("failed", None, "portable")
-    assert tried.reason == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    output, fields = call_of(make_inputs()).first_run()
+    assert (fields["status"], output, fields["variant"]) == ("failed", None, "portable")
+    assert fields["reason"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
 
 
 def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(
@@ -41,7 +41,7 @@ def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(
     monkeypatch.setattr(module, "_answers", lambda _: False)
     words = "scan left the GPU unusable for this process: CUDA error: an il"
     with pytest.raises(MissingCapabilityError, match=f"^{words}") as caught:
-        attempted(make_inputs())
+        call_of(make_inputs()).first_run()
     assert "\n" not in caught.value.message
     assert caught.value.exit_code == ExitCode.MISSING_CAPABILITY
 
@@ -51,7 +51,7 @@ def test_an_interrupt_that_c_code_made_another_error_of_is_still_one(make_inputs
         raise SystemError("returned a result with an exception set") from KeyboardInterrupt()
 
     with pytest.raises(KeyboardInterrupt):
-        attempted(make_inputs(), interrupted)
+        call_of(make_inputs(), interrupted).first_run()
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -85,7 +85,7 @@ def test_an_error_without_a_message_says_where_it_was_raised() -> None:
 def test_outputs_fill_half_of_the_free_memory(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
     output_bytes = 2 * 100 * 4 * 32 * 2 + 2 * 4 * 32 * 16 * 4
     monkeypatch.setattr(module, "free_memory", lambda _device: 10 * output_bytes)
-    assert outputs_that_fit(make_inputs(batch=2)) == 5
+    assert call_of(make_inputs(batch=2)).outputs_that_fit == 5
 
 
 def test_without_a_gpu_there_is_no_peak() -> None:

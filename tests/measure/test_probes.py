@@ -39,7 +39,7 @@ class Here(IsolatedFirstCall):
 
 def probed(kernel: Kernel, inputs: Any, prober: Prober | None = None) -> dict[str, Probe]:
     prober = prober or Prober(Here())
-    implementation = own_implementation(operators.of(inputs), "mine:kernel", kernel)
+    implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
     return {one.name: one for one in prober.probe(implementation, inputs, EXACT_FP32)}
 
 
@@ -219,7 +219,7 @@ def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: 
     monkeypatch.setattr(probes, "INTERPRETED", True)
     bundled = replace(own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled")
     given = ssd(seqlen=20)
-    assert not Prober(Here()).probe(bundled, given, EXACT_FP32)
+    assert not Prober(Here()).takes(bundled)
     every = Prober(Here(), thorough=True).probe(bundled, given, EXACT_FP32)
     monkeypatch.setattr("ssdprof.measure.probes.INTERPRETED", False)
     some = Prober(Here()).probe(bundled, given, EXACT_FP32)

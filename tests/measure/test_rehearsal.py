@@ -15,6 +15,7 @@ from test_guard import gdn, ssd
 from ssdprof import operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.kernels.registry import Implementation
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure import isolate
 from ssdprof.measure.first_run import CallRejected
 from ssdprof.measure.isolate import FirstCallVerdict, IsolatedFirstCall, judged
@@ -33,7 +34,7 @@ def named(function: str, operator: str = "ssd") -> Implementation:
 def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str]:
     """Status and reason."""
     try:
-        IsolatedFirstCall(limit_s).require(named(function, operators.of(inputs).name), inputs, EXACT_FP32)
+        IsolatedFirstCall(limit_s).require(named(function, inputs.operator), inputs, EXACT_FP32)
     except CallRejected as error:
         return error.status, str(error)
     return "ran", ""
@@ -112,7 +113,7 @@ def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process() -> None:
 
 def test_the_other_process_finds_the_memory_that_torch_only_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(isolate.tensors, "device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(SSDInputs, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("released"))
 
     def run(_command: list[str], words: Path, _timeout_s: float) -> int:

@@ -10,8 +10,8 @@ import torch
 from fakes import SHAPE
 
 from ssdprof import operators
-from ssdprof.commands.kernels import ways
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.request import parse_ways
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.reference import gdn_chunked
@@ -61,13 +61,13 @@ def test_heads_that_keep_thousands_of_tokens(way: str, expected: list[bool]) -> 
 
 
 def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused() -> None:
-    assert ways(GDN, "quarter-ungated, normalised,normalised") == ("normalised", "quarter-ungated")
-    assert ways(GDN, "") == ways(SSD, "") == ()
+    assert parse_ways(GDN, "quarter-ungated, normalised,normalised") == ("normalised", "quarter-ungated")
+    assert parse_ways(GDN, "") == parse_ways(SSD, "") == ()
     with pytest.raises(BadInputError, match="--draw does not know 'half-ungated'") as refused:
-        ways(GDN, "half-ungated")
+        parse_ways(GDN, "half-ungated")
     assert "quarter-ungated (every fourth value head has no gate: g = 0)" in str(refused.value.hint)
     with pytest.raises(BadInputError) as refused:
-        ways(SSD, "normalised")
+        parse_ways(SSD, "normalised")
     assert refused.value.hint == "For ssd there are: none."
 
 

@@ -15,7 +15,7 @@ import torch
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
-from ssdprof.operators import get, tensors
+from ssdprof.operators import get
 from ssdprof.operators.implementations import (
     ImplementationCache,
     kind_of,
@@ -27,6 +27,7 @@ from ssdprof.operators.implementations import (
 )
 
 SSD, GDN = get("ssd"), get("gdn")
+CPU = torch.device("cpu")
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
 
 MODULE = """
@@ -55,6 +56,7 @@ class Inputs:
     """Inputs of an operator."""
 
     x: torch.Tensor
+    device: torch.device | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +103,8 @@ def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.Mo
     found = resolve(SSD, "mamba_ssm")
     assert (found.name, found.version) == ("mamba_ssm", "9.9")
     assert list(map(str, own_precisions(found, "fp16", (EXACT_FP32, RELAXED)))) == ["exact, fp16 states"]
-    assert not ImplementationCache(torch.device("cuda")).get(SSD, "mamba_ssm").absent
-    absent = ImplementationCache(torch.device("cpu")).get(SSD, "mamba_ssm").absent
+    assert not ImplementationCache(torch.device("cuda")).get("ssd", "mamba_ssm").absent
+    absent = ImplementationCache(torch.device("cpu")).get("ssd", "mamba_ssm").absent
     assert absent == "mamba_ssm needs an NVIDIA GPU, and this machine has none."
 
 
@@ -124,10 +126,10 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
 def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
     cache = ImplementationCache(torch.device("cpu"))
     (here / "a").mkdir()
-    first = cache.get(SSD, f"published={here}")
-    assert cache.get(SSD, f"published={here}") is cache.get(SSD, "published") is first
+    first = cache.get("ssd", f"published={here}")
+    assert cache.get("ssd", f"published={here}") is cache.get("ssd", "published") is first
     with pytest.raises(BadInputError, match="published is named with two checkouts"):
-        cache.get(SSD, f"published={here / 'a'}")
+        cache.get("ssd", f"published={here / 'a'}")
     refuse_two_checkouts(["fused", "published=a", "published=a"])
     with pytest.raises(BadInputError, match="published is named with two checkouts"):
         refuse_two_checkouts(["published=a", "fused", "published=b"])
@@ -147,7 +149,7 @@ def test_a_function_of_the_current_directory(here: Path) -> None:
     found = resolve(SSD, "kernels_of_a_user:plain")
     assert (found.kind, found.version) == ("own", "kernels_of_a_user:plain")
     x = torch.ones(1)
-    assert found.run(Inputs(x), Precision()) == (x, x)
+    assert found.run(Inputs(x, x.device), Precision()) == (x, x)
     assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32,)
     assert sys.path[-1] == str(here), "what is imported later is found too, and hides no installed module"
     assert resolve(SSD, "kernels_of_a_user:Nested.kernel").kind == "own"
@@ -157,7 +159,7 @@ def test_a_function_that_is_told_the_precision_runs_at_all_that_are_wanted() -> 
     found = resolve(SSD, "kernels_of_a_user:told")
     assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
     with pytest.raises(TypeError, match="must return tensors, and out is Precision"):
-        found.run(Inputs(torch.ones(1)), Precision())
+        found.run(Inputs(torch.ones(1), CPU), Precision())
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cpu", -1)])
@@ -173,8 +175,7 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
         yield
 
     monkeypatch.setattr(torch.cuda, "device", on)
-    monkeypatch.setattr(tensors, "device", lambda _: torch.device(device))
-    resolve(SSD, "kernels_of_a_user:plain").run(Inputs(torch.ones(1)), Precision())
+    resolve(SSD, "kernels_of_a_user:plain").run(Inputs(torch.ones(1), torch.device(device)), Precision())
     assert current == [index]
 
 

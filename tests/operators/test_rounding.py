@@ -45,12 +45,12 @@ def make(request: pytest.FixtureRequest, make_inputs: Make) -> Make:
 
 
 def begun(inputs: Any, precision: Precision) -> Any:
-    return operators.of(inputs).judged.rounded(inputs, precision)
+    return operators.get(inputs.operator).judged.rounded(inputs, precision)
 
 
 def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
-    found: Output = lo.advance(span, operators.of(inputs).judged.gate(inputs, span))
+    found: Output = lo.advance(span, operators.get(inputs.operator).judged.gate(inputs, span))
     return found
 
 

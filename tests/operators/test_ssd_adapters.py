@@ -18,7 +18,7 @@ from triton.runtime import Autotuner, _async_compile
 
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.errors import MissingCapabilityError
-from ssdprof.jobs.bench import BenchRequest
+from ssdprof.jobs.request import BenchRequest
 from ssdprof.kernels.adapters import Tunings, span
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError

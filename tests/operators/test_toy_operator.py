@@ -13,7 +13,8 @@ from fakes import RAN, pretend_gpu
 from operators import toy
 
 from ssdprof import operators
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.layers import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.capture.store import load as load_captures
 from ssdprof.core.outcome import outcome
 from ssdprof.core.subject import CheckpointRef, LayerRef, Prompt

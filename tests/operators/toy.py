@@ -12,26 +12,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from typing import ClassVar
 
 import torch
 
-from ssdprof.core.subject import Dims
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import OutputBlock
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
-from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.generate import Cell, InputGenerator, Shape, shapes
-from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output, forms
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output
 from ssdprof.operators.rounding import Gate, Rounded, Span
 
 CHUNK = 16  # positions after which the state is stored
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyInputs:
+class ToyInputs(Inputs):
     """x: (b, l, h, p).  a: (b, l, h), the natural logarithm of the gate, <= 0."""
 
+    operator: ClassVar[str] = "toy"
+    FIRST: ClassVar[str] = "x"
     x: torch.Tensor
     a: torch.Tensor
 
@@ -92,47 +94,27 @@ def states_shape(inputs: ToyInputs) -> tuple[int, ...]:
     return batch, heads, width
 
 
-def dims(inputs: ToyInputs) -> Dims:
-    batch, seqlen, heads, width = inputs.x.shape
-    return Dims(
-        operator="toy",
-        batch=batch,
-        seqlen=seqlen,
-        chunk_size=None,
-        dtype=dtype_name(inputs.x.dtype),
-        sizes={"heads": heads, "width": width},
-        words=f"{heads} heads x {width}",
-    )
-
-
 ORACLE = OracleSpec(
-    forms=lambda inputs: forms(inputs.x, states_shape(inputs)),
-    blocks=blocks,
+    values=lambda inputs: inputs.x, states=lambda inputs: (None, states_shape(inputs)), blocks=blocks,
     gate=lambda inputs, span: Gate(exponents=inputs.a[span.batch, span.start : span.stop].float().T[None]),
-    rounded=lambda inputs, precision: Rounded(inputs.x, None, states_shape(inputs), precision, partial(chunks, inputs)),
-    bytes_per_position=lambda inputs: 64 * inputs.x.shape[2] * inputs.x.shape[3],
-    chunk_size=lambda _: CHUNK,
-    dims=dims,
+    chunks=chunks, bytes_per_position=lambda inputs: 64 * inputs.x.shape[2] * inputs.x.shape[3],
+    chunk_size=lambda _: CHUNK, sizes=lambda inputs: dict(zip(("heads", "width"), inputs.x.shape[2:], strict=True)),
+    words="{heads} heads x {width}".format_map,
     flops=lambda dims: 2 * dims.batch * dims.seqlen * dims.sizes["heads"] * dims.sizes["width"],
-)
+)  # fmt: skip
 
 
 # --- a mixer would call `toy_scan(x, a)`
 
 
 def bind(_mixer: object, x: torch.Tensor, a: torch.Tensor, **_dropped: object) -> BoundCall:
-    return BoundCall(ToyInputs(x=x, a=a), wants_final_state=True)
+    return ToyInputs(x=x, a=a), True, ""
 
 
 BINDING = CallBinding(
-    function="toy_scan",
-    bind=bind,
-    views=("x",),
-    linear=("x",),
-    per_position=("a",),
-    gate_bytes=lambda item: item,
+    function="toy_scan", bind=bind, views=("x",), linear=("x",), per_position=("a",), gate_bytes=lambda item: item,
     replacement=lambda inputs: running_sum(inputs, Precision()),
-)
+)  # fmt: skip
 
 
 # --- bench
@@ -159,11 +141,6 @@ GENERATOR = InputGenerator(
 
 
 OPERATOR = Operator(
-    name="toy",
-    title="A gated running sum",
-    layers="toy",
-    load_inputs=lambda: ToyInputs,
-    binding=BINDING,
-    oracle=ORACLE,
-    generator=GENERATOR,
-)
+    name="toy", title="A gated running sum", layers="toy", load_inputs=lambda: ToyInputs, binding=BINDING,
+    oracle=ORACLE, generator=GENERATOR,
+)  # fmt: skip

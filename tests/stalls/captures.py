@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from kernels.kernel_cases import SSDCase
 
-from ssdprof.capture.store import CapturedLayer, CaptureWriter
+from ssdprof.capture.layers import CapturedLayer
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.subject import CheckpointRef, LayerRef
 
 LAYERS = (2, 5, 7)

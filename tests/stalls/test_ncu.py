@@ -18,7 +18,8 @@ from stalls.captures import store_layers
 from stalls.test_facts import launched
 
 from ssdprof import kernels
-from ssdprof.capture.store import CapturedLayer, CaptureWriter, strides
+from ssdprof.capture.layers import CapturedLayer, strides
+from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.stalls import Launched
 from ssdprof.core.subject import CheckpointRef, LayerRef, Serving

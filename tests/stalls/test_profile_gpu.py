@@ -13,7 +13,8 @@ import ssdprof
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.stalls import StallReport
 from ssdprof.environment.toolchain import find_ncu
-from ssdprof.jobs.stalls import StallRequest, profile
+from ssdprof.jobs.request import StallRequest
+from ssdprof.jobs.stalls import profile
 from ssdprof.progress import Unwatched
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}

@@ -53,9 +53,9 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
     clocks, left = cases.clocks(), LeftOut(place="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
     with opened(None, header(requested=requested, notes=("Random weights.",)), Unwatched()) as writer:
-        writer.captured(layer(0), "Each key head was taken once.")
-        writer.captured(layer(1), "Each key head was taken once.")
-        writer.captured(layer(0))
+        writer.update(captured=(layer(0), layer(1)))
+        for remark in ("Each key head was taken once.", "", "Each key head was taken once."):
+            writer.note(remark)
         writer.case(case())
         writer.case(case("unfused"))
         writer.update(clocks=clocks, left_out=(left,), seconds=2.5)
@@ -252,7 +252,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     if there:
         out.mkdir()
     with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, header(), Unwatched()) as writer:
-        writer.captured(layer(0))
+        writer.note("Each key head was taken once.")
         raise error
     assert out.exists() == there
     assert not there or not any(out.iterdir())
@@ -269,7 +269,6 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
 )
 def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str) -> None:
     with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), header(), Unwatched()) as writer:
-        writer.captured(layer(0))
         for one in made:
             writer.case(one)
         raise KeyboardInterrupt
@@ -283,7 +282,7 @@ def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
     with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), header(), watcher) as writer:
         writer.case(case())
         raise MissingCapabilityError("no memory")
-    assert watcher.said == ["What was done is kept in out, marked as partial: 1 case."]
+    assert watcher.said == ["What was done is kept in out, marked as partial: 1 case of 1 layer."]
     assert load("out")[1].first.ended == "no memory"
 
 

@@ -43,6 +43,7 @@ class GDNInputs(Inputs):
     Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
     """
 
+    operator: ClassVar[str] = "gdn"
     FIRST: ClassVar[str] = "q"
     q: torch.Tensor
     k: torch.Tensor

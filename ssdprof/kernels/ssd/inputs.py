@@ -33,6 +33,7 @@ class SSDInputs(Inputs):
     Raises ValueError, naming the argument.
     """
 
+    operator: ClassVar[str] = "ssd"
     FIRST: ClassVar[str] = "x"
     x: torch.Tensor
     dt: torch.Tensor

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.chunks import Chunks, chunk_count, chunk_span
+from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset
 from ssdprof.kernels.launch import Described, described, launch
@@ -520,7 +520,7 @@ def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa
     """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
     _refuse_unsupported(inputs)
     (batch, _, nheads, headdim), (ngroups, dstate) = inputs.x.shape, inputs.B.shape[2:]
-    nchunks, size, dtype = batch * chunk_count(inputs), inputs.power_of_two_chunk, inputs.x.dtype
+    nchunks, size, dtype = batch * inputs.chunk_count, inputs.power_of_two_chunk, inputs.x.dtype
     # bytes, except `states`: elements
     gate = 2 * 4 * nchunks * nheads * size
     states = nchunks * nheads * headdim * dstate

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ssdprof.kernels.chunks import Chunks, chunk_count
+from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import operand_dtype
@@ -96,7 +96,7 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
         "chunk_output": config.chunk_output_options(*dims),
     }
     extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
-    chunks = batch * chunk_count(inputs) * heads
+    chunks = batch * inputs.chunk_count * heads
     w_u, states, squares = (chunks * n for n in (size * (key_dim + value_dim), key_dim * value_dim, size * size))
     normalised = 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
     # peak memory: L and A; or A, w and u; or w, u, v_new and the states
