@@ -152,7 +152,8 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
 
         return returns
 
-    def tune(_request: Any, _device: Any, _watcher: Any, on_outcome: Callable[[TuneReport], None]) -> TuneReport:
+    def tune(*given: Any, **_: Any) -> TuneReport:
+        *_, on_outcome = given
         on_outcome(found)
         return found
 
