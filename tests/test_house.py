@@ -11,7 +11,7 @@ import pytest
 
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "package lines": 38_652, "test lines": 37_743, "classes": 299,
+    "package lines": 38_081, "test lines": 37_513, "classes": 287,
     "call to row": 9, "name to kernel": 33,
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ from ssdprof.operators.ssd import LIBRARIES
 from ssdprof.store import reports
 
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
-PASSED = [isolate.FirstCallVerdict(status="ran")]
+PASSED = isolate.FirstCallVerdict(status="ran")
 SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
 
 
