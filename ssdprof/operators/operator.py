@@ -214,7 +214,7 @@ class OracleSpec(Generic[I]):
     flops: Callable[[Dims], int]
 
     def forms(self, inputs: I) -> tuple[Form, Form]:
-        """Of out and of final_states, which are fp32."""
+        """The forms of out and final_states; the latter is fp32."""
         values = self.values(inputs)
         states = Form(shape=self.states(inputs)[1], dtype=torch.float32)
         return Form(shape=tuple(values.shape), dtype=values.dtype), states
