@@ -188,10 +188,3 @@ def test_a_dry_run_counts_weights_in_the_dtype_that_they_are_loaded_in(tmp_path:
     elements = sum(one.numel() for one in tiny_models.shared("mamba2").parameters())
     assert plan["weight_bytes"] == item * elements
     assert [held["weight_bytes"] for held in plan["placement"]["held"]] == [item * elements]
-
-
-def test_stored_captures_have_no_answers(tmp_path: Path) -> None:
-    assert call("capture", "demo", "--seq", "40", "--layers", "0", "--out", "stored")[0] == 0
-    code, _, told = call("run", str(tmp_path / "stored"), "--answers")
-    assert code == 2
-    assert "answers need the model" in told

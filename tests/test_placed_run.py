@@ -60,12 +60,3 @@ def test_a_placement_that_this_machine_does_not_have() -> None:
         answer = Answer(*words, "--placement", "all-gpus")
         assert answer.code == 3
         assert "needs two NVIDIA GPUs; 0 can be used here" in answer.err
-    assert Answer(*PLAIN, "--placement", "moon").code == 2
-
-
-def test_stored_captures_have_no_weights_to_place() -> None:
-    stored = Answer("capture", "demo", "--seq", "24", "--layers", "first:1", "--out", "captures")
-    assert stored.code == 0, stored.err
-    answer = Answer("run", "captures", "--placement", "disk-offload")
-    assert answer.code == 2
-    assert "--layers is the only model option" in answer.err

@@ -8,7 +8,7 @@ import pytest
 from command_line import Answer
 
 from ssdprof.capture.layers import CapturedLayer
-from ssdprof.capture.manifest import is_capture, read_manifest
+from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
@@ -181,6 +181,7 @@ def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fittin
         (("--chunked-prefill", "8q"), "'8q' is not a number of tokens"),
         (("--batch", "0"), "--batch"),
         (("--decode", "-1"), "--decode"),
+        (("--placement", "moon"), "--placement"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "capture"])
@@ -192,28 +193,16 @@ def test_what_does_not_go_together_is_refused_in_a_sentence(command: str, words:
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--tensor-parallel", "0"), "--tensor-parallel"),
-        (("--tensor-parallel", "2", "--stalls"), "--stalls and --tensor-parallel cannot be combined"),
-    ],
-)
-def test_ranks_that_are_refused(words: tuple[str, ...], message: str) -> None:
-    answer = Answer("run", "demo", *words)
-    assert answer.code == 2
-    assert message in answer.err
-
-
-@pytest.mark.parametrize(
-    "words", [("--batch", "2"), ("--packed", "4x8-16"), ("--chunked-prefill", "8"), ("--decode", "1")]
-)
-def test_stored_captures_are_what_they_are(words: tuple[str, ...]) -> None:
-    if not is_capture(Path("captures")):
-        assert Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code == 0
-    answer = Answer("run", "captures", *words)
-    assert answer.code == 2
-    assert "their model, prompt and segments cannot be changed" in answer.err
+def test_stored_captures_are_what_they_are() -> None:
+    assert Answer("capture", "demo", "--seq", "16", "--layers", "first:1", "--out", "captures").code == 0
+    for words in (
+        "--batch 2", "--packed 4x8-16", "--chunked-prefill 8", "--decode 1", "--placement disk-offload", "--seq 16",
+    ):  # fmt: skip
+        answer = Answer("run", "captures", *words.split())
+        assert (answer.code, "their model, prompt and segments cannot be changed" in answer.err) == (2, True), words
+    assert "--layers is the only model option" in answer.err
+    answer = Answer("run", "captures", "--answers")
+    assert (answer.code, "answers need the model" in answer.err) == (2, True)
 
 
 def test_a_text_that_is_too_short_for_a_batch_of_different_prompts() -> None:

@@ -5,7 +5,7 @@ Every function raises BadInputError; those that find a model, ModelUnavailableEr
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from ssdprof import operators, settings
 from ssdprof.checkpoint.names import check_layers
@@ -50,16 +50,16 @@ def refuse_ranks(*what: str) -> None:
         )
 
 
+def both(one: str, other: str, why: str = "", hint: str = "Give one of them.") -> BadInputError:
+    """The error for two options of which a user may give one."""
+    return BadInputError(f"{one} and {other} cannot be combined{why and f': {why}'}.", hint)
+
+
 def on_model(options: declared.ModelOptions) -> CaptureRequest:
     if options.prompt_file is not None and options.prompt == "random":
-        raise BadInputError("--prompt random and --prompt-file cannot be combined.", "Give one of them.")
-    served: dict[str, Any] = {}
-    if isinstance(options, declared.ServedModelOptions):
-        how = (options.batch, options.packed, options.chunked_prefill, options.decode)
-        packed, chunk = wanted.parse_serving(*how, seq=options.seq, segment=options.segment)
-        served = {"batch": options.batch, "packed": packed, "chunk": chunk, "decode": options.decode}
+        raise both("--prompt random", "--prompt-file")
     check_layers(options.layers)
-    return CaptureRequest(
+    request = CaptureRequest(
         model=options.model,
         revision=options.revision,
         tokenizer=options.tokenizer,
@@ -68,8 +68,32 @@ def on_model(options: declared.ModelOptions) -> CaptureRequest:
         layers=options.layers,
         segment_length=None if options.segment is None else parse_seq(options.segment),
         placement=getattr(options, "placement", None),
-        **served,
     )
+    return _served(options, request) if isinstance(options, declared.ServedModelOptions) else request
+
+
+def _served(options: declared.ServedModelOptions, request: CaptureRequest) -> CaptureRequest:
+    """The request with how a server runs the prompt."""
+    chunk = None if options.chunked_prefill is None else parse_seq(options.chunked_prefill)
+    if options.packed is not None:
+        for option, given in (
+            ("--seq", options.seq is not None),
+            ("--batch", options.batch > 1),
+            ("--chunked-prefill", chunk is not None),
+            ("--decode", options.decode > 0),
+        ):
+            if given:
+                why = "packed sequences are one call of their own lengths"
+                raise both("--packed", option, why, f"Leave out {option}, or give --batch instead of --packed.")
+    if chunk is not None and options.segment is not None:
+        raise both("--chunked-prefill", "--segment", "the chunks are the segments", "Leave out --segment.")
+    if chunk == 1:
+        raise BadInputError(
+            "--chunked-prefill 1 would be decoding: models compute single tokens by another function.",
+            "Give 2 or more tokens, such as 8k, or use --decode.",
+        )
+    packed = None if options.packed is None else wanted.parse_packed(options.packed)
+    return replace(request, batch=options.batch, packed=packed, chunk=chunk, decode=options.decode)
 
 
 def _states(options: declared.RunOptions | declared.AnswersOptions | declared.BenchOptions) -> tuple[DType, ...] | None:
@@ -105,17 +129,11 @@ def run(options: declared.RunOptions) -> tuple[ReplayRequest, Subject | Stored, 
         out=options.out,
         save_captures=options.save_captures,
     )
-    added = {"--answers": options.answers, "--prefill": options.prefill, "--stalls": options.stalls}
-    given = [option for option, asked in added.items() if asked]
+    given = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
     if options.cast is not None and given:
-        raise BadInputError(
-            f"--cast and {given[0]} cannot be combined: --cast changes the inputs of the replay alone.",
-            "Leave out one of them.",
-        )
+        raise both("--cast", given[0], "--cast changes the inputs of the replay alone")
     if options.stalls and options.tensor_parallel > 1:
-        raise BadInputError(
-            "--stalls and --tensor-parallel cannot be combined: --stalls profiles all heads.", "Leave out one of them."
-        )
+        raise both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
     served = (request.batch, request.packed, request.chunk, request.decode) != (1, None, None, 0)
     served = served or options.tensor_parallel > 1
     if served and (options.answers or options.prefill):
@@ -125,8 +143,7 @@ def run(options: declared.RunOptions) -> tuple[ReplayRequest, Subject | Stored, 
         )
     if options.prefill and (folder := captures_of(request)) is not None:
         raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
-    alone = ("--answers", "--stalls", "--prefill", "--save-captures")
-    refuse_ranks(*(name for name in alone if getattr(options, name[2:].replace("-", "_"))))
+    refuse_ranks(*given, *(["--save-captures"] if options.save_captures else []))
     ranks = join()
     if ranks is None or ranks.first:
         check_folder(options.out)

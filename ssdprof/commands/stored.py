@@ -16,6 +16,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from ssdprof import files, operators, settings
 from ssdprof.checkpoint.names import FAMILIES
 from ssdprof.commands import options, output, terminal
+from ssdprof.commands.requests import both
 from ssdprof.core import pairs
 from ssdprof.core.base import Record, precisions_for
 from ssdprof.core.conditions import of_options, parse, parse_percent
@@ -146,7 +147,7 @@ def accuracy(options: options.AccuracyOptions) -> None:
 def export(options: options.ExportOptions) -> None:
     chosen = options.format or ("json" if options.json else "markdown")
     if options.json and chosen != "json":
-        raise BadInputError(f"--json and --format {chosen} cannot be combined.", "Give one of them.")
+        raise both("--json", f"--format {chosen}")
     if chosen == "github":
         if options.output is not None:
             raise BadInputError(
@@ -213,7 +214,7 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 
 def compare(options: options.CompareOptions) -> None:
     if options.json and options.format == "markdown":
-        raise BadInputError("--json and --format markdown cannot be combined.", "Give one of them.")
+        raise both("--json", "--format markdown")
     stored = settings.load(options.config).compare
     conditions = [parse("--fail-if", text) for text in (stored.fail_if if options.fail_if is None else options.fail_if)]
     smallest = parse_percent("--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,18 +14,17 @@ from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import LeftOut, Report, Requested
 from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
 from ssdprof.environment.toolchain import require_gpu
-from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry
+from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, Verdicts
 from ssdprof.jobs.request import BenchRequest
-from ssdprof.measure.first_run import Call, Deadline, first_line
+from ssdprof.measure.first_run import Deadline, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
-from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
-from ssdprof.store.reports import Writer, draft, load, opened
+from ssdprof.store.reports import draft, load, opened
 
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
@@ -76,15 +75,23 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
             watcher=watcher,
             oracle_must_fit=True,
         )
-        cells = _Cells(request, device, comparer, writer)
+        verdicts: dict[Cell, Verdicts] = {}
         with watcher.step("Measuring", len(mine), unit="cells") as advance:
             for done, cell in enumerate(mine):
+                seconds, left = sampling_seconds(end - time.monotonic(), len(mine) - done), ""
+                smallest = request.smallest_difference
+                sampling = SamplingPlan(smallest_difference=smallest, max_rounds=MAX_ROUNDS, seconds=seconds)
+                deadline = Deadline(most=request.first_call, until=end)
+                own = replace(comparer, sampling=sampling, deadline=deadline)
                 try:
-                    cells.measure(cell, sampling_seconds(end - time.monotonic(), len(mine) - done), end)
+                    for case in measured(request, cell, device, own, verdicts):
+                        writer.case(case)
                 except BudgetSpent as error:
-                    cells.leave_out(cell, f"the budget of {request.budget:g} s was spent{error}")
+                    left = f"the budget of {request.budget:g} s was spent{error}"
                 except torch.OutOfMemoryError as error:
-                    cells.leave_out(cell, f"out of memory: {first_line(error)}")
+                    left = f"out of memory: {first_line(error)}"
+                if left:
+                    writer.update(left_out=(*writer.report.left_out, LeftOut(place=_place(cell), reason=left)))
                 clocks.poll()
                 writer.update(clocks=clocks.clocks, seconds=time.monotonic() - began)
                 advance(1)
@@ -96,95 +103,65 @@ def sampling_seconds(left: float, cells_left: int) -> float:
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 
 
-@dataclass
-class _Cells:
-    """Measures cells; remembers what short checks found."""
+def measured(
+    request: BenchRequest, cell: Cell, device: torch.device, comparer: Comparer, verdicts: dict[Cell, Verdicts]
+) -> Iterable[Case]:
+    """The cases of a cell: a cell that is left out has none, also if some were verified before.
 
-    request: BenchRequest
-    device: torch.device
-    comparer: Comparer
-    writer: Writer
-    _verdicts: dict[Cell, Mapping[Hashable, Case]] = field(default_factory=dict)
+    verdicts: what short checks found.  Raises BudgetSpent, also half-way.
+    """
+    if comparer.deadline.exhausted:
+        raise BudgetSpent("")
+    checked, known = cell, None
+    if request.check == "short" and not cell.tokens.packed:
+        checked = replace(cell, tokens=Tokens(sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN)))
+    if checked != cell:
+        if checked not in verdicts:
+            entries = _entries(request, checked, device, None)
+            compared = replace(comparer, timer=None).compare(entries, str(checked))
+            found = {(case.name, case.chunk_size): case for case in compared}
+            verdicts[checked] = {one.key: found[one.case.name, one.case.chunk_size] for one in entries}
+        known = verdicts[checked]
+    entries = _entries(request, cell, device, checked.tokens.seqlen if known else None)
+    cases = {case.name: case for case in comparer.compare(entries, str(cell), known)}
+    if known:  # later cells find all kernels compiled
+        verdicts[checked] = {key: case.changed(first_call=None) for key, case in known.items()}
+    return cases.values()
 
-    def leave_out(self, cell: Cell, reason: str) -> None:
-        one = LeftOut(place=_place(cell), reason=reason)
-        self.writer.update(left_out=(*self.writer.report.left_out, one))
 
-    def measure(self, cell: Cell, seconds: float, end: float) -> None:
-        """seconds: of sampling.  end: of the bench, by time.monotonic.  Raises BudgetSpent, also half-way."""
-        request, deadline = self.request, Deadline(most=self.request.first_call, until=end)
-        if deadline.exhausted:
-            raise BudgetSpent("")
-        difference = request.smallest_difference
-        sampling = SamplingPlan(smallest_difference=difference, max_rounds=MAX_ROUNDS, seconds=seconds)
-        comparer = replace(self.comparer, sampling=sampling, deadline=deadline)
-        checked, verdicts = self._checked(cell), None
-        if checked != cell:
-            if checked not in self._verdicts:
-                entries = self._entries(checked, None)
-                found = list(replace(comparer, timer=None).compare(entries, str(checked)))
-                self._verdicts[checked] = {
-                    one.key: next(
-                        case for case in found if (case.name, case.chunk_size) == (one.case.name, one.case.chunk_size)
-                    )
-                    for one in entries
-                }
-            verdicts = self._verdicts[checked]
-        entries = self._entries(cell, None if checked == cell else checked.tokens.seqlen)
-        # all at the end: a cell that is left out has no cases, also if some were verified before
-        for case in {case.name: case for case in comparer.compare(entries, str(cell), verdicts)}.values():
-            self.writer.case(case)
-        if verdicts:  # later cells find all kernels compiled
-            self._verdicts[checked] = {key: case.changed(first_call=None) for key, case in verdicts.items()}
+def _entries(request: BenchRequest, cell: Cell, device: torch.device, checked: int | None) -> list[Entry]:
+    """An entry for each implementation, precision and chunk size; all of a cell are timed together.
 
-    def _entries(self, cell: Cell, checked: int | None) -> list[Entry]:
-        """An entry for each implementation, precision and chunk size; all of a cell are timed together."""
-        request, operator = self.request, self.request.operator
-        drawn = Drawn(
-            shape=cell.shape.name,
-            shape_words=str(cell.shape),
-            tokens=str(cell.tokens),
-            sequences=cell.tokens.sequences,
-            packed=cell.tokens.packed,
-            layout=cell.layout,
-            ways=cell.drawn,
-            checked=checked,
-        )
-        inputs = operator.generated.draw(cell, self.device)
-        sized = {size: operator.generated.with_chunk_size(inputs, size) for size in request.chunk_sizes}
-        inputs = sized[min(sized)] if sized else inputs
-        dims, work = operator.judged.cost(inputs)
-        entries: list[Entry] = []
-        for one, precision in request.compared(cell):
-            for size in request.sizes(one):
-                case = Case(
-                    drawn=drawn,
-                    dims=dims,
-                    batch=dims.batch,
-                    seqlen=dims.seqlen,
-                    inputs=", ".join((cell.dtype, *cell.drawn, cell.layout)),
-                    implementation=one.name,
-                    kind=one.kind,
-                    version=one.version,
-                    precision=precision,
-                    baseline="" if one.name == request.baseline else request.baseline,
-                    status="ran",
-                    work=work,
-                    chunk_size=size,
-                )
-                label = f"{one.name} {precision}{'' if size is None else f', chunk {size}'}"
-                own = sized[size] if size else inputs
-                call = Call(implementation=one, inputs=own, precision=precision_of(precision), label=label)
-                entries.append(Entry(case=case, call=call))
-        for entry in entries:
-            entry.baseline = matched_with(entry, entries, request.match_with)
-        return entries
-
-    def _checked(self, cell: Cell) -> Cell:
-        """The cell whose outputs are compared instead of this cell's."""
-        if self.request.check == "full" or cell.tokens.packed:
-            return cell
-        return replace(cell, tokens=Tokens(sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN)))
+    checked: tokens of the cell whose outputs are compared instead; None: its own are.
+    """
+    operator = request.operator
+    drawn = Drawn(
+        shape=cell.shape.name,
+        shape_words=str(cell.shape),
+        tokens=str(cell.tokens),
+        sequences=cell.tokens.sequences,
+        packed=cell.tokens.packed,
+        layout=cell.layout,
+        ways=cell.drawn,
+        checked=checked,
+    )
+    inputs = operator.generated.draw(cell, device)
+    sized = {size: operator.generated.with_chunk_size(inputs, size) for size in request.chunk_sizes}
+    inputs = sized[min(sized)] if sized else inputs
+    dims, work = operator.judged.cost(inputs)
+    words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
+    common = {
+        "drawn": drawn, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, "inputs": words, "work": work,
+    }  # fmt: skip
+    entries: list[Entry] = []
+    for one, precision in request.compared(cell):
+        over = "" if one.name == request.baseline else request.baseline
+        for size in request.sizes(one):
+            own = sized[size] if size else inputs
+            entries.append(Entry.of(one, precision, own, baseline=over, chunk_size=size, **common))
+    for entry in entries:
+        entry.baseline = matched_with(entry, entries, request.match_with)
+    return entries
 
 
 def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord, Probe
 from ssdprof.core.case import Case, ChunkTrial
 from ssdprof.core.subject import Ceilings
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, blaming, completed, first_line, refuse_if_lost
@@ -32,6 +33,7 @@ from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turn
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.timing import Recording, Timer, time_in_turns
 from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Output
 from ssdprof.progress import Unwatched, Watcher
 
@@ -52,6 +54,7 @@ class Entry:
     case: what is known before it runs.  baseline: whose output it is also compared with; None: nobody's.
     turns: entries with equal ones are timed together.
     probes: (seconds of a call) -> the laws that it obeys, tested after it was found correct.
+    bits: the fingerprint of its first output.
     """
 
     case: Case
@@ -59,6 +62,16 @@ class Entry:
     baseline: Entry | None = None
     turns: Hashable = None
     probes: Callable[[float], tuple[Probe, ...]] = lambda _: ()
+    bits: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, one: Implementation, precision: PrecisionRecord, given: Any, /, **fields: Any) -> Entry:
+        """given: the inputs of the call.  fields: of its case."""
+        known = {"implementation": one.name, "kind": one.kind, "version": one.version, "precision": precision}
+        case = Case(**(fields | known), status="ran")
+        label = f"{one.name} {precision}{'' if case.chunk_size is None else f', chunk {case.chunk_size}'}"
+        call = Call(implementation=one, inputs=given, precision=precision_of(precision), label=label)
+        return cls(case=case, call=call)
 
     @property
     def key(self) -> Hashable:
@@ -98,33 +111,37 @@ class Comparer:
                 name = entry.case.implementation
                 copies[name] = copies.get(name) or GuardedInputs(entry.call.inputs)
                 entry.call = self.isolated.guarded(entry.call, copies[name], entry.case.precision)
-        verified: dict[Entry, _Verified] = {}
+        cases: dict[Entry, Case] = {}
         for batch in _batches(entries):
-            for entry, one in self._verified(batch, label, verdicts).items():
-                if entry in verified:  # a baseline runs for every batch that needs it
+            for entry, case in self._verified(batch, label, verdicts).items():
+                if entry in cases:  # a baseline runs for every batch that needs it
                     continue
-                verified[entry] = one
-                if self.timer is None:
-                    yield one.case
-                elif entry.case.chunk_size is None:
-                    yield one.untimed
+                cases[entry] = case
+                if self.timer is None or case.chunk_size is None:
+                    yield case if self.timer is None else _untimed(case)
         if self.timer is None:
             return
-        chosen = dict.fromkeys(_alternatives(entry, entries) for entry in entries)
-        ready = [self._fastest(each, verified, self.timer) for each in chosen]
-        for one in ready:
-            if one.case.trials:
-                yield one.untimed
+        for each in dict.fromkeys(_alternatives(entry, entries) for entry in entries):
+            found = {entry: cases.pop(entry) for entry in each}
+            entry, case = self._fastest(found, self.timer)
+            cases[entry] = case
+            if case.trials:
+                yield _untimed(case)
         rivals = {entry.case.rated_against for entry in entries}
-        timed = [one for one in ready if one.case.result == "passed" or one.outside_baseline(rivals)]
-        for turns in dict.fromkeys(one.entry.turns for one in timed):
-            group = [one for one in timed if one.entry.turns == turns]
+        # a baseline outside its budget is timed, because the verdict is on the others
+        timed = {
+            entry: case
+            for entry, case in cases.items()
+            if case.result == "passed" or (case.only_outside and (case.place, case.implementation) in rivals)
+        }
+        for turns in dict.fromkeys(entry.turns for entry in timed):
             with self.watcher.step(f"{label}: timing"):
+                group = {entry: case for entry, case in timed.items() if entry.turns == turns}
                 yield from self._sampled(group, self.timer)
 
     # --- accuracy
 
-    def _verified(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None) -> dict[Entry, _Verified]:
+    def _verified(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None) -> dict[Entry, Case]:
         """Run the entries, whose outputs fit in memory together, and compare them with the oracle in one pass."""
         runs: dict[Entry, tuple[Output | None, dict[str, Any], float]] = {}
         with self.watcher.step(f"{label}: running", len(entries), unit="cases") as advance:
@@ -136,7 +153,8 @@ class Comparer:
             found = self._accuracies(outputs, label)
         else:
             found = {entry: _borrowed(verdicts[entry.key], runs[entry][1], output) for entry, output in outputs.items()}
-        bits = {entry: fingerprint(*output) for entry, output in outputs.items()}
+        for entry, output in outputs.items():
+            entry.bits = entry.bits or fingerprint(*output)
         cases = {
             entry: Case(**(entry.case.own | fields | found.get(entry, {}))) for entry, (_, fields, _) in runs.items()
         }
@@ -149,7 +167,7 @@ class Comparer:
                         if case.result == "passed" and (probes := entry.probes(seconds[entry])):
                             cases[entry] = case.changed(probes=probes)
                     advance(1)
-        return {entry: _Verified(entry=entry, case=case, bits=bits.get(entry)) for entry, case in cases.items()}
+        return cases
 
     def _first_run(self, entry: Entry) -> tuple[Output | None, dict[str, Any], float]:
         """The output, fields of the case, and the seconds that the call took."""
@@ -203,44 +221,43 @@ class Comparer:
 
     # --- speed
 
-    def _fastest(self, entries: tuple[Entry, ...], verified: Mapping[Entry, _Verified], timer: Timer) -> _Verified:
+    def _fastest(self, cases: Mapping[Entry, Case], timer: Timer) -> tuple[Entry, Case]:
         """The fastest chunk size that passed; without one, the first entry, which says why.
 
         Several are compared by a few replays in turns.
         """
-        passed = [entry for entry in entries if verified[entry].case.result == "passed"]
+        passed = [entry for entry, case in cases.items() if case.result == "passed"]
         samples = device_times({one: [one.call] for one in passed}, timer, TRIALS) if len(passed) > 1 else {}
         times = {entry: statistics.median(values).value for entry, values in samples.items()}
-        best = verified[min(passed, key=lambda entry: times.get(entry, math.inf), default=entries[0])]
-        if best.case.chunk_size is None:
-            return best
+        best = min(passed, key=lambda entry: times.get(entry, math.inf), default=next(iter(cases)))
         trials = tuple(
             ChunkTrial(
-                chunk_size=entry.case.chunk_size or 0,
-                result=verified[entry].case.result,
-                reason=verified[entry].case.why,
+                chunk_size=case.chunk_size,
+                result=case.result,
+                reason=case.why,
                 device_us=times.get(entry),
-                first_call=verified[entry].case.first_call,
+                first_call=case.first_call,
             )
-            for entry in entries
+            for entry, case in cases.items()
+            if case.chunk_size is not None
         )
-        return _Verified(entry=best.entry, case=best.case.changed(trials=trials), bits=best.bits)
+        return best, cases[best].changed(trials=trials) if trials else cases[best]
 
-    def _sampled(self, group: Sequence[_Verified], timer: Timer) -> Iterator[Case]:
+    def _sampled(self, group: Mapping[Entry, Case], timer: Timer) -> Iterator[Case]:
         """Time verified entries in turns, and check what they compute then."""
-        named = _named(group)
+        named = {entry.call.label: entry for entry in group}
         remarks: dict[str, str] = {}
 
         def outside(name: str, output: Output) -> str:
             """Why an output is worse than the one that was judged."""
-            known, call = named[name], named[name].entry.call
+            known, call = group[named[name]], named[name].call
             candidate = Candidate[str](output=output, precision=call.precision, cuts=call.implementation.cuts_operands)
             accuracy = compare_with_oracle(call.inputs, {name: candidate})[name]
-            again = known.case.changed(accuracy=accuracy)
-            return "" if again.result == known.case.result else again.outside_budget
+            again = known.changed(accuracy=accuracy)
+            return "" if again.result == known.result else again.outside_budget
 
         def check(name: str, run: Run) -> str:
-            call = named[name].entry.call
+            call = named[name].call
             _poison(run(), call.inputs)
             output, late = completed(lambda: call.judged_output(run()), call.device)
             if words := late or call.out_of_bounds():
@@ -257,7 +274,8 @@ class Comparer:
 
         def follows(name: str, run: Run, output: Output, scale: Callable[[float], None]) -> str:
             """Why the output is wrong with other numbers at the addresses of the inputs."""
-            call, factor = named[name].entry.call, 0.5 if _has_fp16(named[name].entry.call) else 2.0
+            call = named[name].call
+            factor = 0.5 if _has_fp16(call) else 2.0
             expected = [tensor * factor for tensor in output]
             _poison(output, call.inputs)
             try:
@@ -268,18 +286,17 @@ class Comparer:
                 scale(1.0)
             return words and f"with other numbers at the same addresses of the inputs, {words}"
 
-        calls = [one.entry.call for one in named.values()]
-        owns = next((one.case for one in group if one.case.kind == "own"), None)
+        calls = [entry.call for entry in group]
+        owns = next((case for case in group.values() if case.kind == "own"), None)
         with while_it_runs(owns), _changeable(calls) as scale:
             session = time_in_turns(
-                {name: one.entry.call.run for name, one in named.items()},
+                {name: entry.call.run for name, entry in named.items()},
                 timer,
                 self.sampling,
                 check=check,
                 change=_never_the_same(scale, any(map(_has_fp16, calls))),
             )
-        for name, one in named.items():
-            case = one.case
+        for name, case in zip(named, group.values(), strict=True):
             if name in remarks:
                 case = case.changed(reason=remarks[name])
             if failed := session.failed_later.get(name):
@@ -292,22 +309,9 @@ class Comparer:
                 yield case.changed(**unmeasured) if (unmeasured := _above_roof(timed, self.ceilings)) else timed
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Verified:
-    """bits: the output's fingerprint; None if there was no output."""
-
-    entry: Entry
-    case: Case
-    bits: tuple[int, ...] | None
-
-    @property
-    def untimed(self) -> Case:
-        """The case for as long as it is not timed."""
-        return self.case.changed(reason=NOT_TIMED) if self.case.result == "passed" else self.case
-
-    def outside_baseline(self, rivals: Collection[tuple[str, str] | None]) -> bool:
-        """Whether it is a baseline outside its budget.  It is timed, because the verdict is on the others."""
-        return self.case.only_outside and (self.case.place, self.case.implementation) in rivals
+def _untimed(case: Case) -> Case:
+    """The case for as long as it is not timed."""
+    return case.changed(reason=NOT_TIMED) if case.result == "passed" else case
 
 
 def _poison(output: Output, inputs: Any) -> None:
@@ -416,17 +420,6 @@ def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
         step = capacity - 1
         batches += [[baseline, *others[i : i + step]] for i in range(0, len(others), step)]
     return [*batches, current] if current else batches
-
-
-def _named(group: Sequence[_Verified]) -> dict[str, _Verified]:
-    """By label, for messages; equal labels also get a number."""
-    named: dict[str, _Verified] = {}
-    for one in group:
-        label, number = one.entry.call.label, 2
-        while label in named:
-            label, number = f"{one.entry.call.label} ({number})", number + 1
-        named[label] = one
-    return named
 
 
 # --- who is compared with whom

@@ -283,35 +283,6 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
     return names
 
 
-def parse_serving(
-    batch: int, packed: str | None, chunk: str | None, decode: int, *, seq: str | None, segment: str | None
-) -> tuple[Tokens | None, int | None]:
-    """`packed` and `chunk` of a request.  Raises BadInputError for invalid options and combinations."""
-    if packed is not None:
-        for option, given in (
-            ("--seq", seq is not None),
-            ("--batch", batch > 1),
-            ("--chunked-prefill", chunk is not None),
-            ("--decode", decode > 0),
-        ):
-            if given:
-                raise BadInputError(
-                    f"--packed and {option} cannot be combined: packed sequences are one call of their own lengths.",
-                    f"Leave out {option}, or give --batch instead of --packed.",
-                )
-    if chunk is not None and segment is not None:
-        raise BadInputError(
-            "--chunked-prefill and --segment cannot be combined: the chunks are the segments.", "Leave out --segment."
-        )
-    length = None if chunk is None else parse_seq(chunk)
-    if length == 1:
-        raise BadInputError(
-            "--chunked-prefill 1 would be decoding: models compute single tokens by another function.",
-            "Give 2 or more tokens, such as 8k, or use --decode.",
-        )
-    return None if packed is None else parse_packed(packed), length
-
-
 # --- the cells of a bench: shape, dtype and layout of tokens
 
 

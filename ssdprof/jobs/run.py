@@ -20,7 +20,7 @@ from ssdprof.capture import store as captures
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
-from ssdprof.core.case import Case, call_size
+from ssdprof.core.case import call_size
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerRef, Prompt, split_prompt
 from ssdprof.core.words import plural, words
@@ -35,13 +35,13 @@ from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, ReplayRequest
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.first_run import Call, forget_peak, peak_bytes
+from ssdprof.measure.first_run import forget_peak, peak_bytes
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
-from ssdprof.operators.dtypes import dtype_name, dtype_named, precision_of
+from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -293,7 +293,7 @@ def _replaying(
                 prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
             common = {
                 "layer": layer, "call": call, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen,
-                "inputs": inputs_of.get(prompt, ""), "status": "ran", "work": work,
+                "inputs": inputs_of.get(prompt, ""), "work": work,
             }  # fmt: skip
             pairs = resolved.pairs(layer.operator, dims.dtype, wanted, call)
             for case in comparer.compare(entries_of(inputs, common, pairs, prober), layer.name):
@@ -323,22 +323,11 @@ def entries_of(
     entries: dict[tuple[str, PrecisionRecord], Entry] = {}
     for one, precision, group in pairs:
         first = entries.get((baseline, group))
-        own, label = precision_of(precision), f"{one.name} {precision}"
-        call = Call(implementation=one, inputs=inputs, precision=own, label=label)
-        entries[one.name, precision] = Entry(
-            case=Case(
-                **common,
-                implementation=one.name,
-                kind=one.kind,
-                version=one.version,
-                precision=precision,
-                baseline="" if first is None else baseline,
-            ),
-            call=call,
-            baseline=first,
-            turns=group,
-            probes=partial(prober.probe, one, inputs, precision) if prober.takes(one) else lambda _: (),
-        )
+        entry = Entry.of(one, precision, inputs, baseline=baseline if first else "", **common)
+        entry.baseline, entry.turns = first, group
+        if one.kind in prober.kinds:
+            entry.probes = partial(prober.probe, one, inputs, precision)
+        entries[one.name, precision] = entry
     return list(entries.values())
 
 

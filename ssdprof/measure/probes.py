@@ -49,14 +49,13 @@ class Prober:
 
     thorough: in every call, and bundled kernels by every law.  Else these are probed by the laws that call what was
         compiled for the captured call, since compiling takes longer than the run; in Triton's interpreter not at all.
+    kinds: of the implementations that are probed.
     """
 
     def __init__(self, isolated: IsolatedFirstCall, *, thorough: bool = False) -> None:
         self._isolated, self._thorough = isolated, thorough
         self._done: set[Hashable] = set()
-
-    def takes(self, implementation: Implementation) -> bool:
-        return self._thorough or not (INTERPRETED and implementation.kind == "bundled")
+        self.kinds: set[str] = {"own", "library"} if INTERPRETED and not thorough else {"own", "library", "bundled"}
 
     def probe(
         self, implementation: Implementation, inputs: Any, precision: PrecisionRecord, seconds: float = 0.0

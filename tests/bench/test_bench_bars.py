@@ -16,11 +16,9 @@ import pytest
 import recorded
 from bench.benches import measured, report
 
-from ssdprof import operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.case import FirstCall
 from ssdprof.core.report import Report
-from ssdprof.jobs.request import expand, parse_shapes, parse_tokens
 from ssdprof.store.reports import dump
 
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
@@ -170,66 +168,6 @@ def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
     assert [one.returncode for one in ended] == [1, 2]  # cells of the bars were not measured
     assert "the results are of NVIDIA H100 and NVIDIA H200" in ended[1].stderr
     assert ended[1].stdout == ""
-
-
-def test_every_bar_speaks_of_cells_that_a_bench_can_measure() -> None:
-    batches = "4x1,16x1,64x1,256x1,32x1k,8x4k"
-    tokens, _ = parse_tokens("1,1k,...,256k", "1", batches, "64x1k-4k", max_tokens=1 << 18)
-    for bar in tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())["bar"]:
-        cells = expand(
-            parse_shapes(operators.get("ssd").generated, ",".join(bar["shapes"])),
-            (bar.get("dtype", "bf16"),),
-            tokens,
-            "contiguous",
-        )
-        named = {(shape, layout) for shape in bar["shapes"] for layout in bar["tokens"]}
-        assert {(cell.shape.name, str(cell.tokens)) for cell in cells} >= named
-        assert any(bar["device"].get(name, 0) > 0 for name in ("must", "goal"))
-
-
-MODELS = ("mamba2-2.7b", "granite-4.0-h-small", "nemotron-3-nano")
-OTHERS = ("nemotron-nano-9b-v2", "codestral-mamba-7b", "falcon-h1-3b", "zamba2-2.7b", "zamba2-7b")
-EXACT, RELAXED_16 = "fused exact fp32", "fused relaxed bf16"
-PACKED = ("64 packed x 1k-4k",)
-FROM_64K, FROM_8K = ("1 x 65,536", "1 x 131,072", "1 x 262,144"), ("1 x 8,192", "1 x 16,384", "1 x 32,768")
-FROM_1K, BATCHES = ("1 x 1,024", "1 x 2,048", "1 x 4,096"), ("32 x 1,024", "8 x 4,096")
-STEPS = ("1 x 1", "4 x 1", "16 x 1", "64 x 1", "256 x 1")
-PUBLISHED = {
-    "mamba2-2.7b": ("1 x 1,024", "1 x 4,096", "1 x 16,384", *FROM_64K, *BATCHES),
-    "granite-4.0-h-small": ("1 x 4,096", "1 x 32,768", "1 x 131,072"),
-    "nemotron-3-nano": ("1 x 4,096", "1 x 131,072"),
-}
-# of, over, dtype, shapes, tokens, then (must, goal) by device time and by call time
-HELD_TO = [
-    (EXACT, "mamba_ssm", "bf16", MODELS, FROM_64K, (3.25, 5), None),
-    (EXACT, "mamba_ssm", "bf16", MODELS, FROM_8K, (2.6, 4), None),
-    (EXACT, "mamba_ssm", "bf16", MODELS, BATCHES, (3, 4.5), None),
-    (EXACT, "mamba_ssm", "bf16", MODELS, FROM_1K, (1.9, 2.5), (2.5, 4)),
-    (RELAXED_16, EXACT, "bf16", MODELS, (*FROM_1K, *FROM_8K, *FROM_64K, *BATCHES), (1, 1.15), None),
-    *((EXACT, "published", "fp16", (model,), PUBLISHED[model], (1.4, 2.5), None) for model in MODELS),
-    (EXACT, "mamba_ssm", "bf16", OTHERS, ("1 x 4,096", "1 x 65,536"), (2, 4), None),
-    (EXACT, "unfused", "bf16", OTHERS, ("1 x 4,096", "1 x 65,536", *PACKED), (1, None), None),
-    (EXACT, "unfused", "bf16", ("mamba2-2.7b", *OTHERS), PACKED, (2, 4), None),
-    (
-        "unfused exact", "mamba_ssm", "bf16", MODELS, ("1 x 4,096", *FROM_8K, *FROM_64K, *BATCHES), (0.952, None), None,
-    ),
-    ("recurrent_in_place", "selective_state_update", "bf16", MODELS[:1], STEPS, (0.99, None), None),
-    (EXACT, "selective_state_update", "bf16", MODELS[:1], STEPS, (0.99, None), None),
-    ("recurrent", "floor", "bf16", MODELS[:1], STEPS, (None, 0.77), None),
-]  # fmt: skip
-
-
-def test_the_bars_are_the_numbers_that_the_kernels_are_held_to() -> None:
-    rules = tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())
-    found = [
-        (
-            bar["of"], bar["over"], bar.get("dtype", "bf16"), tuple(bar["shapes"]), tuple(bar["tokens"]),
-            *((bar[time].get("must"), bar[time].get("goal")) if time in bar else None for time in ("device", "call")),
-        )
-        for bar in rules["bar"]
-    ]  # fmt: skip
-    assert found == HELD_TO
-    assert {name: rules["first_call"][name] for name in ("of", "seconds")} == {"of": ["fused", "unfused"], "seconds": 2}
 
 
 def test_every_bar_holds_in_the_committed_results_but_those_of_first_calls_and_of_one_step_with_a_copied_state() -> (

@@ -88,6 +88,7 @@ def test_every_cell_of_every_bar_is_measured(operator: str) -> None:
         for shape in bar["shapes"]:
             for tokens in bar["tokens"]:
                 for drawn in bar.get("drawn", [""]):
+                    assert any(bar[name] for name in ("device", "call", "error") if name in bar), "held to nothing"
                     place = (shape, tokens, bar.get("dtype", "bf16"), drawn)
                     for words in (bar["of"], over if isinstance(over, str) else bar["of"]):
                         assert is_measured(words, cases.get(place, set())), (bar["name"], place, words)

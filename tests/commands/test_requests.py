@@ -100,7 +100,8 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"answers": True, "cast": "fp16"}, "--cast and --answers cannot be combined"),
+        *(({name: True, "cast": "fp16"}, f"--cast and --{name} cannot be combined")
+          for name in ("answers", "prefill", "stalls")),
         ({"stalls": True, "tensor_parallel": 2}, "--stalls and --tensor-parallel cannot be combined"),
         ({"prefill": True, "tensor_parallel": 2}, "--prefill runs one whole sequence"),
         ({"answers": True, "batch": 2}, "--answers runs one whole sequence"),
@@ -108,13 +109,10 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ({"gate": ["speed:2"]}, "--gate does not know 'speed'"),
         ({"gate": ["match@1:99%"]}, "--gate knows no match at 1"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInputError, match=words):
         requests.run(RunOptions(model="demo", **options))
-
-
-def test_stalls_go_with_a_batch() -> None:
     assert requests.run(RunOptions(model="demo", stalls=True, batch=2))[1].batch == 2
 
 

@@ -112,14 +112,14 @@ def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, size
 
 
 def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = job._Cells.measure
+    measured = job.measured
 
-    def interrupted(self: job._Cells, cell: Cell, *rest: Any) -> None:
+    def interrupted(request: BenchRequest, cell: Cell, *rest: Any) -> Any:
         if cell.tokens.seqlen == 40:
             raise KeyboardInterrupt
-        measure(self, cell, *rest)
+        return measured(request, cell, *rest)
 
-    monkeypatch.setattr(job._Cells, "measure", interrupted)
+    monkeypatch.setattr(job, "measured", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"What was done is kept in result, marked as partial: 2 cases\."):
         benched(*cells(36, 40), out=Path("result"))
     report = load("result")[1]
@@ -145,14 +145,15 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_spent_budget_leaves_cells_out(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    measure = job._Cells.measure
+    measured = job.measured
 
-    def slowly(self: job._Cells, *rest: Any) -> None:
-        measure(self, *rest)
+    def slowly(*given: Any) -> Any:
+        found = measured(*given)
         clock[0] += 100
+        return found
 
     monkeypatch.setattr(job.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(job._Cells, "measure", slowly)
+    monkeypatch.setattr(job, "measured", slowly)
     report = benched(*cells(36, 40, 60), budget=150)
     assert [case.size for case in report.cases] == ["1 x 36"] * 2 + ["1 x 40"] * 2
     assert [(one.place, one.reason) for one in report.left_out] == [
@@ -166,19 +167,14 @@ def compiling(*_: object) -> None:
     raise AssertionError("the call was stopped")
 
 
-def test_a_cell_whose_first_call_takes_the_budget_is_left_out_and_says_whose(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = replace(kernels.get("ssd", "unfused"), run=compiling)
-    monkeypatch.setitem(registry._implementations, ("ssd", "unfused"), slow)
-    (one,) = benched(*cells(36), budget=0.5).left_out
-    assert one.reason == "the budget of 0.5 s was spent in the first call of unfused exact, fp32 states, chunk 16"
-
-
-def test_a_first_call_that_takes_too_long_is_a_failure_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_call_that_takes_too_long_fails_or_takes_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(kernels.get("ssd", "fused"), run=compiling)
     monkeypatch.setitem(registry._implementations, ("ssd", "fused"), slow)
     report = benched(*cells(40), first_call=4)
     assert results(report) == [("unfused", "passed"), ("fused", "failed")]
     assert report.cases[1].why == "its first call was stopped after 4 s"
+    (one,) = benched(*cells(36), names=("fused",), baseline="fused", match_with="fused", budget=0.5).left_out
+    assert one.reason == "the budget of 0.5 s was spent in the first call of fused exact, fp32 states"
 
 
 def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
@@ -209,15 +205,11 @@ def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
     assert found.value == 0.5
 
 
-def test_a_library_that_is_not_there_is_a_sentence() -> None:
-    report = benched(*cells(40), names=("unfused", "mamba_ssm"))
-    assert results(report) == [("unfused", "passed")]
-    assert report.absent[0].startswith("mamba_ssm cannot be imported: ")
-
-
 def test_the_bundled_kernels_pass_on_packed_views() -> None:
     cell = replace(CELL, layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
-    report = benched(cell, precisions=lambda dtype: precisions_for(dtype, "all", None))
+    names = ("unfused", "fused", "mamba_ssm")
+    report = benched(cell, names=names, precisions=lambda dtype: precisions_for(dtype, "all", None))
+    assert report.absent[0].startswith("mamba_ssm cannot be imported: ")
     assert [(case.implementation, str(case.precision), case.chunk_size) for case in report.cases] == [
         ("unfused", "exact, fp32 states", 16),
         ("unfused", "exact, bf16 states", 16),

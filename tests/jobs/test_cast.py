@@ -36,11 +36,7 @@ def test_activations_of_ssd_are_cast_and_parameters_and_states_are_not() -> None
         assert torch.equal(tensor, tensors(inputs)[name].to(tensor.dtype)), name
     assert remark == ""
     assert cast_inputs(inputs, None) == (inputs, "")
-
-
-def test_a_dt_that_the_model_computes_in_fp32_stays_there() -> None:
-    inputs = SSDCase(dtype=BF16).inputs()
-    assert dtypes(cast_inputs(replace(inputs, dt=inputs.dt.float()), "fp16")[0])["dt"] == FP32
+    assert dtypes(cast_inputs(replace(inputs, dt=inputs.dt.float()), "fp16")[0])["dt"] == FP32, "the model's own"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -97,11 +93,3 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     _, replayed = load("stored")
     assert replayed.cast == report.cast
     assert [case.accuracy for case in replayed.cases] == [case.accuracy for case in report.cases]
-
-
-@pytest.mark.usefixtures("in_empty_folder")
-@pytest.mark.parametrize("option", ["--answers", "--prefill", "--stalls"])
-def test_what_runs_the_model_itself_does_not_go_with_a_cast_inputs(option: str) -> None:
-    code, _, err = run("--cast", "fp16", option)
-    assert code == 2
-    assert f"--cast and {option} cannot be combined" in err

@@ -60,6 +60,10 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
         output.out[0, 5, 1, 2] = float("nan")
         return output
 
+    def reject() -> None:
+        raise CallRejected("failed", "it hangs")
+
+    RAN.clear()
     bad: dict[str, Spoil] = {
         "wrong": noisy(0.5),
         "nan": nan,
@@ -68,9 +72,11 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
         "broken": raising(RuntimeError("illegal memory access")),
         "transposed": lambda output: SSDOutput(output.out.transpose(1, 2), output.final_states),
     }
-    found = compared(entries("good"), *(entries(name, spoil=spoil) for name, spoil in bad.items()))
+    several = (entries(name, spoil=spoil) for name, spoil in bad.items())
+    found = compared(entries("good"), entries("rejected", precheck=reject), *several)
     assert {name: case.result for name, case in found.items()} == {
         "good": "passed",
+        "rejected": "failed",
         "wrong": "inaccurate",
         "nan": "nonfinite",
         "refusing": "refused",
@@ -78,6 +84,8 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
         "broken": "failed",
         "transposed": "failed",
     }
+    assert "rejected" not in {name for name, _ in RAN}
+    assert found["rejected"].why == "it hangs"
     assert found["wrong"].why.startswith("out, head ")
     assert "(0, 5, 1, 2)" in found["nan"].why
     assert found["refusing"].why == "refusing: z is not supported"
@@ -130,15 +138,6 @@ def test_a_call_that_changes_its_inputs_has_no_output_and_no_time() -> None:
     assert not any(case.samples for case in found.values())
 
 
-def test_a_call_that_is_rejected_is_not_made() -> None:
-    def reject() -> None:
-        raise CallRejected("failed", "it hangs")
-
-    RAN.clear()
-    (case,) = compared(entries("a", precheck=reject)).values()
-    assert (case.result, case.why, RAN) == ("failed", "it hangs", [])
-
-
 # --- errors against the baseline, and batches
 
 
@@ -187,9 +186,6 @@ def test_a_baseline_that_fails_when_run_again_keeps_its_first_result(monkeypatch
     assert [case.result for case in found.values()] == ["passed"] * 3
     assert found["a"].accuracy[0].vs_baseline is not None
     assert found["b"].accuracy[0].vs_baseline is None
-
-
-def test_without_its_baseline_a_case_is_still_compared_with_the_oracle() -> None:
     (base,) = entries("refusing", spoil=raising(UnsupportedError("no")))
     found = compared([base], entries("a", baseline=base))
     assert (found["refusing"].result, found["a"].result) == ("refused", "passed")
@@ -311,18 +307,13 @@ def test_another_library_is_judged_by_its_second_call_because_it_tunes_itself_in
         return noisy(0.5)(output) if len(calls) == 1 else output
 
     assert compared(entries("library", kind="library", spoil=untuned))["library"].result == "passed"
-
-
-def test_states_of_a_library_are_widened_to_be_judged_and_not_to_be_timed() -> None:
     half = entries(
-        "half",
-        kind="library",
-        precision=HALF_STATES,
+        "half", kind="library", precision=HALF_STATES,
         spoil=lambda output: SSDOutput(output.out, output.final_states.bfloat16()),
-    )
+    )  # fmt: skip
     (case,) = compared(half).values()
-    assert case.result == "passed"
-    assert half[0].call.run()[1].dtype == torch.bfloat16
+    assert case.result == "passed", "its states are widened to be judged"
+    assert half[0].call.run()[1].dtype == torch.bfloat16, "and not to be timed"
 
 
 def test_nothing_is_faster_than_the_roof() -> None:
@@ -337,33 +328,37 @@ def test_nothing_is_faster_than_the_roof() -> None:
     assert found["fast"].why.startswith("the measurement failed: 1 us of device time would be 250% of the roofline")
 
 
-def test_what_cannot_be_captured_is_not_timed_and_says_so() -> None:
-    found = compared(entries("slow"), entries("fast"), timer=FakeTimer(uncapturable=frozenset({"slow"})))
-    assert "it synchronises" in found["slow"].reason
-    assert (found["slow"].result, found["slow"].samples) == ("passed", ())
-    assert found["fast"].samples
-
-
-def test_an_output_that_changes_is_told_from_one_that_differs_in_its_bits() -> None:
-    found = compared(
-        entries("bits", spoil=after_the_first(one_bit)),
-        entries("drifting", spoil=after_the_first(noisy(0.5))),
-        timer=FakeTimer(),
-    )
-    assert found["bits"].reason == "repeated calls differ in their bits, within the budget"
-    assert found["bits"].samples
-    assert (found["drifting"].result, found["drifting"].samples) == ("inaccurate", ())
-    assert found["drifting"].why.startswith("after it was timed: out, head")
-
-
-def test_a_replay_that_is_wrong_has_no_time() -> None:
+def test_what_goes_wrong_while_it_is_timed() -> None:
     def zero(name: str, output: SSDOutput) -> None:
         if name == "racy":
             output.out[0, 9, 1].zero_()
 
-    found = compared(entries("good"), entries("racy"), timer=FakeTimer(spoil=zero))
+    calls: list[int] = []  # the first one, then two recordings of three calls each
+
+    def last(output: SSDOutput) -> SSDOutput:
+        calls.append(1)
+        if len(calls) > 3:
+            raise ValueError("no more calls")
+        return output
+
+    found = compared(
+        entries("good"),
+        entries("uncapturable"),
+        entries("racy"),
+        entries("bits", spoil=after_the_first(one_bit)),
+        entries("drifting", spoil=after_the_first(noisy(0.5))),
+        entries("raising", spoil=last),
+        timer=FakeTimer(spoil=zero, uncapturable=frozenset({"uncapturable"})),
+    )
+    assert {name: (case.result, bool(case.samples)) for name, case in found.items()} == {
+        "good": ("passed", True), "uncapturable": ("passed", False), "racy": ("inaccurate", False),
+        "bits": ("passed", True), "drifting": ("inaccurate", False), "raising": ("failed", False),
+    }  # fmt: skip
+    assert "it synchronises" in found["uncapturable"].reason
     assert found["racy"].why.startswith("after it was timed: out, head 1")
-    assert (bool(found["good"].samples), found["racy"].samples) == (True, ())
+    assert found["bits"].reason == "repeated calls differ in their bits, within the budget"
+    assert found["drifting"].why.startswith("after it was timed: out, head")
+    assert found["raising"].why == "a later call raised ValueError: no more calls"
 
 
 @pytest.mark.parametrize(("precision", "factor", "largest"), [(RELAXED, 2.0, 256), (RELAXED_FP16, 0.5, 1)])
@@ -390,29 +385,6 @@ def test_numbers_change_from_sample_to_sample_and_fp16_cannot_overflow(
     assert len(sampled) == len(set(sampled)) == 2 * 2 * 3  # recordings, clocks, rounds
     assert max(sampled) <= largest
     assert (end, first, second, last) == (1.0, factor, factor, 1.0)
-
-
-def test_a_later_call_that_raises_is_a_failure() -> None:
-    # the first call, then two recordings of three calls each
-    calls: list[int] = []
-
-    def last(output: SSDOutput) -> SSDOutput:
-        calls.append(1)
-        if len(calls) > 3:
-            raise ValueError("no more calls")
-        return output
-
-    found = compared(entries("a"), entries("b", spoil=last), timer=FakeTimer())
-    assert (found["b"].result, found["b"].why) == ("failed", "a later call raised ValueError: no more calls")
-    assert found["a"].samples
-
-
-def test_equal_labels_are_kept_apart() -> None:
-    (slow,) = entries("scan", 300.0)
-    (fast,) = entries("scan", 100.0, precision=HALF_STATES)
-    fast.call = replace(fast.call, label=slow.call.label)
-    found = compared([slow], [fast], timer=FakeTimer())
-    assert [case.device_us and case.device_us.value for case in found.values()] == [300, 100]
 
 
 # --- verdicts from shorter inputs
@@ -503,22 +475,22 @@ def test_all_six_precisions_make_three_groups_of_equal_states() -> None:
     assert all(base == precision.exact for _, precision, base in pairs)
 
 
-def test_the_baseline_is_there_even_if_nobody_requested_it() -> None:
-    exact = RELAXED_FP16.exact
-    assert wanted_pairs([RELAXED_FP16], ("fused",), "unfused") == [
-        ("unfused", exact, exact), ("fused", RELAXED_FP16, exact),
-    ]  # fmt: skip
+FP32, FP16, BF16 = (PrecisionRecord(intermediates="exact", state_dtype=one) for one in ("fp32", "fp16", "bf16"))
 
 
-def test_a_library_is_the_baseline_at_equal_states_where_it_has_them() -> None:
-    fp32, fp16, bf16 = (PrecisionRecord(intermediates="exact", state_dtype=one) for one in ("fp32", "fp16", "bf16"))
-    wanted = [fp32, RELAXED_FP16]
-    assert wanted_pairs(wanted, ("fused",), "them", {"them": (fp16, fp32)}) == [
-        ("them", fp32, fp32), ("fused", fp32, fp32), ("them", fp16, fp16), ("fused", RELAXED_FP16, fp16),
-    ]  # fmt: skip
-    assert wanted_pairs(wanted, ("fused",), "them", {"them": (bf16,)}) == [
-        ("them", bf16, bf16), ("fused", fp32, bf16), ("fused", RELAXED_FP16, bf16),
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "baseline", "fixed", "pairs"),
+    [
+        ([RELAXED_FP16], "unfused", {}, [("unfused", FP16, FP16), ("fused", RELAXED_FP16, FP16)]),
+        ([FP32, RELAXED_FP16], "them", {"them": (FP16, FP32)},
+         [("them", FP32, FP32), ("fused", FP32, FP32), ("them", FP16, FP16), ("fused", RELAXED_FP16, FP16)]),
+        ([FP32, RELAXED_FP16], "them", {"them": (BF16,)},
+         [("them", BF16, BF16), ("fused", FP32, BF16), ("fused", RELAXED_FP16, BF16)]),
+    ],
+    ids=["it was not requested", "equal states", "a library that lacks the states"],
+)  # fmt: skip
+def test_the_baseline_runs_at_equal_states_if_it_has_them(wanted: Any, baseline: str, fixed: Any, pairs: Any) -> None:
+    assert wanted_pairs(wanted, ("fused",), baseline, fixed) == pairs
 
 
 def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it() -> None:

@@ -22,12 +22,6 @@ def test_lengths(words: str, expected: tuple[int, ...]) -> None:
     assert lengths(words) == expected
 
 
-@pytest.mark.parametrize("words", ["...,4k", "1k,...", "4k,...,1k", "1q", ""])
-def test_lengths_that_are_none(words: str) -> None:
-    with pytest.raises(BadInputError):
-        parse_tokens(words, "1", "", "", max_tokens=1 << 20)
-
-
 def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not() -> None:
     wanted, left_out = parse_tokens("1k,4k", "1,8", "8x4k,32x4k", "4x16-32", max_tokens=8192)
     assert [str(tokens) for tokens in wanted] == [
@@ -36,23 +30,19 @@ def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not() -> Non
     assert left_out == ()
     _, left_out = parse_tokens("1k,4k", "1,8", "", "", max_tokens=8192)
     assert left_out == (Tokens(sequences=8, seqlen=4096),)
-
-
-def test_nothing_but_too_large() -> None:
     with pytest.raises(BadInputError, match="more than 16 tokens"):
         parse_tokens("1k", "1", "", "", max_tokens=16)
 
 
-@pytest.mark.parametrize("words", ["8", "0x4", "x4k", "8x"])
-def test_cells_that_are_none(words: str) -> None:
+@pytest.mark.parametrize("given", [
+    *((words, "", "") for words in ("...,4k", "1k,...", "4k,...,1k", "1q", "")),
+    *(("1k", words, "") for words in ("8", "0x4", "x4k", "8x")),
+    *(("1k", "", words) for words in ("8x4k", "8x4k-1k", "8x0-4")),
+])  # fmt: skip
+def test_lengths_cells_and_packs_that_are_none(given: tuple[str, str, str]) -> None:
+    lengths_, cells, packs = given
     with pytest.raises(BadInputError):
-        parse_tokens("1k", "1", words, "", max_tokens=1 << 20)
-
-
-@pytest.mark.parametrize("words", ["8x4k", "8x4k-1k", "8x0-4"])
-def test_packs_that_are_none(words: str) -> None:
-    with pytest.raises(BadInputError):
-        parse_tokens("1k", "1", "", words, max_tokens=1 << 20)
+        parse_tokens(lengths_, "1", cells, packs, max_tokens=1 << 20)
 
 
 def test_shapes_by_model_and_by_sizes() -> None:
@@ -69,10 +59,15 @@ def test_shapes_that_are_none(words: str) -> None:
         parse_shapes(GENERATOR, words)
 
 
-def test_dtypes() -> None:
+def test_dtypes_and_chunk_sizes() -> None:
     assert parse_dtypes("bf16,fp16,bf16") == ("bf16", "fp16")
     with pytest.raises(BadInputError, match="int8"):
         parse_dtypes("int8")
+    assert parse_chunk_sizes("best") == ()
+    assert parse_chunk_sizes("64,128,64,256") == (64, 128, 256)
+    for words in ("8", "100", "512", "x", "", "0128"):
+        with pytest.raises(BadInputError, match="--chunk-size does not know"):
+            parse_chunk_sizes(words)
 
 
 def test_the_grid_is_the_product() -> None:
@@ -124,11 +119,3 @@ def test_packed_sequences_have_states_and_lengths_in_range() -> None:
     assert ((steps >= 8) & (steps <= 32)).all()
     assert steps.unique().numel() > 1
     assert inputs.x.shape[:2] == (1, int(inputs.cu_seqlens[-1]))
-
-
-def test_chunk_sizes() -> None:
-    assert parse_chunk_sizes("best") == ()
-    assert parse_chunk_sizes("64,128,64,256") == (64, 128, 256)
-    for words in ("8", "100", "512", "x", "", "0128"):
-        with pytest.raises(BadInputError, match="--chunk-size does not know"):
-            parse_chunk_sizes(words)

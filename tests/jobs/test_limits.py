@@ -29,18 +29,9 @@ def subject(repo_id: str, gb_per_layer: float, wanted: int = 4) -> Any:
     )
 
 
-@pytest.fixture
-def eighty_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_a_member_of_a_family_names_layers_and_siblings_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "free_bytes", lambda: 80 * GB)
-
-
-@pytest.mark.usefixtures("eighty_gb")
-def test_weights_that_fit() -> None:
     limits.check_weights(subject("org/name", 20))
-
-
-@pytest.mark.usefixtures("eighty_gb")
-def test_too_large_a_member_of_a_family_names_layers_and_siblings_that_fit() -> None:
     with pytest.raises(MissingCapabilityError) as caught:
         limits.check_weights(subject("ibm-granite/granite-4.0-h-small", 30))
     assert "120,000,000,000 bytes" in caught.value.message
@@ -48,10 +39,6 @@ def test_too_large_a_member_of_a_family_names_layers_and_siblings_that_fit() -> 
     assert "ibm-granite/granite-4.0-h-tiny" in caught.value.hint
     assert "granite-4.0-h-small" not in caught.value.hint
     limits.check_weights(subject("ibm-granite/granite-4.0-h-small", 30, wanted=2))
-
-
-@pytest.mark.usefixtures("eighty_gb")
-def test_a_model_of_which_nothing_fits() -> None:
     with pytest.raises(MissingCapabilityError) as caught:
         limits.check_weights(subject("org/name", 90))
     assert "Not one layer" in caught.value.hint

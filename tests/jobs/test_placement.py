@@ -112,17 +112,16 @@ def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytes
     weights, more = asked(granite).weight_bytes, beside(granite)
     memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
     assert choose(asked(granite, "disk-offload")).record.kind == "disk-offload"
-    with pytest.raises(MissingCapabilityError, match="all-gpus needs two NVIDIA GPUs; 1 can be used"):
-        choose(asked(granite, "all-gpus"))
-    memory(monkeypatch, [weights // 2], 4 * weights)
-    with pytest.raises(MissingCapabilityError, match="weights of"):
-        choose(asked(granite, "one-gpu"))
-    memory(monkeypatch, [weights // 2 + more], weights // 4)
-    with pytest.raises(MissingCapabilityError, match="does not fit with --placement cpu-offload"):
-        choose(asked(granite, "cpu-offload"))
-    memory(monkeypatch, [], 4 * weights + more)
-    with pytest.raises(MissingCapabilityError, match="cpu-offload needs an NVIDIA GPU; 0 can be used"):
-        choose(asked(granite, "cpu-offload"))
+    refused: list[tuple[list[int], int, PlacementKind, str]] = [
+        ([weights // 2 + more], 4 * weights + more, "all-gpus", "needs two NVIDIA GPUs; 1 can be used"),
+        ([weights // 2], 4 * weights, "one-gpu", "weights of"),
+        ([weights // 2 + more], weights // 4, "cpu-offload", "does not fit with --placement cpu-offload"),
+        ([], 4 * weights + more, "cpu-offload", "cpu-offload needs an NVIDIA GPU; 0 can be used"),
+    ]
+    for gpus, host, kind, words in refused:
+        memory(monkeypatch, gpus, host)
+        with pytest.raises(MissingCapabilityError, match=words):
+            choose(asked(granite, kind))
 
 
 def test_a_second_gpu_that_another_process_has_alone_is_left_out(
@@ -195,33 +194,28 @@ def test_weights_that_transformers_writes_anew_are_counted(
     assert (placed.rewritten_bytes == on_disk) == whole
 
 
-def test_weights_that_are_written_anew_need_room(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes before the download, and also in a dry run."""
+def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer of another model, and no room for weights that are written anew."""
+    monkeypatch.setattr(placement, "fetch", None)
+    subject = asked(granite, seqlen=256, tokenizer="demo")
+    planned = plan(subject)
+    for refuse in (lambda: load(subject, Unwatched()), lambda: check_start(planned, subject)):
+        with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
+            refuse()
     subject = asked(granite)
     placed = replace(choose(subject), rewritten_bytes=11_000)
     monkeypatch.setattr(placement.shutil, "disk_usage", lambda _: tf.utils.ModelOutput(free=11_000))
     placed.check_disk()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(placement, "choose", lambda *_: placed)
-    monkeypatch.setattr(placement, "fetch", None)
     planned = plan(subject)
     assert planned.placement is None
     for refuse in (lambda: load(subject, Unwatched()), lambda: check_start(planned, subject)):
         with pytest.raises(MissingCapabilityError, match=r"write 21\.5 KiB") as caught:
             refuse()
         assert "TMPDIR" in caught.value.hint
-
-
-def test_a_tokenizer_of_another_model_is_found_before_the_download(
-    granite: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement, "fetch", None)
-    request = CaptureRequest(model=str(granite), tokenizer="demo", text="random", seqlens=(256,))
-    subject = find(request)
-    planned = plan(subject)
-    for refuse in (lambda: load(subject, Unwatched()), lambda: check_start(planned, subject)):
-        with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
-            refuse()
 
 
 def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path: Path) -> None:
@@ -274,19 +268,26 @@ def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path) -> None:
 def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     granite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model is loaded according to the placement, while the files that it reads exist."""
+    """The model is loaded according to the placement, while the files that it reads exist.
+
+    Streamed weights are part of the predicted peak, together with the weights that stay in memory.
+    """
     found: list[list[dict[str, torch.Tensor]]] = []
     for share in (2.0, 0.6):
         subject = asked(granite)
         memory(monkeypatch, [], int(share * subject.weight_bytes) + beside(granite))
         loaded = load(subject, Unwatched())
-        kept: list[dict[str, torch.Tensor]] = []
-        loaded.run(lambda layer, kept=kept: kept.append(tensors(layer.inputs)))
-        found.append(kept)
+        found.append([])
+        loaded.run(lambda layer: found[-1].append(tensors(layer.inputs)))
         assert loaded.placement.kind == ("one-gpu" if share > 1 else "disk-offload")
     assert len(found[0]) == len(found[1]) == 5
     for whole, streamed in zip(*found, strict=True):
         assert all(torch.equal(whole[name], streamed[name]) for name in whole)
+    resident = sum(parameter.nbytes for parameter in loaded.model.parameters() if not parameter.is_meta)
+    with LiveBytes("cpu") as counted:
+        loaded.run(lambda _: None)
+    assert resident == next(held.weight_bytes for held in loaded.placement.held if held.place == "cpu")
+    assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
 
 
 # --- the memory that it needs
@@ -416,19 +417,6 @@ def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.M
     memory(monkeypatch, [chunks.weight_bytes + placement.bytes_beside_weights(chunks)], 2**40)
     assert choose(segments).record.kind == "cpu-offload"
     assert choose(chunks).record.kind == "one-gpu"
-
-
-def test_streamed_weights_are_part_of_the_prediction(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are counted while the model runs from the disk, together with the weights that stay in memory."""
-    subject = asked(granite)
-    memory(monkeypatch, [], int(0.6 * subject.weight_bytes) + beside(granite))
-    loaded = load(subject, Unwatched())
-    resident = sum(parameter.nbytes for parameter in loaded.model.parameters() if not parameter.is_meta)
-    with LiveBytes("cpu") as counted:
-        loaded.run(lambda _: None)
-    assert loaded.placement.kind == "disk-offload"
-    assert resident == next(held.weight_bytes for held in loaded.placement.held if held.place == "cpu")
-    assert loaded.placement.predicted_peak_bytes == pytest.approx(resident + counted.peak, rel=0.15)
 
 
 # --- with GPUs

@@ -164,22 +164,32 @@ def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_diffe
         assert (of(case).logits_rms, of(case).same_token) == (0.0, True)
 
 
-def test_in_segments_the_operator_counts_once_for_each() -> None:
-    one, _ = length(contender("unfused"), contender("fused"), segment=4)
+def test_in_segments_the_operator_counts_once_for_each_and_the_profile_follows_a_whole_prefill() -> None:
+    """Later segments have initial states, and may compile or tune kernels that the first call did not need."""
+    ran: list[int] = []
+
+    def profile(run: Callable[[], object]) -> Trace:
+        ran.append(len(timer.ran))
+        run()
+        return []
+
+    one, timer = length(contender("unfused"), contender("fused"), profile=profile, segment=4)
     report = timed(one)
     case = cases(report)["fused"]
     assert (of(case).segment_length, of(case).operator_calls) == (4, 3 * LAYERS)
     assert report.predicted(case) == pytest.approx((REST_US + 9 * 100) / (REST_US + 9 * 40))
+    assert ran[0] >= 3 * LAYERS
 
 
-def test_the_parts_of_the_gpus_work_are_known_of_a_profile_alone() -> None:
-    one, _ = length(contender("unfused"), profile=cpu_trace)
-    (case,) = timed(one).cases
-    assert {part.name for part in of(case).parts} >= {"mixer", "gated norm", "rest"}
-    assert of(case).busy_us == sum(part.gpu_us for part in of(case).parts) > 0
-    one, _ = length(contender("unfused"))
-    (case,) = timed(one).cases
-    assert (of(case).parts, case.call_us is None) == ((), False)
+@pytest.mark.parametrize("profile", [cpu_trace, unseen])
+def test_the_parts_of_the_gpus_work_are_known_of_a_profile_alone(profile: Any) -> None:
+    (case,) = timed(length(contender("unfused"), profile=profile)[0]).cases
+    assert case.call_us is not None
+    if profile is unseen:
+        assert of(case).parts == ()
+    else:
+        assert {part.name for part in of(case).parts} >= {"mixer", "gated norm", "rest"}
+        assert of(case).busy_us == sum(part.gpu_us for part in of(case).parts) > 0
 
 
 def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
@@ -241,24 +251,16 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
     assert {event for event in timer.events if event.startswith("call")} == {"call unfused"}
 
 
-def test_another_answer_shows() -> None:
-    one, _ = length(contender("unfused"), contender("fused", run=zeros))
-    case = cases(timed(one))["fused"]
-    assert of(case).logits_rms is not None
-    assert of(case).logits_rms > 0.1
-
-
-def test_without_its_baseline_a_case_has_a_time_and_no_speedup() -> None:
-    one, _ = length(contender("unfused", run=raising(RuntimeError("no"))), contender("fused"))
-    report = timed(one)
+def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup() -> None:
+    logits_rms = of(cases(timed(length(contender("unfused"), contender("fused", run=zeros))[0]))["fused"]).logits_rms
+    assert logits_rms
+    assert logits_rms > 0.1
+    broken = contender("unfused", run=raising(RuntimeError("no")))
+    report = timed(length(broken, contender("fused"))[0])
     case = cases(report)["fused"]
     assert case.call_us is not None
     assert report.speedup(case) is None
-
-
-def test_nothing_passed_is_no_error() -> None:
-    one, _ = length(contender("unfused", run=raising(RuntimeError("no"))))
-    assert [case.result for case in timed(one).cases] == ["failed"]
+    assert [case.result for case in timed(length(broken)[0]).cases] == ["failed"], "no error if nothing passed"
 
 
 def test_a_model_that_bypasses_its_operator_is_refused() -> None:
@@ -306,17 +308,13 @@ def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
     assert all(of(case).parts and case.call_us is None for case in found.values())
     assert not [event for event in timer.events if event.startswith("call")]
 
-
-def test_turns_that_do_not_fit_are_not_begun() -> None:
-    """The profile gives the duration of a round, which exceeds the remaining time here."""
-
     def slow(run: Callable[[], object]) -> Trace:
+        """The duration of a round, which exceeds the remaining time."""
         return [event | {"dur": 1e6} if event.get("cat") == "kernel" else event for event in cpu_trace(run)]
 
     one, timer = length(contender("unfused"), profile=slow)
     (case,) = timed(one, StepClock(10)).cases
-    assert case.result == "passed"
-    assert case.call_us is None
+    assert (case.result, case.call_us) == ("passed", None)
     assert "s of the budget were left" in case.why
     assert not [event for event in timer.events if event.startswith("call")]
 
@@ -356,20 +354,6 @@ def test_one_call_of_the_operator_compiles_and_one_prefill_is_profiled() -> None
     timed(one)
     # at the first layer, whose output is the baseline's; the second is `layer`
     assert before == ["unfused", *["unfused"] * LAYERS, *["fused"] * LAYERS]
-
-
-def test_in_segments_the_profile_follows_a_whole_prefill() -> None:
-    """Later segments have initial states, and may compile or tune kernels that the first call did not need."""
-    ran: list[int] = []
-
-    def profile(run: Callable[[], object]) -> Trace:
-        ran.append(len(timer.ran))
-        run()
-        return []
-
-    one, timer = length(contender("unfused"), profile=profile, segment=4)
-    timed(one)
-    assert ran[0] >= 3 * LAYERS
 
 
 @pytest.mark.parametrize(

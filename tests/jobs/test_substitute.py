@@ -63,12 +63,9 @@ def test_elsewhere_the_model_computes_for_itself_unless_told_otherwise() -> None
         return torch.zeros_like(out), final_state
 
     sites = find_mixers(model)
+    with pytest.raises(BadInputError, match="no implementation 'fastest' of ssd"):
+        implemented("fastest", EXACT_FP32, sites)
     with intercept(sites, by_layer(sites, zeros, layers=())):
         assert torch.equal(logits(model), before)
     with intercept(sites, by_layer(sites, zeros, layers=(2,))):
         assert not torch.equal(logits(model), before)
-
-
-def test_an_unknown_implementation_is_refused_by_name() -> None:
-    with pytest.raises(BadInputError, match="no implementation 'fastest' of ssd"):
-        implemented("fastest", EXACT_FP32, find_mixers(tiny_models.shared("mamba2")))

@@ -187,10 +187,6 @@ def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[
 # --- torchrun
 
 
-def test_every_item_falls_to_one_rank(two: tuple[Ranks, Ranks]) -> None:
-    assert [ranks.share("abcde") for ranks in two] == [("a", "c", "e"), ("b", "d")]
-
-
 def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     two[0].store.set("1/process", str(process.pid))
@@ -211,19 +207,30 @@ def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch: pytest.Mo
         two[0].require_alive(1)
 
 
-def test_one_that_has_not_joined_lives() -> None:
-    Ranks(0, 2, HashStore()).require_alive(1)
-
-
 def test_a_process_alone_joins_nobody() -> None:
     assert join({}) is None
     assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None
     assert started({"WORLD_SIZE": ""}) == 1
+    Ranks(0, 2, HashStore()).require_alive(1)  # one that has not joined lives
 
 
-def test_ranks_on_several_machines_are_refused() -> None:
-    with pytest.raises(BadInputError, match="several machines"):
-        join({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0"})
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, "several machines"),
+        # containers of a cluster may set the first variable without the others
+        *(({name: ""}, f"asks for 2 ranks, but {name} is not set")
+          for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")),
+        *(({"WORLD_SIZE": word}, f"^WORLD_SIZE='{word}' is not a number of processes")
+          for word in ("two", "0", "-2", "1.5")),
+        *(({name: word}, f"^{name}='{word}' is not a number")
+          for name, word in (("RANK", "abc"), ("RANK", "2"), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "70000"))),
+    ],
+)  # fmt: skip
+def test_variables_that_torchrun_does_not_set_are_refused(given: dict[str, str], words: str) -> None:
+    with pytest.raises(BadInputError, match=words) as caught:
+        join(OF_TORCHRUN | given)
+    assert "asks for" not in words or "unset WORLD_SIZE" in caught.value.hint
 
 
 def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,28 +239,6 @@ def test_there_are_never_two_ranks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
         join(OF_TORCHRUN)
     assert "--nproc-per-node 1" in caught.value.hint
-
-
-@pytest.mark.parametrize("absent", ["RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_world_size_that_torchrun_did_not_set_is_refused(absent: str) -> None:
-    """Containers of a cluster may set it without the other variables."""
-    with pytest.raises(BadInputError, match=f"asks for 2 ranks, but {absent} is not set") as caught:
-        join({name: value for name, value in OF_TORCHRUN.items() if name != absent})
-    assert "unset WORLD_SIZE" in caught.value.hint
-
-
-@pytest.mark.parametrize("word", ["two", "0", "-2", "1.5"])
-def test_a_world_size_that_is_no_number_is_refused(word: str) -> None:
-    with pytest.raises(BadInputError, match=f"^WORLD_SIZE='{word}' is not a number of processes"):
-        started({"WORLD_SIZE": word})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("RANK", "abc"), ("RANK", "2"), ("LOCAL_RANK", "-1"), ("MASTER_PORT", "70000")]
-)
-def test_a_variable_of_torchrun_that_it_does_not_set(name: str, value: str) -> None:
-    with pytest.raises(BadInputError, match=f"^{name}='{value}' is not a number"):
-        join(OF_TORCHRUN | {name: value})
 
 
 def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
@@ -271,5 +256,5 @@ def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
     monkeypatch.setattr(time, "sleep", lambda _: None)
     assert not first_tells(second)
     monkeypatch.setattr(time, "sleep", interrupted)
-    two[1].share("ab")
+    assert [ranks.share("abcde") for ranks in two] == [("a", "c", "e"), ("b", "d")]
     assert not first_tells(second)
