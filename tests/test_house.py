@@ -11,8 +11,8 @@ import pytest
 
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "package lines": 38_081, "test lines": 37_513, "classes": 287,
-    "call to row": 9, "name to kernel": 33,
+    "package lines": 38_022, "test lines": 37_089, "classes": 285,
+    "call to row": 8, "name to kernel": 32,
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -316,7 +316,9 @@ def lengths(words: str) -> tuple[int, ...]:
             raise BadInputError(
                 f"In {words!r}, '...' does not lead to a longer length.", "Write it between two lengths: 1k,...,256k."
             )
-        found += _doubled(found[-1], last)
+        while 2 * found[-1] < last:
+            found.append(2 * found[-1])
+        found.append(last)
     return tuple(dict.fromkeys(found))
 
 
@@ -351,14 +353,6 @@ def _known(option: str, words: Sequence[str], known: Sequence[K], more: str = ""
         if word not in named:
             raise BadInputError(f"{option} does not know {word!r}.", f"Give one or more of {', '.join(named)}{more}.")
     return tuple(dict.fromkeys(named[word.strip()] for word in words))
-
-
-def _doubled(first: int, last: int) -> Iterator[int]:
-    length = 2 * first
-    while length < last:
-        yield length
-        length *= 2
-    yield last
 
 
 def _batches(words: str) -> Iterable[int]:
