@@ -109,17 +109,6 @@ def judge(inputs: InterChunkInputs) -> Judge:
     return Judge({"out": reference(inputs)}, {"out": reference(inputs, rounded=True)}, eps)
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """For a profiler: a product and a sum per element, 4 more per column of the rank; every tensor moved once."""
-    tensors = [args[name] for name in ("states_ptr", "decay_ptr", "w_ptr", "y_ptr", "out_ptr") if name in args]
-    out, rank = args["out_ptr"], args["w_ptr"].shape[4] if "w_ptr" in args else 0
-    return {
-        "name": f"{kernel.name} {'x'.join(map(str, out.shape))}{f' r{rank}' if rank else ''}",
-        "flops": (2 + 4 * rank) * out.numel(),
-        "bytes": sum(t.numel() * t.element_size() for t in tensors),
-    }
-
-
 @triton.jit
 def _block_of(i_block, nheads, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr):
     """The batch and head of a block, its rows (ROWS,) and columns (BLOCK_V,), and masks of existing rows and elements.
@@ -135,7 +124,7 @@ def _block_of(i_block, nheads, K: tl.constexpr, V: tl.constexpr, ROWS: tl.conste
     return i_b, i_h, o_k, o_v, m_k, m
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "nchunks"])
+@triton.jit(do_not_specialize=["nheads", "nchunks"])
 def _loop_kernel(
     states_ptr, decay_ptr, out_ptr,
     states_strides, decay_strides, out_strides,
@@ -181,7 +170,7 @@ def loop(
     )  # fmt: skip
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "i_c"])
+@triton.jit(do_not_specialize=["nheads", "i_c"])
 def _one_chunk_kernel(
     states_ptr, decay_ptr, out_ptr,
     states_strides, decay_strides, out_strides,
@@ -206,7 +195,7 @@ def one_launch_a_chunk(inputs: InterChunkInputs, *, rows: int = ROWS) -> torch.T
     return out
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "blocks"])
+@triton.jit(do_not_specialize=["nheads", "blocks"])
 def _chained_kernel(
     states_ptr, decay_ptr, out_ptr, sync_ptr,
     states_strides, decay_strides, out_strides,
@@ -253,7 +242,7 @@ def _then(first_decay, first_added, second_decay, second_added):
     return first_decay * second_decay, first_added * second_decay + second_added
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "nchunks"])
+@triton.jit(do_not_specialize=["nheads", "nchunks"])
 def _associative_kernel(
     states_ptr, decay_ptr, out_ptr,
     states_strides, decay_strides, out_strides,
@@ -293,7 +282,7 @@ def associative(inputs: InterChunkInputs, *, block: int = 64, block_c: int = 32)
     )  # fmt: skip
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "nchunks", "blocks"])
+@triton.jit(do_not_specialize=["nheads", "nchunks", "blocks"])
 def _look_back_kernel(
     states_ptr, decay_ptr, out_ptr, parts_ptr, sync_ptr,
     states_strides, decay_strides, out_strides,
@@ -365,7 +354,7 @@ def look_back(inputs: InterChunkInputs, *, rows: int = ROWS, segment: int = 16) 
     )  # fmt: skip
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "nchunks"])
+@triton.jit(do_not_specialize=["nheads", "nchunks"])
 def _low_rank_kernel(
     states_ptr, decay_ptr, w_ptr, y_ptr, out_ptr,
     states_strides, decay_strides, w_strides, y_strides, out_strides,

@@ -172,17 +172,7 @@ class ScanConfig:
 PARALLEL = ScanConfig(num_warps=4, num_stages=2)
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """For a profiler: five operations per element of a state; every tensor read or written once."""
-    tensors = [value for name, value in args.items() if name.endswith("_ptr") and value is not None]
-    return {
-        "name": f"{kernel.name} {'x'.join(map(str, args['B_ptr'].shape))}",
-        "flops": 5 * args["B_ptr"].numel(),
-        "bytes": sum(t.numel() * t.element_size() for t in tensors),
-    }
-
-
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "seqlen"])
+@triton.jit(do_not_specialize=["nheads", "seqlen"])
 def _sequential_kernel(
     x_ptr, decay_ptr, B_ptr, C_ptr, y_ptr, entering_ptr,
     x_strides, decay_strides, B_strides, C_strides, y_strides, entering_strides,
@@ -218,7 +208,7 @@ def sequential(inputs: ScanInputs, *, config: ScanConfig | None = None) -> tuple
     return y, entering
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "seqlen"])
+@triton.jit(do_not_specialize=["nheads", "seqlen"])
 def _sequential_backward_kernel(
     x_ptr, decay_ptr, B_ptr, C_ptr, dy_ptr, entering_ptr, dx_ptr, ddecay_ptr, dB_ptr, dC_ptr, aside_ptr,
     x_strides, decay_strides, B_strides, C_strides, dy_strides, entering_strides,
@@ -295,7 +285,7 @@ def _then(first_decay, first_added, second_decay, second_added):
     return first_decay * second_decay, first_added * second_decay + second_added
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "seqlen"])
+@triton.jit(do_not_specialize=["nheads", "seqlen"])
 def _parallel_kernel(
     x_ptr, decay_ptr, B_ptr, C_ptr, y_ptr, states_ptr,
     x_strides, decay_strides, B_strides, C_strides, y_strides, states_strides,
@@ -336,7 +326,7 @@ def parallel(
     return y, states
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["nheads", "seqlen"])
+@triton.jit(do_not_specialize=["nheads", "seqlen"])
 def _parallel_backward_kernel(
     x_ptr, decay_ptr, B_ptr, C_ptr, dy_ptr, states_ptr, dx_ptr, ddecay_ptr, dB_ptr, dC_ptr,
     x_strides, decay_strides, B_strides, C_strides, dy_strides, states_strides,

@@ -25,11 +25,16 @@ class Inputs:
     """The base of an operator's inputs, a frozen dataclass.
 
     operator: its name.  FIRST: the tensor that determines batch, length, dtype and device
+    VALUES: that of the output's shape.  STATES: the initial states
+    states_shape: the shape of initial and final states
     """
 
     operator: ClassVar[str]
     FIRST: ClassVar[str]
+    VALUES: ClassVar[str]
+    STATES: ClassVar[str]
     cu_seqlens: torch.Tensor | None
+    states_shape: Any
 
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
@@ -48,6 +53,11 @@ class Inputs:
     def _first(self) -> torch.Tensor:
         first: torch.Tensor = getattr(self, self.FIRST)
         return first
+
+    @property
+    def values(self) -> torch.Tensor:
+        values: torch.Tensor = getattr(self, self.VALUES)
+        return values
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
         """same_dtype: as FIRST"""

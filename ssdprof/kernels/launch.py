@@ -103,23 +103,6 @@ def launch(
     launcher(programs, *tensors)
 
 
-# text after the kernel's name, floating-point operations, and what is moved: tensors, None for an absent one; or bytes
-Described = tuple[str, int, int | Sequence[torch.Tensor | None]]
-
-
-def described(describe: Callable[[Any, Any], Described]) -> Callable[[Any, Any, dict[str, Any]], dict[str, Any]]:
-    """The `launch_metadata` of a kernel, which a profiler receives, by a function of its tensors and constants."""
-
-    def tell(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-        constants = {name: getattr(value, "value", value) for name, value in vars(args["S"]).items()}
-        text, flops, moved = describe(args["tensors"], SimpleNamespace(**constants))
-        if not isinstance(moved, int):
-            moved = sum(one.numel() * one.element_size() for one in moved if one is not None)
-        return {"name": f"{kernel.name} {text}", "flops": flops, "bytes": moved}
-
-    return tell
-
-
 @cache
 def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(signature(function).parameters)

@@ -6,26 +6,18 @@ They compute in fp32 and round once.  Oracles: `convolved` and `normed` in tests
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import TL_DTYPE, ptr_offset
-from ssdprof.kernels.launch import Described, described, launch
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.tensors import strides_of_each
 
 MAX_WIDTH = 16
 MAX_GROUP_SIZE = 32768
 BLOCK_D = 128  # channels per program of the convolution; in 16 bit they are two cache lines
-
-
-@described
-def _conv_metadata(tensors: Any, _S: Any) -> Described:
-    x, weight, *_ = tensors
-    return f"{tuple(x.shape)}", 2 * weight.shape[1] * x.numel(), 2 * x.numel() * x.element_size()
 
 
 @triton.jit
@@ -39,7 +31,7 @@ def _load_positions(x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_
     return b_x
 
 
-@triton.jit(launch_metadata=_conv_metadata)
+@triton.jit
 def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
     x_ptr, weight_ptr, bias_ptr, initial_ptr, out_ptr, final_ptr = tensors
     x_strides, weight_strides, bias_strides, initial_strides, out_strides, final_strides = strides
@@ -127,13 +119,7 @@ def _check(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> No
         raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
 
 
-@described
-def _norm_metadata(tensors: Any, _S: Any) -> Described:
-    x, gate, *_ = tensors
-    return f"{tuple(x.shape)}", 8 * x.numel(), x.numel() * (2 * x.element_size() + gate.element_size())
-
-
-@triton.jit(launch_metadata=_norm_metadata)
+@triton.jit
 def _gated_rms_norm_kernel(tensors, strides, length, groups, rows, eps, S: tl.constexpr):
     x_ptr, gate_ptr, weight_ptr, out_ptr = tensors
     x_strides, gate_strides, weight_strides, out_strides = strides

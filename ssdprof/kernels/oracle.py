@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.registry import Plan
 
 ORACLE_CHUNK = 64  # positions per chunk of the chunked forms: takes little work, and does not affect the result
@@ -45,6 +47,9 @@ class OutputBlock(SequenceSpan):
     state: torch.Tensor
 
 
+Evaluate = Callable[[Any, SequenceSpan, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[SequenceSpan]:
     """The sequences of a (batch, length, ...) tensor, in order.
 
@@ -60,12 +65,40 @@ def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[
     ]
 
 
-def collect(blocks: Iterable[OutputBlock], out: torch.Tensor, final_states: torch.Tensor) -> None:
-    """Write the blocks to `out`, and the states after the sequences to `final_states`."""
+def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    """Initial states in a new tensor; zeros if there are none."""
+    given: torch.Tensor | None = getattr(inputs, inputs.STATES)
+    if given is not None:
+        return given.to(dtype, copy=True)
+    return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.values.device)
+
+
+def blocks_of(inputs: Inputs, evaluate: Evaluate, dtype: torch.dtype, block: int) -> Iterator[OutputBlock]:
+    """A stream of blocks of at most `block` positions, in order, sequence after sequence.
+
+    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
+
+    evaluate: (inputs, span, dtype, the state before it) -> out of the span, and the state after it
+    """
+    states = initial_states(inputs, dtype)
+    for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
+        state = states[span.sequence]
+        for part in span.cut(block):
+            out, state = evaluate(inputs, part, dtype, state)
+            yield OutputBlock(**vars(part), last=part.stop == span.stop, out=out, state=state)
+
+
+def joined(
+    inputs: Inputs, blocks: Iterable[OutputBlock], dtype: torch.dtype, state_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the final states of the blocks, in these dtypes."""
+    out = torch.empty(inputs.values.shape, dtype=dtype, device=inputs.values.device)
+    final_states = torch.empty(inputs.states_shape, dtype=state_dtype, device=inputs.values.device)
     for block in blocks:
         out[block.batch, block.start : block.stop] = block.out
         if block.last:
             final_states[block.sequence] = block.state
+    return out, final_states
 
 
 def oracle_plan(_inputs: object, _precision: object) -> Plan:

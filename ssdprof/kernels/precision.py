@@ -33,3 +33,8 @@ class Precision:
         if self.exact:
             return torch.float32
         return torch.bfloat16 if input_dtype == torch.float32 else input_dtype
+
+    @property
+    def as_exact(self) -> str:
+        """What a plan adds to its reason for a kernel that computes in fp32 at every precision."""
+        return "" if self == Precision() else "; the same as exact with fp32 states"

@@ -142,12 +142,6 @@ class Descriptor:
         return copy
 
 
-def tensor_of(descriptor: TensorDescriptor) -> Any:
-    """The tensor of a descriptor of this module."""
-    base = descriptor.base
-    return base.tensor if isinstance(base, _Base) else base
-
-
 def tiles(
     like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int], packed: bool
 ) -> Descriptor:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ssdprof.kernels import adapters as packages
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.kernels.gdn.inputs import GDNInputs
+    from ssdprof.kernels.registry import Implementation
     from ssdprof.operators import gdn_tuning, rounding
     from ssdprof.operators.rounding import Gate, Rounded, Span
 else:
@@ -169,13 +170,8 @@ BINDING: CallBinding[GDNInputs] = CallBinding(
     bind=bind,
     bind_step=bind,
     refused=(
-        "cp_context",
-        "head_first",
-        "use_gate_in_kernel",
-        "use_beta_sigmoid_in_kernel",
-        "allow_neg_eigval",
-        "transpose_state_layout",
-        "state_v_first",
+        "cp_context", "head_first", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
+        "transpose_state_layout", "state_v_first",
     ),
     always_a_pair=True,
     views=("q", "k", "v"),
@@ -184,7 +180,7 @@ BINDING: CallBinding[GDNInputs] = CallBinding(
     always_fp32=("g",),
     gate_bytes=lambda item: item + 4,  # beta, and g in fp32
     replacement=lambda inputs: computed("gdn", inputs, inputs.v, reference.gdn_chunked),
-)
+)  # fmt: skip
 
 
 # --- the oracle, and the operator in one precision
@@ -424,41 +420,22 @@ def _fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return (EXACT_FP32,)
 
 
+def _package(name: str, load: Callable[[], Implementation]) -> Library:
+    hint = f"pip install {name.replace('_', '-')}, or leave it out."
+    return generate.installed(load, lambda: packages.package_version(name), _fp32_states, hint)
+
+
 _FLA_HINT = "pip install flash-linear-attention, or leave it out."
-_FLASHINFER_HINT = "pip install flashinfer-python, or leave it out."
 LIBRARIES = {
-    "fla": Library(
-        load=lambda _: replace(
-            adapters.load_fla(_fla_operator()), version=adapters.fla_version(), precisions=_states_as_inputs
-        ),
-        hint=_FLA_HINT,
+    "fla": generate.installed(
+        lambda: adapters.load_fla(_fla_operator()), lambda: adapters.fla_version(), _states_as_inputs, _FLA_HINT
     ),
-    "fla_recurrent": Library(
-        load=lambda _: replace(
-            adapters.load_fla_recurrent(_fla_operator()), version=adapters.fla_version(), precisions=_fp32_states
-        ),
-        hint=_FLA_HINT,
+    "fla_recurrent": generate.installed(
+        lambda: adapters.load_fla_recurrent(_fla_operator()), lambda: adapters.fla_version(), _fp32_states, _FLA_HINT
     ),
-    "flash_qla": Library(
-        load=lambda _: replace(
-            adapters.load_flash_qla(), version=packages.package_version("flash_qla"), precisions=_fp32_states
-        ),
-        hint="pip install flash-qla, or leave it out.",
-    ),
-    "flashinfer": Library(
-        load=lambda _: replace(
-            adapters.load_flashinfer(), version=packages.package_version("flashinfer-python"), precisions=_fp32_states
-        ),
-        hint=_FLASHINFER_HINT,
-    ),
-    "flashinfer_mtp": Library(
-        load=lambda _: replace(
-            adapters.load_flashinfer_mtp(),
-            version=packages.package_version("flashinfer-python"),
-            precisions=_fp32_states,
-        ),
-        hint=_FLASHINFER_HINT,
-    ),
+    "flash_qla": _package("flash_qla", lambda: adapters.load_flash_qla()),
+    "flashinfer": _package("flashinfer-python", lambda: adapters.load_flashinfer()),
+    "flashinfer_mtp": _package("flashinfer-python", lambda: adapters.load_flashinfer_mtp()),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Literal
 
 import torch
@@ -12,8 +11,9 @@ import triton
 
 from ssdprof.core.base import Count, Size
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.gdn import fused
+from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
+from ssdprof.kernels.gdn.fused import FUSED, committed_portable
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
 from ssdprof.kernels.launch import LaunchCache
@@ -26,12 +26,14 @@ _SHORTEST = 4  # chunks of a segment
 _LARGEST_STATE = 256 * 128  # numbers that a program holds in registers; more are spilled
 
 
-def _slices(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """How much of V a program holds, and in which orientation."""
-    key_dim, widest = inputs.q.shape[3], _block(inputs.v.shape[3])
-    for block_v, v_rows in product((16, 32, 64, 128), (True, False)):
-        if block_v <= widest and block_v * _block(key_dim) <= _LARGEST_STATE:
-            yield replace(config, block_v=block_v, v_rows=v_rows)
+def _block(size: int) -> int:
+    """The smallest power of two that holds it, at least 16."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def _slice_fits(config: GDNPortableConfig, inputs: GDNInputs) -> bool:
+    widest = config.block_v <= _block(inputs.v.shape[3])
+    return widest and config.block_v * _block(inputs.q.shape[3]) <= _LARGEST_STATE
 
 
 def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
@@ -43,37 +45,23 @@ def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPorta
             yield replace(config, segment=0 if cuts == 1 else segment)
 
 
-def _blocks_of_k(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    for block_k in (32, 64, 128):
-        if block_k <= _block(inputs.q.shape[3]):
-            yield replace(config, block_k=block_k)
-
-
 def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
     """Segments keep their lengths in positions."""
     for chunk in (16, 32) if inputs.q.dtype == torch.float32 else (32, 64, 128):
         yield replace(config, chunk=chunk, segment=triton.cdiv(config.segment * config.chunk, chunk))
 
 
-def _factors(config: GDNPortableConfig, _: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """Warps and registers of the first launch."""
-    for warps, registers in product((2, 4, 8), (0, 128, 168)):
-        yield replace(config, factors_warps=warps, factors_registers=registers)
-
-
-def _block(size: int) -> int:
-    """The smallest power of two that holds it, at least 16."""
-    return max(16, int(triton.next_power_of_2(size)))
-
-
 _AXES: tuple[Axis, ...] = (
-    _slices, _segments, varied(num_warps=(2, 4, 8)), varied(scan_stages=range(1, 5)), _blocks_of_k, _chunks, _factors
+    varied(_slice_fits, block_v=(16, 32, 64, 128), v_rows=(True, False)), _segments, varied(num_warps=(2, 4, 8)),
+    varied(scan_stages=range(1, 5)),
+    varied(lambda config, inputs: config.block_k <= _block(inputs.q.shape[3]), block_k=(32, 64, 128)), _chunks,
+    varied(factors_warps=(2, 4, 8), factors_registers=(0, 128, 168)),
 )  # fmt: skip
 _launches: LaunchCache[GDNPortableLaunch] = LaunchCache()
 
 
 def _kernel(inputs: GDNInputs) -> str:
-    name = fused.choose(fused.VariantCall(inputs=inputs, precision=Precision())).name
+    name = FUSED.choose(FusedCall(inputs=inputs, precision=Precision())).name
     if name != KERNEL:
         raise BadInputError(
             f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
@@ -104,7 +92,7 @@ TUNING: Tuning = Tuning(
     },
     kernel=_kernel,
     key=lambda inputs, precision, _: call_key(inputs, precision),
-    committed=lambda inputs, _: fused.committed_portable(inputs),
+    committed=lambda inputs, _: committed_portable(inputs),
     axes=lambda _: _AXES,
     run=_run,
     for_short=_for_short,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -118,6 +118,14 @@ class Library:
     from_checkout: bool = False
     where: str = ""
     needs_gpu: bool = True
+
+
+def installed(
+    load: Callable[[], Implementation], version: Callable[[], str], precisions: Callable[[Any], tuple[Any, ...]],
+    hint: str,
+) -> Library:  # fmt: skip
+    """An installed library.  precisions: (name of the inputs' dtype) -> its own."""
+    return Library(load=lambda _: replace(load(), version=version(), precisions=precisions), hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -422,19 +422,12 @@ def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
 
 _MAMBA_SSM_HINT = "pip install mamba-ssm, or leave it out."
 LIBRARIES = {
-    "mamba_ssm": Library(
-        load=lambda _: replace(
-            adapters.load_mamba_ssm(), version=adapters.mamba_ssm_version(), precisions=_mamba_ssm_precisions
-        ),
-        hint=_MAMBA_SSM_HINT,
+    "mamba_ssm": generate.installed(
+        lambda: adapters.load_mamba_ssm(), lambda: adapters.mamba_ssm_version(), _mamba_ssm_precisions, _MAMBA_SSM_HINT
     ),
-    "selective_state_update": Library(
-        load=lambda _: replace(
-            adapters.load_selective_state_update(),
-            version=adapters.mamba_ssm_version(),
-            precisions=lambda _dtype: _exact("fp32"),
-        ),
-        hint=_MAMBA_SSM_HINT,
+    "selective_state_update": generate.installed(
+        lambda: adapters.load_selective_state_update(), lambda: adapters.mamba_ssm_version(),
+        lambda _dtype: _exact("fp32"), _MAMBA_SSM_HINT,
     ),
     "published": Library(
         load=lambda checkout: replace(
@@ -446,7 +439,7 @@ LIBRARIES = {
         from_checkout=True,
         where="github.com/RishiAstra/mamba",
     ),
-}
+}  # fmt: skip
 
 
 GENERATOR = InputGenerator(

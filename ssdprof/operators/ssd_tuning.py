@@ -54,27 +54,32 @@ def _equal_segments(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDH
         yield _cut(config, Cut(segment=ceil_div(_hopper_chunks(inputs), cuts)))
 
 
+def _long_first(
+    config: SSDHopperConfig, inputs: SSDInputs, count: int, length: float, shorter: int, *, recompute: bool = False
+) -> Iterator[SSDHopperConfig]:
+    """`count` segments of `length` chunks, then `shorter` others, if any chunks are left for these."""
+    long = round(length)
+    left = _hopper_chunks(inputs) - count * long
+    if long > 0 and left > 0:
+        segment = ceil_div(left, shorter)
+        yield _cut(config, Cut(long_count=count, long_segment=long, segment=segment, recompute=recompute))
+
+
 def _long_segments_first(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
     """Long segments for most of a sequence, then shorter ones."""
     for count, part, shorter in product((1, 2, 3, 4), (0.5, 0.67, 0.8), (1, 2, 4, 8)):
-        length = round(part * _hopper_chunks(inputs) / count)
-        left = _hopper_chunks(inputs) - count * length
-        if length > 0 and left > 0:
-            yield _cut(config, Cut(long_count=count, long_segment=length, segment=ceil_div(left, shorter)))
+        yield from _long_first(config, inputs, count, part * _hopper_chunks(inputs) / count, shorter)
 
 
 def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
     """Segments that wait for no other one: the first pass of each covers everything before it."""
-    if _hopper_chunks(inputs) > LONGEST_RECOMPUTED:
+    chunks = _hopper_chunks(inputs)
+    if chunks > LONGEST_RECOMPUTED:
         return
     for cuts in (2, 3, 4):
-        yield _cut(config, Cut(segment=ceil_div(_hopper_chunks(inputs), cuts), recompute=True))
+        yield _cut(config, Cut(segment=ceil_div(chunks, cuts), recompute=True))
     for part, shorter in product((0.5, 0.6, 0.7), (1, 2, 3)):
-        first = round(part * _hopper_chunks(inputs))
-        left = _hopper_chunks(inputs) - first
-        if first > 0 and left > 0:
-            segment = ceil_div(left, shorter)
-            yield _cut(config, Cut(long_count=1, long_segment=first, segment=segment, recompute=True))
+        yield from _long_first(config, inputs, 1, part * chunks, shorter, recompute=True)
 
 
 def _segments_nearby(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
@@ -98,11 +103,8 @@ def _cut(config: SSDHopperConfig, segments: Cut) -> SSDHopperConfig:
     return replace(config, **asdict(segments))
 
 
-def _rings(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
-    """Rings that fit into shared memory."""
-    for ring, score_ring in product((2, 3, 4, 5), (2, 3)):
-        if shared_bytes(ring, score_ring, inputs.B.shape[3]) <= _HOPPER_SHARED_BYTES:
-            yield replace(config, ring=ring, score_ring=score_ring)
+def _rings_fit(config: SSDHopperConfig, inputs: SSDInputs) -> bool:
+    return shared_bytes(config.ring, config.score_ring, inputs.B.shape[3]) <= _HOPPER_SHARED_BYTES
 
 
 # --- the portable kernel
@@ -119,11 +121,9 @@ def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortabl
         )
 
 
-def _blocks_of_p(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
+def _slice_fits(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
-    for block_p, p_rows in product((16, 32, 64, 128), (True, False)):
-        if block_p <= widest and block_p * inputs.B.shape[3] <= _LARGEST_STATE:
-            yield replace(config, block_p=block_p, p_rows=p_rows)
+    return bool(config.block_p <= widest and config.block_p * inputs.B.shape[3] <= _LARGEST_STATE)
 
 
 def _blocks_of_n(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
@@ -140,24 +140,30 @@ def _stages(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConf
 
 def _cuts(config: SSDPortableConfig, _: SSDInputs) -> Iterator[SSDPortableConfig]:
     """More or fewer segments, shorter or longer ones."""
-    for times in (0.5, 2, 4):
-        yield replace(config, max_segments=max(1, int(config.max_segments * times)))
-    for times in (0.5, 2):
-        yield replace(config, min_chunks=max(1, int(config.min_chunks * times)))
-    for times in (0.5, 2, 4):
-        yield replace(config, max_chunks=max(config.min_chunks, int(config.max_chunks * times)))
+    for name, least, factors in (
+        ("max_segments", 1, (0.5, 2, 4)), ("min_chunks", 1, (0.5, 2)), ("max_chunks", config.min_chunks, (0.5, 2, 4)),
+    ):  # fmt: skip
+        for times in factors:
+            changed: dict[str, Any] = {name: max(least, int(getattr(config, name) * times))}
+            yield replace(config, **changed)
 
 
 # --- the interface of the search
 
 _ON_HOPPER = tuple(
     _checked(axis, lambda config, inputs: as_exact_as_unfused(config, _hopper_chunks(inputs)))
-    for axis in (_equal_segments, _long_segments_first, _recomputed, _segments_nearby, _rings)
-)
+    for axis in (
+        _equal_segments, _long_segments_first, _recomputed, _segments_nearby,
+        varied(_rings_fit, ring=(2, 3, 4, 5), score_ring=(2, 3)),
+    )
+)  # fmt: skip
 _ON_PORTABLE = tuple(
     _checked(axis, _addresses_last)
-    for axis in (varied(num_warps=(2, 4, 8)), _chunks, _blocks_of_p, _blocks_of_n, _stages, _cuts)
-)
+    for axis in (
+        varied(num_warps=(2, 4, 8)), _chunks, varied(_slice_fits, block_p=(16, 32, 64, 128), p_rows=(True, False)),
+        _blocks_of_n, _stages, _cuts,
+    )
+)  # fmt: skip
 
 
 def _committed(inputs: SSDInputs, kernel: str) -> SSDConfig:

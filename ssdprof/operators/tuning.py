@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal
 
 from pydantic import create_model
@@ -29,11 +30,17 @@ def stored_form(kind: type[Config], **fields: Any) -> tuple[type[Config], type[R
     return kind, create_model(f"{kind.__name__}Settings", __base__=Record, **types)
 
 
-def varied(**values: Iterable[Any]) -> Axis:
-    """The axis that sets one field to each of some values."""
-    ((name, options),) = values.items()
-    choices = tuple(options)
-    return lambda config, _inputs: (replace(config, **{name: value}) for value in choices)
+def varied(fits: Callable[[Config, Any], bool] = lambda _config, _inputs: True, **values: Iterable[Any]) -> Axis:
+    """The axis that sets fields to every combination of some values that fits."""
+    combinations = [dict(zip(values, options, strict=True)) for options in product(*values.values())]
+
+    def axis(config: Config, inputs: Any) -> Iterator[Config]:
+        for fields in combinations:
+            one = replace(config, **fields)
+            if fits(one, inputs):
+                yield one
+
+    return axis
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import tune as job
 from ssdprof.jobs.tune import DECIDING, SCREENING, Problem, captured, difference, drawn, search
 from ssdprof.kernels import device, registry
+from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn import fused as gdn_fused
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
@@ -472,8 +473,8 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest
 
 def test_a_find_is_for_its_own_calls_only() -> None:
     def chosen(inputs: GDNInputs, precision: Precision = EXACT, *, batch_invariant: bool = False) -> GDNPortableConfig:
-        call = gdn_fused.VariantCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
-        return gdn_fused._portable_config(call)
+        call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
+        return gdn_fused.portable_config(call)
 
     inputs = gdn_inputs(200)
     config = replace(GDN.committed(inputs, "portable"), chunk=16, reason="tuned on this GPU, today")

@@ -36,15 +36,11 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # limit of one pr
 class Compiled:
     """One kernel as compiled by ptxas.
 
-    spilled_bytes: stack of one thread; metadata: the launch metadata that a profiler receives
-    product_waits: instructions that wait for an asynchronous matrix product, including those that ptxas added
-    racy_writes: writes to a register of an operand of such a product that may still read it (`operand_races.py`)
+    spilled_bytes: stack of one thread
+    racy_writes: writes to a register of an operand of an asynchronous matrix product that may still read it
+        (`operand_races.py`)
     lost_addresses: operands of such products whose register does not hold an address in shared memory
-    single_loads: loads of one 16-bit number per thread from global memory
-    loads_ahead: single loads in a loop whose value is first read in the next iteration
-    meetings: barriers per chunk for all threads of the role that holds states; 0 in other kernels
     idle_barriers: mbarriers that are initialised but never used or invalidated; Triton may reuse their memory
-    polls, meetings_while_polling: loops that poll another program's flag, and the barriers of all threads in them
     fuses: whether the compiler may fuse a product and a sum into one instruction with one rounding
     parameters, counted_parameters: number of parameters in the binary, and as counted by a direct launch
     code: hash of the instructions
@@ -55,32 +51,21 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     num_warps: int
-    product_waits: int
     racy_writes: int
     lost_addresses: int
-    single_loads: int
-    loads_ahead: int
-    meetings: int
     idle_barriers: int
-    polls: int
-    meetings_while_polling: int
     fuses: bool
     parameters: int
     counted_parameters: int
     code: str
-    metadata: dict[str, Any]
 
 
 @cache
 def compiled(module: str, capability: int, launches: str = "LAUNCHES") -> dict[str, list[Compiled]]:
     """Label -> its kernels, in the order of the launches, for every entry of `module.launches`."""
-    result = subprocess.run(
-        [sys.executable, __file__, module, launches, str(capability)],
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, __file__, module, launches, str(capability)]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     by_label = json.loads(result.stdout)
     return {label: [Compiled(**kernel) for kernel in kernels] for label, kernels in by_label.items()}
@@ -137,7 +122,7 @@ class _AbsentGpu:
         return self._target
 
 
-def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
+def _resources(kernel: Any) -> Compiled:
     from ssdprof.kernels.launch import parameter_count
 
     binaries = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -151,7 +136,6 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
             for dump in ("--dump-resource-usage", "--dump-sass", "--dump-elf")
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    polls = _polls(code)
     assert found, usage
     return Compiled(
         kernel=kernel.metadata.name,
@@ -159,20 +143,13 @@ def _resources(kernel: Any, metadata: dict[str, Any]) -> Compiled:
         spilled_bytes=int(found[2]),
         shared_bytes=kernel.metadata.shared,
         num_warps=kernel.metadata.num_warps,
-        product_waits=code.count("WARPGROUP.DEPBAR"),
         racy_writes=len(racy_writes(code)),
         lost_addresses=_lost_addresses(code),
-        single_loads=code.count("LDG.E.U16"),
-        loads_ahead=_loads_ahead(code),
-        meetings=_meetings(code) if kernel.metadata.name == "_fused_hopper_kernel" else 0,
         idle_barriers=_idle_barriers(kernel.asm["ttgir"]),
-        polls=len(polls),
-        meetings_while_polling=sum("BAR.SYNC" in what for loop in polls for what in loop.values()),
         fuses=kernel.metadata.enable_fp_fusion,
         parameters=sections.count("EIATTR_KPARAM_INFO"),
         counted_parameters=parameter_count(kernel.asm["ptx"]),
         code=hashlib.sha256(instructions(code).encode()).hexdigest()[:16],
-        metadata=metadata,
     )
 
 
@@ -233,52 +210,6 @@ def _idle_barriers(ttgir: str) -> int:
     return [users(name) for name in rings].count({"ttng.init_barrier"})
 
 
-def _loops(code: str) -> list[dict[int, str]]:
-    """The instructions of each loop in machine code, by address.  Long backward branches are excluded: they are waits
-    and the loop over roles."""
-    instructions = {int(at, 16): what for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", code)}
-    backwards = {
-        at: int(found[1], 16)
-        for at, what in instructions.items()
-        if (found := re.search(r"\bBRA\b.*0x([0-9a-f]+)", what)) and 0 < at - int(found[1], 16) < 500 * 16
-    }
-    return [{at: what for at, what in instructions.items() if begin <= at < end} for end, begin in backwards.items()]
-
-
-def _loads_ahead(code: str) -> int:
-    """Number of 16-bit loads in loops whose value is not read in the rest of the same iteration."""
-    count = 0
-    by_end = sorted(_loops(code), key=max)
-    for at, what in {at: what for loop in by_end for at, what in loop.items()}.items():
-        load = re.search(r"LDG\.E\.U16\S* (R\d+),", what)
-        if load:
-            loop = next(loop for loop in by_end if at in loop)
-            count += not any(re.search(rf"\b{load[1]}\b", later) for place, later in loop.items() if place > at)
-    return count
-
-
-def _meetings(code: str) -> int:
-    """Barriers per chunk for all threads of the role that holds states."""
-    state, output = re.compile(r"HGMMA\S* .*tnspB"), re.compile(r"HGMMA\S* (?!.*tnspB)")
-    chunks = [
-        loop
-        for loop in _loops(code)
-        if all(any(product.match(what) for what in loop.values()) for product in (state, output))
-    ]
-    assert chunks, "no loop has both kinds of products"
-    return sum("BAR.SYNC" in what for what in min(chunks, key=len).values())
-
-
-def _polls(code: str) -> list[dict[int, str]]:
-    """Loops that load a flag of another program and contain no matrix product."""
-    return [
-        loop
-        for loop in _loops(code)
-        if any(re.match(r"(@\S+ )?LDG?\.E\S*\.STRONG\.GPU", what.strip()) for what in loop.values())
-        and not any("HGMMA" in what for what in loop.values())
-    ]
-
-
 def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> dict[str, list[Compiled]]:
     triton.runtime.driver.set_active(_AbsentGpu(capability))
     kernels: list[Compiled] = []
@@ -286,9 +217,7 @@ def _compile_all(launches: dict[str, Callable[[], object]], capability: int) -> 
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ARG001
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        describe = self.launch_metadata
-        kernels.append(_resources(kernel, describe(grid, kernel.metadata, arguments) if describe else {}))
+        kernels.append(_resources(kernel))
 
     JITFunction.run = compile_only
     result = {}

@@ -17,7 +17,6 @@ EXACT, RELAXED_FP32 = Precision(), Precision(intermediates="relaxed")
 RELAXED = replace(RELAXED_FP32, state_dtype=FP16)
 PRECISIONS = tuple(replace(one, state_dtype=dtype) for one in (EXACT, RELAXED_FP32) for dtype in DTYPES)
 TOKENS = {SSDInputs: ("x", "dt", "B", "C", "z"), GDNInputs: ("q", "k", "v", "g", "beta")}
-STATES = {SSDInputs: "initial_states", GDNInputs: "initial_state"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +143,11 @@ def tokens_of(inputs: Any) -> tuple[str, ...]:
 
 
 def state_of(inputs: Any) -> Any:
-    return getattr(inputs, STATES[type(inputs)])
+    return getattr(inputs, inputs.STATES)
 
 
 def with_state(inputs: Any, state: torch.Tensor | None) -> Any:
-    return replace(inputs, **{STATES[type(inputs)]: state})
+    return replace(inputs, **{inputs.STATES: state})
 
 
 def changed(inputs: Any, change: Any, *names: str) -> Any:
@@ -168,7 +167,7 @@ def cut(inputs: Any, start: int, stop: int | None, **overrides: Any) -> Any:
 
 def rows(inputs: Any, which: Any) -> Any:
     """Rows of a batch, with their initial states."""
-    names = [*tokens_of(inputs), *([STATES[type(inputs)]] if state_of(inputs) is not None else [])]
+    names = [*tokens_of(inputs), *([inputs.STATES] if state_of(inputs) is not None else [])]
     return changed(inputs, lambda tensor: tensor[which], *names)
 
 
@@ -178,7 +177,7 @@ def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
     for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
         if start < stop:
             one = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
-            own = {} if state is None else {STATES[type(inputs)]: state[i : i + 1]}
+            own = {} if state is None else {inputs.STATES: state[i : i + 1]}
             alone[i] = cut(inputs, start, stop, cu_seqlens=one, **own)
     return alone
 

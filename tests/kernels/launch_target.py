@@ -21,6 +21,7 @@ from compile_target import _AbsentGpu
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from ssdprof.kernels import choice
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused
@@ -152,7 +153,7 @@ def main(name: str) -> None:
     run = five_stages if name == "unfused" else fused.run
     with (
         patch.object(JITFunction, "run", first_launch),
-        patch.object(fused, "_refuse_unsupported", lambda _: None),
+        patch.object(choice, "refuse_device", lambda *_: None),
         patch.object(fused.hopper_config, "unsupported", lambda _: "" if name == "hopper" else "anything"),
         patch.object(fused, "sm_count", lambda _: 132),
     ):
@@ -161,7 +162,7 @@ def main(name: str) -> None:
             inputs = inputs_of(draw, for_hopper=name == "hopper")
             call = partial(run, inputs, Precision(state_dtype=draw(torch.float32, torch.bfloat16)))
             ours, before = launched(call), counts.copy()
-            with patch.dict(fused._launches._kept, clear=True), patch.dict(launching._kept, clear=True):
+            with patch.dict(fused.FUSED.launches._kept, clear=True), patch.dict(launching._kept, clear=True):
                 theirs = launched(call)
             counts.update(before)
             counts["wrong"] += ours != theirs

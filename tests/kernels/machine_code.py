@@ -65,7 +65,7 @@ def record(folder: Path, word: str) -> None:
     import compile_cases
     import compile_target
 
-    def with_code(kernel: Any, _metadata: object) -> str:
+    def with_code(kernel: Any) -> str:
         about = kernel.metadata
         header = f"{about.shared} bytes of shared memory, {about.num_warps} warps\n"
         return header + instructions(kernel.asm["cubin"])

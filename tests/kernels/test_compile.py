@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 from compile_cases import (
-    ALONE,
-    CUT,
     GDN_HOPPER_CASES,
     GDN_ONE_LAUNCH,
     GDN_PORTABLE,
     GDN_UNFUSED_CASES,
     HOPPER_CASES,
     PORTABLE_CASES,
-    SHARES,
     SHIPPED_PORTABLE,
     SHIPPED_UNFUSED,
     TABLES,
@@ -29,7 +26,6 @@ from operand_races import racy_writes
 
 from ssdprof.kernels.ssd import config
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.kernels.ssd.hopper.config import n_split
 from ssdprof.kernels.ssd.unfused import five_stages
 
 pytestmark = pytest.mark.compiler
@@ -40,6 +36,14 @@ EVERY_GPU = pytest.mark.parametrize("capability", CAPABILITIES)
 
 def compiled(table: str, capability: int = 90) -> dict[str, list[Compiled]]:
     return compiled_of("compile_cases", capability, table)
+
+
+def assert_fits(kernel: Compiled, capability: int = 90, *, stack: int = 0, programs: int = 1) -> None:
+    """stack: most bytes of one thread.  programs: that share a multiprocessor, so that each hides the other's waits."""
+    assert kernel.spilled_bytes <= stack, kernel
+    assert kernel.lost_addresses == kernel.idle_barriers == 0, kernel
+    assert programs * kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
+    assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
 # --- recorded: registers, stack, shared memory and machine code.  After an intended change, record again:
@@ -102,50 +106,29 @@ def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @EVERY_GPU
 @pytest.mark.parametrize("label", UNFUSED_CASES)
 def test_ssd_unfused(label: str, capability: int) -> None:
+    """tf32x3 holds fp32 operands twice and may spill a few words.  Two programs of the common sizes share an SM."""
     (case, _), kernels = UNFUSED_CASES[label], compiled("SSD_UNFUSED", capability)[label]
-    stages = ["chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk", "chunk_scan"]
-    names = [f"_{stage}_kernel" for stage in stages]
-    assert [kernel.kernel for kernel in kernels] == (["_chunk_table_kernel"] if case.lengths else []) + names
+    stages = ["chunk_table"] * bool(case.lengths)
+    stages += ["chunk_cumsum", "chunk_state", "state_passing", "bmm_chunk", "chunk_scan"]
+    assert [kernel.kernel for kernel in kernels] == [f"_{stage}_kernel" for stage in stages]
+    programs = 2 if label in ("mamba2 bf16 exact", "packed fp16 relaxed") else 1
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice and may spill a few words
-        assert kernel.spilled_bytes <= (64 if case.dtype == FP32 else 0), kernel
-        # two programs per SM for the common sizes, so that each hides the other's waits; one for other sizes
-        programs = 2 if label in ("mamba2 bf16 exact", "packed fp16 relaxed") else 1
-        assert programs * kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
-        assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
-
-
-def test_a_profiler_is_told_the_work() -> None:
-    case, _ = UNFUSED_CASES["mamba2 bf16 exact"]
-    told = {kernel.kernel: kernel.metadata for kernel in compiled("SSD_UNFUSED")["mamba2 bf16 exact"]}
-    elements = case.seqlen * case.heads * case.headdim
-    assert told["_chunk_state_kernel"]["flops"] == 2 * elements * case.dstate
-    assert told["_chunk_scan_kernel"]["flops"] == elements * (2 * case.dstate + case.chunk_size)
-    for kernel, metadata in told.items():
-        assert metadata["name"].startswith(kernel)
-        assert min(metadata["flops"], metadata["bytes"]) > 0
+        assert_fits(kernel, capability, stack=64 if case.dtype == FP32 else 0, programs=programs)
 
 
 @EVERY_GPU
 @pytest.mark.parametrize("label", GDN_UNFUSED_CASES)
 def test_gdn_unfused(label: str, capability: int) -> None:
+    """tf32x3 holds fp32 operands twice and may spill a few words, more at the smallest and largest sizes.  The 16-bit
+    chunk_state is made for Hopper; on other GPUs it passes the state differently and may also spill a few words."""
     (case, precision), kernels = GDN_UNFUSED_CASES[label], compiled("GDN_UNFUSED", capability)[label]
     stages = ["gate_cumsum", "scaled_dot_kkt", "solve_tril", "recompute_w_u", "chunk_state", "chunk_output"]
-    names = ["_gdn_qk_l2norm_kernel"] * 2 + (["_chunk_table_kernel"] if case.lengths else [])
+    names = ["_gdn_qk_l2norm_kernel"] * 2 + ["_chunk_table_kernel"] * bool(case.lengths)
     assert [kernel.kernel for kernel in kernels] == names + [f"_gdn_{stage}_kernel" for stage in stages]
+    fp32 = case.dtype == FP32 and precision == EXACT
+    most = 320 if fp32 and case.key_dim in (16, 256) else 64 if fp32 else 0 if capability == 90 else 40
     for kernel in kernels:
-        # tf32x3 holds fp32 operands twice and may spill a few words, more at the smallest and largest sizes.  The
-        # 16-bit chunk_state is made for Hopper; on other GPUs it passes the state differently and may also spill a few
-        # words
-        fp32 = case.dtype == FP32 and precision == EXACT
-        most = 320 if fp32 and case.key_dim in (16, 256) else 64 if fp32 else 0 if capability == 90 else 40
-        assert kernel.spilled_bytes <= most, kernel
-        assert not kernel.lost_addresses, kernel
-        assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
-        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
-        # rows that are no multiple of 16 numbers are read four at a time, for which the compiler needs `in_units`; each
-        # thread reads at most beta, for 64 positions, one at a time
-        assert kernel.single_loads <= 8 or capability != 90 or not label.startswith("eight bytes"), kernel
+        assert_fits(kernel, capability, stack=most)
 
 
 # --- portable
@@ -166,12 +149,9 @@ GDN_STACK_BYTES = {80: 160, 90: 80, 100: 160}
 def test_ssd_portable(label: str, capability: int) -> None:
     (kernel,) = compiled("SSD_PORTABLE", capability)[label]
     assert kernel.kernel == "_fused_kernel"
-    assert kernel.lost_addresses == 0, kernel
-    assert kernel.spilled_bytes <= STACK_BYTES.get(label, COMMON_STACK_BYTES), kernel
-    # if the compiler discards a kernel's body, the kernel uses only a few registers
-    assert kernel.registers > 100, kernel
-    programs = 1 if label == "n 256 bf16 exact" else 2
-    assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+    assert_fits(kernel, capability, stack=STACK_BYTES.get(label, COMMON_STACK_BYTES))
+    assert kernel.registers > 100, "if the compiler discards a kernel's body, the kernel uses only a few registers"
+    assert label == "n 256 bf16 exact" or 2 * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
 @pytest.mark.parametrize("capability", [89, 120])
@@ -185,13 +165,11 @@ def test_gpus_with_less_shared_memory(capability: int) -> None:
 @EVERY_GPU
 @pytest.mark.parametrize("label", GDN_PORTABLE)
 def test_gdn_portable(label: str, capability: int) -> None:
-    factors, scan = compiled("GDN_PORTABLE", capability)[label]
-    assert (factors.kernel, scan.kernel) == ("_gdn_factors_kernel", "_gdn_scan_kernel")
-    for kernel in (factors, scan):
-        assert kernel.lost_addresses == 0, kernel
-        assert kernel.spilled_bytes <= GDN_STACK_BYTES[capability], kernel
+    kernels = compiled("GDN_PORTABLE", capability)[label]
+    assert [kernel.kernel for kernel in kernels] == ["_gdn_factors_kernel", "_gdn_scan_kernel"]
+    for kernel in kernels:
+        assert_fits(kernel, capability, stack=GDN_STACK_BYTES[capability])
         assert kernel.registers > 60, kernel
-        assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
 
 
 def test_the_limits_can_be_broken() -> None:
@@ -208,33 +186,13 @@ def test_the_limits_can_be_broken() -> None:
 
 @pytest.mark.parametrize("label", HOPPER_CASES)
 def test_ssd_hopper(label: str) -> None:
-    (kernel,) = compiled("SSD_HOPPER")[label]
-    case, _, cut, stack = HOPPER_CASES[label]
-    first_pass, turn = cut in (CUT, ALONE), n_split(case.dstate)
+    (kernel,), (*_, stack) = compiled("SSD_HOPPER")[label], HOPPER_CASES[label]
     assert kernel.kernel == "_fused_hopper_kernel"
-    assert kernel.spilled_bytes <= stack, kernel
-    assert kernel.registers == 128, kernel  # at entry: equal for 512 threads; roles redistribute later
-    assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
-    assert kernel.idle_barriers == 0, kernel
-    # What is loaded ahead is taken up a turn later.  Loads of dt: two positions per thread, from one chunk; in the
-    # first pass more threads load two chunks.
-    assert kernel.loads_ahead == 2 + 2 * first_pass
-    # No product waits for one that it does not need.  One wait in the role of scores.  In the role of states, one for
-    # each chunk of a turn of the first pass, if there is one, and two in the second pass.  ptxas adds waits if it
-    # assumes, or if its register allocation causes, that a product's operands change while the product runs.
-    assert kernel.product_waits == 1 + turn * first_pass + 2
-    # Each lane polls its own flags, and sums until its own decays are zero.
-    assert bool(kernel.polls) == (cut in (CUT, SHARES))
-    assert kernel.meetings_while_polling == 0
-    # Lanes meet once a chunk, or twice where they exchange parts.  Triton adds barriers for all threads of a role to
-    # protect shared memory.  Five per chunk made exact slower.
-    assert kernel.meetings == turn
+    assert kernel.registers == 128, "at entry: equal for 512 threads; roles redistribute later"
+    assert_fits(kernel, stack=stack)
 
 
-# waits for products: X and W in the role of scores; K S, X^T Y and Q S in both lanes of the role of states
-SCORES_FIRST, SCORES_SECOND, STATES_FIRST, STATES_SECOND = 2, 4, 2 * 2, 2 * 3
 SPILLED = {"_parts_kernel": 8, "_combine_kernel": 168}  # packed, outside the loop of chunks; with an initial state
-PARTS_WAITS = 2 * 5  # in both lanes: the first X; K N; X^T Y with K M; X; X^T Z
 REGISTERS = {"_hopper_kernel": 128, "_parts_kernel": 168}  # at entry, equal for all; roles redistribute later
 
 
@@ -244,59 +202,49 @@ def test_gdn_hopper(label: str) -> None:
     kernels, (_, config) = compiled("GDN_HOPPER")[label], GDN_HOPPER_CASES[label]
     slow = ["_parts_kernel", "_combine_kernel"] if config.transition_parts else []
     assert [kernel.kernel for kernel in kernels] == ["_prep_kernel", *slow, "_hopper_kernel"]
-    # Triton removes the empty loop
-    first = 0 if config.persistent_programs else SCORES_FIRST + STATES_FIRST
-    waits = {"_hopper_kernel": first + SCORES_SECOND + STATES_SECOND, "_parts_kernel": PARTS_WAITS}
     for kernel in kernels:
-        assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+        prep = kernel.kernel == "_prep_kernel"
+        assert_fits(kernel, stack=kernel.spilled_bytes if prep else SPILLED.get(kernel.kernel, 0))
         assert kernel.registers == REGISTERS.get(kernel.kernel, kernel.registers), kernel
-        assert kernel.spilled_bytes <= SPILLED.get(kernel.kernel, 0) or kernel.kernel == "_prep_kernel", kernel
-        assert kernel.lost_addresses == kernel.idle_barriers == 0, kernel
         assert kernel.counted_parameters == kernel.parameters > 0, kernel
-        # ptxas adds waits if it assumes, or its registers cause, that a product's operands change while it runs
-        assert kernel.product_waits == waits.get(kernel.kernel, kernel.product_waits), kernel
 
 
 @pytest.mark.parametrize("label", GDN_ONE_LAUNCH)
 def test_one_launch_fits_into_shared_memory(label: str) -> None:
     (kernel,) = compiled("GDN_ONE_LAUNCH")[label]
-    assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
-    assert kernel.spilled_bytes <= 64, kernel
-    assert kernel.lost_addresses == kernel.idle_barriers == 0, kernel
+    assert_fits(kernel, stack=64)
 
 
 # --- the kernels of one token, and those around an operator
+
+SMALL = {
+    "ssd recurrent": ["_ssd_recurrent_kernel"], "gdn recurrent": ["_gdn_recurrent_kernel"],
+    "ssd step": ["_ssd_step_state_kernel", "_ssd_step_output_kernel"],
+    "gdn step": [f"_gdn_{name}_kernel" for name in ("qk_l2norm", "step_write", "step_state", "step_output")],
+    "ssd convolution": ["_causal_conv1d_kernel"], "ssd norm": ["_gated_rms_norm_kernel"],
+}  # fmt: skip
 
 
 @EVERY_GPU
 @pytest.mark.parametrize("table", ["SSD_SMALL", "GDN_SMALL", "SMALL_LIMITS"])
 def test_small_kernels_spill_nothing(table: str, capability: int) -> None:
     """The recurrent kernels hold their states in registers."""
-    recurrent = {"SSD_SMALL": "_ssd_recurrent_kernel"}.get(table, "_gdn_recurrent_kernel")
-    ssd = ["_ssd_step_state_kernel", "_ssd_step_output_kernel"]
-    gdn = ["_gdn_qk_l2norm_kernel", "_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"]
     for label, kernels in compiled(table, capability).items():
-        names = list(dict.fromkeys(kernel.kernel for kernel in kernels))
-        if label.startswith("recurrent"):
-            assert names == [recurrent]
-        if "step" in label:
-            assert names == (ssd if table == "SSD_SMALL" or label.startswith("ssd") else gdn)
+        ssd = table == "SSD_SMALL" or label.startswith("ssd")
+        kind = f"{'ssd' if ssd else 'gdn'} {label.removeprefix('ssd ').split()[0]}"
+        assert list(dict.fromkeys(kernel.kernel for kernel in kernels)) == SMALL[kind]
         for kernel in kernels:
-            assert kernel.spilled_bytes == 0, f"{label}: {kernel.kernel}"
-            assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+            assert_fits(kernel, capability)
 
 
 @EVERY_GPU
 def test_mixer_kernels(capability: int) -> None:
-    for label, kernels in compiled("CONVOLUTIONS", capability).items():
-        (kernel,) = kernels
-        assert (kernel.kernel, kernel.spilled_bytes) == ("_causal_conv1d_kernel", 0), label
-        assert kernel.registers <= 128  # four programs and more on an SM
-        assert kernel.metadata["bytes"] == 2 * 1024 * 5376 * (4 if label == "fp32" else 2)
-    for label, kernels in compiled("NORMS", capability).items():
-        (kernel,) = kernels
-        assert (kernel.kernel, kernel.spilled_bytes) == ("_gated_rms_norm_kernel", 0), label
-        assert kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM // 2  # two programs and more on an SM
+    """Of convolutions four programs and more run on an SM, of norms two."""
+    for table, name, programs in (("CONVOLUTIONS", "ssd convolution", 1), ("NORMS", "ssd norm", 2)):
+        for (kernel,) in compiled(table, capability).values():
+            assert_fits(kernel, capability, programs=programs)
+            assert kernel.kernel == SMALL[name][0]
+            assert programs == 2 or kernel.registers <= 128
 
 
 # --- how races are found

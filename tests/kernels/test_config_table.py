@@ -18,7 +18,6 @@ from ssdprof.kernels.ssd.config import (
     Rule,
     SSDPortableConfig,
     first_fit,
-    unfused_blocks,
 )
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 
@@ -58,34 +57,3 @@ def test_a_reason_goes_with_the_choice() -> None:
     inputs = SSDCase(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
     assert SSDPortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
     assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
-
-
-@pytest.mark.parametrize(
-    ("stage", "sizes", "names", "expected"),
-    [
-        *(
-            ("chunk_scan", sizes, "block_q block_p block_n num_warps", expected)
-            for sizes, expected in (
-                ({}, (128, 64, 128, 4)), ({"gate": True}, (64, 64, 128, 4)), ({"headdim": 80}, (64, 128, 128, 8)),
-                ({"dstate": 256}, (128, 64, 32, 4)), ({"dtype": torch.float32}, (64, 64, 32, 8)),
-                ({"chunk": 16, "headdim": 8, "dstate": 24}, (16, 16, 32, 4)),
-            )
-        ),
-        # a whole state where that is possible
-        *(
-            ("chunk_state", sizes, "block_p block_n num_warps", expected)
-            for sizes, expected in (
-                ({}, (64, 128, 4)), ({"headdim": 80, "dstate": 64}, (128, 64, 4)),
-                ({"headdim": 128, "dstate": 256}, (128, 128, 8)),
-                ({"headdim": 128, "dstate": 256, "dtype": torch.float32}, (64, 64, 4)),
-            )
-        ),
-        # half as many fp32 numbers at a time
-        ("bmm_chunk", {}, "block_q block_s block_n", (64, 64, 64)),
-        ("bmm_chunk", {"dtype": torch.float32}, "block_q block_s block_n", (64, 64, 32)),
-    ],
-)  # fmt: skip
-def test_blocks_of_the_unfused_stages(stage: str, sizes: dict[str, Any], names: str, expected: tuple[int, ...]) -> None:
-    layer = {"headdim": 64, "dstate": 128, "chunk": 256, "dtype": torch.bfloat16} | sizes
-    blocks = unfused_blocks(stage, **layer)
-    assert tuple(blocks[name] for name in names.split()) == expected

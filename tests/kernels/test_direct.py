@@ -55,24 +55,19 @@ class FakeDriver:
         return self.status
 
 
-def ptx(parameters: int) -> str:
-    listed = ",\n".join(f"\t.param .u64 .ptr .global .align 1 kernel_param_{i}" for i in range(parameters))
-    return f".visible .entry kernel(\n{listed}\n)\n.reqntid 128\n{{\n\tld.param.b64 %rd1, [kernel_param_0];\n}}"
-
-
 class Compiled:
     """Replaces Triton's compiled kernel."""
 
     function = FUNCTION
 
-    def __init__(self, parameters: int = len(SIZES), **metadata: Any) -> None:
+    def __init__(self, parameters: int = len(SIZES), signature: Any = SIGNATURE, **metadata: Any) -> None:
         plain = dict(
             num_warps=4, shared=1000, num_ctas=1, launch_cooperative_grid=False, launch_pdl=False,
             global_scratch_size=0, profile_scratch_size=0, tensordesc_meta=[META],
         )  # fmt: skip
-        self.metadata = SimpleNamespace(**plain | metadata)
-        self.src = SimpleNamespace(signature=SIGNATURE)
-        self.asm = {"ptx": ptx(parameters)}
+        self.metadata, self.src = SimpleNamespace(**plain | metadata), SimpleNamespace(signature=signature)
+        listed = ",\n".join(f"\t.param .u64 .ptr .global .align 1 kernel_param_{i}" for i in range(parameters))
+        self.asm = {"ptx": f".visible .entry kernel(\n{listed}\n)\n.reqntid 128\n{{\n\tld.param.b64 %rd1, [param];\n}}"}
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
@@ -95,34 +90,28 @@ def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
     return rows(x.dtype, 16, block=(8, 64)).of(x), x, None, torch.zeros(3)
 
 
-def prepared(first: tuple[Any, ...]) -> DirectLaunch:
+def prepared(first: tuple[Any, ...], **compiled: Any) -> DirectLaunch:
     """A launcher after Triton's launch of these tensors.  Keep them, or other tensors may get their addresses."""
-    launch = direct_launch(Compiled(), first, CONSTANTS)
+    launch = direct_launch(Compiled(**compiled), first, CONSTANTS)
     assert launch is not None
     return launch
 
 
-def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver) -> None:
+GROUPED = {"rows": SIGNATURE["rows"], "tensors": ("*bf16", "constexpr", "*fp32")}
+GROUPED |= {name: SIGNATURE[name] for name in ("strides", "scale", "SIZE")}
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "tensors in one argument"])
+def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, grouped: bool) -> None:
     first = tensors()
-    launch = prepared(first)
+    given = (first[0], first[1:]) if grouped else first
+    launch = prepared(given, signature=GROUPED if grouped else SIGNATURE)
     for programs in (5, 6):
         ours = rows, x, _, y = tensors()
         assert launch(programs, ours)
         scale = int.from_bytes(torch.tensor(0.5).numpy().tobytes(), "little")
         values = [rows.base.data_ptr(), 16, 64, 64, 1, x.data_ptr(), y.data_ptr(), 7, 1 << 40, scale, 0, 0]
         assert driver.launches.pop() == (FUNCTION, programs, 1, 1, 128, 1, 1, 1000, STREAM, values)
-
-
-def test_tensors_may_be_one_argument(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, x, absent, y = tensors()
-    kinds = {name: SIGNATURE[name] for name in ("rows", "strides", "scale", "SIZE")}
-    grouped = {"rows": kinds.pop("rows"), "tensors": ("*bf16", "constexpr", "*fp32")} | kinds
-    compiled = Compiled()
-    monkeypatch.setattr(compiled.src, "signature", grouped)
-    launch = direct_launch(compiled, (rows, (x, absent, y)), CONSTANTS)
-    assert launch is not None
-    assert launch(5, (rows, x, absent, y))
-    assert driver.launches.pop()[-1][5:7] == [x.data_ptr(), y.data_ptr()]
 
 
 def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,42 +147,32 @@ def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
     assert launch(1, tensors())
 
 
-def test_triton_launches_what_the_driver_refuses(driver: FakeDriver) -> None:
-    """Triton reports the error."""
-    ours = tensors()
-    launch = prepared(ours)
-    driver.status = 700
-    assert not launch(1, ours)
-    driver.status = 0
-    assert launch(1, ours)
+def unusual(**metadata: Any) -> Any:
+    return dict(compiled=metadata)
+
+
+def sized(*sizes: int) -> Any:
+    return dict(compiled=dict(parameters=len(sizes)), sizes=list(sizes))
+
+
+def of_kind(kind: str) -> Any:
+    return dict(compiled=dict(signature=SIGNATURE | {"scale": kind}))
 
 
 @pytest.mark.parametrize(
-    "unusual",
+    "case",
     [
-        dict(num_ctas=2), dict(launch_cooperative_grid=True), dict(launch_pdl=True), dict(global_scratch_size=8),
-        dict(profile_scratch_size=8), dict(tensordesc_meta=None),
+        unusual(num_ctas=2), unusual(launch_cooperative_grid=True), unusual(launch_pdl=True),
+        unusual(global_scratch_size=8), unusual(profile_scratch_size=8), unusual(tensordesc_meta=None),
+        sized(*SIZES[:-3]), sized(*SIZES, 4), sized(*SIZES, 8), sized(64, *SIZES[1:]),
+        of_kind("i1"), of_kind("fp64"), of_kind(SIGNATURE["rows"]),
     ],
     ids=str,
 )  # fmt: skip
-def test_only_triton_launches_with_what_this_package_does_not_use(driver: FakeDriver, unusual: dict[str, Any]) -> None:
-    assert direct_launch(Compiled(**unusual), tensors(), CONSTANTS) is None
-    assert not driver.launches
-
-
-@pytest.mark.parametrize("sizes", [SIZES[:-3], [*SIZES, 4], [*SIZES, 8], [64, *SIZES[1:]]], ids=str)
-def test_only_triton_launches_a_kernel_with_other_parameters(driver: FakeDriver, sizes: list[int]) -> None:
-    driver.sizes = sizes
-    assert direct_launch(Compiled(len(sizes)), tensors(), CONSTANTS) is None
-
-
-@pytest.mark.parametrize("kind", ["i1", "fp64", "tensordesc<bf16[8, 64],layout>"])
-def test_only_triton_launches_arguments_of_other_kinds(
-    driver: FakeDriver, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert direct_launch(Compiled(), tensors(), CONSTANTS) is not None
-    monkeypatch.setitem(SIGNATURE, "scale", kind)
-    assert direct_launch(Compiled(), tensors(), CONSTANTS) is None
+def test_only_triton_launches_what_is_unusual(driver: FakeDriver, case: dict[str, Any]) -> None:
+    """Options that this package does not use, other parameters, arguments of other kinds."""
+    driver.sizes = case.get("sizes", SIZES)
+    assert direct_launch(Compiled(**case["compiled"]), tensors(), CONSTANTS) is None
     assert not driver.launches
 
 
@@ -216,6 +195,7 @@ class Kernel:
 
 
 def test_a_launcher_leaves_the_first_launch_and_refused_ones_to_triton(driver: FakeDriver) -> None:
+    """Triton then reports the error."""
     kernel = Kernel()
     launcher = Launcher(kernel, CONSTANTS[:2], {"SIZE": 64})
     launcher(3, *tensors())
@@ -223,7 +203,10 @@ def test_a_launcher_leaves_the_first_launch_and_refused_ones_to_triton(driver: F
     launcher(4, *tensors())
     assert [numbers[1] for numbers in driver.launches] == [4]
     assert not kernel.compiled.launched
-    driver.status = 1
+    driver.status = 700
     ours = tensors()
     launcher(5, *ours)
     assert kernel.compiled.launched == [((5, 1, 1), *ours, *CONSTANTS)]
+    driver.status = 0
+    launcher(6, *ours)
+    assert len(kernel.compiled.launched) == 1

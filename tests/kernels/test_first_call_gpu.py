@@ -101,7 +101,7 @@ def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
     with (
         TemporaryDirectory(prefix="ssdprof-") as folder,
         triton.knobs.cache.scope(),
-        patch.dict(fused._launches._kept, clear=True),
+        patch.dict(fused.FUSED.launches._kept, clear=True),
         patch.dict(launching._kept, clear=True),
     ):
         triton.knobs.cache.dir = folder

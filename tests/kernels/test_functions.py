@@ -10,21 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import (
-    BF16,
-    DTYPES,
-    EXACT,
-    FP16,
-    FP32,
-    PRECISIONS,
-    RELAXED,
-    RELAXED_FP32,
-    GDNCase,
-    SSDCase,
-    rows,
-    sequences,
-    state_of,
-)
+from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, SSDCase, state_of
 
 from ssdprof.kernels import Precision, gdn_fused, gdn_unfused, get, ssd_fused, ssd_recurrent, ssd_unfused
 from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -33,7 +19,6 @@ from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.compat import mamba_chunk_scan_combined
 from ssdprof.kernels.ssd.portable import _fused_kernel
 from ssdprof.kernels.ssd.recurrent import _ssd_recurrent_kernel
-from ssdprof.measure.accuracy import assert_passes
 
 STEP = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True, dtype=BF16)
 SSD = {
@@ -50,7 +35,7 @@ GDN = {
 
 @dataclass(frozen=True)
 class Function:
-    """needed, options: the names of its arguments; every: those of the torch operator before the precision."""
+    """needed, options: the names of its arguments."""
 
     run: Callable[..., Any]
     implementation: str
@@ -131,30 +116,18 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     equal(op(*arguments), function(inputs, **{"state_v_first": True} if v_first else {}))
 
 
-@pytest.mark.parametrize("function", [FUSED, UNFUSED], ids=["fused", "unfused"])
-def test_ssd_refuses_inputs_that_do_not_fit_and_a_gradient(function: Function) -> None:
-    inputs = SSD["batch"].inputs()
-    with pytest.raises(ValueError, match="dt must have shape"):
-        function(inputs.__class__.unchecked(**vars(inputs) | {"dt": inputs.dt[:, 1:]}))
-    inputs.x.requires_grad_()
+@pytest.mark.parametrize("function", [FUSED, UNFUSED, DELTA], ids=["ssd fused", "ssd unfused", "gdn fused"])
+def test_refuses_inputs_that_do_not_fit_and_a_gradient(function: Function) -> None:
+    """`test_inputs.py` has every refusal."""
+    gdn = function is DELTA
+    inputs, name = inputs_of("gdn" if gdn else "ssd", "batch"), "g" if gdn else "dt"
+    with pytest.raises(ValueError, match=f"{name} must have shape"):
+        function(inputs.__class__.unchecked(**vars(inputs) | {name: getattr(inputs, name)[:, 1:]}))
+    getattr(inputs, function.needed[0]).requires_grad_()
     with pytest.raises(UnsupportedError, match=f"{function.implementation}: forward only"):
         function(inputs)
     with torch.no_grad():
         function(inputs)
-
-
-def test_gdn_refuses_inputs_that_do_not_fit() -> None:
-    inputs = GDN["batch"].inputs()
-    q, k, v, g, beta = (getattr(inputs, name) for name in QKV)
-    three, wide, empty = [one.repeat_interleave(3, 2)[:, :, :3] for one in (q, k)], q.new_zeros(2, 20, 1, 257), slice(0)
-    for arguments, words in (
-        ((q, k, v, g[:, 1:], beta), "g must have shape"), ((*three, v, g, beta), "must be a multiple of"),
-        ((q, k.float(), v, g, beta), r"k must be torch\.bfloat16 as q is"),
-        ((q, k, v, None, beta), "g must be a tensor, not None"), ((wide, wide, v, g, beta), "at most 256, not 257"),
-        ([one[:, empty] for one in (q, k, v, g, beta)], "empty"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
-            gdn_fused(*arguments)
 
 
 # --- states of GDN with V before K
@@ -184,16 +157,21 @@ def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
 
 
 def test_plans_name_the_kernel() -> None:
-    plan = get("gdn", "fused").plan
-    found = [plan(case.inputs(), EXACT) for case in (*GDN.values(), GDNCase(lengths=(1,) * 30))]
+    def plan(operator: str, name: str, case: Any) -> Any:
+        return get(operator, name).plan(case.inputs(), EXACT)
+
+    found = [plan("gdn", "fused", case) for case in (*GDN.values(), GDNCase(lengths=(1,) * 30))]
     assert [one.variant for one in found] == ["interpreter", "interpreter", "recurrent", "recurrent"]  # 30 decode steps
     assert found[0].launches == 2
     assert found[0].workspace_bytes > 0
-    told = get("gdn", "unfused").plan(GDNCase(lengths=(20, 5)).inputs(), EXACT)
+    told = plan("gdn", "unfused", GDNCase(lengths=(20, 5)))
     assert (told.launches, told.config["chunk_state.block_v"]) == (9, 16)
     assert told.workspace_bytes > 0
-    assert get("ssd", "unfused_step").plan(STEP.inputs(), EXACT).launches == 2
-    assert get("gdn", "unfused_step").plan(GDNCase(seqlen=1).inputs(), EXACT).launches == 5
+    assert plan("ssd", "unfused_step", STEP).launches == 2
+    assert plan("gdn", "unfused_step", GDNCase(seqlen=1)).launches == 5
+    step = plan("ssd", "fused", STEP)
+    assert (step.variant, step.launches, step.workspace_bytes) == ("recurrent", 1, 0)
+    assert step.config == plan("ssd", "recurrent", STEP).config
 
 
 @pytest.mark.parametrize("case", [SSDCase(seqlen=20), SSDCase(lengths=(3, 4))], ids=["batch", "packed"])
@@ -212,15 +190,18 @@ def test_the_plan_of_unfused_counts_the_launches(case: SSDCase, monkeypatch: pyt
     assert get("ssd", "unfused").plan(case.inputs(), EXACT).launches == len(kernels)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_a_plan_names_the_precision_that_has_the_same_bits(dtype: torch.dtype) -> None:
-    inputs, delta = GDN["batch"].but(dtype=dtype).inputs(), get("gdn", "fused")
-    same = "exact" if dtype == BF16 else "relaxed"
-    assert f"; the same as {same} with fp32 states" in delta.plan(inputs, RELAXED).reason
-    assert "the same as" not in delta.plan(inputs, EXACT).reason
-    relaxed = delta.run(inputs, RELAXED)
-    equal(relaxed, delta.run(inputs, EXACT if same == "exact" else RELAXED_FP32))
-    assert torch.equal(relaxed.out, delta.run(inputs, EXACT).out) == (same == "exact")
+@pytest.mark.parametrize(
+    ("operator", "case", "same"),
+    [("gdn", GDN["batch"].but(dtype=FP32), "relaxed"), ("gdn", GDN["batch"], "exact"), ("ssd", STEP, "exact")],
+    ids=["gdn fp32", "gdn bf16", "an ssd step"],
+)
+def test_a_plan_names_the_precision_that_has_the_same_bits(operator: str, case: Any, same: str) -> None:
+    inputs, implementation = case.inputs(), get(operator, "fused")
+    assert f"; the same as {same} with fp32 states" in implementation.plan(inputs, RELAXED).reason
+    assert "the same as" not in implementation.plan(inputs, EXACT).reason
+    relaxed = implementation.run(inputs, RELAXED)
+    equal(relaxed, implementation.run(inputs, EXACT if same == "exact" else RELAXED_FP32))
+    assert torch.equal(relaxed.out, implementation.run(inputs, EXACT).out) == (same == "exact")
 
 
 # --- SSD: a call for one position of each sequence runs the recurrent kernel, with all options
@@ -233,72 +214,26 @@ STEPS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def kernels() -> Callable[[], list[object]]:
-    """The kernels of the kept launches, in the order of their preparation."""
-    fused.forget_launches()
-    return lambda: [launch.launcher.kernel for launch in fused._launches._kept.values()]
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_is_the_recurrent_kernel(name: str, kernels: Callable[[], list[object]]) -> None:
-    inputs = STEPS[name].inputs()
-    for precision in (EXACT, RELAXED) if name == "plain" else [EXACT]:
-        for batch_invariant in (False, True):
-            ours, theirs = fused.run(inputs, precision, batch_invariant=batch_invariant), ssd_recurrent(inputs)
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        *((case, _ssd_recurrent_kernel) for case in STEPS.values()),
+        *((case, _fused_kernel) for case in (STEP.but(seqlen=2), SSDCase(lengths=(1, 1, 1)), SSDCase(lengths=(1,)))),
+    ],
+    ids=str,
+)
+def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(case: SSDCase, kernel: Any) -> None:
+    inputs, one = case.inputs(), STEP.inputs()
+    fused.FUSED.forget_launches()
+    for batch_invariant in (False, True):
+        ours = fused.run(inputs, batch_invariant=batch_invariant)
+        if kernel is _ssd_recurrent_kernel:
+            theirs = ssd_recurrent(inputs)
             equal(ours, theirs)
             assert [one.stride() for one in ours] == [one.stride() for one in theirs]
-    assert set(kernels()) == {_ssd_recurrent_kernel}
-
-
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_is_within_the_budget_of_every_precision(dtype: torch.dtype, precision: Precision) -> None:
-    inputs = STEP.but(dtype=dtype, gate=True).inputs()
-    assert_passes(fused.run(inputs, precision), inputs, precision)
-
-
-@pytest.mark.parametrize("case", [STEP.but(seqlen=2), SSDCase(lengths=(1, 1, 1)), SSDCase(lengths=(1,))], ids=str)
-def test_longer_and_packed_sequences_take_a_chunked_kernel(case: SSDCase, kernels: Callable[[], list[object]]) -> None:
-    inputs = case.inputs()
-    fused.run(inputs)
-    assert kernels() == [_fused_kernel]
-    assert get("ssd", "fused").plan(inputs, EXACT).variant == "interpreter"
-
-
-def test_signatures_of_one_and_of_two_positions_are_kept_apart(kernels: Callable[[], list[object]]) -> None:
-    one, two = STEP.inputs(), STEP.but(batch=1, seqlen=2).inputs()
-    first = fused.run(one), fused.run(two)
-    for _ in range(2):
-        equal(fused.run(one), first[0])
-        equal(fused.run(two), first[1])
-    assert kernels() == [_ssd_recurrent_kernel, _fused_kernel]
-
-
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_step_of_a_row_is_what_it_is_alone(batch_invariant: bool) -> None:
-    inputs = STEP.inputs()
-    whole = fused.run(inputs, batch_invariant=batch_invariant)
-    for row in range(3):
-        alone = fused.run(rows(inputs, slice(row, row + 1)), batch_invariant=batch_invariant)
-        equal(alone, [one[row : row + 1] for one in whole])
-
-
-def test_a_packed_position_is_the_same_whatever_the_others_lengths() -> None:
-    """A pack of one position runs the same kernel as a longer pack that contains it."""
-    inputs = SSDCase(lengths=(1, 40), initial_states=True, dtype=BF16).inputs()
-    whole = fused.run(inputs, batch_invariant=True)
-    alone = fused.run(sequences(inputs, packed=True)[0], batch_invariant=True)
-    equal(alone, (whole.out[:, :1], whole.final_states[:1]))
-
-
-def test_the_plan_of_a_step_names_the_kernel_and_the_precision_that_has_the_same_bits() -> None:
-    plan = get("ssd", "fused").plan
-    exact, relaxed = plan(STEP.inputs(), EXACT), plan(STEP.inputs(), RELAXED)
-    assert (exact.variant, exact.launches, exact.workspace_bytes) == ("recurrent", 1, 0)
-    assert "the same as" not in exact.reason
-    assert relaxed.reason.endswith("; the same as exact with fp32 states")
-    assert relaxed.config == exact.config == get("ssd", "recurrent").plan(STEP.inputs(), EXACT).config
+    fused.run(one)  # signatures are kept apart
+    equal(fused.run(inputs), ours)
+    assert [launch.launcher.kernel for launch in fused.FUSED.launches._kept.values()][:2] == [kernel] * 2
 
 
 # --- the signature of mamba_ssm
@@ -316,24 +251,10 @@ def test_mamba_drop_in() -> None:
     expected = get("ssd", "fused").run(inputs, EXACT)
     assert torch.equal(mamba(inputs), expected.out)
     equal(mamba(inputs, return_final_states=True), expected)
-
-
-def test_mamba_drop_in_has_the_signature_of_mamba_ssm() -> None:
-    """Names, order and defaults of `mamba_chunk_scan_combined` in state-spaces/mamba e9594ce."""
-    none = ("D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens")
-    expected = dict.fromkeys(("x", "dt", "A", "B", "C", "chunk_size"), inspect.Parameter.empty) | dict.fromkeys(none)
-    expected |= {"dt_softplus": False, "dt_limit": (0.0, float("inf"))}
-    expected |= {"return_final_states": False, "return_varlen_states": False, "state_dtype": None}
-    parameters = inspect.signature(mamba_chunk_scan_combined).parameters.values()
-    assert [(one.name, one.default) for one in parameters] == list(expected.items())
-    assert {one.kind for one in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-
-
-@pytest.mark.parametrize("name", ["seq_idx", "cu_seqlens", "return_varlen_states"])
-def test_mamba_drop_in_refuses_by_name(name: str) -> None:
-    value = True if name == "return_varlen_states" else torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match=f"no {name}"):
-        mamba(SSD["batch"].inputs(), **{name: value})
+    for name in ("seq_idx", "cu_seqlens", "return_varlen_states"):
+        value = True if name == "return_varlen_states" else torch.zeros(2, dtype=torch.int32)
+        with pytest.raises(UnsupportedError, match=f"no {name}"):
+            mamba(inputs, **{name: value})
 
 
 # --- the signatures of flash-linear-attention
@@ -398,17 +319,24 @@ def test_fla_drop_in_refuses_by_name(function: Any) -> None:
         fla(inputs, function, unheard_of=1)
 
 
-def test_fla_drop_in_has_the_signature_of_fla() -> None:
-    """The signature in flash-linear-attention 0.6.0: names, order and defaults."""
-    required = inspect.Parameter.empty
-    shared = {
-        "use_beta_sigmoid_in_kernel": False, "allow_neg_eigval": False, "state_v_first": False, "cu_seqlens": None,
-    }  # fmt: skip
-    state = {"scale": None, "initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": False}
-    chunk = dict.fromkeys(QKV, required) | state | shared
-    chunk |= {"cu_seqlens_cpu": None, "chunk_indices": None, "cp_context": None, "kwargs": required}
-    recurrent = dict.fromkeys(("q", "k", "v"), required) | dict.fromkeys(("g", "gk", "gv", "beta")) | state
-    recurrent |= {"use_gate_in_kernel": False, "A_log": None, "dt_bias": None} | shared
-    for function, expected in ((chunk_gated_delta_rule, chunk), (fused_recurrent_gated_delta_rule, recurrent)):
-        parameters = inspect.signature(function).parameters.values()
-        assert [(one.name, one.default) for one in parameters] == list(expected.items())
+# names, order and defaults in state-spaces/mamba e9594ce and in flash-linear-attention 0.6.0
+REQUIRED = inspect.Parameter.empty
+FLA_SHARED = dict(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None)
+FLA_STATE = dict(scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False)
+SIGNATURES: dict[Any, dict[str, Any]] = {
+    mamba_chunk_scan_combined: dict.fromkeys(("x", "dt", "A", "B", "C", "chunk_size"), REQUIRED)
+    | dict.fromkeys(("D", "z", "dt_bias", "initial_states", "seq_idx", "cu_seqlens"))
+    | dict(dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, return_varlen_states=False)
+    | dict(state_dtype=None),
+    chunk_gated_delta_rule: dict.fromkeys(QKV, REQUIRED) | FLA_STATE | FLA_SHARED
+    | dict(cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, kwargs=REQUIRED),
+    fused_recurrent_gated_delta_rule: dict.fromkeys(("q", "k", "v"), REQUIRED)
+    | dict.fromkeys(("g", "gk", "gv", "beta")) | FLA_STATE
+    | dict(use_gate_in_kernel=False, A_log=None, dt_bias=None) | FLA_SHARED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", SIGNATURES)
+def test_a_drop_in_has_the_signature_of_its_library(function: Any) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    assert [(one.name, one.default) for one in parameters] == list(SIGNATURES[function].items())

@@ -113,11 +113,78 @@ def test_final_states_with_v_before_k(device: str, sizes: dict[str, Any]) -> Non
 # --- heads that forget slowly
 
 
-def mixed(device: str) -> GDNInputs:
+def mixed(inputs: GDNInputs) -> None:
     """Head 0 does not forget, heads 1 and 2 forget, and head 3 forgets in the second half."""
-    inputs = SMALL.but(seqlen=640, values_per_key=4, gate=1.0, initial_states=True, device=device).inputs()
     inputs.g[..., 0], inputs.g[:, :320, 3] = -1e-4, -1e-4
-    return inputs
+
+
+def forgets_until_500(inputs: GDNInputs) -> None:
+    inputs.g[:, 500:] = 0.0
+
+
+def last_is_slow(inputs: GDNInputs) -> None:
+    inputs.g[..., -1] = -1e-4
+
+
+MIXED = dict(seqlen=640, values_per_key=4, gate=1.0, initial_states=True)
+ONE_HEAD = dict(values_per_key=1, initial_states=True)
+MANY_ROWS = GDNHopperConfig(segment=1, transition_parts=1, longest_first_pass=1)
+NINE = GDNHopperConfig(segment=9, transition_parts=3, longest_first_pass=5)
+# sizes, a change of the gates, the configuration, and (positions, heads) that have the bits of first passes over all
+# chunks before, or not: those come from parts
+LATER = slice(1, 3)
+PARTS: dict[str, tuple[dict[str, Any], Any, GDNHopperConfig, list[Any], list[Any]]] = {
+    "fast and slow heads": (MIXED, mixed, GDN_PARTS, [(slice(None), LATER)], [(slice(None), 0)]),
+    # its parts begin where the first pass of the segment before begins
+    "a slow segment after one with a first pass": (
+        ONE_HEAD | dict(seqlen=2700, gate=1.0), forgets_until_500,
+        GDNHopperConfig(segment=20, transition_parts=2, longest_first_pass=19),
+        [(slice(2560), slice(None))], [(slice(2560, None), slice(None))],
+    ),
+    # even if it forgets within a segment: 24 / 4.6, first passes of 6 chunks
+    "slower than the longest first pass": (
+        ONE_HEAD | dict(seqlen=1200, gate=0.05), None, NINE, [], [(slice(576, None), slice(None))],
+    ),
+    **{f"no slower than {longest}": (
+        ONE_HEAD | dict(seqlen=1200, gate=0.05), None, replace(NINE, longest_first_pass=longest),
+        [(slice(None), slice(None))], [],
+    ) for longest in (6, 9)},
+    # by the first pass of the second segment; the third segment's state comes from the second segment's parts
+    "a short past is gone over as a whole": (
+        ONE_HEAD | dict(seqlen=500, gate=1e-4), None, replace(GDN_PARTS, longest_first_pass=2),
+        [(slice(256), slice(None))], [(slice(256, None), slice(None))],
+    ),
+    # all segments of a slow head have parts then, except those with the shortest first passes
+    "parts instead of short first passes": (
+        MIXED, mixed, GDNHopperConfig(segment=2, transition_parts=1, longest_first_pass=6, least_first_pass=2),
+        [(slice(256), slice(None)), (slice(None), LATER)], [(slice(256, 384), 0)],
+    ),
+    **{f"{heads} heads of which the last is slow": (
+        dict(seqlen=256, values_per_key=heads, gate=3.0), last_is_slow, MANY_ROWS,
+        [(slice(None), slice(-1))], [(slice(None), -1)],
+    ) for heads in (44, 90)},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
+def test_which_segments_take_parts(device: str, name: str) -> None:
+    sizes, change, config, equal, different = PARTS[name]
+    inputs = SMALL.but(**sizes, device=device).inputs()
+    if change:
+        change(inputs)
+    result, whole = with_and_without_parts(inputs, config)
+    assert all(torch.equal(result.out[:, at, heads], whole.out[:, at, heads]) for at, heads in equal)
+    assert not any(torch.equal(result.out[:, at, heads], whole.out[:, at, heads]) for at, heads in different)
+    assert (result.final_states - whole.final_states).norm() < 4e-3 * whole.final_states.norm()
+    if not inputs.g[:, -1].eq(0).any():
+        assert_right(result, inputs)
+
+
+def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str) -> None:
+    inputs = SMALL.but(seqlen=700, initial_states=True, device=device).inputs()  # first passes of three chunks
+    config = GDNHopperConfig(segment=3, transition_parts=1, longest_first_pass=3, transition_programs=4)
+    assert same(*with_and_without_parts(inputs, config))
 
 
 @pytest.mark.slow
@@ -134,83 +201,10 @@ def test_parts_add_no_error(device: str, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_fast_and_slow_heads_together(device: str) -> None:
-    inputs = mixed(device)
-    result, whole = with_and_without_parts(inputs, GDN_PARTS)
-    assert_right(result, inputs)
-    assert torch.equal(result.out[:, :, 1:3], whole.out[:, :, 1:3])
-    assert not torch.equal(result.out[:, :, 0], whole.out[:, :, 0])
-
-
-@pytest.mark.slow
-def test_a_slow_segment_after_one_with_a_first_pass(device: str) -> None:
-    """Its parts begin where that first pass begins: the head forgets until position 500, and not after it."""
-    inputs = SMALL.but(seqlen=2700, values_per_key=1, gate=1.0, initial_states=True, device=device).inputs()
-    inputs.g[:, 500:] = 0.0
-    config = GDNHopperConfig(segment=20, transition_parts=2, longest_first_pass=19)
-    result, whole = with_and_without_parts(inputs, config)
-    assert torch.equal(result.out[:, :2560], whole.out[:, :2560])
-    assert not torch.equal(result.out[:, 2560:], whole.out[:, 2560:])
-    assert (result.final_states - whole.final_states).norm() < 4e-3 * whole.final_states.norm()
-
-
-def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str) -> None:
-    inputs = SMALL.but(seqlen=700, initial_states=True, device=device).inputs()  # first passes of three chunks
-    config = GDNHopperConfig(segment=3, transition_parts=1, longest_first_pass=3, transition_programs=4)
-    assert same(*with_and_without_parts(inputs, config))
-
-
-@pytest.mark.slow
-def test_a_head_slower_than_the_longest_first_pass_takes_parts(device: str) -> None:
-    """Even if it forgets within a segment.  A first pass covers a short past completely."""
-    # 24 / 4.6: first passes of 6 chunks
-    inputs = SMALL.but(seqlen=1200, values_per_key=1, gate=0.05, initial_states=True, device=device).inputs()
-    config = GDNHopperConfig(segment=9, transition_parts=3, longest_first_pass=5)
-    result, whole = with_and_without_parts(inputs, config)
-    assert not torch.equal(result.out[:, 576:], whole.out[:, 576:])
-    assert_right(result, inputs)
-    assert all(same(run(inputs, replace(config, longest_first_pass=longest)), whole) for longest in (6, 9))
-
-
-@pytest.mark.slow
-def test_a_short_past_is_gone_over_as_a_whole(device: str) -> None:
-    """By the first pass of the second segment.  The third segment's state comes from the second segment's parts."""
-    inputs = SMALL.but(seqlen=500, values_per_key=1, gate=1e-4, initial_states=True, device=device).inputs()
-    result, whole = with_and_without_parts(inputs, replace(GDN_PARTS, longest_first_pass=2))
-    assert torch.equal(result.out[:, :256], whole.out[:, :256])
-    assert not torch.equal(result.out[:, 256:], whole.out[:, 256:])
-    assert_right(result, inputs)
-
-
-@pytest.mark.slow
-def test_parts_replace_short_first_passes_of_a_slow_head(device: str) -> None:
-    """All of its segments have parts then, except those with the shortest first passes.  Other heads have none."""
-    inputs = mixed(device)
-    config = GDNHopperConfig(segment=2, transition_parts=1, longest_first_pass=6, least_first_pass=2)
-    result, whole = with_and_without_parts(inputs, config)
-    assert torch.equal(result.out[:, :256], whole.out[:, :256])
-    assert not torch.equal(result.out[:, 256:384, 0], whole.out[:, 256:384, 0])  # a first pass of four chunks
-    assert torch.equal(result.out[:, :, 1:3], whole.out[:, :, 1:3])
-    assert_right(result, inputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", [44, 90])
-def test_many_rows(device: str, heads: int) -> None:
-    """The last row is that of the only slow head."""
-    inputs = SMALL.but(seqlen=256, values_per_key=heads, gate=3.0, device=device).inputs()
-    inputs.g[..., -1] = -1e-4
-    config = GDNHopperConfig(segment=1, transition_parts=1, longest_first_pass=1)
-    result, whole = with_and_without_parts(inputs, config)
-    assert torch.equal(result.out[:, :, :-1], whole.out[:, :, :-1])
-    assert not torch.equal(result.out[:, :, -1], whole.out[:, :, -1])
-    assert_right(result, inputs)
-
-
-@pytest.mark.slow
 def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not depend on the number of programs that compute parts, or on their order either."""
-    inputs = mixed(device)
+    inputs = SMALL.but(**MIXED, device=device).inputs()
+    mixed(inputs)
     together = run(inputs, GDN_PARTS)
     for seed, gate in enumerate((0.0, -3.0)):
         inputs.g[..., 1:] = gate
@@ -309,12 +303,6 @@ def test_a_first_segment_is_longer_only_where_that_is_possible_and_segments_are_
     assert chosen(shapes(65536, 16, 32), batch_invariant=True).first_segment_extra  # no parts
 
 
-def test_48_heads_do_not_leave_a_quarter_of_the_sms_idle() -> None:
-    config = chosen(shapes(65536, 16, 48))
-    waves = -(-48 * (1024 // config.segment) // 132)
-    assert waves * config.segment < 0.85 * 512  # of two segments, 96 programs
-
-
 # --- slices: K and V other than 128
 
 
@@ -356,6 +344,8 @@ HARD: dict[str, dict[str, Any]] = {
         f"slices, {name}": OLMO | dict(key_heads=4, seqlen=8192, largest_beta=2.0, gate=gate)
         for name, gate in (("olmo", 0.1), ("no gate", 0.0), ("slow", 1e-4))
     },
+    # keys that make a chunk's system ill-conditioned
+    "slices, collinear keys": OLMO | dict(key_heads=4, seqlen=4096, largest_beta=2.0, gate=0.01, collinear=0.9),
 }  # fmt: skip
 
 
@@ -372,15 +362,3 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
     exact = gdn_chunked(inputs, torch.float64)
     ours, theirs = (head_errors(get("gdn", which).run(inputs, Precision()), exact) for which in ("fused", "unfused"))
     assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [dict(gate=0.0), dict(collinear=0.9, gate=0.01)], ids=str)
-def test_hard_inputs_of_olmo(kind: dict[str, float]) -> None:
-    """K 96, V 192, beta up to 2, and keys that make a chunk's system ill-conditioned: as accurate as unfused."""
-    case = GDNCase(seqlen=4096, dtype=BF16, largest_beta=2.0, device="cuda", **OLMO | dict(key_heads=3) | kind)
-    inputs = case.inputs()
-    exact, unfused = gdn_chunked(inputs), get("gdn", "unfused").run(inputs, Precision())
-    for ours, theirs, expected in zip(get("gdn", "fused").run(inputs, Precision()), unfused, exact, strict=True):
-        error, limit = ((one.double() - expected).square().mean().sqrt() for one in (ours, theirs))
-        assert error <= 1.01 * limit, (float(error), float(limit))

@@ -15,6 +15,7 @@ from subjects import GDN_ON_HOPPER, OLMO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof.kernels import gdn_fused
+from ssdprof.kernels.choice import Fused, FusedCall
 from ssdprof.kernels.gdn import fused
 from ssdprof.kernels.gdn.hopper import launch, slices
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
@@ -77,12 +78,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
         return lambda _programs, *arguments: made.append(arguments)
 
     monkeypatch.setattr(launch, "Launcher", launcher)
-    hopper = replace(fused.HOPPER, unsupported=lambda inputs: "" if inputs.q.shape[3] == inputs.v.shape[3] else "no")
+    hopper = replace(fused.HOPPER, configure=lambda call: fused.hopper_cut(call), unsupported=_unlike)
+    sliced = replace(fused.SLICES, configure=lambda call: fused.hopper_cut(call))
     monkeypatch.setattr(slices, "unsupported_otherwise", lambda _inputs: "")
-    monkeypatch.setattr(fused, "VARIANTS", (hopper, fused.SLICES))
-    fused.forget_launches()
+    monkeypatch.setattr(fused.FUSED, "variants", (hopper, sliced))
+    fused.FUSED.forget_launches()
     yield made
-    fused.forget_launches()
+    fused.FUSED.forget_launches()
+
+
+def _unlike(call: FusedCall) -> str:
+    return "" if call.inputs.q.shape[3] == call.inputs.v.shape[3] else "no"
 
 
 def call(inputs: GDNInputs) -> GDNOutput:
@@ -98,7 +104,7 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
 ) -> None:
     case, config, number, operations = CASES[name]
-    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
+    monkeypatch.setattr(fused, "hopper_cut", lambda _call: config)
     call(case.inputs())
     launches.clear()
     inputs = case.but(seed=1).inputs()
@@ -127,8 +133,8 @@ def test_a_call_of_a_known_signature_decides_nothing_again(
 
         monkeypatch.setattr(where, what, property(replaced) if isinstance(found, property) else replaced)
 
-    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
-    for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (fused, "choose"), (torch.cuda, "device")):
+    monkeypatch.setattr(fused, "hopper_cut", lambda _call: config)
+    for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (Fused, "choose"), (torch.cuda, "device")):
         count(where, what)
     for number in range(1, 4):
         call(case.but(seed=number).inputs())
@@ -142,7 +148,7 @@ def test_parts_of_a_workspace_lie_apart_and_aligned(
     monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
 ) -> None:
     case, config, *_ = CASES[name]
-    monkeypatch.setattr(fused, "_hopper_cut", lambda _call: config)
+    monkeypatch.setattr(fused, "hopper_cut", lambda _call: config)
     call(case.inputs())
     parts = {one.data_ptr(): one for arguments in launches for one in map(_base, arguments) if isinstance(one, Part)}
     memory = {one.tensor().untyped_storage().data_ptr() for one in parts.values()}

@@ -5,11 +5,12 @@ import math
 import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from compile_target import compiled, on_meta
-from kernel_cases import SSDCase
+from kernel_cases import FP16, FP32, SSDCase
 from test_exactness import NO_LARGER
 
 from ssdprof.kernels.hopper.schedule import Cut, cut
@@ -24,97 +25,78 @@ from ssdprof.kernels.ssd.hopper.config import (
     unsupported,
 )
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.tensors import row_stride
 
 H200 = 132  # multiprocessors
 LAYER = dict(heads=80, headdim=1, dstate=16)
 
 
-def chosen(seqlen: int, batch: int = 1, batch_invariant: bool = False) -> SSDHopperConfig:
-    inputs = SSDCase(seqlen=seqlen, batch=batch, **LAYER).inputs()
-    return SSDHopperConfig.choose(inputs, H200, batch_invariant=batch_invariant)
+MEASURED_LAYER = SSDCase(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
+
+
+def chosen(*, batch_invariant: bool = False, **sizes: Any) -> SSDHopperConfig:
+    return SSDHopperConfig.choose(SSDCase(**LAYER | sizes).inputs(), H200, batch_invariant=batch_invariant)
 
 
 def test_a_short_sequence_is_one_wave_of_programs_of_which_none_waits_for_another() -> None:
     """40 pairs of heads: three segments are 120 programs."""
-    config = chosen(1024)
+    config = chosen(seqlen=1024)
     assert config.recompute
     assert config.count(16) == 3
+    assert chosen(seqlen=1024, batch=32, batch_invariant=True) == config
 
 
 def test_of_a_batch_that_fills_the_gpu_every_multiprocessor_has_an_equal_share() -> None:
     for seqlen, batch in ((1024, 32), (4096, 8), (4096, 4)):
-        config = chosen(seqlen, batch)
+        config = chosen(seqlen=seqlen, batch=batch)
         assert config.shares == H200
         assert config.count(seqlen // 64) == 1
         assert "equal shares" in config.reason
 
 
-def test_batch_invariant_ignores_the_batch() -> None:
-    assert chosen(1024, batch=32, batch_invariant=True) == chosen(1024)
-
-
-def test_packed_sequences_are_cut_by_one_rule() -> None:
-    inputs = SSDCase(lengths=(100, 900), **LAYER).inputs()
-    assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).segment == 64
-
-
-def test_packed_sequences_of_few_heads_are_cut_into_more_segments() -> None:
-    """One shard of a model on eight GPUs.  The number and the lengths of the sequences have no effect."""
+def test_packed_sequences_are_cut_by_one_rule_into_more_segments_if_they_have_few_heads() -> None:
+    """As one shard of a model on eight GPUs.  The number and the lengths of the sequences have no effect."""
     for lengths in ((100, 900), (4096,), (64,) * 9):
-        inputs = SSDCase(lengths=lengths, **LAYER | {"heads": 10}).inputs()
-        assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).segment == 8
+        assert chosen(lengths=lengths).segment == 64
+        assert chosen(lengths=lengths, heads=10).segment == 8
+
+
+# --- what the kernel takes
 
 
 def test_inputs_that_are_not_on_a_hopper_gpu_are_not_taken() -> None:
     assert unsupported(SSDCase().inputs()) == "anything but a Hopper GPU"
 
 
-def test_the_batch_strides_that_the_copy_engine_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiples of 16 bytes.  Sequences may have gaps between them, but may not overlap."""
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> SSDInputs:
+    """Inputs that pretend to be on a Hopper GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
-    inputs = SSDCase(batch=2, seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
-    assert unsupported(inputs) == ""
+    return MEASURED_LAYER.but(seqlen=100).inputs()
+
+
+def test_the_batch_strides_that_the_copy_engine_reads(hopper: SSDInputs) -> None:
+    """Multiples of 16 bytes.  Sequences may have gaps between them, but may not overlap."""
+    assert unsupported(hopper) == ""
     for name in ("x", "B", "C", "dt"):
-        tensor = getattr(inputs, name)
+        tensor = getattr(hopper, name)
         sequence, *within = tensor.stride()
         for apart, refused in ((8, False), (4, name != "dt"), (-sequence, name != "dt")):
             strides = (sequence + apart, *within)
             moved = torch.empty(3 * sequence, dtype=tensor.dtype).as_strided(tensor.shape, strides)
-            reason = unsupported(replace(inputs, **{name: moved}))
+            reason = unsupported(replace(hopper, **{name: moved}))
             assert reason == (f"batch stride of {name}, which TMA cannot read" if refused else ""), apart
 
 
-def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gates_of_a_chunk_that_are_too_far_apart_are_refused(hopper: SSDInputs) -> None:
     """Their offsets have 32 bits."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr("ssdprof.kernels.ssd.hopper.config.capability", lambda _tensor: (9, 0))
-    inputs = on_meta(SSDCase(seqlen=100, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs())
+    inputs = on_meta(hopper)
     for row, head, refused in ((1 << 24, 1, False), (1 << 25, 1, True), (4, 1 << 28, False), (4, 1 << 29, True)):
-        dt = torch.empty_strided((1, 100, 4), (0, row, head), device="meta", dtype=torch.bfloat16)
+        dt = torch.empty_strided((2, 100, 4), (0, row, head), device="meta", dtype=torch.bfloat16)
         reason = unsupported(replace(inputs, dt=dt))
         assert reason == ("2^31 elements between the gates of a chunk" if refused else ""), (row, head)
-
-
-@pytest.mark.compiler
-def test_shared_memory_is_what_the_compiler_takes() -> None:
-    """Only the barriers are not counted."""
-    for label, ring, score_ring, dstate in (
-        ("mamba2 bf16 exact", 3, 2, 128),
-        ("p 128 n 64 bf16", 3, 2, 64),
-        ("n 256 fp16 relaxed", 2, 3, 256),
-    ):
-        (kernel,) = compiled("compile_cases", 90, "SSD_HOPPER")[label]
-        assert 0 <= kernel.shared_bytes - shared_bytes(ring, score_ring, dstate) < 1024
-
-
-def test_with_256_state_dimensions_a_program_owns_one_unit() -> None:
-    """falcon-h1-3b has 64 units: 32 heads of two slices each."""
-    for dstate, ring, programs in ((128, 3, 32), (256, 2, 64)):
-        inputs = SSDCase(seqlen=4096, heads=32, headdim=128, dstate=dstate, dtype=torch.bfloat16).inputs()
-        assert program_count(inputs) == programs
-        assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring
 
 
 def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stride() -> None:
@@ -124,26 +106,45 @@ def test_rows_of_sequences_of_one_position_follow_each_other_by_their_batch_stri
     assert row_stride(torch.empty(9, 3, 100)[:, :, :64]) == 100
 
 
-def test_the_workspace_is_a_state_and_flags_for_each_segment_but_the_last() -> None:
-    inputs = SSDCase(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
-    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Cut(segment=16)))
-    for state_dtype in (torch.float32, torch.float16):
-        sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
-        of_a_slot = 4 * (64 * 128 * state_dtype.itemsize + 32)
-        assert sizes.workspace_bytes == 2 * 3 * of_a_slot + 32  # plus the ticket
-    whole = replace(config, segment=64)
-    assert buffer_sizes(inputs, Precision(), whole).workspace_bytes == 0
+# --- memory
 
 
-def test_the_workspace_of_shares_is_a_state_in_fp32_for_each_and_flags() -> None:
-    """Four pairs of heads."""
-    inputs = SSDCase(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16).inputs()
-    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(Cut(segment=64, shares=3)))
-    for state_dtype in (torch.float32, torch.float16):
-        sizes = buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)
-        assert sizes.workspace_bytes == 3 * 2 * (64 * 128 * 4 + 32) + 32
-    for segments in (Cut(segment=64, shares=4), Cut(segment=64, shares=9)):  # a program for each pair
-        assert buffer_sizes(inputs, Precision(), replace(config, **asdict(segments))).workspace_bytes == 0
+@pytest.mark.compiler
+def test_shared_memory_is_what_the_compiler_takes() -> None:
+    """Only the barriers are not counted."""
+    for label, ring, score_ring, dstate in (
+        ("mamba2 bf16 exact", 3, 2, 128), ("p 128 n 64 bf16", 3, 2, 64), ("n 256 fp16 relaxed", 2, 3, 256),
+    ):  # fmt: skip
+        (kernel,) = compiled("compile_cases", 90, "SSD_HOPPER")[label]
+        assert 0 <= kernel.shared_bytes - shared_bytes(ring, score_ring, dstate) < 1024
+
+
+def test_with_256_state_dimensions_a_program_owns_one_unit() -> None:
+    """falcon-h1-3b has 64 units: 32 heads of two slices each."""
+    for dstate, ring, programs in ((128, 3, 32), (256, 2, 64)):
+        inputs = MEASURED_LAYER.but(batch=1, heads=32, headdim=128, dstate=dstate).inputs()
+        assert program_count(inputs) == programs
+        assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring
+
+
+SLOT = 64 * 128  # elements of a state
+WORKSPACES = [
+    # a state and flags for each segment but the last
+    (Cut(segment=64), FP32, 0), (Cut(segment=16), FP32, 2 * 3 * 4 * (4 * SLOT + 32) + 32),
+    (Cut(segment=16), FP16, 2 * 3 * 4 * (2 * SLOT + 32) + 32),
+    # a state in fp32 and flags for each share
+    *((Cut(segment=64, shares=3), dtype, 3 * 2 * (4 * SLOT + 32) + 32) for dtype in (FP32, FP16)),
+    # a program for each of the four pairs of heads
+    *((Cut(segment=64, shares=shares), FP32, 0) for shares in (4, 9)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("segments", "state_dtype", "nbytes"), WORKSPACES)
+def test_the_workspace(segments: Cut, state_dtype: torch.dtype, nbytes: int) -> None:
+    """Plus the ticket."""
+    inputs = MEASURED_LAYER.inputs()
+    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(segments))
+    assert buffer_sizes(inputs, Precision(state_dtype=state_dtype), config).workspace_bytes == nbytes
 
 
 # --- the cut of a sequence

@@ -39,6 +39,7 @@ OF_SSD: list[tuple[dict[str, Any], str]] = [
     (dict(chunk_size=0), "chunk_size must be a positive integer, not 0"),
     (dict(chunk_size=64.0), "chunk_size must be a positive integer, not 64.0"),
     (dict(dt_limit=(1.0, 0.0)), "dt_limit must be"),
+    (dict(dt_limit=(0.0, float("nan"))), "dt_limit must be"),
     (dict(dt_limit=(-0.1, 0.1), dt_softplus=False), "dt_limit must not let a negative dt pass"),
     (dict(cu_seqlens=torch.tensor([0, 9])), "cu_seqlens needs a batch of 1"),
     (dict(A=zeros(4, device="meta")), "A is on meta, x on cpu"),
@@ -98,9 +99,23 @@ def test_derived_sizes() -> None:
     assert SSDCase(lengths=(3, 0, 4)).inputs().sequences == 3
 
 
-def test_signatures_tell_what_kernels_depend_on() -> None:
-    signature = GDN.inputs().signature
-    assert signature == GDN.inputs().signature
-    others = (GDN.but(l2norm=False).inputs(), GDN.inputs(scale=2.0), GDN.but(seqlen=69).inputs())
-    for other in (*others, GDN.inputs(cu_seqlens=torch.tensor([0, 70]))):
-        assert signature != other.signature
+SSD_BIAS = SSD.inputs().dt_bias.repeat(2)[1:5]  # not aligned to 16 bytes
+OTHERS: dict[Any, list[Any]] = {
+    SSD: [
+        SSD.but(seqlen=10).inputs(), *(SSD.inputs(**{name: None}) for name in ("D", "z", "dt_bias")),
+        SSD.inputs(dt_softplus=False), SSD.inputs(dt_limit=(0.0, 1.0)), SSD.inputs(chunk_size=64),
+        SSD.inputs(A=SSD.inputs().A.double()), SSD.inputs(dt=SSD.inputs().dt.contiguous()),
+        SSD.inputs(dt_bias=SSD_BIAS),
+    ],
+    GDN: [
+        GDN.but(l2norm=False).inputs(), GDN.inputs(scale=2.0), GDN.but(seqlen=69).inputs(),
+        GDN.inputs(cu_seqlens=torch.tensor([0, 70])),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_signature_says_all_but_place_and_content(case: Any) -> None:
+    assert case.inputs().signature == case.but(seed=5).inputs().signature
+    signatures = {one.signature for one in (case.inputs(), *OTHERS[case])}
+    assert len(signatures) == 1 + len(OTHERS[case])

@@ -20,14 +20,13 @@ import torch
 from kernel_cases import EXACT, RELAXED, SSDCase
 from triton.runtime.jit import JITFunction
 
-from ssdprof.kernels import SSDInputs, UnsupportedError, ssd_fused
+from ssdprof.kernels import UnsupportedError, ssd_fused
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.launch import Constants, LaunchCache, Launcher, launch
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import hopper_launch
-from ssdprof.kernels.ssd.launch import SSDLaunch
 
 CASE = SSDCase(seqlen=20, gate=True, initial_states=True)
 
@@ -35,9 +34,10 @@ CASE = SSDCase(seqlen=20, gate=True, initial_states=True)
 class Kernel:
     """Records its launches: through Triton, which returns the compiled kernel, or of the compiled kernel."""
 
-    def __init__(self, *, interpreted: bool = False) -> None:
+    def __init__(self, *, compiles: bool = True, fails: bool = False) -> None:
         self.launches: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
-        self._compiled = None if interpreted else Compiled(self)
+        self.collecting: list[bool] = []  # whether garbage is collected while Triton compiles
+        self._compiles, self._fails = compiles, fails
 
     @staticmethod
     def fn(a: Any, b: Any, stride: Any, size: Any, BLOCK: Any, DEEP: Any) -> None:
@@ -46,7 +46,10 @@ class Kernel:
     def __getitem__(self, grid: Any) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
             self.launches.append(("triton", grid, arguments, options))
-            return self._compiled
+            self.collecting.append(gc.isenabled())
+            if self._fails:
+                raise RuntimeError
+            return Compiled(self) if self._compiles else None
 
         return run
 
@@ -62,7 +65,7 @@ class Compiled:
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_kept", {})
-    monkeypatch.setattr(fused, "_launches", LaunchCache())
+    monkeypatch.setattr(fused.FUSED, "launches", LaunchCache())
 
 
 @pytest.mark.slow
@@ -70,36 +73,36 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kept_launches_are_those_that_triton_would_make(name: str) -> None:
     """1,500 calls with unusual strides, alignments, dtypes and sizes; most of them repeat earlier ones."""
     target = Path(__file__).with_name("launch_target.py")
-    environ = os.environ | {"TRITON_INTERPRET": "0"}
-    result = subprocess.run(
-        [sys.executable, target, name], env=environ, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    counts = json.loads(result.stdout)
+    counts = json.loads(python(str(target), name, TRITON_INTERPRET="0"))
     assert counts["wrong"] == 0
     assert counts["first"] > 200, "no variety"
     assert counts["repeated"] > 1000
 
 
-# --- one kernel
+def python(*arguments: str, **environment: str) -> str:
+    """The output of another process."""
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    ran = subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+# --- importing kernels
+
+
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("gpu", "interpret", "hashes"),
-    [
-        (True, "0", 1),
-        pytest.param(True, "1", 0, marks=pytest.mark.slow),
-        pytest.param(False, "0", 0, marks=pytest.mark.slow),
-    ],
+    [(1, "0", 1), pytest.param(1, "1", 0, marks=SLOW), pytest.param(0, "0", 0, marks=SLOW)],
 )
-def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: bool, interpret: str, hashes: int) -> None:
+def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: int, interpret: str, hashes: int) -> None:
     """In a process that only imports kernels, if they are for a GPU."""
-    code = f"import torch; torch.cuda.device_count = lambda: {int(gpu)}"
+    code = f"import torch; torch.cuda.device_count = lambda: {gpu}"
     code += "; from ssdprof.kernels import launch, ssd_fused; launch.wait_for_hash()"
     code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
-    environ = os.environ | {"TRITON_INTERPRET": interpret}
-    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert int(result.stdout) == hashes
+    assert int(python("-c", code, TRITON_INTERPRET=interpret)) == hashes
 
 
 DRIVER_REFUSED = """
@@ -111,49 +114,32 @@ def start():
 torch.cuda._is_compiled = lambda: True
 torch._C._cuda_getDeviceCount = torch._C._cuda_init = start
 torch.cuda._device_count_nvml = lambda: 1
+from ssdprof.kernels import device, ssd_fused
+print(device.INTERPRETED)
 """
 
 
 def test_importing_kernels_leaves_the_driver_to_processes_forked_afterwards() -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = DRIVER_REFUSED + "from ssdprof.kernels import device, ssd_fused; print(device.INTERPRETED)"
-    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "False\n", "NVML was not asked"
+    assert python("-c", DRIVER_REFUSED) == "False\n", "NVML was not asked"
 
 
-@pytest.mark.parametrize("which", ["first", "second"])
-def test_only_the_first_launch_waits_for_that_hash(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
-    kernel, waited = Kernel(), []
-    launcher = Launcher(kernel, (3, 5), {"BLOCK": 16})
-    if which == "second":
-        launcher(7, "a", "b")
-    monkeypatch.setattr(launching, "wait_for_hash", lambda: waited.append(len(kernel.launches)))
-    launcher(7, "a", "b")
-    assert waited == ([0] if which == "first" else [])
+# --- one kernel
 
 
-@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_no_garbage_is_collected_while_a_kernel_is_compiled(enabled: bool, fails: bool) -> None:
-    seen = []
-
-    class Compiling(Kernel):
-        def __getitem__(self, grid: Any) -> Any:
-            def run(*_arguments: Any, **_options: Any) -> None:
-                seen.append(gc.isenabled())
-                if fails:
-                    raise RuntimeError
-
-            return run
-
-    before = gc.isenabled()
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_first_launch_waits_for_the_hash_and_collects_no_garbage(
+    monkeypatch: pytest.MonkeyPatch, enabled: bool, fails: bool
+) -> None:
+    kernel, waited, before = Kernel(fails=fails), [], gc.isenabled()
+    monkeypatch.setattr(launching, "wait_for_hash", lambda: waited.append(len(kernel.launches)))
+    launcher = Launcher(kernel, (3, 5), {"BLOCK": 16})
     try:
         (gc.enable if enabled else gc.disable)()
         with pytest.raises(RuntimeError) if fails else nullcontext():
-            Launcher(Compiling(), (), {})(1)
-        assert seen == [False]
-        assert gc.isenabled() == enabled
+            launcher(7, "a", "b")
+            launcher(7, "a", "b")
+        assert (kernel.collecting, waited, gc.isenabled()) == ([False], [0], enabled)
     finally:
         (gc.enable if before else gc.disable)()
 
@@ -194,17 +180,9 @@ def test_constants_are_equal_by_name_and_value() -> None:
     assert repr(Constants(A=1, B="x")) == "Constants(A=1, B='x')", "Triton's key of a compiled kernel"
 
 
-def test_where_triton_returns_nothing_nothing_is_kept() -> None:
-    kernel = Kernel(interpreted=True)
-    launcher = Launcher(kernel, (), {})
-    launcher(1)
-    launcher(1)
-    assert [kind for kind, *_ in kernel.launches] == ["triton", "triton"]
-
-
-def kinds(*calls: tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]]) -> list[str]:
+def kinds(*calls: tuple[tuple[Any, ...], tuple[Any, ...], dict[str, Any]], compiles: bool = True) -> list[str]:
     """The kind of each of these launches of one kernel, in order."""
-    kernel = Kernel()
+    kernel = Kernel(compiles=compiles)
     for tensors, scalars, options in calls:
         launch(kernel, 1, tensors, scalars, **options)
     return [kind for kind, *_ in kernel.launches]
@@ -215,7 +193,9 @@ USUAL = ((WORDS, None), (1, 2.0), {"BLOCK": 64, "num_warps": 4})
 
 
 def test_another_place_or_content_is_the_same_launch() -> None:
-    elsewhere = ((torch.ones(99, dtype=torch.int32)[4:], None), (1, 2.0), {"BLOCK": 64, "num_warps": 4})
+    elsewhere = ((torch.ones(99, dtype=torch.int32)[4:], None), *USUAL[1:])
+    assert kinds(USUAL, USUAL, compiles=False) == ["triton", "triton"], "as in the interpreter"
+    launching._kept.clear()
     assert kinds(USUAL, elsewhere, USUAL) == ["triton", "compiled", "compiled"]
 
 
@@ -235,41 +215,17 @@ def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
 
 def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_MOST", 3)
-    monkeypatch.setattr(fused, "_launches", LaunchCache(most=3))
     kinds(*(((None, None), (size,), {}) for size in range(8)))
     assert 0 < len(launching._kept) <= 3
-    for seqlen in range(1, 8):
-        fused.run(SSDCase(seqlen=seqlen).inputs())
-    assert 0 < len(fused._launches._kept) <= 3
+    cache: LaunchCache[int] = LaunchCache(most=3)
+    assert [cache.get(key, lambda: 5) for key in range(8)] == [5] * 8
+    assert 0 < len(cache._kept) <= 3
 
 
 # --- a whole call
 
 
-def test_a_call_is_prepared_once_and_right_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[SSDInputs] = []
-    prepare = fused._prepare
-
-    def counted(inputs: SSDInputs, *rest: Any) -> SSDLaunch:
-        prepared.append(inputs)
-        return prepare(inputs, *rest)
-
-    monkeypatch.setattr(fused, "_prepare", counted)
-    for seed in range(3):
-        inputs = SSDCase(seqlen=20, gate=True, initial_states=True, seed=seed).inputs()
-        ours, fresh = fused.run(inputs, EXACT), fused._prepare(inputs, EXACT, False)(inputs)
-        assert torch.equal(ours.out, fresh.out)
-        assert torch.equal(ours.final_states, fresh.final_states)
-        prepared.pop()
-    assert len(prepared) == 1
-    fused.run(inputs, RELAXED)
-    fused.run(inputs, EXACT, batch_invariant=True)
-    assert len(prepared) == 3
-
-
-def test_a_changed_choice_is_seen_after_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = CASE.inputs()
-    fused.run(inputs)
+def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[SSDPortableConfig] = []
     choose = SSDPortableConfig.choose
 
@@ -278,11 +234,18 @@ def test_a_changed_choice_is_seen_after_forgetting(monkeypatch: pytest.MonkeyPat
         return chosen[-1]
 
     monkeypatch.setattr(SSDPortableConfig, "choose", noted)
-    fused.run(inputs)
-    assert not chosen
-    fused.forget_launches()
-    fused.run(inputs)
+    for seed in range(3):
+        inputs = CASE.but(seed=seed).inputs()
+        ours, fresh = fused.run(inputs, EXACT), fused.FUSED.prepare(inputs, EXACT)(inputs)
+        assert all(map(torch.equal, ours, fresh))
+        chosen.pop()
     assert len(chosen) == 1
+    for prepared, options in ((2, dict(precision=RELAXED)), (3, dict(batch_invariant=True)), (3, {})):
+        fused.run(inputs, **options)
+        assert len(chosen) == prepared
+    fused.FUSED.forget_launches()
+    fused.run(inputs)
+    assert len(chosen) == 4
 
 
 def test_tensors_of_a_call_are_not_kept_alive() -> None:
@@ -329,43 +292,12 @@ def _positions(case: SSDCase) -> Iterator[tuple[tuple[int, int], int, int]]:
         begin += length
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(dt=lambda i: i.dt[:, 1:]), "dt must have shape"),
-        (dict(z=lambda i: i.z.double()), "z must be"),
-        (dict(D=lambda i: i.D.to("meta")), "D is on meta"),
-        (dict(chunk_size=lambda _: 0), "chunk_size must be a positive integer"),
-        (dict(dt_limit=lambda _: (1.0, 0.5)), "dt_limit must be"),
-        (dict(dt_limit=lambda _: (0.0, float("nan"))), "dt_limit must be"),
-    ],
-    ids=["shape", "dtype", "device", "chunk size", "limits", "NaN"],
-)
-def test_what_does_not_fit_is_refused_every_time(change: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_refused_every_time() -> None:
+    """Also after a call that fits.  `test_inputs.py` has every refusal."""
     inputs = CASE.inputs()
-    values = dict(vars(inputs))
-    ssd_fused(**values)
-    ((name, value),) = change.items()
+    ssd_fused(**vars(inputs))
     for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            ssd_fused(**values | {name: value(inputs)})
-
-
-def test_what_no_kernel_does_is_refused_every_time() -> None:
-    inputs = SSDCase(dstate=257).inputs()
-    for _ in range(2):
+        with pytest.raises(ValueError, match="dt must have shape"):
+            ssd_fused(**vars(inputs) | {"dt": inputs.dt[:, 1:]})
         with pytest.raises(UnsupportedError, match="dstate is at most 256"):
-            fused.run(inputs)
-
-
-def test_a_signature_says_all_but_place_and_content() -> None:
-    inputs = CASE.inputs()
-    assert inputs.signature == SSDCase(seqlen=20, gate=True, initial_states=True, seed=5).inputs().signature
-    others = [
-        SSDCase(seqlen=21, gate=True, initial_states=True).inputs(), CASE.inputs(dt_softplus=False),
-        CASE.inputs(dt_limit=(0.0, 1.0)), CASE.inputs(chunk_size=64), CASE.inputs(A=inputs.A.double()),
-        CASE.inputs(dt=inputs.dt.contiguous()), CASE.inputs(dt_bias=torch.cat([inputs.dt_bias, inputs.dt_bias])[1:3]),
-        CASE.inputs(D=None), CASE.inputs(D=None, dt_bias=None),
-    ]  # fmt: skip
-    signatures = {inputs.signature, *(other.signature for other in others)}
-    assert len(signatures) == 1 + len(others)
+            fused.run(CASE.but(dstate=257).inputs())

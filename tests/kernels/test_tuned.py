@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernel_cases import EXACT, RELAXED, SSDCase
 
+from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, override, use_overrides
 from ssdprof.kernels.ssd import fused
@@ -32,7 +33,7 @@ def key_of(case: SSDCase) -> CallKey:
 
 
 def hopper(case: SSDCase, precision: Precision = EXACT, *, batch_invariant: bool = False) -> SSDHopperConfig:
-    return fused._hopper_config(case.inputs(), precision, batch_invariant)
+    return fused.hopper_cut(FusedCall(inputs=case.inputs(), precision=precision, batch_invariant=batch_invariant))
 
 
 @pytest.fixture(autouse=True)
@@ -140,5 +141,5 @@ def test_a_portable_find_keeps_a_sequence_apart_from_its_neighbours() -> None:
 def test_a_portable_chunk_is_no_longer_than_a_sequence() -> None:
     inputs = replace(CASE, seqlen=20).inputs()
     use_portable(CASE.inputs(), chunk=64, min_chunks=2, max_chunks=8)
-    config = fused._portable_config(inputs, EXACT)
+    config = fused.portable_config(FusedCall(inputs=inputs, precision=EXACT))
     assert (config.chunk, config.min_chunks, config.max_chunks) == (32, 4, 16)

@@ -31,12 +31,29 @@ from ssdprof.operators.ssd import CHUNK_SIZES
 from ssdprof.operators.ssd import OPERATOR as SSD
 
 SOFTPLUS = "mamba_ssm.ops.triton.softplus"
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
-def inputs(dtype: torch.dtype = torch.bfloat16, **fields: Any) -> SSDInputs:
+def inputs(dtype: torch.dtype = BF16, **fields: Any) -> SSDInputs:
     x, B = torch.zeros(1, 8, 2, 16, dtype=dtype), torch.zeros(1, 8, 1, 16, dtype=dtype)
     made: dict[str, Any] = {"x": x, "dt": x[..., 0], "A": -torch.ones(2), "B": B, "C": B, "chunk_size": 128}
     return SSDInputs(**(made | fields))
+
+
+def far(rows: int, stride: int) -> SSDInputs:
+    """More than 2^31 elements from the first to the last one, on the meta device."""
+    x = torch.empty_strided((1, rows, 2, 16), (0, stride, 16, 1), dtype=FP16, device="meta")
+    B = torch.empty(1, rows, 1, 16, dtype=FP16, device="meta")
+    return inputs(x=x, dt=x[..., 0], A=torch.empty(2, device="meta"), B=B, C=B)
+
+
+def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """Installs a module of this name, and its package with a version."""
+    package, module = ModuleType("mamba_ssm"), ModuleType(f"mamba_ssm.ops.triton.{name}")
+    vars(package).update(__version__="9.9")
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 @pytest.fixture
@@ -51,11 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
         made.append((arguments, options | {"dt_softplus": dt_softplus, "dt_limit": dt_limit}))
         return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
 
-    package, module = ModuleType("mamba_ssm"), ModuleType("mamba_ssm.ops.triton.ssd_combined")
-    package.__version__ = "9.9"  # type: ignore[attr-defined]
-    module._mamba_chunk_scan_combined_fwd = forward  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
-    monkeypatch.setitem(sys.modules, "mamba_ssm.ops.triton.ssd_combined", module)
+    put(monkeypatch, "ssd_combined", _mamba_chunk_scan_combined_fwd=forward)
     return made
 
 
@@ -95,28 +108,6 @@ def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_state
     assert not calls
 
 
-def test_what_mamba_ssm_does_not_do(calls: list[Any]) -> None:
-    run = load_mamba_ssm().run
-    for precision, given, words in (
-        (Precision(intermediates="relaxed"), inputs(), "exact intermediates only"),
-        (Precision(), inputs(), "this version"),
-        (Precision(state_dtype=torch.bfloat16), inputs(cu_seqlens=torch.tensor([0, 8])), "packed sequence"),
-        (Precision(state_dtype=torch.bfloat16), inputs(chunk_size=24), "chunk_size must be a power of two, not 24"),
-    ):
-        with pytest.raises(UnsupportedError, match=words):
-            run(given, precision)
-    assert not calls
-
-
-def test_offsets_of_32_bits_are_refused_before_they_wrap(calls: list[Any]) -> None:
-    far = torch.empty_strided((1, 8, 2, 16), (0, 2**29, 16, 1), dtype=torch.bfloat16, device="meta")
-    assert span(far) == 7 * 2**29 + 16 + 15 + 1
-    B, A = torch.empty(1, 8, 1, 16, dtype=torch.bfloat16, device="meta"), torch.empty(2, device="meta")
-    with pytest.raises(UnsupportedError, match="32-bit offsets"):
-        load_mamba_ssm().plan(inputs(x=far, dt=far[..., 0], A=A, B=B, C=B), Precision(state_dtype=torch.bfloat16))
-    assert not calls
-
-
 KERNEL = """
 from mamba_ssm.ops.triton.softplus import softplus
 def _fused5_ssd(x, dt, A, B, C, D, **options):
@@ -136,6 +127,8 @@ def checkout(tmp_path: Path) -> Path:
 def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    load_published(checkout)
+    assert SOFTPLUS not in sys.modules, "where nothing is installed, nothing is"
     installed = ModuleType(SOFTPLUS)
     monkeypatch.setitem(sys.modules, SOFTPLUS, installed)
     run = load_published(checkout).run
@@ -162,30 +155,35 @@ def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_stat
     assert ("with the states of the other one" in plan.reason) is not of_its_own
 
 
-def test_the_published_kernel_leaves_no_trace_where_nothing_is_installed(checkout: Path) -> None:
-    assert SOFTPLUS not in sys.modules
-    load_published(checkout)
-    assert SOFTPLUS not in sys.modules
+RELAXED, PACK = Precision(intermediates="relaxed", state_dtype=FP16), dict(cu_seqlens=torch.tensor([0, 8]))
+OF_BF16, OF_FP16 = Precision(state_dtype=BF16), Precision(state_dtype=FP16)
+ODD = dict(chunk_size=24)
+REFUSED: list[tuple[str, Precision, Any, str]] = [
+    ("mamba_ssm", Precision(intermediates="relaxed"), {}, "exact intermediates only"),
+    ("mamba_ssm", Precision(), {}, "this version"), ("mamba_ssm", OF_BF16, PACK, "packed sequence"),
+    ("mamba_ssm", OF_BF16, ODD, "chunk_size must be a power of two, not 24"),
+    ("mamba_ssm", OF_FP16, far(8, 2**29), "32-bit offsets"),
+    ("published", OF_BF16, {}, "fp32 and fp16 states only"), ("published", OF_FP16, {}, "go with fp16 inputs"),
+    ("published", RELAXED, {}, "go with fp16 inputs"), ("published", Precision(), PACK, "no packed sequences"),
+    ("published", Precision(), ODD, "chunk_size must be a power of two, not 24"),
+    ("published", Precision(), far(2**27, 32), "32-bit offsets"),
+]  # fmt: skip
 
 
-def test_what_the_published_kernel_does_not_do(checkout: Path) -> None:
-    plan = load_published(checkout).plan
-    relaxed = Precision(intermediates="relaxed", state_dtype=torch.float16)
-    for precision, given, words in (
-        (Precision(state_dtype=torch.bfloat16), inputs(torch.bfloat16), "fp32 and fp16 states only"),
-        (Precision(state_dtype=torch.float16), inputs(torch.bfloat16), "go with fp16 inputs"),
-        (relaxed, inputs(torch.bfloat16), "go with fp16 inputs"),
-        (Precision(), inputs(cu_seqlens=torch.tensor([0, 8])), "no packed sequences"),
-        (Precision(), inputs(chunk_size=24), "chunk_size must be a power of two, not 24"),
-    ):
-        with pytest.raises(UnsupportedError, match=words):
-            plan(given, precision)
-    x, B = (torch.empty(1, 2**27, *size, dtype=torch.float16, device="meta") for size in ((2, 16), (1, 16)))
-    with pytest.raises(UnsupportedError, match="32-bit offsets"):
-        plan(inputs(x=x, dt=x[..., 0], A=torch.empty(2, device="meta"), B=B, C=B), Precision())
+@pytest.mark.parametrize(("name", "precision", "given", "words"), REFUSED)
+def test_what_they_do_not_do(
+    name: str, precision: Precision, given: Any, words: str, calls: list[Any], checkout: Path
+) -> None:
+    implementation = load_published(checkout) if name == "published" else load_mamba_ssm()
+    given = inputs(**given) if isinstance(given, dict) else given
+    for call in (implementation.run, implementation.plan):
+        with pytest.raises(UnsupportedError, match=f"^{name}: .*{words}"):
+            call(given, precision)
+    assert not calls
+    assert span(far(8, 2**29).x) == 7 * 2**29 + 16 + 15 + 1
 
 
-def test_tries_of_the_published_kernel_do_not_find_flags_of_the_try_before(checkout: Path) -> None:
+def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(checkout: Path) -> None:
     (checkout / "mamba_ssm/ops/triton/ssd_fused5.py").write_text(TUNED)
     call: Any = load_published(checkout).run.args[0]  # type: ignore[attr-defined]
     kernel = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
@@ -221,9 +219,7 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, tuner = tuned(Kernel(), 32, 64)
-    module = ModuleType("mamba_ssm.ops.triton.ssd_chunk_scan")
-    module.tuner = tuner  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    put(monkeypatch, "ssd_chunk_scan", tuner=tuner)
     run = load_mamba_ssm().run
     seen = []
     for size in ((1, 8), (2, 4096), (1, 8200), (4, 4096), (1, 8)):
@@ -302,14 +298,6 @@ def test_a_tuner_that_is_interrupted_while_it_waits_for_compilers_can_go_on_late
     assert kernel.modes == [True] * 4
 
 
-def test_a_buffer_that_a_kernel_counts_in_is_zero_before_each_try() -> None:
-    tunings, tuner = tuned(Kernel(), 32, 64)
-    tunings.zero_before_each_try("flags")
-    flags = torch.ones(4)
-    tuner.pre_hook({"flags": flags})
-    assert not flags.any()
-
-
 def test_libraries_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
     with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
@@ -344,18 +332,10 @@ def test_libraries_line_up_before_ours_at_their_own_precisions(checkout: Path) -
 def step_inputs(length: int = 1, **fields: Any) -> SSDInputs:
     torch.manual_seed(0)
     B, C = torch.randn(2, 2, length, 2, 16)
-    made: dict[str, Any] = {
-        "x": torch.randn(2, length, 4, 8),
-        "dt": torch.randn(2, length, 4),
-        "A": -torch.rand(4),
-        "B": B,
-        "C": C,
-        "D": torch.randn(4),
-        "dt_bias": torch.randn(4),
-        "dt_softplus": True,
-        "initial_states": torch.randn(2, 4, 8, 16),
-        "chunk_size": 16,
-    }
+    made: dict[str, Any] = dict(
+        x=torch.randn(2, length, 4, 8), dt=torch.randn(2, length, 4), A=-torch.rand(4), B=B, C=C, D=torch.randn(4),
+        dt_bias=torch.randn(4), dt_softplus=True, initial_states=torch.randn(2, 4, 8, 16), chunk_size=16,
+    )  # fmt: skip
     return SSDInputs(**(made | fields))
 
 
@@ -374,11 +354,7 @@ def step(
 
 @pytest.fixture
 def decoding(monkeypatch: pytest.MonkeyPatch) -> Implementation:
-    package, module = ModuleType("mamba_ssm"), ModuleType("mamba_ssm.ops.triton.selective_state_update")
-    package.__version__ = "9.9"  # type: ignore[attr-defined]
-    module.selective_state_update = step  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    put(monkeypatch, "selective_state_update", selective_state_update=step)
     loaded = resolve(SSD, "selective_state_update")
     assert [str(precision) for precision in own_precisions(loaded, "bf16", ())] == ["exact, fp32 states"]
     return loaded
@@ -394,12 +370,9 @@ def test_a_step_is_taken_by_its_conventions_and_leaves_the_state_as_it_was(decod
         torch.testing.assert_close(out.double(), expected.out.double(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-5)
     assert torch.equal(given.initial_states, before)
-
-
-def test_a_sequence_may_begin_without_a_state(decoding: Implementation) -> None:
-    given = step_inputs(initial_states=None)
-    expected = ssd_recurrence(given).out.double()
-    torch.testing.assert_close(decoding.run(given, Precision())[0].double(), expected, rtol=1e-5, atol=1e-5)
+    given = replace(given, initial_states=None)  # a sequence may begin without a state
+    expected = ssd_recurrence(given)
+    torch.testing.assert_close(decoding.run(given, Precision())[0].double(), expected.out, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

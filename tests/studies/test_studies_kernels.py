@@ -192,7 +192,6 @@ def test_compiled_for_hopper(label: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert (kernel.spilled_bytes > 0) == spills, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
         assert kernel.fuses, "a loop and a chain would round differently"
-        assert min(kernel.metadata["bytes"], kernel.metadata["flops"]) > 0
 
 
 @pytest.mark.gpu

@@ -38,24 +38,12 @@ def _takes_former_name(function: Callable[P, R]) -> Callable[P, R]:
 
 @_takes_former_name
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
-    chunk_indices: torch.Tensor | None = None,
-    cp_context: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+    scale: float | None = None, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    state_v_first: bool = False, cu_seqlens: torch.Tensor | None = None, cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None, cp_context: Any = None, **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """cu_seqlens_cpu, chunk_indices and the keyword chunk_size are accepted without effect.
 
     Raises TypeError for unknown keywords.
@@ -68,11 +56,9 @@ def chunk_gated_delta_rule(
     if kwargs:
         raise TypeError(f"chunk_gated_delta_rule() got unexpected keyword arguments: {', '.join(sorted(kwargs))}")
     _refuse(
-        gate,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
+        gate, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
         cp_context=cp_context,
-    )
+    )  # fmt: skip
     out, final_state = gdn_fused(
         q, k, v, g, beta, scale=scale, initial_state=initial_state, use_qk_l2norm=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens, state_v_first=state_v_first,
@@ -82,36 +68,21 @@ def chunk_gated_delta_rule(
 
 @_takes_former_name
 def fused_recurrent_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor | None = None,
-    gk: torch.Tensor | None = None,
-    gv: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None = None, gk: torch.Tensor | None = None,
+    gv: torch.Tensor | None = None, beta: torch.Tensor | None = None, scale: float | None = None,
+    initial_state: torch.Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, state_v_first: bool = False,
     cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """g None: no decay.  beta None: ones.  `gdn_fused` runs token by token only if that is faster.
 
     If the dtypes of q, k and v differ, they are converted to the widest of them, and the output has v's dtype.
     """
     _refuse(
-        {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias},
-        gk=gk,
-        gv=gv,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
-    )
+        {"use_gate_in_kernel": use_gate_in_kernel, "A_log": A_log, "dt_bias": dt_bias}, gk=gk, gv=gv,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+    )  # fmt: skip
     g = v.new_zeros(v.shape[:3], dtype=torch.float32) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
     widest = functools.reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype))
@@ -122,16 +93,12 @@ def fused_recurrent_gated_delta_rule(
     return out.to(v.dtype), final_state if output_final_state else None
 
 
+_OF_HEADS, _AS_LOGARITHM = "decays are per head and position: pass g", "pass g as the logarithm of the decay"
 _INSTEAD = {
-    "gk": "decays are per head and position: pass g",
-    "gv": "decays are per head and position: pass g",
-    "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
-    "allow_neg_eigval": "pass 2 * beta",
-    "use_gate_in_kernel": "pass g as the logarithm of the decay",
-    "A_log": "pass g as the logarithm of the decay",
-    "dt_bias": "pass g as the logarithm of the decay",
-    "cp_context": "a call runs on one GPU",
-}
+    "gk": _OF_HEADS, "gv": _OF_HEADS, "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
+    "allow_neg_eigval": "pass 2 * beta", "use_gate_in_kernel": _AS_LOGARITHM, "A_log": _AS_LOGARITHM,
+    "dt_bias": _AS_LOGARITHM, "cp_context": "a call runs on one GPU",
+}  # fmt: skip
 
 
 def _refuse(gate: dict[str, Any], **options: Any) -> None:

@@ -1,19 +1,18 @@
-"""The gated delta rule in few launches: the public function and the torch operator.
+"""The gated delta rule in few launches: the public function, the torch operator and the choice between kernels.
 
 `gdn_fused(...)` takes tensors, for use without the rest of ssdprof; the registered implementation takes `GDNInputs`.
-The first of `VARIANTS` that supports a call runs it.  A new kernel adds a `Variant`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from ssdprof.kernels.device import INTERPRETED, capability, refuse_device, refuse_gradient, sm_count
+from ssdprof.kernels.choice import Fused, FusedCall, Variant
+from ssdprof.kernels.device import capability, refuse_gradient, sm_count
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.hopper import config as hopper_config
 from ssdprof.kernels.gdn.hopper import slices as hopper_slices
@@ -23,193 +22,19 @@ from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch, handed_on
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
-from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, override, register, when_overridden
+from ssdprof.kernels.registry import Implementation, override, register
 
 _RECURRENT_LENGTH = 16  # sequences of up to this many positions are faster token by token than in a chunk
 _H200 = ((9, 0), 132)  # capability and multiprocessors of an H200; the interpreter divides calls as an H200 does
 
-Launch = Callable[[GDNInputs], GDNOutput]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VariantCall:
-    """The arguments for the choice and preparation of a kernel.
-
-    batch_invariant: a sequence's result must not depend on the number of others
-    state_v_first: V precedes K in the memory of final states
-    """
-
-    inputs: GDNInputs
-    precision: Precision
-    batch_invariant: bool = False
-    state_v_first: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """unsupported: why the kernel does not support the inputs, or should not run them; "" if it runs
-    prepare: makes the launch, without tensors, of a call
-    """
-
-    name: str
-    unsupported: Callable[[GDNInputs], str]
-    prepare: Callable[[VariantCall], Launch]
-    plan: Callable[[VariantCall], Plan]
-
-
-def _equals(call: VariantCall) -> str:
-    """The part of a plan's reason that names another precision with the same bits; "" if there is none.
-
-    States stay in fp32, and exact and relaxed intermediates do not differ for 16-bit inputs.
-    """
-    exact = call.precision.exact or call.inputs.q.dtype != torch.float32
-    if (exact, torch.float32) == (call.precision.exact, call.precision.state_dtype):
-        return ""
-    return f"; the same as {'exact' if exact else 'relaxed'} with fp32 states"
-
-
-def _recurrent_unsupported(inputs: GDNInputs) -> str:
-    """The host does not know packed lengths.  With at most as many tokens as sequences, it assumes a step of each."""
-    most = _RECURRENT_LENGTH if inputs.cu_seqlens is None else max(_RECURRENT_LENGTH, inputs.sequences)
-    length = inputs.v.shape[1]
-    return "" if length <= most else f"more than {most} positions"
-
-
-def _prepare_recurrent(call: VariantCall) -> Launch:
-    config = GDNRecurrentConfig.choose(call.inputs)
-    return GDNRecurrentLaunch(call.inputs, config, state_v_first=call.state_v_first)
-
-
-def _plan_recurrent(call: VariantCall) -> Plan:
-    equal = "" if call.precision == Precision() else "; the same as exact with fp32 states"
-    return Plan(
-        variant="recurrent",
-        launches=1,
-        config=asdict(GDNRecurrentConfig.choose(call.inputs)),
-        reason=f"one launch, token by token: the sequences are short{equal}",
-    )
-
-
-def _hopper_cut(call: VariantCall) -> GDNHopperConfig:
-    """The division of the call into programs on a Hopper GPU."""
-    return GDNHopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
-
-
-def _prepare_hopper(call: VariantCall) -> Launch:
-    return GDNHopperLaunch(call.inputs, _hopper_cut(call), state_v_first=call.state_v_first)
-
-
-def _plan_hopper(call: VariantCall) -> Plan:
-    config = _hopper_cut(call)
-    settings = asdict(config)
-    reason = settings.pop("reason")
-    slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
-    return Plan(
-        variant="hopper",
-        launches=launch_count(call.inputs, config),
-        config=settings,
-        workspace_bytes=workspace(call.inputs, config)[0].nbytes,
-        reason=f"two launches: inverses of all chunks, then the states{slow}; {reason}{_equals(call)}",
-    )
-
-
-def _sliced(call: VariantCall) -> VariantCall:
-    return replace(call, inputs=hopper_slices.by_slice(call.inputs))
-
-
-def _prepare_slices(call: VariantCall) -> Launch:
-    return SlicedLaunch(call.inputs, _hopper_cut(_sliced(call)), state_v_first=call.state_v_first)
-
-
-def _plan_slices(call: VariantCall) -> Plan:
-    of_heads, count = _sliced(call), hopper_slices.slice_count(call.inputs)
-    plan = _plan_hopper(of_heads)
-    copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
-    return replace(
-        plan,
-        launches=plan.launches + copies,
-        workspace_bytes=hopper_slices.workspace_bytes(call.inputs, _hopper_cut(of_heads)),
-        reason=f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {plan.reason}",
-    )
-
-
-def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> GDNPortableConfig:
-    """The configuration of the portable kernel without tuning."""
-    gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
-    return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
-
-
-def _portable_config(call: VariantCall) -> GDNPortableConfig:
-    packed = call.inputs.cu_seqlens is not None  # these keep the committed rule
-    found: GDNPortableConfig | None = None
-    if not packed:
-        found = override(call_key(call.inputs, call.precision, batch_invariant=call.batch_invariant))
-    return found or committed_portable(call.inputs, batch_invariant=call.batch_invariant)
-
-
-def _prepare_portable(call: VariantCall) -> Launch:
-    return GDNPortableLaunch(call.inputs, call.precision, _portable_config(call), state_v_first=call.state_v_first)
-
-
-def _plan_portable(call: VariantCall) -> Plan:
-    config = _portable_config(call)
-    settings = asdict(config)
-    reason = settings.pop("reason")
-    return Plan(
-        variant="interpreter" if INTERPRETED else "portable",
-        launches=2,
-        config=settings,
-        workspace_bytes=sum(
-            prod(shape) * dtype.itemsize for shape, dtype in handed_on(call.inputs, call.precision, config)
-        ),
-        reason=f"two launches: factors of all chunks, then the states; {reason}{_equals(call)}",
-    )
-
-
-RECURRENT = Variant(
-    name="recurrent", unsupported=_recurrent_unsupported, prepare=_prepare_recurrent, plan=_plan_recurrent
-)
-HOPPER = Variant(name="hopper", unsupported=hopper_config.unsupported, prepare=_prepare_hopper, plan=_plan_hopper)
-SLICES = Variant(
-    name="hopper, slices", unsupported=hopper_slices.unsupported, prepare=_prepare_slices, plan=_plan_slices
-)
-PORTABLE = Variant(name="portable", unsupported=lambda _inputs: "", prepare=_prepare_portable, plan=_plan_portable)
-VARIANTS = (RECURRENT, HOPPER, SLICES, PORTABLE)
-
-
-def choose(call: VariantCall) -> Variant:
-    """The first of `VARIANTS` that supports the call, by the GPU, shapes, strides, alignment and dtypes.
-
-    Packed, batch-invariant calls never run the recurrent kernel, because that choice depends on the length of the whole
-    pack.
-    """
-    whole_pack = call.batch_invariant and call.inputs.cu_seqlens is not None
-    variants = [one for one in VARIANTS if not (whole_pack and one.name == "recurrent")]
-    return next(variant for variant in variants if not variant.unsupported(call.inputs))
-
-
-# --- the public function
-
-_launches: LaunchCache[Launch] = LaunchCache()
-
 
 def gdn_fused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    use_qk_l2norm: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    precision: Precision = Precision(),  # noqa: B008
-    state_v_first: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+    scale: float | None = None, initial_state: torch.Tensor | None = None, use_qk_l2norm: bool = False,
+    cu_seqlens: torch.Tensor | None = None, precision: Precision = Precision(), state_v_first: bool = False,  # noqa: B008
     batch_invariant: bool = False,
-) -> GDNOutput:
+) -> GDNOutput:  # fmt: skip
     """The gated delta rule (Gated DeltaNet), forward only.
 
         S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
@@ -289,47 +114,115 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return v.new_empty(v.shape), v.new_empty(sequences, v.shape[2], *state, dtype=torch.float32)
 
 
-def run(
-    inputs: GDNInputs,
-    precision: Precision = Precision(),  # noqa: B008
-    *,
-    batch_invariant: bool = False,
-    state_v_first: bool = False,
-) -> GDNOutput:
-    """Output in v's dtype, final states (sequences, HV, K, V) in fp32, with V before K in memory if state_v_first.
+# --- the kernels
 
-    Raises UnsupportedError for inputs that no variant supports.
+
+def _equals(call: FusedCall) -> str:
+    """The part of a plan's reason that names another precision with the same bits; "" if there is none.
+
+    States stay in fp32, and exact and relaxed intermediates do not differ for 16-bit inputs.
     """
-    refuse_gradient("fused", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
-    signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant, state_v_first)
-    return _launches.get(signature, _prepare, inputs, precision, batch_invariant, state_v_first)(inputs)
+    exact = call.precision.exact or call.inputs.q.dtype != torch.float32
+    if (exact, torch.float32) == (call.precision.exact, call.precision.state_dtype):
+        return ""
+    return f"; the same as {'exact' if exact else 'relaxed'} with fp32 states"
 
 
-def forget_launches() -> None:
-    """Forget prepared launches.  The next call of each signature chooses its kernel and configuration again."""
-    _launches.forget()
+def _recurrent_unsupported(call: FusedCall) -> str:
+    """The host does not know packed lengths.  With at most as many tokens as sequences, it assumes a step of each.
+
+    Packed, batch-invariant calls never run this kernel, because that choice depends on the length of the whole pack.
+    """
+    packed, length = call.inputs.cu_seqlens is not None, call.inputs.v.shape[1]
+    if packed and call.batch_invariant:
+        return "a pack"
+    most = max(_RECURRENT_LENGTH, call.inputs.sequences) if packed else _RECURRENT_LENGTH
+    return "" if length <= most else f"more than {most} positions"
 
 
-when_overridden(forget_launches)
+def hopper_cut(call: FusedCall) -> GDNHopperConfig:
+    """The division of the call into programs on a Hopper GPU."""
+    return GDNHopperConfig.choose(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
 
 
-def _prepare(inputs: GDNInputs, precision: Precision, batch_invariant: bool, state_v_first: bool) -> Launch:
-    inputs.check(state_v_first=state_v_first)
-    refuse_device("fused", inputs.q)
-    call = VariantCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first)
-    return choose(call).prepare(call)
+def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
+    slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
+    reason = f"two launches: inverses of all chunks, then the states{slow}; {config.reason}{_equals(call)}"
+    return launch_count(call.inputs, config), workspace(call.inputs, config)[0].nbytes, reason
 
 
-def plan(
-    inputs: GDNInputs,
-    precision: Precision = Precision(),  # noqa: B008
-    *,
-    batch_invariant: bool = False,
-) -> Plan:
-    """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
-    refuse_device("fused", inputs.q)
-    call = VariantCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
-    return choose(call).plan(call)
+def _sliced(call: FusedCall) -> FusedCall:
+    return replace(call, inputs=hopper_slices.by_slice(call.inputs))
 
 
-register(Implementation(operator="gdn", name="fused", run=run, plan=plan))
+def _sliced_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
+    count, (launches, _, reason) = hopper_slices.slice_count(call.inputs), _hopper_work(_sliced(call), config)
+    copies = 1 + 2 * (count > 1) + (call.inputs.initial_state is not None)
+    reason = f"{count} x V / {count} padded to 128 as K is, copies of gates and states; {reason}"
+    return launches + copies, hopper_slices.workspace_bytes(call.inputs, config), reason
+
+
+def portable_config(call: FusedCall) -> GDNPortableConfig:
+    """A found configuration, or the committed one, which packed sequences keep."""
+    found: GDNPortableConfig | None = None
+    if call.inputs.cu_seqlens is None:
+        found = override(call_key(call.inputs, call.precision, batch_invariant=call.batch_invariant))
+    return found or committed_portable(call.inputs, batch_invariant=call.batch_invariant)
+
+
+def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> GDNPortableConfig:
+    """The configuration of the portable kernel without tuning."""
+    gpu = (capability(inputs.q), sm_count(inputs.q)) if inputs.q.is_cuda else _H200
+    return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
+
+
+def _portable_work(call: FusedCall, config: GDNPortableConfig) -> tuple[int, int, str]:
+    handed = handed_on(call.inputs, call.precision, config)
+    reason = f"two launches: factors of all chunks, then the states; {config.reason}{_equals(call)}"
+    return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in handed), reason
+
+
+RECURRENT = Variant(
+    name="recurrent",
+    unsupported=_recurrent_unsupported,
+    configure=lambda call: GDNRecurrentConfig.choose(call.inputs),
+    prepare=lambda call, config: GDNRecurrentLaunch(call.inputs, config, state_v_first=call.state_v_first),
+    work=lambda call, _config: (
+        1, 0, f"one launch, token by token: the sequences are short{call.precision.as_exact}",
+    ),
+)  # fmt: skip
+HOPPER = Variant(
+    name="hopper",
+    unsupported=lambda call: hopper_config.unsupported(call.inputs),
+    configure=hopper_cut,
+    prepare=lambda call, config: GDNHopperLaunch(call.inputs, config, state_v_first=call.state_v_first),
+    work=_hopper_work,
+)
+SLICES = Variant(
+    name="hopper, slices",
+    unsupported=lambda call: hopper_slices.unsupported(call.inputs),
+    configure=lambda call: hopper_cut(_sliced(call)),
+    prepare=lambda call, config: SlicedLaunch(call.inputs, config, state_v_first=call.state_v_first),
+    work=_sliced_work,
+)
+PORTABLE = Variant(
+    name="portable",
+    configure=portable_config,
+    prepare=lambda call, config: GDNPortableLaunch(
+        call.inputs, call.precision, config, state_v_first=call.state_v_first
+    ),
+    work=_portable_work,
+)
+
+
+def _requested(call: FusedCall, config: GDNPortableConfig) -> tuple[int, int, str]:
+    launches, workspace_bytes, reason = _portable_work(call, config)
+    return launches, workspace_bytes, f"requested; {reason}"
+
+
+FUSED: Fused[GDNOutput] = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE))
+# a form that a bench times only when it is named, for calls for which `fused` chooses another kernel
+FUSED_PORTABLE: Fused[GDNOutput] = Fused("fused_portable", (replace(PORTABLE, work=_requested),))
+run, plan = FUSED.run, FUSED.plan
+for _one in (FUSED, FUSED_PORTABLE):
+    register(Implementation(operator="gdn", name=_one.name, run=_one.run, plan=_one.plan))

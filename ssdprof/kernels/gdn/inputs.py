@@ -45,6 +45,8 @@ class GDNInputs(Inputs):
 
     operator: ClassVar[str] = "gdn"
     FIRST: ClassVar[str] = "q"
+    VALUES: ClassVar[str] = "v"
+    STATES: ClassVar[str] = "initial_state"
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor

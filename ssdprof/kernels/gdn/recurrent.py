@@ -22,7 +22,6 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 import triton
@@ -31,7 +30,7 @@ import triton.language as tl
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import decay_exp, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
-from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described
+from ssdprof.kernels.launch import LaunchCache, Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.tensors import is_expanded, strides_of
@@ -70,20 +69,13 @@ class GDNRecurrentConfig:
         )
 
 
-@described
-def _metadata(tensors: Any, _S: Any) -> Described:
-    q, _, v, g, beta, initial, _, _, final = tensors
-    flops = 7 * v.numel() * q.shape[3]
-    return f"{tuple(q.shape)} hv{v.shape[2]} v{v.shape[3]}", flops, (q, q, v, v, g, beta, initial, final)
-
-
 @triton.jit
 def _scale_of_norm(x, NORM: tl.constexpr):
     """The factor that normalises x."""
     return tl.rsqrt(tl.sum(x * x, axis=0) + L2NORM_EPS) if NORM else 1.0
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
+@triton.jit(do_not_specialize=["seqlen"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, states_ptr = tensors
     (
@@ -150,14 +142,9 @@ class GDNRecurrentLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature`, and keeps none of them."""
 
     def __init__(
-        self,
-        inputs: GDNInputs,
-        config: GDNRecurrentConfig,
-        *,
-        in_place: bool = False,
-        every_state: bool = False,
+        self, inputs: GDNInputs, config: GDNRecurrentConfig, *, in_place: bool = False, every_state: bool = False,
         state_v_first: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._in_place = in_place
         self._index, self._device = inputs.q.get_device(), inputs.q.device
         shape, inner = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
@@ -211,7 +198,7 @@ def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, every_state: boo
     """
     if in_place and (inputs.initial_state is None or every_state):
         raise ValueError("in_place needs an initial_state to write to, and writes one state: no every_state")
-    refuse_gradient("recurrent", (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state))
+    refuse_gradient("recurrent", vars(inputs).values())
     return _launches.get((inputs.signature, in_place, every_state), _prepare, inputs, in_place, every_state)(inputs)
 
 
@@ -223,16 +210,13 @@ def _prepare(inputs: GDNInputs, in_place: bool, every_state: bool) -> GDNRecurre
     return GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs), in_place=in_place, every_state=every_state)
 
 
-EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
-
-
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:
     refuse_device("recurrent", inputs.q)
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
         config=asdict(GDNRecurrentConfig.choose(inputs)),
-        reason="one launch, token by token; fp32 throughout" + EQUALS * (precision != Precision()),
+        reason="one launch, token by token; fp32 throughout" + precision.as_exact,
     )
 
 

@@ -21,7 +21,6 @@ Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +29,9 @@ from ssdprof.kernels.oracle import (
     ORACLE_CHUNK,
     OutputBlock,
     SequenceSpan,
-    collect,
+    blocks_of,
+    initial_states,
+    joined,
     oracle_plan,
     segment_sums,
     sequences,
@@ -42,13 +43,12 @@ from ssdprof.kernels.registry import Implementation, register
 def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDNOutput:
     """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
-    final_states = _initial_states(inputs, dtype)
-    for span in _sequences(inputs):
-        state = final_states[span.sequence]
-        piece = _GDNPiece.load(inputs, span, dtype)
+    final_states = initial_states(inputs, dtype)
+    for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
+        state, (all_q, all_k, all_v, g, all_beta) = final_states[span.sequence], _load(inputs, span, dtype)
         for t in range(span.stop - span.start):
-            q, k, v, beta = (tensor[:, t, :, None] for tensor in (piece.q, piece.k, piece.v, piece.beta[..., None]))
-            state = state * piece.g[:, t, None, None].exp()
+            q, k, v, beta = (tensor[:, t, :, None] for tensor in (all_q, all_k, all_v, all_beta[..., None]))
+            state = state * g[:, t, None, None].exp()
             u = beta * (v - state.mT @ k)
             state = state + k @ u.mT
             out[span.batch, span.start + t] = (state.mT @ q)[..., 0]
@@ -57,61 +57,36 @@ def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDN
 
 
 def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OutputBlock]:
-    """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
+    """The chunked form as a stream of blocks: see `blocks_of`.
 
-    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
     Memory for one block is about 10 * block * HV * (K + V + ORACLE_CHUNK) elements of `dtype`.
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = T.
     """
-    initial_states = _initial_states(inputs, dtype)
-    for span in _sequences(inputs):
-        state = initial_states[span.sequence]
-        for part in span.cut(block):
-            out, state = _chunked(_GDNPiece.load(inputs, part, dtype), state)
-            yield OutputBlock(
-                sequence=part.sequence,
-                batch=part.batch,
-                start=part.start,
-                stop=part.stop,
-                last=part.stop == span.stop,
-                out=out,
-                state=state,
-            )
+    return blocks_of(inputs, _chunked, dtype, block)
 
 
 def gdn_chunked(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> GDNOutput:
     """The blocks of `gdn_blocks` joined.  Output and final states in `dtype`."""
-    out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
-    final_states = _initial_states(inputs, dtype)
-    collect(gdn_blocks(inputs, dtype, block=block), out, final_states)
-    return GDNOutput(out, final_states)
+    return GDNOutput(*joined(inputs, gdn_blocks(inputs, dtype, block=block), dtype, dtype))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _GDNPiece:
-    """Positions of one sequence in the dtype of the computation, value heads before positions."""
-
-    q: torch.Tensor  # (HV, T, K), normalised if use_qk_l2norm, and scaled
-    k: torch.Tensor  # (HV, T, K), normalised if use_qk_l2norm
-    v: torch.Tensor  # (HV, T, V)
-    g: torch.Tensor  # (HV, T), at most 0
-    beta: torch.Tensor  # (HV, T)
-
-    @classmethod
-    def load(cls, inputs: GDNInputs, span: SequenceSpan, dtype: torch.dtype) -> _GDNPiece:
-        q, k, v, g, beta = (
-            tensor[span.batch, span.start : span.stop].transpose(0, 1).to(dtype)
-            for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-        )
-        if inputs.use_qk_l2norm:
-            q, k = (tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
-        q, k = (tensor.repeat_interleave(inputs.values_per_key, 0) for tensor in (q * inputs.scale_or_default, k))
-        return cls(q=q, k=k, v=v, g=g.clamp(max=0), beta=beta)
+def _load(inputs: GDNInputs, span: SequenceSpan, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """q (HV, T, K), scaled, k (HV, T, K), both normalised if use_qk_l2norm, v (HV, T, V), g and beta (HV, T)."""
+    q, k, v, g, beta = (
+        tensor[span.batch, span.start : span.stop].transpose(0, 1).to(dtype)
+        for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+    )
+    if inputs.use_qk_l2norm:
+        q, k = (tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
+    q, k = (tensor.repeat_interleave(inputs.values_per_key, 0) for tensor in (q * inputs.scale_or_default, k))
+    return q, k, v, g.clamp(max=0), beta
 
 
-def _chunked(piece: _GDNPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (T, HV, V) and the state (HV, K, V) after the piece."""
-    length = piece.v.shape[1]
+def _chunked(
+    inputs: GDNInputs, span: SequenceSpan, dtype: torch.dtype, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output (T, HV, V) and the state (HV, K, V) after the span."""
+    pieces, length = _load(inputs, span, dtype), span.stop - span.start
     count = -(-length // ORACLE_CHUNK)
     pad = count * ORACLE_CHUNK - length  # positions with g = beta = 0: they neither decay nor add
 
@@ -120,8 +95,8 @@ def _chunked(piece: _GDNPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch
         heads, rest = tensor.shape[0], tensor.shape[2:]
         return torch.cat([tensor, tensor.new_zeros(heads, pad, *rest)], 1).reshape(heads, count, ORACLE_CHUNK, *rest)
 
-    q, k, v, beta = chunks(piece.q), chunks(piece.k), chunks(piece.v), chunks(piece.beta)[..., None]
-    g = chunks(piece.g)
+    q, k, v, g, beta = map(chunks, pieces)
+    beta = beta[..., None]
     decay = segment_sums(g).exp()  # d_ts, zero above the diagonal
     since_start = g.cumsum(-1).exp()[..., None]  # d_t
     to_end = decay[..., -1, :, None]
@@ -140,24 +115,9 @@ def _chunked(piece: _GDNPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch
     return out.flatten(1, 2)[:, :length].transpose(0, 1), state
 
 
-def _initial_states(inputs: GDNInputs, dtype: torch.dtype) -> torch.Tensor:
-    """Initial states (sequences, HV, K, V) in a new tensor."""
-    if inputs.initial_state is not None:
-        return inputs.initial_state.to(dtype, copy=True)
-    return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.v.device)
-
-
-def _sequences(inputs: GDNInputs) -> list[SequenceSpan]:
-    """The sequences of the inputs, in order."""
-    return sequences(inputs.v.shape[0], inputs.v.shape[1], inputs.cu_seqlens)
-
-
 def gdn_reference(inputs: GDNInputs, _precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
     """The oracle as an implementation: computes in fp64 at every precision, and rounds once."""
-    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=inputs.v.device)
-    final_states = _initial_states(inputs, torch.float64)
-    collect(gdn_blocks(inputs), out, final_states)
-    return GDNOutput(out, final_states.float())
+    return GDNOutput(*joined(inputs, gdn_blocks(inputs), inputs.v.dtype, torch.float32))
 
 
 register(Implementation(operator="gdn", name="reference", run=gdn_reference, plan=oracle_plan))

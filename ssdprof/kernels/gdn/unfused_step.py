@@ -19,37 +19,37 @@ from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import LOG2_E, decay_exp2, ptr_offset
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.unfused.l2norm import qk_l2norm
-from ssdprof.kernels.launch import Described, described, launch
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.tensors import strides_of_each
 
 STAGES = {
-    "_gdn_step_write_kernel": "step_write",
-    "_gdn_step_state_kernel": "step_state",
+    "_own_slice": "caller", "_gdn_step_write_kernel": "step_write", "_gdn_step_state_kernel": "step_state",
     "_gdn_step_output_kernel": "step_output",
-}
+}  # fmt: skip
 _NAME = "unfused_step"
-_EQUALS = "; the same as exact with fp32 states"  # appended to the reason for every other precision
 
 
-@described
-def _step_write_metadata(tensors: Any, _S: Any) -> Described:
-    *_, state, u = tensors
-    flops = 2 * (0 if state is None else state.numel()) + 3 * u.numel()
-    return f"{tuple(u.shape)}", flops, (state, u, u)
+@triton.jit
+def _own_slice(S: tl.constexpr):
+    """The program's sequence and head, its rows and columns of the state, and their masks.
 
-
-@triton.jit(launch_metadata=_step_write_metadata)
-def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
-    k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, u_ptr = tensors
-    k_strides, v_strides, g_strides, beta_strides, initial_state_strides, u_strides = strides
+    Grid of all three launches: (B * HV * slices of V), slices fastest, then heads.
+    """
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
     i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
     o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
-    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
+    return i_b, i_h, o_k, o_v, o_k < S.KEY_DIM, o_v < S.VALUE_DIM
 
+
+@triton.jit
+def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
+    """The value that the token writes, u = beta (v - (exp(g) S)^T k): (B, 1, HV, V) fp32."""
+    k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, u_ptr = tensors
+    k_strides, v_strides, g_strides, beta_strides, initial_state_strides, u_strides = strides
+    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
     u = tl.load(v_ptr + ptr_offset((i_b, 0, i_h, o_v), v_strides), mask=m_v, other=0.0).to(tl.float32)
     if initial_state_ptr is not None:
         index = (i_b, i_h, o_k[:, None], o_v[None, :])
@@ -63,45 +63,12 @@ def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
     tl.store(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), u, mask=m_v)
 
 
-def step_write(inputs: GDNInputs, k: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
-    """First launch of an unfused GDN step: the value that the token writes into the state, in fp32.
-
-        u = beta (v - (exp(g) S)^T k)
-
-    In:   k (B, 1, H, K) | v (B, 1, HV, V) | g, beta (B, 1, HV) | initial_state (B, HV, K, V)
-    Out:  u (B, 1, HV, V) fp32
-    Grid: (B * HV * slices of V), slices fastest, then heads.
-    """
-    u = torch.empty(inputs.v.shape, dtype=torch.float32, device=k.device)
-    tensors = (k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, u)
-    batch, heads, key_dim, value_dim = inputs.states_shape
-    launch(
-        _gdn_step_write_kernel,
-        batch * heads * triton.cdiv(value_dim, config["block_v"]),
-        tensors,
-        (strides_of_each(*tensors),),
-        VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"],
-        num_warps=config["num_warps"],
-    )  # fmt: skip
-    return u
-
-
-@described
-def _step_state_metadata(tensors: Any, _S: Any) -> Described:
-    *_, initial, final = tensors
-    return f"{tuple(final.shape)}", 3 * final.numel(), (initial, final)
-
-
-@triton.jit(launch_metadata=_step_state_metadata)
+@triton.jit
 def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
+    """The state after the token, S = exp(g) S + k u^T: (B, HV, K, V) fp32."""
     k_ptr, u_ptr, g_ptr, initial_state_ptr, final_states_ptr = tensors
     k_strides, u_strides, g_strides, initial_state_strides, final_states_strides = strides
-    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
-    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
-    i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
-    o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
-    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
+    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
     m_state = m_k[:, None] & m_v[None, :]
     index = (i_b, i_h, o_k[:, None], o_v[None, :])
 
@@ -116,46 +83,12 @@ def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
     tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
 
 
-def step_state(inputs: GDNInputs, k: torch.Tensor, u: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
-    """Second launch of an unfused GDN step: the state of every head after the token, in fp32.
-
-        S = exp(g) S + k u^T
-
-    In:   k (B, 1, H, K) | u (B, 1, HV, V) fp32 | g (B, 1, HV) | initial_state (B, HV, K, V)
-    Out:  final_states (B, HV, K, V) fp32
-    Grid: (B * HV * slices of V), slices fastest, then heads.
-    """
-    final_states = torch.empty(inputs.states_shape, dtype=torch.float32, device=k.device)
-    tensors = (k, u, inputs.g, inputs.initial_state, final_states)
-    batch, heads, key_dim, value_dim = inputs.states_shape
-    launch(
-        _gdn_step_state_kernel,
-        batch * heads * triton.cdiv(value_dim, config["block_v"]),
-        tensors,
-        (strides_of_each(*tensors),),
-        VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"],
-        num_warps=config["num_warps"],
-    )  # fmt: skip
-    return final_states
-
-
-@described
-def _step_output_metadata(tensors: Any, _S: Any) -> Described:
-    states = tensors[0]
-    return f"{tuple(states.shape)}", 2 * states.numel(), (states,)
-
-
-@triton.jit(launch_metadata=_step_output_metadata)
+@triton.jit
 def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
+    """The output, read from the state after the token, out = S^T (scale q): (B, 1, HV, V), v's dtype."""
     states_ptr, q_ptr, out_ptr = tensors
     states_strides, q_strides, out_strides = strides
-    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
-    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
-    i_b, i_h = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES
-    o_k, o_v = tl.arange(0, S.BLOCK_K), (unit % SLICES) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
-    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
-
+    i_b, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
     index = (i_b, i_h, o_k[:, None], o_v[None, :])
     state = tl.load(states_ptr + ptr_offset(index, states_strides), mask=m_k[:, None] & m_v[None, :], other=0.0)
     q_index = (i_b, 0, i_h // S.VALUES_PER_KEY, o_k)
@@ -164,31 +97,7 @@ def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
     tl.store(out_ptr + ptr_offset((i_b, 0, i_h, o_v), out_strides), out.to(out_ptr.dtype.element_ty), mask=m_v)
 
 
-def step_output(inputs: GDNInputs, q: torch.Tensor, states: torch.Tensor, config: dict[str, int]) -> torch.Tensor:
-    """Third launch of an unfused GDN step: the output, read from the state after the token.
-
-        out = S^T (scale q)
-
-    In:   states (B, HV, K, V) fp32 | q (B, 1, H, K)
-    Out:  out (B, 1, HV, V), v's dtype
-    Grid: (B * HV * slices of V), slices fastest, then heads.
-    """
-    out = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=q.device)
-    tensors = (states, q, out)
-    batch, heads, key_dim, value_dim = inputs.states_shape
-    launch(
-        _gdn_step_output_kernel,
-        batch * heads * triton.cdiv(value_dim, config["block_v"]),
-        tensors,
-        (strides_of_each(*tensors), inputs.scale_or_default),
-        VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"],
-        num_warps=config["num_warps"],
-    )  # fmt: skip
-    return out
-
-
-def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: ARG001, B008
+def run(inputs: GDNInputs, _precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
     """Output in v's dtype, final states in fp32, for one token of each sequence.
 
     Raises UnsupportedError for more tokens, for packed sequences, and where the kernels cannot run.
@@ -200,14 +109,27 @@ def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # 
 
 def three_stages(inputs: GDNInputs) -> GDNOutput:
     """`run` without checks."""
-    config = _config(inputs)
-    q, k = inputs.q, inputs.k
+    config, (batch, heads, key_dim, value_dim) = _config(inputs), inputs.states_shape
+
+    def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
+        launch(
+            kernel, batch * heads * triton.cdiv(value_dim, config["block_v"]), tensors,
+            (strides_of_each(*tensors), *scale),
+            VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+            BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"], num_warps=config["num_warps"],
+        )  # fmt: skip
+
+    q, k, v, g, initial = inputs.q, inputs.k, inputs.v, inputs.g, inputs.initial_state
     with torch.cuda.device(q.get_device()):  # no effect for -1, the CPU
         if inputs.use_qk_l2norm:
             q, k = (qk_l2norm(tensor, dtype=torch.float32) for tensor in (q, k))
-        u = step_write(inputs, k, config)
-        final_states = step_state(inputs, k, u, config)
-        return GDNOutput(step_output(inputs, q, final_states, config), final_states)
+        u = torch.empty(v.shape, dtype=torch.float32, device=k.device)
+        step(_gdn_step_write_kernel, k, v, g, inputs.beta, initial, u)
+        final_states = torch.empty(inputs.states_shape, dtype=torch.float32, device=k.device)
+        step(_gdn_step_state_kernel, k, u, g, initial, final_states)
+        out = torch.empty(v.shape, dtype=v.dtype, device=q.device)
+        step(_gdn_step_output_kernel, final_states, q, out, scale=(inputs.scale_or_default,))
+        return GDNOutput(out, final_states)
 
 
 def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
@@ -220,7 +142,7 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
         launches=3 + 2 * bool(inputs.use_qk_l2norm),
         config=dict(_config(inputs)),
         workspace_bytes=4 * (inputs.v.numel() + normalised),
-        reason=reason + _EQUALS * (precision != Precision()),
+        reason=reason + precision.as_exact,
     )
 
 

@@ -6,26 +6,24 @@ Sequences of one position, decode steps, run the recurrent kernel.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from ssdprof.kernels.device import INTERPRETED, capability, refuse_device, refuse_gradient, sm_count
-from ssdprof.kernels.launch import LaunchCache
+from ssdprof.kernels.choice import Fused, FusedCall, Variant
+from ssdprof.kernels.device import capability, refuse_gradient, sm_count
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, override, register, when_overridden
+from ssdprof.kernels.registry import Implementation, UnsupportedError, override, register
 from ssdprof.kernels.ssd import portable
 from ssdprof.kernels.ssd.config import SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper import launch as hopper
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import SSDLaunch
-from ssdprof.kernels.ssd.recurrent import as_exact, blocks_of, recurrent_launch
+from ssdprof.kernels.ssd.launch import BufferSizes
+from ssdprof.kernels.ssd.recurrent import blocks_of, recurrent_launch
 
 MAX_DSTATE = 256
-_launches: LaunchCache[SSDLaunch] = LaunchCache()
 
 
 def ssd_fused(
@@ -104,91 +102,72 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(sequences, *x.shape[2:], B.shape[3], dtype=torch.float32)
 
 
-def run(
-    inputs: SSDInputs, precision: Precision = Precision(), *, batch_invariant: bool = False  # noqa: B008
-) -> SSDOutput:  # fmt: skip
-    """Output in x's dtype, final states in fp32.  Raises UnsupportedError for inputs that no kernel supports.
-
-    A launch is prepared once per signature of the inputs, because this is most of a call's time on the host.
-    """
-    refuse_gradient("fused", vars(inputs).values())
-    signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant)
-    return _launches.get(signature, _prepare, inputs, precision, batch_invariant)(inputs)
+# --- the kernels
 
 
-def forget_launches() -> None:
-    """Forget prepared launches.  The next call of each signature chooses its kernel and configuration again."""
-    _launches.forget()
-
-
-when_overridden(forget_launches)
-
-
-def _prepare(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> SSDLaunch:
-    inputs.check()
-    _refuse_unsupported(inputs)
-    if _is_step(inputs):
-        return recurrent_launch(inputs)
-    if not hopper_config.unsupported(inputs):
-        return hopper.hopper_launch(inputs, precision, _hopper_config(inputs, precision, batch_invariant))
-    return portable.portable_launch(inputs, precision, _portable_config(inputs, precision))
-
-
-def plan(
-    inputs: SSDInputs, precision: Precision = Precision(), *, batch_invariant: bool = False  # noqa: B008
-) -> Plan:  # fmt: skip
-    """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
-    _refuse_unsupported(inputs)
-    if _is_step(inputs):
-        reason = "one launch, position by position: sequences are one position long" + as_exact(precision)
-        return Plan(variant="recurrent", launches=1, config=blocks_of(inputs), reason=reason)
-    config: SSDHopperConfig | SSDPortableConfig
-    why_not = hopper_config.unsupported(inputs)
-    if not why_not:
-        variant, config = "hopper", _hopper_config(inputs, precision, batch_invariant)
-        sizes = hopper.buffer_sizes(inputs, precision, config)
-    else:
-        variant, config = "interpreter" if INTERPRETED else "portable", _portable_config(inputs, precision)
-        sizes = portable.buffer_sizes(inputs, precision, config)
-    handover = sizes.sync > 0
-    settings = asdict(config)
-    reason = settings.pop("reason")
-    launches = "one launch, and one to zero the flags" if handover else "one launch"
-    return Plan(
-        variant=variant,
-        launches=2 if handover else 1,
-        config=settings,
-        workspace_bytes=sizes.workspace_bytes,
-        reason="; ".join([launches, reason] + ([f"the Hopper kernel does not take {why_not}"] if why_not else [])),
-    )
-
-
-def _is_step(inputs: SSDInputs) -> bool:
-    """Whether every sequence has one position.  On an H200, `recurrent` is then faster for any number of sequences.
+def _recurrent_unsupported(call: FusedCall) -> str:
+    """Of sequences of one position, `recurrent` is faster on an H200, whatever their number.
 
     Packed sequences run a chunked kernel, because the choice of the kernel affects the bits of a sequence's result, and
     must not depend on the lengths of the others.
     """
-    return inputs.cu_seqlens is None and inputs.x.shape[1] == 1
+    step = call.inputs.cu_seqlens is None and call.inputs.x.shape[1] == 1
+    return "" if step else "longer or packed sequences"
 
 
-def _hopper_config(inputs: SSDInputs, precision: Precision, batch_invariant: bool) -> SSDHopperConfig:
+def hopper_cut(call: FusedCall) -> SSDHopperConfig:
+    """The division of the call into programs on a Hopper GPU."""
+    inputs, batch_invariant = call.inputs, call.batch_invariant
     packed = inputs.cu_seqlens is not None  # these keep the committed rule
-    found = None if packed else override(call_key(inputs, precision, "hopper", batch_invariant=batch_invariant))
+    found = None if packed else override(call_key(inputs, call.precision, "hopper", batch_invariant=batch_invariant))
     return found or SSDHopperConfig.choose(inputs, sm_count(inputs.x), batch_invariant=batch_invariant)
 
 
-def _portable_config(inputs: SSDInputs, precision: Precision) -> SSDPortableConfig:
-    found: SSDPortableConfig | None = override(call_key(inputs, precision, "portable"))
+def portable_config(call: FusedCall) -> SSDPortableConfig:
+    found: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
     # the interpreter has no limit of registers, and uses Hopper's configuration
-    chosen_for = capability(inputs.x) if inputs.x.is_cuda else (9, 0)
-    return found.fitted(inputs) if found else SSDPortableConfig.choose(inputs, chosen_for)
+    chosen_for = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
+    return found.fitted(call.inputs) if found else SSDPortableConfig.choose(call.inputs, chosen_for)
 
 
-def _refuse_unsupported(inputs: SSDInputs) -> None:
+def _work(sizes: BufferSizes, *reasons: str) -> tuple[int, int, str]:
+    handover = sizes.sync > 0
+    launches = "one launch, and one to zero the flags" if handover else "one launch"
+    return 2 if handover else 1, sizes.workspace_bytes, "; ".join((launches, *reasons))
+
+
+RECURRENT = Variant(
+    name="recurrent",
+    unsupported=_recurrent_unsupported,
+    configure=lambda call: blocks_of(call.inputs),
+    prepare=lambda call, _blocks: recurrent_launch(call.inputs),
+    work=lambda call, _blocks: (
+        1, 0, "one launch, position by position: sequences are one position long" + call.precision.as_exact,
+    ),
+)  # fmt: skip
+HOPPER = Variant(
+    name="hopper",
+    unsupported=lambda call: hopper_config.unsupported(call.inputs),
+    configure=hopper_cut,
+    prepare=lambda call, config: hopper.hopper_launch(call.inputs, call.precision, config),
+    work=lambda call, config: _work(hopper.buffer_sizes(call.inputs, call.precision, config), config.reason),
+)
+PORTABLE = Variant(
+    name="portable",
+    configure=portable_config,
+    prepare=lambda call, config: portable.portable_launch(call.inputs, call.precision, config),
+    work=lambda call, config: _work(
+        portable.buffer_sizes(call.inputs, call.precision, config), config.reason,
+        f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
+    ),
+)  # fmt: skip
+
+
+def _refuse(inputs: SSDInputs) -> None:
     if inputs.B.shape[3] > MAX_DSTATE:
         raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {inputs.B.shape[3]}")
-    refuse_device("fused", inputs.x)
 
 
+FUSED: Fused[SSDOutput] = Fused("fused", (RECURRENT, HOPPER, PORTABLE), _refuse)
+run, plan = FUSED.run, FUSED.plan
 register(Implementation(operator="ssd", name="fused", run=run, plan=plan))

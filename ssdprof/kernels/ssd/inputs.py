@@ -35,6 +35,8 @@ class SSDInputs(Inputs):
 
     operator: ClassVar[str] = "ssd"
     FIRST: ClassVar[str] = "x"
+    VALUES: ClassVar[str] = "x"
+    STATES: ClassVar[str] = "initial_states"
     x: torch.Tensor
     dt: torch.Tensor
     A: torch.Tensor

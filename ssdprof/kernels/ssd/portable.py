@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset, softplus
-from ssdprof.kernels.launch import Described, Launcher, described
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig, whole_block
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -374,17 +374,7 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
 # --- the kernel
 
 
-@described
-def _metadata(tensors: Any, S: Any) -> Described:
-    x, dt, _, B, _, _, z, _, initial_states, _, _, final_states, *_ = tensors
-    batch, seqlen, nheads, headdim = x.shape
-    dstate, chunk = B.shape[3], S.CHUNK
-    flops = 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate)
-    moved = (x, x, dt, B, B, z, initial_states, final_states)  # x and out, B and C
-    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}", flops, moved
-
-
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
+@triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.constexpr):
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr, out_ptr,

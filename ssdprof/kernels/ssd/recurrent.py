@@ -16,6 +16,7 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import LOG2_E, decay_exp, decay_exp2, ptr_offset, sequence_bounds, softplus
-from ssdprof.kernels.launch import Described, LaunchCache, Launcher, described, launch
+from ssdprof.kernels.launch import LaunchCache, Launcher, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -36,7 +37,8 @@ from ssdprof.kernels.tensors import is_expanded, strides_of_each
 MAX_DSTATE = 256
 
 STAGES = {
-    "_ssd_recurrent_kernel": "setup", "_ssd_step_state_kernel": "step_state", "_ssd_step_output_kernel": "step_output",
+    "_own_slice": "caller", "_ssd_recurrent_kernel": "setup", "_ssd_step_state_kernel": "step_state",
+    "_ssd_step_output_kernel": "step_output",
 }  # fmt: skip
 
 
@@ -60,13 +62,17 @@ def _options(inputs: SSDInputs) -> dict[str, Any]:
     )  # fmt: skip
 
 
-@described
-def _metadata(tensors: Any, _S: Any) -> Described:
-    x, dt, _, B, _, _, z, _, initial, _, _, final = tensors
-    return f"{tuple(x.shape)} n{B.shape[3]}", 6 * x.numel() * B.shape[3], (x, x, B, B, z, dt, initial, final)
+@triton.jit
+def _own_slice(S: tl.constexpr):
+    """A step's sequence and head, the program's rows and columns of the state, and their masks."""
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
+    unit = tl.program_id(0) % (S.HEADS * SLICES)
+    sequence, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
+    o_p, o_n = (unit % SLICES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
+    return sequence, i_h, o_p, o_n, o_p < S.HEADDIM, o_n < S.DSTATE
 
 
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen"])
+@triton.jit(do_not_specialize=["seqlen"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr, out_ptr,
@@ -180,7 +186,7 @@ def _prepare(inputs: SSDInputs, in_place: bool) -> SSDLaunch:
     return recurrent_launch(inputs, in_place=in_place)
 
 
-def _run_in_place(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+def _run_in_place(inputs: SSDInputs) -> SSDOutput:
     """The new state over a copy of the old one, as `selective_state_update` needs it."""
     if inputs.initial_states is None:
         raise UnsupportedError("recurrent_in_place: sequences begin with a state")
@@ -188,21 +194,12 @@ def _run_in_place(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
     return ssd_recurrent(replace(inputs, initial_states=states), in_place=True)
 
 
-@described
-def _step_state_metadata(tensors: Any, _S: Any) -> Described:
-    *_, initial, final = tensors
-    return f"{tuple(final.shape)}", 4 * final.numel(), (initial, final)
-
-
-@triton.jit(launch_metadata=_step_state_metadata)
+@triton.jit
 def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
+    """The state after the token, exp(dt A) state + dt x B^T."""
     x_ptr, dt_ptr, A_ptr, B_ptr, dt_bias_ptr, initial_states_ptr, final_states_ptr = tensors
     x_strides, dt_strides, A_strides, B_strides, dt_bias_strides, initial_states_strides, final_states_strides = strides
-    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
-    unit = tl.program_id(0) % (S.HEADS * SLICES)
-    i_b, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
-    o_p, o_n = (unit % SLICES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
-    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
+    i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
     m_state = m_p[:, None] & m_n[None, :]
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
 
@@ -223,30 +220,12 @@ def _ssd_step_state_kernel(tensors, strides, dt_low, dt_high, S: tl.constexpr):
     tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
 
 
-def step_state(inputs: SSDInputs) -> torch.Tensor:
-    """First launch of an unfused step: the state after the token, exp(dt A) state + dt x B^T."""
-    final_states = torch.empty(inputs.states_shape, dtype=torch.float32, device=inputs.x.device)
-    tensors = (inputs.x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, final_states)
-    scalars = (strides_of_each(*tensors), *map(float, inputs.dt_limit))
-    launch(_ssd_step_state_kernel, _programs(inputs), tensors, scalars, **_options(inputs))
-    return final_states
-
-
-@described
-def _step_output_metadata(tensors: Any, _S: Any) -> Described:
-    states = tensors[0]
-    return f"{tuple(states.shape)}", 2 * states.numel(), (states,)
-
-
-@triton.jit(launch_metadata=_step_output_metadata)
+@triton.jit
 def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
+    """The output, (state C + D x) * silu(z), from the state after the token."""
     states_ptr, C_ptr, x_ptr, D_ptr, z_ptr, out_ptr = tensors
     states_strides, C_strides, x_strides, D_strides, z_strides, out_strides = strides
-    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
-    unit = tl.program_id(0) % (S.HEADS * SLICES)
-    i_b, i_h = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES
-    o_p, o_n = (unit % SLICES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
-    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
+    i_b, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
 
     index = (i_b, i_h, o_p[:, None], o_n[None, :])
     state = tl.load(states_ptr + ptr_offset(index, states_strides), mask=m_p[:, None] & m_n[None, :], other=0.0)
@@ -266,22 +245,21 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
     tl.store(out_ptr + ptr_offset((i_b, 0, i_h, o_p), out_strides), out.to(out_ptr.dtype.element_ty), mask=m_p)
 
 
-def step_output(inputs: SSDInputs, states: torch.Tensor) -> torch.Tensor:
-    """Second launch of an unfused step: the output, (state C + D x) * silu(z), from the state after the token."""
-    out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-    tensors = (states, inputs.C, inputs.x, inputs.D, inputs.z, out)
-    launch(_ssd_step_output_kernel, _programs(inputs), tensors, (strides_of_each(*tensors),), **_options(inputs))
-    return out
-
-
-def two_stages(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
+def two_stages(inputs: SSDInputs) -> SSDOutput:
     """One token of each sequence, without checks."""
-    with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
-        final_states = step_state(inputs)
-        return SSDOutput(step_output(inputs, final_states), final_states)
+    x, programs, options = inputs.x, _programs(inputs), _options(inputs)
+    with torch.cuda.device(x.get_device()):  # no effect for -1, the CPU
+        states = torch.empty(inputs.states_shape, dtype=torch.float32, device=x.device)
+        tensors = (x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, states)
+        scalars = (strides_of_each(*tensors), *map(float, inputs.dt_limit))
+        launch(_ssd_step_state_kernel, programs, tensors, scalars, **options)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        read = (states, inputs.C, x, inputs.D, inputs.z, out)
+        launch(_ssd_step_output_kernel, programs, read, (strides_of_each(*read),), **options)
+    return SSDOutput(out, states)
 
 
-def _run_step(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+def _run_step(inputs: SSDInputs) -> SSDOutput:
     _refuse_unsupported("unfused_step", inputs)
     return two_stages(inputs)
 
@@ -303,13 +281,8 @@ def plan(name: str, inputs: SSDInputs, precision: Precision) -> Plan:
         variant="interpreter" if INTERPRETED else "portable",
         launches=1 if name == "recurrent" else 2,
         config=blocks_of(inputs),
-        reason=_REASONS[name] + as_exact(precision),
+        reason=_REASONS[name] + precision.as_exact,
     )
-
-
-def as_exact(precision: Precision) -> str:
-    """What a plan adds to its reason for a kernel that computes in fp32 at every precision."""
-    return "" if precision == Precision() else "; the same as exact with fp32 states"
 
 
 def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
@@ -323,9 +296,13 @@ def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
     refuse_device(name, inputs.x)
 
 
-def _run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
-    return ssd_recurrent(inputs)
+def _register(name: str, function: Callable[[SSDInputs], SSDOutput]) -> None:
+    def run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
+        return function(inputs)
+
+    register(Implementation(operator="ssd", name=name, run=run, plan=partial(plan, name)))
 
 
-for _name, _function in (("recurrent", _run), ("unfused_step", _run_step), ("recurrent_in_place", _run_in_place)):
-    register(Implementation(operator="ssd", name=_name, run=_function, plan=partial(plan, _name)))
+_register("recurrent", ssd_recurrent)
+_register("unfused_step", _run_step)
+_register("recurrent_in_place", _run_in_place)

@@ -17,7 +17,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ssdprof.kernels.oracle import ORACLE_CHUNK, OutputBlock, collect, oracle_plan, segment_sums, sequences
+from ssdprof.kernels.oracle import (
+    ORACLE_CHUNK,
+    OutputBlock,
+    SequenceSpan,
+    blocks_of,
+    initial_states,
+    joined,
+    oracle_plan,
+    segment_sums,
+    sequences,
+)
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -28,8 +38,8 @@ _FORGETS = -1e30  # as A = -inf: the decay is 0 at every step; but times a step 
 def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
     """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
     out = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device)
-    final_states = _initial_states(inputs, dtype)
-    for span in sequences(inputs.x.shape[0], inputs.length, inputs.cu_seqlens):
+    final_states = initial_states(inputs, dtype)
+    for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
         state = final_states[span.sequence]
         for t in range(span.start, span.stop):
             piece = _SSDPiece.load(inputs, span.batch, t, t + 1, dtype)
@@ -43,27 +53,17 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
 
 
 def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OutputBlock]:
-    """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
+    """The chunked form as a stream of blocks: see `blocks_of`.
 
-    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
     Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements of `dtype`.
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = l.
     """
-    initial_states = _initial_states(inputs, dtype)
-    for span in sequences(inputs.x.shape[0], inputs.length, inputs.cu_seqlens):
-        state = initial_states[span.sequence]
-        for part in span.cut(block):
-            piece = _SSDPiece.load(inputs, part.batch, part.start, part.stop, dtype)
-            out, state = _chunked(piece, state)
-            last, out = part.stop == span.stop, piece.skip_and_gate(out)
-            yield OutputBlock(**vars(part), last=last, out=out, state=state)
+    return blocks_of(inputs, _evaluate, dtype, block)
 
 
 def ssd_chunked(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
     """The blocks of `ssd_blocks` joined.  Output and final states in `dtype`."""
-    out, final_states = torch.empty(inputs.x.shape, dtype=dtype, device=inputs.x.device), _initial_states(inputs, dtype)
-    collect(ssd_blocks(inputs, dtype), out, final_states)
-    return SSDOutput(out, final_states)
+    return SSDOutput(*joined(inputs, ssd_blocks(inputs, dtype), dtype, dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,14 @@ class _SSDPiece:
         if self.z is not None:
             out = out * torch.nn.functional.silu(self.z)
         return out
+
+
+def _evaluate(
+    inputs: SSDInputs, span: SequenceSpan, dtype: torch.dtype, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    piece = _SSDPiece.load(inputs, span.batch, span.start, span.stop, dtype)
+    out, state = _chunked(piece, state)
+    return piece.skip_and_gate(out), state
 
 
 def _chunked(piece: _SSDPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,19 +151,9 @@ def _chunked(piece: _SSDPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch
     return out, carried.permute(0, 2, 3, 1).reshape(h, p, n)
 
 
-def _initial_states(inputs: SSDInputs, dtype: torch.dtype) -> torch.Tensor:
-    """Initial states (sequences, h, p, n) in a new tensor."""
-    if inputs.initial_states is not None:
-        return inputs.initial_states.to(dtype, copy=True)
-    return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.x.device)
-
-
 def ssd_reference(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
     """The oracle as an implementation: computes in fp64 at every precision, and rounds once."""
-    out = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-    final_states = _initial_states(inputs, torch.float64)
-    collect(ssd_blocks(inputs), out, final_states)
-    return SSDOutput(out, final_states.float())
+    return SSDOutput(*joined(inputs, ssd_blocks(inputs), inputs.x.dtype, torch.float32))
 
 
 register(Implementation(operator="ssd", name="reference", run=ssd_reference, plan=oracle_plan))

@@ -13,7 +13,6 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import triton
@@ -22,7 +21,7 @@ import triton.language as tl
 from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset
-from ssdprof.kernels.launch import Described, described, launch
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.config import UNFUSED, unfused_blocks
@@ -43,14 +42,6 @@ def _constants(blocks: Blocks) -> dict[str, int]:
     return {name.upper() if name.startswith("block") else name: value for name, value in blocks.items()}
 
 
-@described
-def _chunk_cumsum_metadata(tensors: Any, _S: Any) -> Described:
-    dt_raw = tensors[0]
-    batch, seqlen, nheads = dt_raw.shape
-    elements = batch * seqlen * nheads
-    return f"b{batch} l{seqlen} h{nheads}", 2 * elements, elements * (dt_raw.element_size() + 8)
-
-
 @triton.jit
 def _softplus(x):
     """log(1 + exp(x)).  Returns x above 20, where both agree in fp32."""
@@ -61,7 +52,7 @@ def _softplus(x):
     return tl.where(x > 20.0, x, log1p)
 
 
-@triton.jit(launch_metadata=_chunk_cumsum_metadata)
+@triton.jit
 def _chunk_cumsum_kernel(tensors, strides, seqlen, nheads, nchunks, dt_low, dt_high, S: tl.constexpr):
     dt_raw_ptr, A_ptr, dt_bias_ptr, spans_ptr, dt_ptr, dA_cumsum_log2_ptr = tensors
     dt_raw_strides, A_strides, dt_bias_strides, dt_strides, dA_cumsum_log2_strides = strides
@@ -127,14 +118,7 @@ def chunk_cumsum(
     return dt, dA_cumsum_log2
 
 
-@described
-def _chunk_state_metadata(tensors: Any, _S: Any) -> Described:
-    x, B, *_, states = tensors
-    batch, seqlen, nheads, headdim = x.shape
-    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{B.shape[3]}", 2 * x.numel() * B.shape[3], (x, B, states)
-
-
-@triton.jit(launch_metadata=_chunk_state_metadata)
+@triton.jit
 def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
     x_ptr, B_ptr, dt_ptr, dA_cumsum_log2_ptr, spans_ptr, states_ptr = tensors
     x_strides, B_strides, dt_strides, dA_cumsum_log2_strides, states_strides = strides
@@ -205,15 +189,7 @@ def chunk_state(
     return states
 
 
-@described
-def _state_passing_metadata(tensors: Any, _S: Any) -> Described:
-    states, *_, prev_states, final_states = tensors
-    batch, nchunks, nheads, headdim, dstate = states.shape
-    flops = 2 * states.numel()
-    return f"b{batch} c{nchunks} h{nheads} p{headdim} n{dstate}", flops, (states, prev_states, final_states)
-
-
-@triton.jit(launch_metadata=_state_passing_metadata)
+@triton.jit
 def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
     states_ptr, dA_cumsum_log2_ptr, initial_states_ptr, bounds_ptr, prev_states_ptr, final_states_ptr = tensors
     states_strides, dA_cumsum_log2_strides, initial_states_strides, prev_states_strides, final_states_strides = strides
@@ -273,15 +249,7 @@ def state_passing(
     return prev_states, final_states
 
 
-@described
-def _bmm_chunk_metadata(tensors: Any, _S: Any) -> Described:
-    _, B, _, CB = tensors
-    batch, seqlen, ngroups, dstate = B.shape
-    moved = 2 * B.numel() * B.element_size() + CB.numel() * CB.element_size() // 2
-    return f"b{batch} l{seqlen} g{ngroups} n{dstate}", CB.numel() * dstate, moved  # the causal half: 2 per element
-
-
-@triton.jit(launch_metadata=_bmm_chunk_metadata)
+@triton.jit
 def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexpr):
     C_ptr, B_ptr, spans_ptr, CB_ptr = tensors
     C_strides, B_strides, CB_strides = strides
@@ -342,17 +310,7 @@ def bmm_chunk(C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Pr
     return CB
 
 
-@described
-def _chunk_scan_metadata(tensors: Any, _S: Any) -> Described:
-    CB, x, _, _, C, prev_states, _, z, *_ = tensors
-    batch, seqlen, nheads, headdim = x.shape
-    chunk_size, dstate = CB.shape[-1], C.shape[-1]
-    read = sum(t.numel() * t.element_size() for t in (x, C, prev_states, z) if t is not None)
-    flops, moved = x.numel() * (2 * dstate + chunk_size), read + CB.numel() * CB.element_size() // 2
-    return f"b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}", flops, moved + x.numel() * x.element_size()
-
-
-@triton.jit(launch_metadata=_chunk_scan_metadata)
+@triton.jit
 def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_group, S: tl.constexpr):
     CB_ptr, x_ptr, dt_ptr, dA_cumsum_log2_ptr, C_ptr, prev_states_ptr, D_ptr, z_ptr, spans_ptr, out_ptr = tensors
     (

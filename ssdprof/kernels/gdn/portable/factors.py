@@ -21,13 +21,10 @@ Oracle: `reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, decay_exp2, ptr_offset, sequence_bounds
-from ssdprof.kernels.launch import Described, described
 
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost later differences their precision
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -166,15 +163,7 @@ def log2_decays(g_ptr, stride, o_t, m_t):
     return tl.clamp(g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
-@described
-def _metadata(tensors: Any, S: Any) -> Described:
-    q, _, g, beta, _, state_factor, out_factor, *_ = tensors
-    tokens, key_dim, chunk = beta.numel(), q.shape[3], S.CHUNK
-    flops = 2 * tokens * chunk * (3 * key_dim + chunk)
-    return f"{tuple(q.shape)} hv{beta.shape[2]}", flops, (q, q, beta, g, state_factor, out_factor)
-
-
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
+@triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
     q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr = tensors
     q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides

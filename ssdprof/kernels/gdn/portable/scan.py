@@ -33,7 +33,7 @@ from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, ptr_offset, seque
 from ssdprof.kernels.gdn.config import GDNPortableConfig, inverse_products, operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.gdn.portable.factors import _gdn_factors_kernel, first_slot, load_rows, piece_of_slot, slot_count
-from ssdprof.kernels.launch import Described, Launcher, described
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of, tile_strides
 
@@ -122,15 +122,7 @@ def next_state(state, Y, state_factor_ptr, decay, BLOCK_K: tl.constexpr, V_ROWS:
     return after
 
 
-@described
-def _metadata(tensors: Any, S: Any) -> Described:
-    q, _, v, state_factor, out_factor, *_, final_states = tensors
-    (batch, length, heads, value_dim), key_dim = v.shape, q.shape[3]
-    flops = 2 * batch * length * heads * value_dim * (3 * key_dim + S.CHUNK)
-    return f"{tuple(q.shape)} hv{heads} v{value_dim}", flops, (q, q, v, v, state_factor, out_factor, final_states)
-
-
-@triton.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences"])
+@triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     (
         q_ptr, k_ptr, v_ptr, state_factor_ptr, out_factor_ptr, rows_ptr, chunks_ptr, initial_states_ptr,

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import in_units, ptr_offset
 from ssdprof.kernels.gdn import config
-from ssdprof.kernels.launch import Described, described, launch
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.tensors import strides_unit
 
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -19,13 +17,7 @@ L2NORM_EPS = tl.constexpr(1e-6)
 STAGES = {"_gdn_qk_l2norm_kernel": "qk_l2norm"}
 
 
-@described
-def _qk_l2norm_metadata(tensors: Any, _S: Any) -> Described:
-    x, y = tensors
-    return f"{tuple(x.shape)}", 3 * x.numel(), x.numel() * (x.element_size() + y.element_size())
-
-
-@triton.jit(launch_metadata=_qk_l2norm_metadata)
+@triton.jit
 def _gdn_qk_l2norm_kernel(tensors, strides, length, heads, rows, S: tl.constexpr):
     x_ptr, y_ptr = tensors
     (x_strides,) = strides

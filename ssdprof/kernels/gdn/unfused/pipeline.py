@@ -22,19 +22,10 @@ MAX_CHUNK_SIZE = 64
 
 
 def gdn_unfused(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    use_qk_l2norm: bool = False,
-    chunk_size: int = 64,
-    cu_seqlens: torch.Tensor | None = None,
-    precision: Precision = Precision(),  # noqa: B008
-) -> GDNOutput:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+    scale: float | None = None, initial_state: torch.Tensor | None = None, use_qk_l2norm: bool = False,
+    chunk_size: int = 64, cu_seqlens: torch.Tensor | None = None, precision: Precision = Precision(),  # noqa: B008
+) -> GDNOutput:  # fmt: skip
     """The gated delta rule in six launches, forward only.  Arguments and result are those of `GDNInputs`.
 
     Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported ones.

@@ -2,13 +2,11 @@
 """The six stages of unfused GDN, a kernel and its launcher each.
 
 Launchers run on the current device, and `GDNInputs` has checked the shapes.  Block sizes and warps: `../config.py`.
-Oracle: the function of the same name in tests/kernels/gdn_stages.py.  Source: Yang, Kautz and Hatamizadeh 2024
-(arXiv:2412.06464), section 3.3; docs/gdn-mathematics.md.
+Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3;
+docs/gdn-mathematics.md.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -18,7 +16,7 @@ from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import LEAF, intermediate, inverse_products, operand_dtype
-from ssdprof.kernels.launch import Described, described, launch
+from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
@@ -49,13 +47,7 @@ def _rows(ptr, strides, index, mask, OPERAND: tl.constexpr):
     return tl.load(ptr + ptr_offset(index, strides), mask=mask, other=0.0).to(OPERAND)
 
 
-@described
-def _gate_cumsum_metadata(tensors: Any, _S: Any) -> Described:
-    g = tensors[0]
-    return "b{} t{} hv{}".format(*g.shape), 2 * g.numel(), g.numel() * (g.element_size() + 4)
-
-
-@triton.jit(launch_metadata=_gate_cumsum_metadata)
+@triton.jit
 def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
     g_ptr, spans_ptr, g_cumsum_log2_ptr = tensors
     g_strides, g_cumsum_log2_strides = strides
@@ -102,14 +94,7 @@ def gate_cumsum(g: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     return g_cumsum_log2
 
 
-@described
-def _scaled_dot_kkt_metadata(tensors: Any, _S: Any) -> Described:
-    k, *_, L = tensors
-    moved = k.numel() * k.element_size() + L.numel() * 4 * 5 // 8
-    return "b{} t{} h{} k{}".format(*k.shape), 2 * k.numel() * L.shape[-1], moved
-
-
-@triton.jit(launch_metadata=_scaled_dot_kkt_metadata)
+@triton.jit
 def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
     k_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, L_ptr = tensors
     k_strides, beta_strides, g_cumsum_log2_strides, L_strides = strides
@@ -170,14 +155,6 @@ def scaled_dot_kkt(
     return L
 
 
-@described
-def _solve_tril_metadata(tensors: Any, _S: Any) -> Described:
-    L, _, A = tensors
-    batch, nchunks, heads, size, _ = L.shape
-    flops = L.numel() * size // 3
-    return f"b{batch} c{nchunks} hv{heads} size{size}", flops, L.numel() * 4 * 5 // 8 + A.numel() * A.element_size()
-
-
 @triton.jit
 def _side_by_side(left, right):
     """Join two (n, r, c) tensors to one (n, r, 2 * c)."""
@@ -201,7 +178,7 @@ def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
     return tl.reshape(tl.permute(tl.join(upper, lower), (0, 3, 1, 2)), (PAIRS, 2 * HALF, 2 * HALF))
 
 
-@triton.jit(launch_metadata=_solve_tril_metadata)
+@triton.jit
 def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
     L_ptr, spans_ptr, A_ptr = tensors
     L_strides, A_strides = strides
@@ -256,15 +233,7 @@ def solve_tril(L: torch.Tensor, length: int, chunks: Chunks, *, operand: torch.d
     return A
 
 
-@described
-def _recompute_w_u_metadata(tensors: Any, _S: Any) -> Described:
-    A, k, v, *_, w, u = tensors
-    batch, length, heads, value_dim = v.shape
-    flops = 2 * A.numel() * (k.shape[3] + value_dim)
-    return f"b{batch} t{length} hv{heads} k{k.shape[3]} v{value_dim}", flops, (A, k, v, w, u)
-
-
-@triton.jit(launch_metadata=_recompute_w_u_metadata)
+@triton.jit
 def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
     A_ptr, k_ptr, v_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, w_ptr, u_ptr = tensors
     A_strides, k_strides, v_strides, beta_strides, g_cumsum_log2_strides, w_strides, u_strides = strides
@@ -346,14 +315,6 @@ def recompute_w_u(
     return w, u
 
 
-@described
-def _chunk_state_metadata(tensors: Any, _S: Any) -> Described:
-    k, w, u, *_, prev_states, v_new, _ = tensors
-    batch, nchunks, heads, _, key_dim = w.shape
-    flops = 4 * u.numel() * key_dim
-    return f"b{batch} c{nchunks} hv{heads} k{key_dim} v{u.shape[3]}", flops, (w, u, k, prev_states, v_new)
-
-
 @triton.jit
 def _load(pointers, mask, WHOLE: tl.constexpr):
     """Load, with zeros where the mask is false.  WHOLE: the mask is true everywhere."""
@@ -363,7 +324,7 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
         return tl.load(pointers, mask=mask, other=0.0)
 
 
-@triton.jit(launch_metadata=_chunk_state_metadata)
+@triton.jit
 def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
     (
         k_ptr, w_ptr, u_ptr, g_cumsum_log2_ptr, initial_state_ptr, spans_ptr, bounds_ptr, prev_states_ptr, v_new_ptr,
@@ -474,15 +435,7 @@ def chunk_state(
     return results
 
 
-@described
-def _chunk_output_metadata(tensors: Any, _S: Any) -> Described:
-    q, k, prev_states, v_new, *_, out = tensors
-    batch, length, heads, value_dim = out.shape
-    flops = 2 * v_new.numel() * (q.shape[3] + v_new.shape[4] // 2)
-    return f"b{batch} t{length} hv{heads} k{q.shape[3]} v{value_dim}", flops, (q, k, prev_states, v_new, out)
-
-
-@triton.jit(launch_metadata=_chunk_output_metadata)
+@triton.jit
 def _gdn_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr):
     q_ptr, k_ptr, prev_states_ptr, v_new_ptr, g_cumsum_log2_ptr, spans_ptr, out_ptr = tensors
     q_strides, k_strides, prev_states_strides, v_new_strides, g_cumsum_log2_strides, out_strides = strides

@@ -38,8 +38,6 @@ Grid: (segments * lanes / 2), units fastest, then sequences, then segments; for 
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; docs/ssd-mathematics.md for segments.
 """
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -51,7 +49,6 @@ from ssdprof.kernels.ssd.hopper.rings import SLICE, Shared, allocate, begin_barr
 from ssdprof.kernels.ssd.hopper.role_copies import loads, stores
 from ssdprof.kernels.ssd.hopper.role_gates import gates, scores
 from ssdprof.kernels.ssd.hopper.role_states import units
-from ssdprof.kernels.tensors import tensor_of
 
 FLAGS = gl.constexpr(8)  # offset of the flags in sync; each has a 32-byte sector
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration
@@ -245,21 +242,8 @@ class SSDEnv:
     S: gl.constexpr  # compile-time arguments
 
 
-def _metadata(_grid: Any, kernel: Any, args: dict[str, Any]) -> dict[str, Any]:
-    x, B = tensor_of(args["x_desc"]), tensor_of(args["B_desc"])
-    dt, _, _, _, initial_states, _, final_states, *_ = args["tensors"]
-    batch, seqlen, nheads, headdim = x.shape
-    dstate, chunk = B.shape[3], CHUNK.value
-    tensors = (x, x, dt, B, B, initial_states, final_states)  # x and out, B and C
-    return {
-        "name": f"{kernel.name} b{batch} l{seqlen} h{nheads} p{headdim} n{dstate}",
-        "flops": 2 * batch * seqlen * nheads * (chunk * (dstate + headdim) + 3 * headdim * dstate),
-        "bytes": sum(t.numel() * t.element_size() for t in tensors if t is not None),
-    }
-
-
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments.  It specialises all in a tuple.
-@gluon.jit(launch_metadata=_metadata, do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
+@gluon.jit(do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
 def _fused_hopper_kernel(
     x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT, K_LONG,
     S: gl.constexpr,

@@ -1,0 +1,115 @@
+"""The first of an operator's fused kernels that supports a call runs it: the choice, its plan, and kept launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
+from ssdprof.kernels.launch import LaunchCache
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Plan, when_overridden
+
+Output = TypeVar("Output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedCall:
+    """batch_invariant: a sequence's result must not depend on the number of others
+    state_v_first: of GDN: V precedes K in the memory of final states
+    """
+
+    inputs: Any
+    precision: Precision
+    batch_invariant: bool = False
+    state_v_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant(Generic[Output]):
+    """A kernel.
+
+    unsupported: why the kernel does not support a call, or should not run it; "" if it runs
+    configure: its configuration for a call, a mapping, or a dataclass with a field `reason`
+    prepare: makes the launch, without tensors, of a call with a configuration
+    work: launches, bytes of the workspace, and the plan's reason of a call with a configuration
+    """
+
+    name: str
+    unsupported: Callable[[FusedCall], str] = lambda _call: ""
+    configure: Callable[[FusedCall], Any]
+    prepare: Callable[[FusedCall, Any], Callable[[Any], Output]]
+    work: Callable[[FusedCall, Any], tuple[int, int, str]]
+
+    def plan(self, call: FusedCall) -> Plan:
+        config = self.configure(call)
+        settings = dict(config) if isinstance(config, Mapping) else asdict(config)
+        settings.pop("reason", None)
+        launches, workspace_bytes, reason = self.work(call, config)
+        return Plan(
+            variant="interpreter" if INTERPRETED and self.name == "portable" else self.name,
+            launches=launches,
+            config=settings,
+            workspace_bytes=workspace_bytes,
+            reason=reason,
+        )
+
+
+class Fused(Generic[Output]):
+    """name: of the implementation.  refuse: raises UnsupportedError for inputs that no variant supports."""
+
+    def __init__(
+        self, name: str, variants: Sequence[Variant[Output]], refuse: Callable[[Any], None] = lambda _inputs: None
+    ) -> None:
+        self.name, self.variants, self._refuse = name, variants, refuse
+        self.launches: LaunchCache[Callable[[Any], Output]] = LaunchCache()
+        when_overridden(self.forget_launches)
+
+    def forget_launches(self) -> None:
+        """Forget prepared launches.  The next call of each signature chooses its kernel and configuration again."""
+        self.launches.forget()
+
+    def choose(self, call: FusedCall) -> Variant[Output]:
+        """By the GPU, shapes, strides, alignment and dtypes."""
+        return next(variant for variant in self.variants if not variant.unsupported(call))
+
+    def run(
+        self, inputs: Any, precision: Precision = Precision(), *, batch_invariant: bool = False,  # noqa: B008
+        state_v_first: bool = False,
+    ) -> Output:  # fmt: skip
+        """Output in the inputs' dtype, final states in fp32.  UnsupportedError for inputs that no kernel supports.
+
+        A launch is prepared once per signature of the inputs, because this is most of a call's time on the host.
+        """
+        refuse_gradient(self.name, vars(inputs).values())
+        signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant, state_v_first)
+        return self.launches.get(signature, self.prepare, inputs, precision, batch_invariant, state_v_first)(inputs)
+
+    def prepare(
+        self, inputs: Any, precision: Precision, batch_invariant: bool = False, state_v_first: bool = False
+    ) -> Callable[[Any], Output]:
+        """The launch of a call, which is not kept here."""
+        if state_v_first:
+            inputs.check(state_v_first=True)
+        else:
+            inputs.check()
+        call = self._supported(inputs, precision, batch_invariant, state_v_first)
+        variant = self.choose(call)
+        return variant.prepare(call, variant.configure(call))
+
+    def plan(
+        self, inputs: Any, precision: Precision = Precision(), *, batch_invariant: bool = False  # noqa: B008
+    ) -> Plan:  # fmt: skip
+        """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
+        call = self._supported(inputs, precision, batch_invariant, False)
+        return self.choose(call).plan(call)
+
+    def _supported(
+        self, inputs: Any, precision: Precision, batch_invariant: bool, state_v_first: bool
+    ) -> FusedCall:  # fmt: skip
+        self._refuse(inputs)
+        refuse_device(self.name, getattr(inputs, inputs.FIRST))
+        return FusedCall(
+            inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first
+        )
