@@ -16,7 +16,7 @@ ORACLE_CHUNK = 64  # positions per chunk of the chunked forms: takes little work
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceSpan:
+class Span:
     """Positions start..stop of one sequence, in row `batch`.
 
     sequence: row of the initial and final states; equals `batch` unless the inputs are packed
@@ -27,15 +27,19 @@ class SequenceSpan:
     start: int
     stop: int
 
-    def cut(self, block: int) -> Iterator[SequenceSpan]:
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, block: int) -> Iterator[Span]:
         """Pieces of at most `block` positions, in order.  An empty span has one empty piece."""
         for start in range(self.start, max(self.stop, self.start + 1), block):
             stop = min(start + block, self.stop)
-            yield SequenceSpan(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
+            yield Span(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputBlock(SequenceSpan):
+class OutputBlock(Span):
     """A block of the output, and the state after it.
 
     out:   (stop - start, heads, values), the output at positions start..stop of row `batch`
@@ -47,22 +51,20 @@ class OutputBlock(SequenceSpan):
     state: torch.Tensor
 
 
-Evaluate = Callable[[Any, SequenceSpan, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Evaluate = Callable[[Any, Span, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[SequenceSpan]:
+def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[Span]:
     """The sequences of a (batch, length, ...) tensor, in order.
 
     Reads cu_seqlens on the host.  Raises ValueError if its values are not 0 = c_0 <= c_1 <= ... = length.
     """
     if cu_seqlens is None:
-        return [SequenceSpan(sequence=row, batch=row, start=0, stop=length) for row in range(batch)]
+        return [Span(sequence=row, batch=row, start=0, stop=length) for row in range(batch)]
     bounds: list[int] = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or any(b < a for a, b in pairwise(bounds)):
         raise ValueError(f"cu_seqlens must rise from 0 to {length}")
-    return [
-        SequenceSpan(sequence=i, batch=0, start=start, stop=stop) for i, (start, stop) in enumerate(pairwise(bounds))
-    ]
+    return [Span(sequence=i, batch=0, start=start, stop=stop) for i, (start, stop) in enumerate(pairwise(bounds))]
 
 
 def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:

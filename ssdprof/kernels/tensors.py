@@ -182,6 +182,17 @@ def steps(tensor: torch.Tensor, step: int) -> Strides:
     return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * row, row, step
 
 
+def unreadable(**tensors: torch.Tensor) -> str:
+    """Why TMA cannot read one of these tensors (b, l, heads, columns); empty if it can read all."""
+    for name, tensor in tensors.items():
+        row = row_stride(tensor)
+        if tensor.stride(3) != 1 or row % 8 or tensor.stride(2) % 8 or tensor.data_ptr() % 16 or row <= 0:
+            return f"strides or alignment of {name}, which TMA cannot read"
+        if tensor.shape[0] > 1 and (tensor.stride(0) % 8 or tensor.stride(0) <= 0):
+            return f"batch stride of {name}, which TMA cannot read"
+    return ""
+
+
 @cache
 def _nothing(dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device="meta")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ssdprof.kernels.oracle import Span as Span
 from ssdprof.kernels.precision import Precision
 
 _LOG2_E = math.log2(math.e)
@@ -68,22 +69,8 @@ def _ieee_matmul() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
-    """Positions start..stop of a sequence in row `batch`; for a `Gate`, `start` lies on one of its chunk borders."""
-
-    sequence: int
-    batch: int
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, kw_only=True)
 class Gate:
-    """The part of a span that all precisions share: the decays' exponents (c, h, q) in fp32.
+    """The part of a span that all precisions share: the decays' exponents (c, h, q) in fp32.  Spans begin at chunks.
 
     dt: of SSD, in the same shape.
     """

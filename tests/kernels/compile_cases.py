@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -78,7 +79,8 @@ def too_large_scan() -> None:
     states = torch.empty(1, chunks.count, 2, 128, 128, device="meta")
     CB = torch.empty(1, chunks.count, 1, chunks.size, chunks.size, device="meta")
     blocks = dict(block_q=256, block_p=128, block_s=32, block_n=128, num_warps=4, num_stages=3)
-    chunk_scan(inputs, gate, gate, states, CB, chunks, blocks=blocks)
+    with patch("ssdprof.kernels.ssd.unfused.unfused_blocks", lambda *_, **__: blocks):
+        chunk_scan(inputs, gate, gate, states, CB, chunks)
 
 
 P64 = SSDCase(seqlen=1000, heads=2, headdim=64, dstate=128, chunk_size=256, dtype=BF16)

@@ -137,7 +137,8 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Subject, dtype: torch.dtype
 
 
 @subjects(
-    "ssd tiny", "ssd invariant", "ssd unfused", "gdn unfused", "gdn invariant", slow=("gdn recurrent", "gdn tiny"),
+    "ssd tiny", "ssd invariant", "ssd unfused", "gdn reference", "gdn unfused", "gdn invariant",
+    slow=("gdn recurrent", "gdn tiny"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant"),
 )  # fmt: skip
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import BF16, EXACT, RELAXED, GDNCase, SSDCase, assert_bitwise, rows, tokens_of
-from subjects import GDN_ON_HOPPER, ON_HOPPER, SSD_CHOSEN, SSD_EVERY, SSD_FINE, Subject, gdn_hopper_by, subjects
+from subjects import (
+    GDN_ON_HOPPER,
+    ON_HOPPER,
+    SSD_CHOSEN,
+    SSD_EVERY,
+    SSD_FINE,
+    SUBJECTS,
+    Subject,
+    gdn_hopper_by,
+    subjects,
+)
 from test_contract_oracle import LONG_CUT, LONG_PARTS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,23 +53,14 @@ def long(kernel: Subject) -> Any:
 
 
 @EXACT_AND_RELAXED
-@subjects(gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn first passes", "gdn fused"))
+@subjects(gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn first passes", "gdn parts", "gdn fused"))
 def test_a_hundred_times(kernel: Subject, precision: Precision) -> None:
-    pack = kernel.case(lengths=(40, 0, 3), initial_states=True)
-    for inputs in (long(kernel).inputs(), pack.inputs()):
+    cases = [long(kernel), kernel.case(lengths=(40, 0, 3), initial_states=True)]
+    cases += [MAMBA2.but(dstate=256)] if kernel.run is SUBJECTS["ssd hopper"].run else []
+    for inputs in (case.inputs() for case in cases):
         first = kernel(inputs, precision)
         for _ in range(100):
             assert_bitwise(kernel(inputs, precision), first)
-
-
-@ON_HOPPER
-@pytest.mark.parametrize("case", [QWEN, MAMBA2.but(dstate=256)], ids=["gdn parts", "ssd, n 256"])
-def test_twenty_times(case: Any) -> None:
-    kernel = on_parts(16) if case is QWEN else Subject("ssd", lambda inputs, precision: run(inputs, precision))
-    inputs = case.inputs()
-    first = kernel(inputs)
-    for _ in range(20):
-        assert_bitwise(kernel(inputs), first)
 
 
 ROWS: list[tuple[dict[str, Any], Precision]] = [({}, EXACT), (dict(gate=True), EXACT)]

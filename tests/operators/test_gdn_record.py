@@ -7,7 +7,8 @@ import torch
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.inputs import MAX_DIM, GDNInputs
+from ssdprof.kernels.ssd import fused, recurrent, unfused
 from ssdprof.operators.generate import Cell, Shape, Tokens
 
 OPERATOR = operators.get("gdn")
@@ -56,6 +57,13 @@ def test_forms_are_those_of_an_output() -> None:
     out, final_states = OPERATOR.judged.forms(inputs)
     assert (out.shape, out.dtype) == (tuple(inputs.v.shape), torch.bfloat16)
     assert (final_states.shape, final_states.dtype) == ((3, 4, 16, 24), torch.float32)
+
+
+def test_the_largest_sizes_are_those_of_the_kernels() -> None:
+    """A config is judged by them before a download.  Kernels take these sizes and refuse larger ones by name."""
+    assert operators.get("ssd").largest == {"dstate": fused.MAX_DSTATE}
+    assert fused.MAX_DSTATE == recurrent.MAX_DSTATE == unfused.MAX_DSTATE
+    assert OPERATOR.largest == {"key_dim": MAX_DIM, "value_dim": MAX_DIM}
 
 
 def test_sizes_as_a_user_writes_them() -> None:

@@ -28,7 +28,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.oracle import (
     ORACLE_CHUNK,
     OutputBlock,
-    SequenceSpan,
+    Span,
     blocks_of,
     initial_states,
     joined,
@@ -70,7 +70,7 @@ def gdn_chunked(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block:
     return GDNOutput(*joined(inputs, gdn_blocks(inputs, dtype, block=block), dtype, dtype))
 
 
-def _load(inputs: GDNInputs, span: SequenceSpan, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """q (HV, T, K), scaled, k (HV, T, K), both normalised if use_qk_l2norm, v (HV, T, V), g and beta (HV, T)."""
     q, k, v, g, beta = (
         tensor[span.batch, span.start : span.stop].transpose(0, 1).to(dtype)
@@ -83,7 +83,7 @@ def _load(inputs: GDNInputs, span: SequenceSpan, dtype: torch.dtype) -> tuple[to
 
 
 def _chunked(
-    inputs: GDNInputs, span: SequenceSpan, dtype: torch.dtype, state: torch.Tensor
+    inputs: GDNInputs, span: Span, dtype: torch.dtype, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (T, HV, V) and the state (HV, K, V) after the span."""
     pieces, length = _load(inputs, span, dtype), span.stop - span.start

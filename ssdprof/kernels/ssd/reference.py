@@ -20,7 +20,7 @@ import torch
 from ssdprof.kernels.oracle import (
     ORACLE_CHUNK,
     OutputBlock,
-    SequenceSpan,
+    Span,
     blocks_of,
     initial_states,
     joined,
@@ -101,7 +101,7 @@ class _SSDPiece:
 
 
 def _evaluate(
-    inputs: SSDInputs, span: SequenceSpan, dtype: torch.dtype, state: torch.Tensor
+    inputs: SSDInputs, span: Span, dtype: torch.dtype, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     piece = _SSDPiece.load(inputs, span.batch, span.start, span.stop, dtype)
     out, state = _chunked(piece, state)

@@ -91,10 +91,7 @@ def _chunk_cumsum_kernel(tensors, strides, seqlen, nheads, nchunks, dt_low, dt_h
     tl.store(dA_cumsum_log2_ptr + ptr_offset(index, dA_cumsum_log2_strides), b_dA_cumsum_log2, mask=m_h[:, None])
 
 
-def chunk_cumsum(
-    dt_raw: torch.Tensor, A: torch.Tensor, chunks: Chunks, *, dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
     """Stage 1: the time step of every position, and its cumulative log decay in the chunk.
 
         dt[q]             = clamp(softplus(dt_raw[q] + dt_bias), low, high), and 0 past the end of the sequence
@@ -104,7 +101,7 @@ def chunk_cumsum(
 
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
-    blocks = unfused_blocks("chunk_cumsum")
+    dt_raw, A, dt_bias, blocks = inputs.dt, inputs.A, inputs.dt_bias, unfused_blocks("chunk_cumsum")
     batch, seqlen, nheads = dt_raw.shape
     shape = (batch, nheads, chunks.count, chunks.size)
     dt, dA_cumsum_log2 = (torch.empty(shape, device=dt_raw.device, dtype=torch.float32) for _ in range(2))
@@ -112,8 +109,8 @@ def chunk_cumsum(
     launch(
         _chunk_cumsum_kernel, batch * chunks.count * triton.cdiv(nheads, blocks["block_h"]),
         (dt_raw, A, dt_bias, chunks.spans, dt, dA_cumsum_log2),
-        (strides, seqlen, nheads, chunks.count, *map(float, dt_limit)),
-        DT_SOFTPLUS=dt_softplus, CHUNK_SIZE=chunks.size, **_constants(blocks),
+        (strides, seqlen, nheads, chunks.count, *map(float, inputs.dt_limit)),
+        DT_SOFTPLUS=inputs.dt_softplus, CHUNK_SIZE=chunks.size, **_constants(blocks),
     )  # fmt: skip
     return dt, dA_cumsum_log2
 
@@ -166,23 +163,22 @@ def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_gro
 
 
 def chunk_state(
-    x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *,
-    precision: Precision,
-) -> torch.Tensor:  # fmt: skip
+    inputs: SSDInputs, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, precision: Precision
+) -> torch.Tensor:
     """Stage 2: the state after each chunk, starting from a zero state.
 
         states[p, n] = sum_q exp(dA_cumsum[-1] - dA_cumsum[q]) * dt[q] * x[q, p] * B[q, n]
 
     Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one head.
     """
-    (batch, seqlen, nheads, headdim), (ngroups, dstate) = x.shape, B.shape[2:]
-    blocks = unfused_blocks("chunk_state", x.dtype, chunk=chunks.size, headdim=headdim, dstate=dstate)
+    x, B, blocks = inputs.x, inputs.B, _blocks("chunk_state", inputs)
+    (batch, seqlen, nheads, headdim), dstate = x.shape, B.shape[3]
     states = torch.empty(batch, chunks.count, nheads, headdim, dstate, device=x.device, dtype=torch.float32)
     tiles = triton.cdiv(headdim, blocks["block_p"]) * triton.cdiv(dstate, blocks["block_n"])
     strides = strides_of_each(x, B, dt, dA_cumsum_log2, states)
     launch(
         _chunk_state_kernel, batch * chunks.count * nheads * tiles, (x, B, dt, dA_cumsum_log2, chunks.spans, states),
-        (strides, seqlen, nheads, chunks.count, nheads // ngroups),
+        (strides, seqlen, nheads, chunks.count, inputs.heads_per_group),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
         INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(x.dtype)], **_constants(blocks),
     )  # fmt: skip
@@ -220,9 +216,8 @@ def _state_passing_kernel(tensors, strides, nheads, nchunks, S: tl.constexpr):
 
 
 def state_passing(
-    states: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, *, initial_states: torch.Tensor | None = None,
-    state_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    inputs: SSDInputs, states: torch.Tensor, dA_cumsum_log2: torch.Tensor, chunks: Chunks, precision: Precision
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Stage 3: the state that enters each chunk, and the final state.
 
         prev_states[0]   = initial_states, or 0
@@ -230,13 +225,12 @@ def state_passing(
 
     States accumulate in fp32 registers.  Only the stored copies are rounded to the dtype of prev_states.
 
-    In:   states fp32 | initial_states (sequences, h, p, n) or None
-    Out:  prev_states, as states, in state_dtype | final_states (sequences, h, p, n) fp32
+    Out:  prev_states, as states, in the precision's state_dtype | final_states (sequences, h, p, n) fp32
     Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over its chunks.
     """
-    blocks = unfused_blocks("state_passing")
+    blocks, initial_states = unfused_blocks("state_passing"), inputs.initial_states
     _, _, nheads, headdim, dstate = states.shape
-    prev_states = torch.empty_like(states, dtype=state_dtype)
+    prev_states = torch.empty_like(states, dtype=precision.state_dtype)
     final_states = torch.empty(chunks.sequences, nheads, headdim, dstate, device=states.device, dtype=torch.float32)
     strides = strides_of_each(states, dA_cumsum_log2, initial_states, prev_states, final_states)
     launch(
@@ -287,7 +281,7 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     )
 
 
-def bmm_chunk(C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Precision) -> torch.Tensor:
+def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> torch.Tensor:
     """Stage 4: C B^T within each chunk, once per group.
 
         CB[q, s] = sum_n C[q, n] * B[s, n]      for s <= q
@@ -297,8 +291,8 @@ def bmm_chunk(C: torch.Tensor, B: torch.Tensor, chunks: Chunks, *, precision: Pr
     Out:  CB, fp32 if exact and 16 bit if relaxed
     Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
     """
+    C, B, blocks = inputs.C, inputs.B, _blocks("bmm_chunk", inputs)
     batch, seqlen, ngroups, dstate = B.shape
-    blocks = unfused_blocks("bmm_chunk", B.dtype, chunk=chunks.size, dstate=dstate)
     shape = (batch, chunks.count, ngroups, chunks.size, chunks.size)
     CB = torch.empty(shape, device=B.device, dtype=precision.intermediate_dtype(B.dtype))
     tiles = triton.cdiv(chunks.size, blocks["block_q"]) * triton.cdiv(chunks.size, blocks["block_s"])
@@ -397,7 +391,7 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
 
 def chunk_scan(
     inputs: SSDInputs, dt: torch.Tensor, dA_cumsum_log2: torch.Tensor, prev_states: torch.Tensor, CB: torch.Tensor,
-    chunks: Chunks, *, blocks: Blocks | None = None,
+    chunks: Chunks,
 ) -> torch.Tensor:  # fmt: skip
     """Stage 5: the output, from the state that enters the chunk and from the chunk's own positions.
 
@@ -414,7 +408,7 @@ def chunk_scan(
     """
     x, C, D, z = inputs.x, inputs.C, inputs.D, inputs.z
     _, seqlen, nheads, headdim = x.shape
-    blocks = blocks or _blocks("chunk_scan", inputs)
+    blocks = _blocks("chunk_scan", inputs)
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     tiles = chunks.size // blocks["block_q"] * triton.cdiv(headdim, blocks["block_p"])
     strides = strides_of_each(CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, out)
@@ -461,15 +455,11 @@ def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # 
 def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     """`run` without checks, on the current device."""
     chunks = Chunks.of(inputs)
-    dt, dA_cumsum_log2 = chunk_cumsum(
-        inputs.dt, inputs.A, chunks, dt_bias=inputs.dt_bias, dt_softplus=inputs.dt_softplus, dt_limit=inputs.dt_limit
-    )
-    states = chunk_state(inputs.x, inputs.B, dt, dA_cumsum_log2, chunks, precision=precision)
-    prev_states, final_states = state_passing(
-        states, dA_cumsum_log2, chunks, initial_states=inputs.initial_states, state_dtype=precision.state_dtype
-    )
+    dt, dA_cumsum_log2 = chunk_cumsum(inputs, chunks)
+    states = chunk_state(inputs, dt, dA_cumsum_log2, chunks, precision)
+    prev_states, final_states = state_passing(inputs, states, dA_cumsum_log2, chunks, precision)
     del states  # CB can reuse its memory
-    CB = bmm_chunk(inputs.C, inputs.B, chunks, precision=precision)
+    CB = bmm_chunk(inputs, chunks, precision)
     out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
     return SSDOutput(out, final_states)
 

@@ -11,9 +11,9 @@ from ssdprof.kernels.device import INTERPRETED, capability
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.hopper.rings import DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.hopper.launch import unreadable
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
+from ssdprof.kernels.tensors import unreadable
 
 # Times are in units of one chunk of the second pass.
 FIRST_PASS = 0.55  # time of a chunk of the first pass

@@ -50,25 +50,20 @@ def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # 
 
 def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
-    q, k, v, beta, dtype = inputs.q, inputs.k, inputs.v, inputs.beta, inputs.q.dtype
-    operand = operand_dtype(dtype, precision)
     if inputs.use_qk_l2norm:
-        q, k = qk_l2norm(q, dtype=operand), qk_l2norm(k, dtype=operand)
+        operand = operand_dtype(inputs.q.dtype, precision)
+        normalised = {name: qk_l2norm(getattr(inputs, name), dtype=operand) for name in ("q", "k")}
+        inputs = GDNInputs.unchecked(**vars(inputs) | normalised)
     chunks = Chunks.of(inputs)
-    g_cumsum_log2 = stages.gate_cumsum(inputs.g, chunks)
-    L = stages.scaled_dot_kkt(k, beta, g_cumsum_log2, chunks, operand=operand)
-    A = stages.solve_tril(L, inputs.length, chunks, operand=operand)
+    g_cumsum_log2 = stages.gate_cumsum(inputs, chunks)
+    L = stages.scaled_dot_kkt(inputs, g_cumsum_log2, chunks, precision)
+    A = stages.solve_tril(inputs, L, chunks, precision)
     del L  # w and u can reuse its memory
-    w, u = stages.recompute_w_u(A, k, v, beta, g_cumsum_log2, chunks, precision=precision)
+    w, u = stages.recompute_w_u(inputs, A, g_cumsum_log2, chunks, precision)
     del A
-    prev_states, v_new, final_states = stages.chunk_state(
-        k, w, u, g_cumsum_log2, chunks, inputs_dtype=dtype, precision=precision, initial_state=inputs.initial_state
-    )
+    prev_states, v_new, final_states = stages.chunk_state(inputs, w, u, g_cumsum_log2, chunks, precision)
     del w, u
-    out = stages.chunk_output(
-        q, k, prev_states, v_new, g_cumsum_log2, chunks,
-        scale=inputs.scale_or_default, out_dtype=dtype, precision=precision,
-    )  # fmt: skip
+    out = stages.chunk_output(inputs, prev_states, v_new, g_cumsum_log2, chunks, precision)
     return GDNOutput(out, final_states)
 
 

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The six stages of unfused GDN, a kernel and its launcher each.
 
-Launchers run on the current device, and `GDNInputs` has checked the shapes.  Block sizes and warps: `../config.py`.
+Launchers run on the current device, with q and k as they enter products.  Block sizes and warps: `../config.py`.
 Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3;
 docs/gdn-mathematics.md.
 """
@@ -16,6 +16,7 @@ from ssdprof.kernels.chunks import Chunks, chunk_span
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import LEAF, intermediate, inverse_products, operand_dtype
+from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
@@ -73,7 +74,7 @@ def _gdn_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.cons
     tl.store(g_cumsum_log2_ptr + ptr_offset(index, g_cumsum_log2_strides), b_sum, mask=m_h[:, None])
 
 
-def gate_cumsum(g: torch.Tensor, chunks: Chunks) -> torch.Tensor:
+def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
     """Stage 1: the cumulative log decay, g_cumsum_log2[i] = sum_{j <= i} clamp(g[j] * log2(e), FORGOTTEN, 0).
 
     Later stages take exp2 of differences many times per element.  Positions past the sequence's end count as g = 0.
@@ -82,7 +83,7 @@ def gate_cumsum(g: torch.Tensor, chunks: Chunks) -> torch.Tensor:
     Out:  g_cumsum_log2 (B, NT, HV, C) fp32
     Grid: (B * NT * blocks of heads)
     """
-    batch, length, heads = g.shape
+    g, (batch, length, heads) = inputs.g, inputs.g.shape
     g_cumsum_log2 = torch.empty(batch, chunks.count, heads, chunks.size, device=g.device, dtype=torch.float32)
     launch(
         _gdn_gate_cumsum_kernel,
@@ -130,7 +131,7 @@ def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.c
 
 
 def scaled_dot_kkt(
-    k: torch.Tensor, beta: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks, *, operand: torch.dtype
+    inputs: GDNInputs, g_cumsum_log2: torch.Tensor, chunks: Chunks, precision: Precision
 ) -> torch.Tensor:
     """Stage 2: the triangular system of each chunk.
 
@@ -142,6 +143,7 @@ def scaled_dot_kkt(
     Out:  L (B, NT, HV, C, C) fp32
     Grid: (B * NT * H), with all value heads of a key head
     """
+    k, beta, operand = inputs.k, inputs.beta, operand_dtype(inputs.v.dtype, precision)
     batch, length, heads, key_dim = k.shape
     L = torch.empty(*g_cumsum_log2.shape, chunks.size, device=k.device, dtype=torch.float32)
     launch(
@@ -149,7 +151,7 @@ def scaled_dot_kkt(
         batch * chunks.count * heads,
         (k, beta, g_cumsum_log2, chunks.spans, L),
         ((k.stride(), beta.stride(), g_cumsum_log2.stride(), L.stride()), length, heads, chunks.count),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUES_PER_KEY=beta.shape[2] // heads, OPERAND=TL_DTYPE[operand],
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUES_PER_KEY=inputs.values_per_key, OPERAND=TL_DTYPE[operand],
         UNIT=strides_unit(k), LEAF=LEAF, **config.scaled_dot_kkt_options(key_dim, operand),
     )  # fmt: skip
     return L
@@ -209,7 +211,7 @@ def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.const
     )
 
 
-def solve_tril(L: torch.Tensor, length: int, chunks: Chunks, *, operand: torch.dtype) -> torch.Tensor:
+def solve_tril(inputs: GDNInputs, L: torch.Tensor, chunks: Chunks, precision: Precision) -> torch.Tensor:
     """Stage 3: the inverse of each chunk's triangular system, A = (I + L)^-1.
 
     Blocks of 16 rows are inverted by forward substitution in fp32, all at once.  Then neighbouring blocks T and B, with
@@ -220,13 +222,13 @@ def solve_tril(L: torch.Tensor, length: int, chunks: Chunks, *, operand: torch.d
     Out:  A (B, NT, HV, C, C) in the operands' dtype, zeros above the diagonal
     Grid: (B * NT * HV)
     """
-    batch, _, heads, size, _ = L.shape
+    (batch, _, heads, size, _), operand = L.shape, operand_dtype(inputs.v.dtype, precision)
     A = torch.empty(L.shape, device=L.device, dtype=operand)
     launch(
         _gdn_solve_tril_kernel,
         batch * chunks.count * heads,
         (L, chunks.spans, A),
-        ((L.stride(), A.stride()), length, heads, chunks.count),
+        ((L.stride(), A.stride()), inputs.length, heads, chunks.count),
         CHUNK_SIZE=size, LEAF=LEAF, MERGES=(size // LEAF).bit_length() - 1, PRODUCTS=inverse_products(operand),
         **config.SOLVE_TRIL,
     )  # fmt: skip
@@ -285,9 +287,8 @@ def _gdn_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_p
 
 
 def recompute_w_u(
-    A: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
-    *, precision: Precision,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    inputs: GDNInputs, A: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks, precision: Precision
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Stage 4: keys and values of each chunk after the inverse, which do not depend on the state.
 
         u[v, i] = sum_j A[i, j] * beta[j] * v[j, v]
@@ -298,16 +299,16 @@ def recompute_w_u(
     Out:  w (B, NT, HV, C, K) | u (B, NT, HV, V, C), both in the operands' dtype; rows past the sequence's end are zero
     Grid: (B * NT * HV)
     """
-    batch, length, heads, value_dim = v.shape
+    k, v, (batch, length, heads, value_dim) = inputs.k, inputs.v, inputs.v.shape
     key_dim, operand = k.shape[3], operand_dtype(v.dtype, precision)
     w = torch.empty(batch, chunks.count, heads, chunks.size, key_dim, device=v.device, dtype=operand)
     u = torch.empty(batch, chunks.count, heads, value_dim, chunks.size, device=v.device, dtype=operand)
-    tensors = (A, k, v, beta, g_cumsum_log2)
+    tensors = (A, k, v, inputs.beta, g_cumsum_log2)
     launch(
         _gdn_recompute_w_u_kernel,
         batch * chunks.count * heads,
         (*tensors, chunks.spans, w, u),
-        (strides_of_each(*tensors, w, u), length, heads, chunks.count, heads // k.shape[2]),
+        (strides_of_each(*tensors, w, u), length, heads, chunks.count, inputs.values_per_key),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(v.dtype, precision), UNIT=strides_unit(k, v, w),
         **config.recompute_w_u_options(key_dim, value_dim, operand),
@@ -398,8 +399,8 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
 
 
 def chunk_state(
-    k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks, *,
-    inputs_dtype: torch.dtype, precision: Precision, initial_state: torch.Tensor | None = None,
+    inputs: GDNInputs, w: torch.Tensor, u: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
+    precision: Precision,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Stage 5: the state that enters each chunk, the values that the chunk writes, and the final state.
 
@@ -414,21 +415,20 @@ def chunk_state(
           final_states (sequences, HV, K, V) fp32
     Grid: (sequences * HV * blocks of V)
     """
-    batch, length, key_heads, key_dim = k.shape
-    heads, value_dim = u.shape[2:4]
-    operand = operand_dtype(inputs_dtype, precision)
+    k, dtype, (batch, length, heads, value_dim), key_dim = inputs.k, inputs.v.dtype, inputs.v.shape, inputs.k.shape[3]
+    operand = operand_dtype(dtype, precision)
     options = config.chunk_state_options(key_dim, value_dim, operand, states=chunks.sequences * heads)
     prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=k.device, dtype=operand)
     v_new = torch.empty_like(u)
     final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=k.device, dtype=torch.float32)
-    given, results = (k, w, u, g_cumsum_log2, initial_state), (prev_states, v_new, final_states)
+    given, results = (k, w, u, g_cumsum_log2, inputs.initial_state), (prev_states, v_new, final_states)
     launch(
         _gdn_chunk_state_kernel,
         chunks.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
         (*given, chunks.spans, chunks.bounds, *results),
-        (strides_of_each(*given, *results), length, heads, chunks.count, heads // key_heads),
+        (strides_of_each(*given, *results), length, heads, chunks.count, inputs.values_per_key),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(inputs_dtype, precision),
+        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(dtype, precision),
         STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k, w, prev_states),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), **options,
     )  # fmt: skip
@@ -487,8 +487,8 @@ def _gdn_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_pe
 
 
 def chunk_output(
-    q: torch.Tensor, k: torch.Tensor, prev_states: torch.Tensor, v_new: torch.Tensor, g_cumsum_log2: torch.Tensor,
-    chunks: Chunks, *, scale: float, out_dtype: torch.dtype, precision: Precision,
+    inputs: GDNInputs, prev_states: torch.Tensor, v_new: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
+    precision: Precision,
 ) -> torch.Tensor:  # fmt: skip
     """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected values.
 
@@ -500,19 +500,19 @@ def chunk_output(
     Out:  out (B, T, HV, V), the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
-    batch, length, key_heads, key_dim = q.shape
-    heads, value_dim = v_new.shape[2:4]
-    operand = operand_dtype(out_dtype, precision)
+    q, k, (batch, length, heads, value_dim), key_dim = inputs.q, inputs.k, inputs.v.shape, inputs.q.shape[3]
+    dtype, scale = inputs.v.dtype, inputs.scale_or_default
+    operand = operand_dtype(dtype, precision)
     options = config.chunk_output_options(key_dim, value_dim, operand)
-    out = torch.empty(batch, length, heads, value_dim, device=q.device, dtype=out_dtype)
+    out = torch.empty(inputs.v.shape, device=q.device, dtype=dtype)
     tensors = (q, k, prev_states, v_new, g_cumsum_log2)
     launch(
         _gdn_chunk_output_kernel,
         batch * chunks.count * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
         (*tensors, chunks.spans, out),
-        (strides_of_each(*tensors, out), length, heads, chunks.count, heads // key_heads, float(scale)),
+        (strides_of_each(*tensors, out), length, heads, chunks.count, inputs.values_per_key, scale),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(out_dtype, precision),
+        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(dtype, precision),
         UNIT=strides_unit(q, k, prev_states, out), **options,
     )  # fmt: skip
     return out

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from ssdprof.kernels.device import capability
-from ssdprof.kernels.hopper.launch import unreadable
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
 from ssdprof.kernels.inputs import INPUT_DTYPES
@@ -22,7 +21,7 @@ from ssdprof.kernels.ssd.config import HOPPER, first_fit
 from ssdprof.kernels.ssd.hopper.lanes import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import SLICE, weight_places
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.tensors import row_stride
+from ssdprof.kernels.tensors import row_stride, unreadable
 
 # Times are in units of one chunk of the second pass (1.8 us on an H200), fitted to
 # benchmarks/results/hopper-segments-h200.json.  Quality of the fit: benchmarks/log/ssd.md#row-53.
