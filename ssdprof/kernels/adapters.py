@@ -43,15 +43,16 @@ def span(tensor: torch.Tensor, *, axes: slice = slice(None)) -> int:
 
 def library_kernel(
     operator: str, name: str, refuse: Callable[[Any, Precision], None], call: Callable[[Any, Precision], Any],
-    plan: Callable[[Any, Precision], Plan],
+    plan: Callable[[Any, Precision], Plan] | Plan,
 ) -> Implementation:  # fmt: skip
     """A library's kernel.  refuse: raises UnsupportedError for inputs that it does not support, before the others."""
+    told = (lambda _inputs, _precision: plan) if isinstance(plan, Plan) else plan
 
     def checked(then: Callable[[Any, Precision], Any], inputs: Any, precision: Precision) -> Any:
         refuse(inputs, precision)
         return then(inputs, precision)
 
-    return Implementation(operator=operator, name=name, run=partial(checked, call), plan=partial(checked, plan))
+    return Implementation(operator=operator, name=name, run=partial(checked, call), plan=partial(checked, told))
 
 
 def content(file: Path) -> str:

@@ -19,7 +19,7 @@ from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.gdn.unfused_step import three_stages
 from ssdprof.kernels.hopper.schedule import Cut
@@ -223,7 +223,7 @@ def gdn_hopper(case: GDNCase, config: GDNHopperConfig) -> None:
 
 def gdn_recurrent(case: GDNCase) -> None:
     inputs = on_meta(case.inputs())
-    GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs))(inputs)
+    GDNRecurrentLaunch(inputs, blocks_of(inputs))(inputs)
 
 
 def gdn_step(case: GDNCase) -> None:

@@ -23,7 +23,7 @@ from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
@@ -46,6 +46,7 @@ Run = Callable[[Any, Precision], Any]
 SSD_TINY = SSDPortableConfig(chunk=16, max_segments=3, min_chunks=1, max_chunks=2, block_p=16)
 # chunks of 16 and slices of 16 of V: 70 positions are five chunks, the last one ragged
 GDN_TINY = GDNPortableConfig(chunk=16, block_k=16, block_v=16, v_rows=False)
+BY_FOUR = {"block_v": 4, "block_t": 1, "num_warps": 1}
 GDN_CUT = GDNHopperConfig(segment=2)
 GDN_PARTS = GDNHopperConfig(segment=2, transition_parts=2, longest_first_pass=1, transition_programs=3)
 # the registers with which `choose` makes one launch
@@ -75,17 +76,17 @@ class Subject:
         return self.run(inputs, precision)
 
     def case(self, **changes: Any) -> Any:
-        """Inputs for any kernel of the operator.  Lengths are those for chunks of 16, and longer on other devices."""
+        """Inputs for any kernel of the operator, of one head in the interpreter, which is slow.  Lengths are those for chunks of 16, and longer on other devices."""
         times = {"cpu": 1, "emulator": 4, "cuda": 25}[self.device]
         lengths = dict(seqlen=times * changes.get("seqlen", 40))
         if changes.get("lengths"):
             lengths = dict(lengths=tuple(times * length for length in changes["lengths"]))
         on_device = dict(device="cuda" if self.device == "cuda" else "cpu")
         if self.operator == "ssd":
-            here = {"cpu": {}, "emulator": SSD_ON_HOPPER, "cuda": dict(heads=4) | SSD_ON_HOPPER}[self.device]
+            here = {"cpu": dict(heads=1), "emulator": SSD_ON_HOPPER, "cuda": dict(heads=4) | SSD_ON_HOPPER}[self.device]
             return SSDCase(**on_device | here | self.sizes | changes | lengths)
         here = GDN_ON_HOPPER if self.device == "emulator" else GDN_ON_HOPPER | dict(key_heads=2)
-        here = dict(values_per_key=2) if self.device == "cpu" else here
+        here = {} if self.device == "cpu" else here
         return GDNCase(**on_device | here | self.sizes | changes | lengths)
 
     def assert_right(self, output: Any, inputs: Any, precision: Precision = EXACT) -> None:
@@ -205,7 +206,7 @@ SUBJECTS = {
     "gdn reference": Subject("gdn", lambda inputs, _: gdn_chunked(inputs), limits={torch.float64: 1e-10}),
     "gdn unfused": Subject("gdn", chosen("gdn", "unfused")),
     "gdn recurrent": of_gdn(chosen("gdn", "recurrent")),
-    "gdn recurrent by 4": of_gdn(lambda inputs, _: GDNRecurrentLaunch(inputs, GDNRecurrentConfig(block_v=4))(inputs)),
+    "gdn recurrent by 4": of_gdn(lambda inputs, _: GDNRecurrentLaunch(inputs, BY_FOUR)(inputs)),
     "gdn step": Subject("gdn", chosen("gdn", "unfused_step"), limits=GDN_LIMITS),
     "gdn fused": of_gdn(chosen("gdn", "fused")),
     "gdn invariant": of_gdn(partial(gdn_fused.run, batch_invariant=True)),

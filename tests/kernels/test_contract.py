@@ -43,6 +43,7 @@ from ssdprof.measure.accuracy import assert_passes
 # --- dtypes
 
 TOKENS = ("dt", "g", "beta")
+TWO_HEADS: dict[str, dict[str, int]] = dict(ssd=dict(heads=2), gdn=dict(key_heads=2))
 WIDE = dict(ssd=("dt", "A", "D", "dt_bias", "initial_states"), gdn=("g", "beta", "initial_state"))
 
 
@@ -109,7 +110,7 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
     emulated=["gdn first passes"], emulated_slow=["gdn parts"], gpu=("gdn parts", "gdn first passes", "gdn unfused"),
 )  # fmt: skip
 def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
-    heads = dict(key_heads=2, values_per_key=1) if kernel.operator == "gdn" and kernel.device == "cpu" else {}
+    heads = TWO_HEADS[kernel.operator] if kernel.device == "cpu" else {}
     inputs = kernel.case(lengths=(5, 75 if kernel.device == "cpu" else 18), **heads).inputs()
     start = int(inputs.cu_seqlens[1])
     clean = kernel(inputs)
@@ -328,7 +329,8 @@ ORDERS = [
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @subjects("ssd tiny", "ssd unfused", "gdn unfused", slow=("gdn tiny", "gdn tiny, v rows", "gdn tiny, cut"))
 def test_any_strides(kernel: Subject, order: tuple[int, ...]) -> None:
-    options = dict(gate=True, groups=2, skip="(h, p)") if kernel.operator == "ssd" else dict(key_dim=20, value_dim=24)
+    ssd: dict[str, Any] = dict(heads=2, gate=True, groups=2, skip="(h, p)")
+    options = ssd if kernel.operator == "ssd" else dict(key_dim=20, value_dim=24)
     inputs = kernel.case(batch=2, initial_states=True, **options).inputs()
     strided = changed(inputs, lambda tensor: scattered(tensor, order), *tensors_of(inputs))
     assert_bitwise(kernel(strided), kernel(inputs))
@@ -381,6 +383,7 @@ LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, o
 def test_layouts_of_models(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
     sizes = dict(dstate=24) if kernel.operator == "ssd" else dict(key_dim=24, value_dim=20)
+    sizes |= TWO_HEADS[kernel.operator] if layout in (one_head, heads_first) else {}
     inputs = kernel.case(batch=2, seqlen=20, **sizes if kernel.device == "cpu" else {}).inputs()
     turned = changed(inputs, layout)
     kernel.assert_right(kernel(turned), turned)

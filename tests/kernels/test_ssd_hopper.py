@@ -81,6 +81,7 @@ def test_a_first_pass_ends_when_both_heads_have_forgotten(device: str, rates: tu
     passes(inputs, recompute(before))
 
 
+@pytest.mark.slow
 def test_more_packed_sequences_than_are_looked_at_side_by_side(device: str) -> None:
     lengths = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)
     assert len(lengths) > SEQUENCE_BLOCK.value

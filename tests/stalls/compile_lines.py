@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
@@ -94,7 +94,7 @@ def main() -> None:
     config = GDNPortableConfig.choose(delta, (9, 0), 132)
     assert config.segment, "a sequence that is cut has a warm-up"
     GDNPortableLaunch(delta, EXACT, config, state_v_first=False)(delta)
-    GDNRecurrentLaunch(delta, GDNRecurrentConfig.choose(delta))(delta)
+    GDNRecurrentLaunch(delta, blocks_of(delta))(delta)
     json.dump(found, sys.stdout)
 
 

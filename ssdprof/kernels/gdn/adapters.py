@@ -80,18 +80,14 @@ def load_fla(operator: Any) -> Implementation:
 def load_fla_recurrent(operator: Any) -> Implementation:
     """The library's token-by-token kernel."""
 
-    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-        return _call(operator.fused_recurrent_gated_delta_rule, inputs)
-
-    def plan(_inputs: GDNInputs, _precision: Precision) -> Plan:
-        return Plan(variant="triton", launches=1, reason="one launch, token by token")
-
     def refuse(inputs: GDNInputs, precision: Precision) -> None:
         _refuse_relaxed("fla_recurrent", precision)
         tokens = inputs.length if inputs.cu_seqlens is None else inputs.length / inputs.sequences
         if tokens > MOST_STEPS:
             raise UnsupportedError(f"fla_recurrent: token by token, for sequences of at most {MOST_STEPS}")
 
+    call = _function(operator.fused_recurrent_gated_delta_rule)
+    plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
     return library_kernel("gdn", "fla_recurrent", refuse, call, plan)
 
 
@@ -101,14 +97,8 @@ def fla_version() -> str:
 
 
 def load_flash_qla() -> Implementation:
-    function = import_module("flash_qla").chunk_gated_delta_rule
-
-    def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
-        return _call(function, inputs)
-
-    def plan(_inputs: GDNInputs, _precision: Precision) -> Plan:
-        return Plan(variant="tilelang", launches=3, config={"chunk_size": 64}, reason="it cuts sequences by itself")
-
+    call = _function(import_module("flash_qla").chunk_gated_delta_rule)
+    plan = Plan(variant="tilelang", launches=3, config={"chunk_size": 64}, reason="it cuts sequences by itself")
     return library_kernel("gdn", "flash_qla", partial(_refuse_unlike_128, "flash_qla"), call, plan)
 
 
@@ -120,6 +110,10 @@ def _call(function: Callable[..., Any], inputs: GDNInputs) -> GDNOutput:
             cu_seqlens=inputs.cu_seqlens,
         )  # fmt: skip
     return GDNOutput(out, final_states)
+
+
+def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
+    return lambda inputs, _precision: _call(function, inputs)
 
 
 def load_flashinfer() -> Implementation:
@@ -185,10 +179,8 @@ def load_flashinfer_mtp() -> Implementation:
         if inputs.cu_seqlens is not None or inputs.initial_state is None or not 1 < inputs.length <= MOST_STEPS:
             raise UnsupportedError(f"flashinfer_mtp: 2 to {MOST_STEPS} tokens of each sequence, with initial states")
 
-    def plan(_inputs: GDNInputs, _precision: Precision) -> Plan:
-        reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
-        return Plan(variant="cute", launches=1, reason=reason)
-
+    reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
+    plan = Plan(variant="cute", launches=1, reason=reason)
     return _prepared_kernel("flashinfer_mtp", refuse, prepare, plan)
 
 
@@ -197,7 +189,7 @@ _Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]  # v
 
 def _prepared_kernel(
     name: str, refuse: Callable[[GDNInputs, Precision], None], prepare: Callable[[GDNInputs], _Prepared],
-    plan: Callable[[GDNInputs, Precision], Plan],
+    plan: Callable[[GDNInputs, Precision], Plan] | Plan,
 ) -> Implementation:  # fmt: skip
     """A library's kernel whose arguments are prepared once for inputs, and kept as long as these live."""
     kept: dict[int, _Prepared] = {}

@@ -21,7 +21,7 @@ from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, launch_count, wor
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch, handed_on
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentConfig, GDNRecurrentLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, override, register
 
@@ -185,9 +185,9 @@ def _portable_work(call: FusedCall, config: GDNPortableConfig) -> tuple[int, int
 RECURRENT = Variant(
     name="recurrent",
     unsupported=_recurrent_unsupported,
-    configure=lambda call: GDNRecurrentConfig.choose(call.inputs),
-    prepare=lambda call, config: GDNRecurrentLaunch(call.inputs, config, state_v_first=call.state_v_first),
-    work=lambda call, _config: (
+    configure=lambda call: blocks_of(call.inputs),
+    prepare=lambda call, blocks: GDNRecurrentLaunch(call.inputs, blocks, state_v_first=call.state_v_first),
+    work=lambda call, _blocks: (
         1, 0, f"one launch, token by token: the sequences are short{call.precision.as_exact}",
     ),
 )  # fmt: skip

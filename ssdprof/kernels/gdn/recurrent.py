@@ -21,8 +21,6 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -42,31 +40,20 @@ MOST_TOKENS = 4  # that are loaded together; eight take more registers than they
 STAGES = {"_scale_of_norm": "caller", "_gdn_recurrent_kernel": "setup"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class GDNRecurrentConfig:
-    """block_v: slice of V per program, a power of two.  block_t: tokens that are loaded together."""
+def blocks_of(inputs: GDNInputs) -> dict[str, int]:
+    """block_v: slice of V per program, a power of two.  block_t: tokens that are loaded together.
 
-    block_v: int = 16
-    block_t: int = 1
-    num_warps: int = 1
-
-    @classmethod
-    def choose(cls, inputs: GDNInputs) -> GDNRecurrentConfig:
-        """One warp per program, which sums over K without barriers, or for one token wider rows of the state.
-
-        On an H200 with K = V = 128, 64 sequences of four tokens take 79 us so, and 128 to 138 us with slices of 32; of
-        one token 71 and 68 us.  At most 64 numbers of the state per thread: more would spill.  The choice does not
-        depend on the number of sequences, so that a sequence's result does not depend on it either.
-        """
-        tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1  # the host does not know packed lengths
-        block_v, per_thread = (16, 64) if tokens > 1 else (32, 32)
-        block_v = min(block_v, triton.next_power_of_2(inputs.v.shape[3]))
-        state = triton.next_power_of_2(inputs.q.shape[3]) * block_v
-        return cls(
-            block_v=block_v,
-            block_t=triton.cdiv(tokens, triton.cdiv(tokens, MOST_TOKENS)),
-            num_warps=max(1, state // (per_thread * 32)),
-        )
+    One warp per program, which sums over K without barriers, or for one token wider rows of the state.  On an H200 with
+    K = V = 128, 64 sequences of four tokens take 79 us so, and 128 to 138 us with slices of 32; of one token 71 and
+    68 us.  At most 64 numbers of the state per thread: more would spill.  The choice does not depend on the number of
+    sequences, so that a sequence's result does not depend on it either.
+    """
+    tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1  # the host does not know packed lengths
+    block_v, per_thread = (16, 64) if tokens > 1 else (32, 32)
+    block_v = min(block_v, triton.next_power_of_2(inputs.v.shape[3]))
+    state, turns = triton.next_power_of_2(inputs.q.shape[3]) * block_v, triton.cdiv(tokens, MOST_TOKENS)
+    num_warps = max(1, state // (per_thread * 32))
+    return {"block_v": block_v, "block_t": triton.cdiv(tokens, turns), "num_warps": num_warps}
 
 
 @triton.jit
@@ -142,7 +129,7 @@ class GDNRecurrentLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature`, and keeps none of them."""
 
     def __init__(
-        self, inputs: GDNInputs, config: GDNRecurrentConfig, *, in_place: bool = False, every_state: bool = False,
+        self, inputs: GDNInputs, blocks: dict[str, int], *, in_place: bool = False, every_state: bool = False,
         state_v_first: bool = False,
     ) -> None:  # fmt: skip
         self._in_place = in_place
@@ -152,7 +139,7 @@ class GDNRecurrentLaunch:
             shape = (*inputs.v.shape[:2], *shape[1:])
             inner = (inputs.v.shape[1] * inner[0], *inner)
         self._states = shape, inner
-        self._programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], config.block_v)
+        self._programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
         new = torch.empty(inputs.v.shape, device="meta")
         initial = strides_of(inputs.initial_state)
         states = initial if in_place else inner
@@ -162,9 +149,10 @@ class GDNRecurrentLaunch:
             ((*map(strides_of, (*tokens, new)), states), inputs.v.shape[1], inputs.scale_or_default),
             dict(
                 VALUE_HEADS=inputs.v.shape[2], VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=inputs.q.shape[3],
-                VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]), BLOCK_V=config.block_v,
-                BLOCK_T=config.block_t, INITIAL_STRIDES=initial[-2:], STATES_STRIDES=states[-2:],
-                EVERY_STATE=every_state, L2NORM=bool(inputs.use_qk_l2norm), num_warps=config.num_warps,
+                VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
+                BLOCK_V=blocks["block_v"], BLOCK_T=blocks["block_t"], INITIAL_STRIDES=initial[-2:],
+                STATES_STRIDES=states[-2:],
+                EVERY_STATE=every_state, L2NORM=bool(inputs.use_qk_l2norm), num_warps=blocks["num_warps"],
             ),
         )  # fmt: skip
 
@@ -207,7 +195,7 @@ def _prepare(inputs: GDNInputs, in_place: bool, every_state: bool) -> GDNRecurre
     refuse_device("recurrent", inputs.q)
     if in_place and is_expanded(inputs.initial_state):
         raise ValueError("in_place cannot write to an expanded initial_state: pass initial_state.contiguous()")
-    return GDNRecurrentLaunch(inputs, GDNRecurrentConfig.choose(inputs), in_place=in_place, every_state=every_state)
+    return GDNRecurrentLaunch(inputs, blocks_of(inputs), in_place=in_place, every_state=every_state)
 
 
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:
@@ -215,7 +203,7 @@ def plan(inputs: GDNInputs, precision: Precision) -> Plan:
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=1,
-        config=asdict(GDNRecurrentConfig.choose(inputs)),
+        config=blocks_of(inputs),
         reason="one launch, token by token; fp32 throughout" + precision.as_exact,
     )
 

@@ -113,9 +113,7 @@ def load_selective_state_update() -> Implementation:
             )  # fmt: skip
         return SSDOutput(out[:, None], states)
 
-    def plan(_inputs: SSDInputs, _precision: Precision) -> Plan:
-        return Plan(variant="triton", launches=2, reason="each call begins with a copy of the state, in its time")
-
+    plan = Plan(variant="triton", launches=2, reason="each call begins with a copy of the state, in its time")
     return library_kernel("ssd", _STEP, _refuse_step, call, plan)
 
 
