@@ -13,28 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from kernel_cases import EXACT, RELAXED, GDNCase, SSDCase, assert_close, moved
-from subjects import (
-    GDN_CUT,
-    GDN_ON_HOPPER,
-    GDN_ONE,
-    GDN_PARTS,
-    OLMO,
-    SSD_ON_HOPPER,
-    Run,
-    chosen,
-    gdn_hopper_by,
-    gdn_portable,
-    passing,
-    ssd_hopper,
-    ssd_portable,
-)
+from subjects import GDN_CUT, GDN_ON_HOPPER, GDN_ONE, OLMO, SSD_ON_HOPPER, SUBJECTS, Run, gdn_hopper_by, ssd_hopper
 
-from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count
+from ssdprof.kernels.ssd.hopper.config import program_count
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL_SSD = SSDCase(**SSD_ON_HOPPER | dict(dstate=64))
@@ -57,50 +41,36 @@ GDN_CASES = {
 }
 LARGEST_ERROR = 6e-3  # of GDN in bf16, relative to the RMS of a head
 UNEVEN = Cut(long_count=1, long_segment=2, segment=1)
-NOT_PACKED = tuple(name for name in SSD_CASES if name != "packed")
+LIKE_128 = ("batch", "ragged", "packed")
 
 
-def passed_on(cut: Cut, way: str) -> Run:
-    """way: how states are passed on, if sequences are not packed."""
-
-    def run(inputs: Any, precision: Precision) -> Any:
-        config = replace(SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False), **vars(cut))
-        assert passing(inputs, config) == way or inputs.cu_seqlens is not None
-        return ssd_hopper(config)(inputs, precision)
-
-    return run
+def of(subject: str, *cases: str) -> tuple[Run, tuple[str, ...]]:
+    every = SSD_CASES if subject.startswith("ssd") else GDN_CASES
+    return SUBJECTS[subject].run, cases or tuple(every)
 
 
 def shared(inputs: Any, precision: Precision) -> Any:
     """One program less than there are pairs of heads."""
     shares = inputs.sequences * program_count(inputs) - 1
-    return passed_on(Cut(segment=5, shares=shares), "carry" if shares else "none")(inputs, precision)
+    return ssd_hopper(Cut(segment=5, shares=shares))(inputs, precision)
 
 
-SMALL_PORTABLE = SSDPortableConfig(chunk=32, max_segments=3, min_chunks=1, max_chunks=2, block_p=32)
 # kernel -> how it is called, and its cases
 KERNELS: dict[str, dict[str, tuple[Run, tuple[str, ...]]]] = {
     "ssd": {
-        "portable": (ssd_portable(SMALL_PORTABLE), tuple(SSD_CASES)),
-        "unfused": (chosen("ssd", "unfused"), tuple(SSD_CASES)),
-        "hopper": (passed_on(Cut(segment=2), "look back"), tuple(SSD_CASES)),
-        "hopper, uneven": (passed_on(UNEVEN, "look back"), tuple(SSD_CASES)),
+        "portable": of("ssd tiny"), "unfused": of("ssd unfused"), "hopper": of("ssd hopper, short"),
+        "hopper, uneven": (ssd_hopper(UNEVEN), tuple(SSD_CASES)), "hopper, shared": (shared, tuple(SSD_CASES)),
         # with packed sequences, no segment recomputes the chunks before it
-        "hopper, alone": (passed_on(replace(UNEVEN, recompute=True), "recompute"), NOT_PACKED),
-        "hopper, shared": (shared, tuple(SSD_CASES)),
+        "hopper, alone": (ssd_hopper(replace(UNEVEN, recompute=True)), ("batch", "ragged", "n 128", "n 256")),
     },
     "gdn": {
-        "portable": (gdn_portable(GDNPortableConfig(chunk=32, segment=3, block_k=32, block_v=32)), tuple(GDN_CASES)),
-        "unfused": (chosen("gdn", "unfused"), tuple(GDN_CASES)),
-        "recurrent": (chosen("gdn", "recurrent"), tuple(GDN_CASES)),
-        "hopper, first passes": (gdn_hopper_by(GDN_CUT), ("batch", "ragged", "packed")),
+        "portable": of("gdn cut"), "unfused": of("gdn unfused"), "recurrent": of("gdn recurrent"),
+        "hopper, first passes": of("gdn first passes", *LIKE_128), "hopper, parts": of("gdn parts", *LIKE_128),
         # packed sequences exclude a longer first segment
         "hopper, leading": (gdn_hopper_by(replace(GDN_CUT, first_segment_extra=True)), ("batch", "ragged")),
-        "hopper, parts": (gdn_hopper_by(replace(GDN_PARTS, transition_programs=4)), ("batch", "ragged", "packed")),
-        "hopper, one launch": (gdn_hopper_by(GDN_ONE), ("batch", "ragged", "packed")),
-        "hopper, slices": (gdn_hopper_by(GDN_CUT), ("olmo",)),
+        "hopper, one launch": (gdn_hopper_by(GDN_ONE), LIKE_128), "hopper, slices": of("gdn slices", "olmo"),
     },
-}
+}  # fmt: skip
 
 
 def main(operator: str, kernel: str, *names: str) -> None:

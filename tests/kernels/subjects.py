@@ -76,7 +76,8 @@ class Subject:
         return self.run(inputs, precision)
 
     def case(self, **changes: Any) -> Any:
-        """Inputs for any kernel of the operator, of one head in the interpreter, which is slow.  Lengths are those for chunks of 16, and longer on other devices."""
+        """Inputs for any kernel of the operator.  In the interpreter, which is slow, one head, and lengths for chunks
+        of 16; longer ones on other devices."""
         times = {"cpu": 1, "emulator": 4, "cuda": 25}[self.device]
         lengths = dict(seqlen=times * changes.get("seqlen", 40))
         if changes.get("lengths"):

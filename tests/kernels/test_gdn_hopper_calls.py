@@ -114,6 +114,19 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     assert len(launches) == number
     outputs = output.out.nbytes + output.final_states.nbytes
     assert recorder.nbytes - outputs == fused.plan(inputs).workspace_bytes
+    # parts of the workspace lie apart and aligned
+    parts = {one.data_ptr(): one for arguments in launches for one in map(_base, arguments) if isinstance(one, Part)}
+    memory = {one.tensor().untyped_storage().data_ptr() for one in parts.values()}
+    assert len(memory) <= 1
+    for begin in parts:
+        assert (begin - min(parts)) % ALIGNMENT == 0
+    for (begin, one), (following, _) in pairwise(sorted(parts.items())):
+        assert begin + one.tensor().nbytes <= following
+    for begin, one in parts.items():
+        view, storage = one.tensor(), one.tensor().untyped_storage()
+        assert view.data_ptr() == begin
+        assert view.dtype == one.dtype
+        assert begin + view.nbytes <= storage.data_ptr() + storage.nbytes()
 
 
 @pytest.mark.parametrize("name", ["two launches", "slices"])
@@ -141,27 +154,6 @@ def test_a_call_of_a_known_signature_decides_nothing_again(
         # constructing inputs checks them, once more here than in a call
         assert counted == {"check": number + 1, "signature": number, "choose": 1, "device": number}
     assert launches
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_parts_of_a_workspace_lie_apart_and_aligned(
-    monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
-) -> None:
-    case, config, *_ = CASES[name]
-    monkeypatch.setattr(fused, "hopper_cut", lambda _call: config)
-    call(case.inputs())
-    parts = {one.data_ptr(): one for arguments in launches for one in map(_base, arguments) if isinstance(one, Part)}
-    memory = {one.tensor().untyped_storage().data_ptr() for one in parts.values()}
-    assert len(memory) <= 1
-    for begin in parts:
-        assert (begin - min(parts)) % ALIGNMENT == 0
-    for (begin, one), (following, _) in pairwise(sorted(parts.items())):
-        assert begin + one.tensor().nbytes <= following
-    for begin, one in parts.items():
-        view, storage = one.tensor(), one.tensor().untyped_storage()
-        assert view.data_ptr() == begin
-        assert view.dtype == one.dtype
-        assert begin + view.nbytes <= storage.data_ptr() + storage.nbytes()
 
 
 def _base(argument: Any) -> Any:
