@@ -15,11 +15,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, reduce
 from inspect import signature
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ptx
 import pytest
@@ -37,42 +37,30 @@ ENOUGH = 100_000  # thread switches: far more than any test needs
 SLOW = 0.02  # probability weight of a slow thread; others have 1
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Kernels of one operator.
 
-    launches: the modules that launch them, the first of them in the kernels' package
-    modules: names of their modules, each after those that it imports
+    launch: the module that launches them, in the kernels' package
     lanes: number of threads of the first role
+    files: names of their modules, each after those that it imports
     """
 
-    launches: tuple[ModuleType, ...]
-    modules: tuple[str, ...]
+    launch: ModuleType
     lanes: int
+    files: tuple[str, ...]
 
-    @classmethod
-    def of(cls, *launches: ModuleType, files: tuple[str, ...], lanes: int) -> Source:
-        package = launches[0].__name__.rpartition(".")[0]
-        common = ("_gluon", "hopper.work", "hopper.ring")
-        modules = (*(f"ssdprof.kernels.{file}" for file in common), *(f"{package}.{file}" for file in files))
-        return cls(launches, modules, lanes)
+    @property
+    def modules(self) -> tuple[str, ...]:
+        package = self.launch.__name__.rpartition(".")[0]
+        common = (f"ssdprof.kernels.{file}" for file in ("_gluon", "hopper.work", "hopper.ring"))
+        return (*common, *(f"{package}.{file}" for file in self.files))
 
 
-SSD = Source.of(
-    ssd_launch,
-    files=(
-        "rings", "lanes", "role_gates", "role_copies", "role_states", "hopper_kernel",
-    ),
-    lanes=2,
-)  # fmt: skip
-GDN = Source.of(
-    gdn_launch,
-    files=(
-        "rings", "assignment", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores", "role_states",
-        "role_copies", "parts", "hopper_kernel",
-    ),
-    lanes=1,
-)  # fmt: skip
+SSD = Source(ssd_launch, 2, ("rings", "lanes", "role_gates", "role_copies", "role_states", "hopper_kernel"))
+GDN = Source(gdn_launch, 1, (
+    "rings", "assignment", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores", "role_states",
+    "role_copies", "parts", "hopper_kernel",
+))  # fmt: skip
 
 
 class Turns:
@@ -536,27 +524,20 @@ class Machine:
             "triton.experimental.gluon.language.nvidia.ampere": SimpleNamespace(**self.hopper()),
             "triton.language.core": SimpleNamespace(_aggregate=lambda one: one),
         }
-        fakes: dict[str, Any] = {}
+        fakes = {name: ModuleType(name) for name in ("triton.experimental", *modules)}
         for name, content in modules.items():
-            fakes[name] = ModuleType(name)
             vars(fakes[name]).update(vars(content))
-        fakes["triton.experimental"] = ModuleType("triton.experimental")
-        fakes["triton.experimental"].gluon = fakes["triton.experimental.gluon"]
-        fakes["triton.experimental.gluon"].language = fakes["triton.experimental.gluon.language"]
+        vars(fakes["triton.experimental"])["gluon"] = fakes["triton.experimental.gluon"]
+        vars(fakes["triton.experimental.gluon"])["language"] = fakes["triton.experimental.gluon.language"]
         functions: dict[str, Callable[..., None]] = {}
         with _modules(fakes, self.source.modules):
             for full in self.source.modules:
-                found = importlib.util.find_spec(full)
-                assert found is not None
-                assert found.origin is not None
-                spec = importlib.util.spec_from_file_location(full, found.origin)
-                assert spec is not None
-                assert spec.loader is not None
-                sys.modules[full] = fakes[full] = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(fakes[full])
+                file = Path(str(importlib.util.find_spec(full).origin))  # type: ignore[union-attr]
+                sys.modules[full] = module = ModuleType(full)
+                exec(compile(file.read_text(), file, "exec"), vars(module))
                 if full.endswith(".lanes"):
-                    fakes[full].LANES, fakes[full].lane_number = 1, lambda: torch.tensor(self.turns.local.lane)
-                functions.update({name: one for name, one in vars(fakes[full]).items() if callable(one)})
+                    vars(module).update(LANES=1, lane_number=lambda: torch.tensor(self.turns.local.lane))
+                functions |= {name: one for name, one in vars(module).items() if callable(one)}
         return functions
 
     def launcher(self) -> Callable[..., Callable[..., None]]:
@@ -640,6 +621,4 @@ def _modules(fakes: dict[str, Any], own: tuple[str, ...]) -> Iterator[None]:
 
 def emulate(monkeypatch: pytest.MonkeyPatch, *, seed: int, resident: int = 3, source: Source = SSD) -> None:
     """Launch the Hopper kernels of `source` in the emulator until the test ends."""
-    launcher = Machine(source, seed, resident).launcher()
-    for module in source.launches:
-        monkeypatch.setattr(module, "Launcher", launcher)
+    monkeypatch.setattr(source.launch, "Launcher", Machine(source, seed, resident).launcher())

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import GDNCase
 
 from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
@@ -33,19 +34,9 @@ Calls = list[dict[str, Any]]
 
 
 def inputs(*, dim: int = 128, dtype: torch.dtype = torch.float16, packed: bool = False, length: int = 6) -> GDNInputs:
-    torch.manual_seed(0)
-    sequences = 3 if packed else 2
-    batch = 1 if packed else sequences
-    return GDNInputs(
-        q=torch.randn(batch, length, 1, dim).to(dtype),
-        k=torch.randn(batch, length, 1, dim).to(dtype),
-        v=torch.randn(batch, length, 2, dim).to(dtype),
-        g=-torch.rand(batch, length, 2),
-        beta=torch.rand(batch, length, 2).to(dtype),
-        initial_state=torch.randn(sequences, 2, dim, dim),
-        use_qk_l2norm=True,
-        cu_seqlens=torch.tensor([0, 2, 2, length], dtype=torch.int32) if packed else None,
-    )
+    sizes = dict(values_per_key=2, key_dim=dim, value_dim=dim, dtype=dtype, initial_states=True)
+    lengths = dict(lengths=(2, 0, length - 2)) if packed else dict(batch=2, seqlen=length)
+    return GDNCase(**sizes | lengths).inputs()  # type: ignore[arg-type]
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import GDNCase
 
 from ssdprof import operators
 from ssdprof.kernels.gdn.hopper.rings import CHUNK
@@ -22,20 +23,8 @@ Make = Callable[..., Any]
 
 
 def make_gdn(seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any) -> Any:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(batch, seqlen, *shape, generator=generator)
-
-    made: dict[str, Any] = {
-        "q": normal(2, 32).to(dtype),
-        "k": normal(2, 32).to(dtype),
-        "v": normal(4, 24).to(dtype),
-        "g": -gate * normal(4).abs(),
-        "beta": normal(4).sigmoid().to(dtype),
-        "use_qk_l2norm": True,
-    }
-    return GDNInputs(**(made | fields))
+    sizes = dict(key_heads=2, values_per_key=2, key_dim=32, value_dim=24)
+    return GDNCase(seqlen=seqlen, batch=batch, dtype=dtype, gate=gate, **sizes).inputs(**fields)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["ssd", "gdn"])

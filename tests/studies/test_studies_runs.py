@@ -143,6 +143,11 @@ class KilledError(BaseException):
     """The runner cannot handle a SIGKILL."""
 
 
+# the loop over cells is that of both studies
+EITHER = pytest.mark.parametrize("runner", [scan_003], indirect=True, ids=["either study"])
+
+
+@EITHER
 @pytest.mark.parametrize(
     ("error", "code", "why"),
     [
@@ -172,6 +177,7 @@ def test_a_run_that_ends_early_keeps_the_cells_before(
     assert stored["missing"].get("what comes after", "") == why
 
 
+@EITHER
 def test_cells_without_time_left_are_named(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "0"])
     assert runner.main() == 0
