@@ -23,8 +23,8 @@ Make = Callable[..., Any]
 
 
 def make_gdn(seqlen: int = 150, batch: int = 1, dtype: torch.dtype = FP32, gate: float = 0.3, **fields: Any) -> Any:
-    sizes = dict(key_heads=2, values_per_key=2, key_dim=32, value_dim=24)
-    return GDNCase(seqlen=seqlen, batch=batch, dtype=dtype, gate=gate, **sizes).inputs(**fields)  # type: ignore[arg-type]
+    sizes: dict[str, Any] = dict(key_heads=2, values_per_key=2, key_dim=32, value_dim=24, dtype=dtype, gate=gate)
+    return GDNCase(seqlen=seqlen, batch=batch, **sizes).inputs(**fields)
 
 
 @pytest.fixture(params=["ssd", "gdn"])

@@ -32,8 +32,8 @@ _H200 = ((9, 0), 132)  # capability and multiprocessors of an H200; the interpre
 def gdn_fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
     scale: float | None = None, initial_state: torch.Tensor | None = None, use_qk_l2norm: bool = False,
-    cu_seqlens: torch.Tensor | None = None, precision: Precision = Precision(), state_v_first: bool = False,  # noqa: B008
-    batch_invariant: bool = False,
+    cu_seqlens: torch.Tensor | None = None, precision: Precision = Precision(),  # noqa: B008
+    state_v_first: bool = False, batch_invariant: bool = False,
 ) -> GDNOutput:  # fmt: skip
     """The gated delta rule (Gated DeltaNet), forward only.
 
