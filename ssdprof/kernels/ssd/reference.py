@@ -13,7 +13,6 @@ the digits of later ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
@@ -42,12 +41,12 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
     for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
         state = final_states[span.sequence]
         for t in range(span.start, span.stop):
-            piece = _SSDPiece.load(inputs, span.batch, t, t + 1, dtype)
+            here = Span(sequence=span.sequence, batch=span.batch, start=t, stop=t + 1)
+            (x,), (dt,), A, (B,), (C,) = _load(inputs, here, dtype)
             group_of_head = torch.arange(state.shape[0], device=state.device) // inputs.heads_per_group
-            B, C = piece.B[0, group_of_head], piece.C[0, group_of_head]  # (h, n)
-            decay = (piece.dt[0] * piece.A).exp()
-            state = state * decay[:, None, None] + (piece.dt[0, :, None] * piece.x[0])[:, :, None] * B[:, None, :]
-            out[span.batch, t] = piece.skip_and_gate((state * C[:, None, :]).sum(-1)[None])[0]
+            B, C = B[group_of_head], C[group_of_head]  # (h, n)
+            state = state * (dt * A).exp()[:, None, None] + (dt[:, None] * x)[:, :, None] * B[:, None, :]
+            out[span.batch, t] = _skip_and_gate(inputs, here, (state * C[:, None, :]).sum(-1)[None])[0]
         final_states[span.sequence] = state
     return SSDOutput(out, final_states)
 
@@ -58,7 +57,7 @@ def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: 
     Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements of `dtype`.
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = l.
     """
-    return blocks_of(inputs, _evaluate, dtype, block)
+    return blocks_of(inputs, _chunked, dtype, block)
 
 
 def ssd_chunked(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
@@ -66,55 +65,39 @@ def ssd_chunked(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOut
     return SSDOutput(*joined(inputs, ssd_blocks(inputs, dtype), dtype, dtype))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SSDPiece:
-    """Positions start..stop of one sequence, in the dtype of the computation."""
-
-    x: torch.Tensor  # (l, h, p)
-    dt: torch.Tensor  # (l, h), after bias, softplus and limit
-    A: torch.Tensor  # (h)
-    B: torch.Tensor  # (l, g, n)
-    C: torch.Tensor  # (l, g, n)
-    D: torch.Tensor | None  # (h, 1) or (h, p)
-    z: torch.Tensor | None  # (l, h, p)
-
-    @classmethod
-    def load(cls, inputs: SSDInputs, batch: int, start: int, stop: int, dtype: torch.dtype) -> _SSDPiece:
-        x, dt, B, C = (tensor[batch, start:stop].to(dtype) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
-        if inputs.dt_bias is not None:
-            dt = dt + inputs.dt_bias.to(dtype)
-        if inputs.dt_softplus:
-            # log(exp(dt) + exp(0)), without the threshold of torch's softplus, which is the identity above 20
-            dt = torch.logaddexp(dt, torch.zeros_like(dt))
-        D = None if inputs.D is None else inputs.D.to(dtype).reshape(x.shape[1], -1)
-        z = None if inputs.z is None else inputs.z[batch, start:stop].to(dtype)
-        A = inputs.A.to(dtype).clamp(min=_FORGETS)
-        return cls(x=x, dt=dt.clamp(*inputs.dt_limit), A=A, B=B, C=C, D=D, z=z)
-
-    def skip_and_gate(self, out: torch.Tensor) -> torch.Tensor:
-        """(out + D x) * silu(z).  D and z are optional."""
-        if self.D is not None:
-            out = out + self.D * self.x
-        if self.z is not None:
-            out = out * torch.nn.functional.silu(self.z)
-        return out
+def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x (l, h, p), dt (l, h) after bias, softplus and limit, A (h), B and C (l, g, n) of the span, in `dtype`."""
+    x, dt, B, C = (
+        tensor[span.batch, span.start : span.stop].to(dtype) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)
+    )
+    if inputs.dt_bias is not None:
+        dt = dt + inputs.dt_bias.to(dtype)
+    if inputs.dt_softplus:
+        # log(exp(dt) + exp(0)), without the threshold of torch's softplus, which is the identity above 20
+        dt = torch.logaddexp(dt, torch.zeros_like(dt))
+    return x, dt.clamp(*inputs.dt_limit), inputs.A.to(dtype).clamp(min=_FORGETS), B, C
 
 
-def _evaluate(
+def _skip_and_gate(inputs: SSDInputs, span: Span, out: torch.Tensor) -> torch.Tensor:
+    """(out + D x) * silu(z) of the span.  D and z are optional."""
+    if inputs.D is not None:
+        x = inputs.x[span.batch, span.start : span.stop].to(out.dtype)
+        out = out + inputs.D.to(out.dtype).reshape(x.shape[1], -1) * x
+    if inputs.z is not None:
+        out = out * torch.nn.functional.silu(inputs.z[span.batch, span.start : span.stop].to(out.dtype))
+    return out
+
+
+def _chunked(
     inputs: SSDInputs, span: Span, dtype: torch.dtype, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    piece = _SSDPiece.load(inputs, span.batch, span.start, span.stop, dtype)
-    out, state = _chunked(piece, state)
-    return piece.skip_and_gate(out), state
-
-
-def _chunked(piece: _SSDPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (l, h, p) without skip and gate, and the state (h, p, n) after the piece.
+    """Output (l, h, p) and the state (h, p, n) after the span.
 
     Heads are split into (g, r), with r heads per group.  Every product with B or C is then one matrix product per chunk
     and group, and B and C are not repeated.
     """
-    (l, h, p), (g, n) = piece.x.shape, piece.B.shape[1:]
+    x, dt, A, B, C = _load(inputs, span, dtype)
+    (l, h, p), (g, n) = x.shape, B.shape[1:]
     r, q, c = h // g, ORACLE_CHUNK, -(-l // ORACLE_CHUNK)
     pad = c * q - l  # positions with dt = 0: they neither decay nor add
 
@@ -123,10 +106,10 @@ def _chunked(piece: _SSDPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch
         rest = tensor.shape[1:]
         return torch.cat([tensor, tensor.new_zeros(pad, *rest)]).reshape(c, q, *rest)
 
-    x = chunks(piece.x).reshape(c, q, g, r, p)
-    B, C = chunks(piece.B).transpose(1, 2), chunks(piece.C).transpose(1, 2)  # (c, g, q, n)
-    dt = chunks(piece.dt).reshape(c, q, g, r).permute(0, 2, 3, 1)  # (c, g, r, q)
-    steps = dt * piece.A.reshape(g, r, 1)  # log of the decay at each position
+    x = chunks(x).reshape(c, q, g, r, p)
+    B, C = chunks(B).transpose(1, 2), chunks(C).transpose(1, 2)  # (c, g, q, n)
+    dt = chunks(dt).reshape(c, q, g, r).permute(0, 2, 3, 1)  # (c, g, r, q)
+    steps = dt * A.reshape(g, r, 1)  # log of the decay at each position
     log_decay = segment_sums(steps)  # (c, g, r, q, s)
 
     # within a chunk: contributions of position s to position q
@@ -148,7 +131,7 @@ def _chunked(piece: _SSDPiece, state: torch.Tensor) -> tuple[torch.Tensor, torch
     out += from_before.transpose(2, 3) * since_start.exp()[..., None]
 
     out = out.permute(0, 3, 1, 2, 4).reshape(c * q, h, p)[:l]
-    return out, carried.permute(0, 2, 3, 1).reshape(h, p, n)
+    return _skip_and_gate(inputs, span, out), carried.permute(0, 2, 3, 1).reshape(h, p, n)
 
 
 def ssd_reference(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
