@@ -106,7 +106,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _recurrent_unsupported(call: FusedCall) -> str:
-    """Of sequences of one position, `recurrent` is faster on an H200, whatever their number.
+    """On an H200, `recurrent` is faster for sequences of one position, whatever their number.
 
     Packed sequences run a chunked kernel, because the choice of the kernel affects the bits of a sequence's result, and
     must not depend on the lengths of the others.
