@@ -29,8 +29,6 @@ _FIXED = {
     "enable_fp_fusion": True,  # otherwise a setting of Triton decides, which will be off from Triton 3.10 on
     "sanitize_overflow": False,  # otherwise Triton builds, and drops again, a check of every integer sum and product
 }
-_MOST = 4096  # most kept launches; a call with new sizes adds a few
-_kept: dict[Hashable, Launcher] = {}
 Kept = TypeVar("Kept")
 
 
@@ -84,30 +82,6 @@ class Launcher:
             self._direct = direct_launch(self._compiled, grouped, self._constants)
 
 
-def place(tensor: torch.Tensor | None) -> Hashable:
-    """The properties of a tensor that select a compiled kernel, if the kernel receives only its address."""
-    return None if tensor is None else (tensor.dtype, tensor.device, tensor.data_ptr() % 16)
-
-
-def launch(
-    kernel: Any, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple[Any, ...], **options: Any
-) -> None:
-    """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be that of the tensors."""
-    # the key has the types too, because 0, 0.0 and False are equal but different arguments
-    key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
-    launcher = _kept.get(key)
-    if launcher is None:
-        if len(_kept) >= _MOST:
-            _kept.clear()
-        launcher = _kept[key] = Launcher(kernel, scalars, options)
-    launcher(programs, *tensors)
-
-
-@cache
-def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(signature(function).parameters)
-
-
 class LaunchCache(Generic[Kept]):
     """Prepared launches by the signature of a call.  Preparing is most of a call's time on the host."""
 
@@ -126,6 +100,28 @@ class LaunchCache(Generic[Kept]):
 
     def forget(self) -> None:
         self._kept.clear()
+
+
+_kept: LaunchCache[Launcher] = LaunchCache()  # a call with new sizes adds a few
+
+
+def place(tensor: torch.Tensor | None) -> Hashable:
+    """The properties of a tensor that select a compiled kernel, if the kernel receives only its address."""
+    return None if tensor is None else (tensor.dtype, tensor.device, tensor.data_ptr() % 16)
+
+
+def launch(
+    kernel: Any, programs: int, tensors: tuple[torch.Tensor | None, ...], scalars: tuple[Any, ...], **options: Any
+) -> None:
+    """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be that of the tensors."""
+    # the key has the types too, because 0, 0.0 and False are equal but different arguments
+    key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
+    _kept.get(key, Launcher, kernel, scalars, options)(programs, *tensors)
+
+
+@cache
+def _arguments(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(signature(function).parameters)
 
 
 # --- Triton's hash of itself, which it needs to compile a kernel for a GPU, or to find a compiled one.  It takes 0.4 s,

@@ -102,7 +102,7 @@ def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
         TemporaryDirectory(prefix="ssdprof-") as folder,
         triton.knobs.cache.scope(),
         patch.dict(fused.FUSED.launches._kept, clear=True),
-        patch.dict(launching._kept, clear=True),
+        patch.dict(launching._kept._kept, clear=True),
     ):
         triton.knobs.cache.dir = folder
         _, first = timed_first_call(run, torch.device("cuda"), math.inf)

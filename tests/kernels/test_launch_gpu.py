@@ -57,12 +57,12 @@ def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
             assert len(fused.FUSED.launches._kept) == prepared, name
 
 
-def test_the_unfused_pipeline_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unfused_pipeline_in_turns() -> None:
     expected = {}
     for name, inputs in variants(0).items():
-        monkeypatch.setattr(launching, "_kept", {})
+        launching._kept.forget()
         expected[name] = run_unfused(inputs)
-    monkeypatch.setattr(launching, "_kept", {})
+    launching._kept.forget()
     for _ in range(3):
         for name, inputs in variants(0).items():
             assert_bitwise(run_unfused(inputs), expected[name])
