@@ -11,7 +11,7 @@ import pytest
 
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "package lines": 37_539, "test lines": 36_053, "classes": 281,
+    "package lines": 37_535, "test lines": 36_050, "classes": 281,
     "call to row": 8, "name to kernel": 32,
 }  # fmt: skip
 
