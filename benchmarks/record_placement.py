@@ -58,7 +58,7 @@ def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> CaptureRequest
 
 def cap_bytes(subject: Subject, held_layers: float) -> int:
     """Memory for the model's computation, its embedding and some decoder layers."""
-    beside = placement.bytes_beside_weights(subject)
+    beside = placement.Chooser(subject).least_beside()
     layer = subject.located.weight_bytes(1) - subject.located.weight_bytes(0)
     outside = subject.located.weight_bytes(0) - layer
     return beside + outside + int(held_layers * layer)

@@ -9,7 +9,7 @@ from command_line import Answer
 
 from ssdprof.core.outcome import outcome
 from ssdprof.jobs import limits
-from ssdprof.jobs.plan import bytes_beside_weights
+from ssdprof.jobs.plan import Chooser
 from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import find
 from ssdprof.report import html
@@ -23,7 +23,7 @@ def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
     request = CaptureRequest(model="demo", seqlens=(24,))
     subject = find(request)
-    free = bytes_beside_weights(subject) + int(0.6 * subject.weight_bytes)
+    free = Chooser(subject).least_beside() + int(0.6 * subject.weight_bytes)
     monkeypatch.setattr(limits, "free_bytes", lambda: free)
 
 

@@ -26,6 +26,8 @@ from ssdprof.report import stalls as stall_report
 from ssdprof.report import tuning
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import SplitTable, render
+from ssdprof.stalls.facts import analyse
+from ssdprof.stalls.read import read
 from ssdprof.store import tuned
 from ssdprof.store.ranks import join
 
@@ -110,7 +112,7 @@ def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | 
 def stalls(options: StallsOptions, request: StallRequest) -> None:
     folder = None
     if options.files:
-        report = stalls_job.from_files(options.files)
+        report = analyse([read(path) for path in options.files])
     else:
         watcher = output.TerminalWatcher()
         found = None if options.no_tuned else tuned.use_saved(watcher.say)

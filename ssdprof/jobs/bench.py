@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +17,12 @@ from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, Verdicts
 from ssdprof.jobs.request import BenchRequest
-from ssdprof.measure.first_run import Deadline, first_line
+from ssdprof.measure.first_run import Call, Deadline, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
+from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -150,15 +152,17 @@ def _entries(request: BenchRequest, cell: Cell, device: torch.device, checked: i
     inputs = sized[min(sized)] if sized else inputs
     dims, work = operator.judged.cost(inputs)
     words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
-    common = {
+    common: dict[str, Any] = {
         "drawn": drawn, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, "inputs": words, "work": work,
     }  # fmt: skip
     entries: list[Entry] = []
     for one, precision in request.compared(cell):
-        over = "" if one.name == request.baseline else request.baseline
+        own = dict(common, implementation=one.name, kind=one.kind, version=one.version, precision=precision)
+        own["baseline"] = "" if one.name == request.baseline else request.baseline
         for size in request.sizes(one):
-            own = sized[size] if size else inputs
-            entries.append(Entry.of(one, precision, own, baseline=over, chunk_size=size, **common))
+            given, label = sized[size] if size else inputs, f"{one.name} {precision}{f', chunk {size}' if size else ''}"
+            call = Call(implementation=one, inputs=given, precision=precision_of(precision), label=label)
+            entries.append(Entry(case=Case(**own, chunk_size=size, status="ran"), call=call))
     for entry in entries:
         entry.baseline = matched_with(entry, entries, request.match_with)
     return entries

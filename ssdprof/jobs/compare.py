@@ -23,7 +23,6 @@ from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord, Probe
 from ssdprof.core.case import Case, ChunkTrial
 from ssdprof.core.subject import Ceilings
-from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, blaming, completed, first_line, refuse_if_lost
@@ -33,7 +32,6 @@ from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turn
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.timing import Recording, Timer, time_in_turns
 from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Output
 from ssdprof.progress import Unwatched, Watcher
 
@@ -63,15 +61,6 @@ class Entry:
     turns: Hashable = None
     probes: Callable[[float], tuple[Probe, ...]] = lambda _: ()
     bits: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, one: Implementation, precision: PrecisionRecord, given: Any, /, **fields: Any) -> Entry:
-        """given: the inputs of the call.  fields: of its case."""
-        known = {"implementation": one.name, "kind": one.kind, "version": one.version, "precision": precision}
-        case = Case(**(fields | known), status="ran")
-        label = f"{one.name} {precision}{'' if case.chunk_size is None else f', chunk {case.chunk_size}'}"
-        call = Call(implementation=one, inputs=given, precision=precision_of(precision), label=label)
-        return cls(case=case, call=call)
 
     @property
     def key(self) -> Hashable:

@@ -126,7 +126,7 @@ def choose(subject: Subject) -> Placed:
                 f"{subject.ref.repo_id} supports only --placement one-gpu: {only_whole}.", "Leave it out."
             )
         wanted = "one-gpu"
-    chooser = _Chooser(subject)
+    chooser = Chooser(subject)
     if wanted == "one-gpu":
         limits.check_weights(subject)
         return chooser.one_gpu()
@@ -148,12 +148,7 @@ def choose(subject: Subject) -> Placed:
     return chooser.one_gpu()
 
 
-def bytes_beside_weights(subject: Subject) -> int:
-    """Bytes that must be free on the device in addition to the weights, for the shortest allowed segments."""
-    return _Chooser(subject).least_beside()
-
-
-class _Chooser:
+class Chooser:
     """Chooses a placement, with the memory that is free now."""
 
     def __init__(self, subject: Subject) -> None:
@@ -171,6 +166,7 @@ class _Chooser:
         self._main: Place = limits.device().index if limits.device().type == "cuda" else "cpu"
 
     def least_beside(self) -> int:
+        """Bytes that must be free in addition to the weights, for the shortest allowed segments."""
         return min(map(self._beside, self._lengths))
 
     def one_gpu(self) -> Placed:

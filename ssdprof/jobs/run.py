@@ -20,7 +20,7 @@ from ssdprof.capture import store as captures
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
-from ssdprof.core.case import call_size
+from ssdprof.core.case import Case, call_size
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerRef, Prompt, split_prompt
 from ssdprof.core.words import plural, words
@@ -35,13 +35,13 @@ from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, ReplayRequest
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.first_run import forget_peak, peak_bytes
+from ssdprof.measure.first_run import Call, forget_peak, peak_bytes
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
-from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.dtypes import dtype_name, dtype_named, precision_of
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -74,11 +74,6 @@ class Resolved:
     def present(self) -> tuple[str, ...]:
         """Names of the available implementations; the baseline only if it was named among them."""
         return tuple(dict.fromkeys(one.name for one in self.found if not one.absent))
-
-    @property
-    def answering(self) -> tuple[str, ...]:
-        """Names for the comparison of a model's answers: all except libraries."""
-        return tuple(dict.fromkeys(one.name for one in self.found if one.kind != "library"))
 
     def pairs(
         self, operator: str, dtype: DType, replay: ReplayRequest, call: CallRef | None
@@ -222,7 +217,8 @@ def run(
                 mine.run(on_layer)
         # with --decode the model is whole, but none are compared
         if isinstance(found, Subject) and found.whole and not found.serving.decode:
-            wanted = AnswersRequest(precisions=replay.precisions, implementations=resolved.answering, weights="own")
+            names = tuple(dict.fromkeys(one.name for one in resolved.found if one.kind != "library"))
+            wanted = AnswersRequest(precisions=replay.precisions, implementations=names, weights="own")
             compare_answers(loaded, wanted, watcher, writer)
     return load_report(writer.folder)
 
@@ -323,8 +319,11 @@ def entries_of(
     entries: dict[tuple[str, PrecisionRecord], Entry] = {}
     for one, precision, group in pairs:
         first = entries.get((baseline, group))
-        entry = Entry.of(one, precision, inputs, baseline=baseline if first else "", **common)
-        entry.baseline, entry.turns = first, group
+        own = dict(common, implementation=one.name, kind=one.kind, version=one.version, precision=precision)
+        case = Case(**own, baseline=baseline if first else "", status="ran")
+        label = f"{one.name} {precision}"
+        call = Call(implementation=one, inputs=inputs, precision=precision_of(precision), label=label)
+        entry = Entry(case=case, call=call, baseline=first, turns=group)
         if one.kind in prober.kinds:
             entry.probes = partial(prober.probe, one, inputs, precision)
         entries[one.name, precision] = entry

@@ -35,11 +35,6 @@ from ssdprof.stalls.read import read
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, load, new_folder
 
 
-def from_files(paths: Sequence[Path]) -> StallReport:
-    """The stall report from existing ncu reports."""
-    return analyse([read(path) for path in paths])
-
-
 def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]:
     """Collect stalls for one layer.  Returns the folder with ncu's reports, and the stall report.
 

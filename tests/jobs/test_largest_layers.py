@@ -89,7 +89,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
     subject = find(request)
     layer = max(sum(weight.nbytes for weight in one.parameters()) for one in model.base_model.layers)
     embedding = model.get_input_embeddings().weight.nbytes
-    computed = placement.bytes_beside_weights(subject)
+    computed = placement.Chooser(subject).least_beside()
     least = layer + embedding + computed
     assert f"| {name} | {size_words(layer)} | {size_words(least)} |" in PAGE.read_text()
 

@@ -68,7 +68,7 @@ def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:
 
 def beside(folder: Path) -> int:
     """Bytes that the model needs in addition to its weights, as the choice counts them."""
-    return placement.bytes_beside_weights(asked(folder))
+    return placement.Chooser(asked(folder)).least_beside()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
     subject = asked(tmp_path, "disk-offload")
-    memory(monkeypatch, [], subject.weight_bytes // 2 + placement.bytes_beside_weights(subject))
+    memory(monkeypatch, [], subject.weight_bytes // 2 + placement.Chooser(subject).least_beside())
     placed = choose(subject)
     loaded = load(subject, Unwatched())
     written = (tensor for file in (loaded.files.folder / REWRITTEN).iterdir() for tensor in load_file(file).values())
@@ -414,7 +414,7 @@ def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.M
     """Each chunk is replayed immediately.  Segments are concatenated and replayed as a whole prompt."""
     segments = asked(granite, seqlen=1024, segment_length=64)
     chunks = replace(segments, serving=Serving(chunk=64))
-    memory(monkeypatch, [chunks.weight_bytes + placement.bytes_beside_weights(chunks)], 2**40)
+    memory(monkeypatch, [chunks.weight_bytes + placement.Chooser(chunks).least_beside()], 2**40)
     assert choose(segments).record.kind == "cpu-offload"
     assert choose(chunks).record.kind == "one-gpu"
 
@@ -464,7 +464,7 @@ def test_the_predicted_peak_of_a_gpu(
     """torch's count, under a cap that makes the offloads stream; on one GPU, because several would hold all weights."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-    more = placement.bytes_beside_weights(subject)
+    more = placement.Chooser(subject).least_beside()
     with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 2 // 3):
         before = torch.cuda.memory_allocated()
         loaded = load(subject, Unwatched())
@@ -485,7 +485,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:
         subject = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-        more = placement.bytes_beside_weights(subject)
+        more = placement.Chooser(subject).least_beside()
         kept: list[dict[str, torch.Tensor]] = []
         with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 3 // 4):
             loaded = load(subject, Unwatched())
