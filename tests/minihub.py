@@ -1,11 +1,9 @@
 """A small Hugging Face hub on localhost: the part of the HTTP API that huggingface_hub uses to find and load models.
 
-    with MiniHub() as hub:
-        hub.publish("org/name", folder)                      # or gated=True, private=True, revision="refs/pr/1"
-        ...                                                  # HF_ENDPOINT=hub.url
-        hub.downloads()                                      # names of the files that were fetched
-
-`python tests/minihub.py ROOT` serves every ROOT/org/name and prints the URL.
+with MiniHub() as hub:
+    hub.publish("org/name", folder)                      # or gated=True, private=True, revision="refs/pr/1"
+    ...                                                  # HF_ENDPOINT=hub.url
+    hub.downloads()                                      # names of the files that were fetched
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 import threading
 import urllib.parse
 from collections.abc import Callable
@@ -24,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = "hf_minihub"
-_WEIGHTS = (".safetensors", ".bin")
 
 
 @dataclass
@@ -186,22 +182,6 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         self.send_json({"branches": branches, "tags": [], "converts": []})
 
-    def tree(self, request: Request, repo_id: str, revision: str) -> None:
-        if (folder := self.find(request, repo_id, revision)) is None:
-            return
-        self.send_json(
-            [
-                {
-                    "type": "file",
-                    "path": name,
-                    "size": path.stat().st_size,
-                    "oid": hashlib.sha1(name.encode()).hexdigest(),
-                }
-                | ({"lfs": {"oid": etag(path), "size": path.stat().st_size}} if name.endswith(_WEIGHTS) else {})
-                for name, path in files(folder)
-            ]
-        )
-
     def resolve(self, request: Request, repo_id: str, revision: str, name: str) -> None:
         folder = self.find(request, repo_id, revision, is_file=True)
         if folder is None:
@@ -269,7 +249,6 @@ _REPO = r"([^/]+(?:/[^/]+)?)"  # the oldest repos have no namespace
 _ROUTES: tuple[tuple[str, Callable[..., None]], ...] = (
     (r"/api/models", _Handler.search),
     (rf"/api/models/{_REPO}/refs", _Handler.refs),
-    (rf"/api/models/{_REPO}/tree/([^/]+)", _Handler.tree),
     (rf"/api/models/{_REPO}(?:/revision/(.+))?", _Handler.info),
     (rf"/{_REPO}/resolve/(refs/pr/\d+|[^/]+)/(.+)", _Handler.resolve),
 )
@@ -291,15 +270,3 @@ def etag(path: Path) -> str:
 @cache
 def _sha256(path: Path, _modified: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def main() -> None:
-    hub, root = MiniHub(), Path(sys.argv[1])
-    for folder in sorted(root.glob("*/*")):
-        hub.publish(f"{folder.parent.name}/{folder.name}", folder)
-    print(hub.url, flush=True)
-    threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()

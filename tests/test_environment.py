@@ -21,11 +21,6 @@ def reading(sm_mhz: int, reason_bits: int = 0) -> Reading:
     return Reading(sm_mhz, 3201, 40, reason_bits)
 
 
-def play(monkeypatch: pytest.MonkeyPatch, readings: list[Reading]) -> None:
-    left = iter(readings)
-    monkeypatch.setattr(machine, "read_clocks", lambda: next(left))
-
-
 def check(name: str) -> doctor.Check:
     return next(found for found in doctor.doctor() if found.name == name)
 
@@ -60,22 +55,21 @@ def test_each_operators_kernels_have_a_hash_of_their_own() -> None:
 # --- clocks
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, *readings: Reading) -> Any:
+    """The clocks of a watch that takes these readings; nobody polls it if there are two."""
+    left = iter(readings)
+    monkeypatch.setattr(machine, "read_clocks", lambda: next(left))
+    with ClockWatch() as watch:
+        for _ in readings[2:] and readings[1:]:
+            watch.poll()
+    return watch.clocks
+
+
 def test_a_watch_keeps_the_first_and_last_reading_and_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, [reading(1980), reading(1200, 0x24), reading(1830, 0x01)])
-    with ClockWatch() as watch:
-        watch.poll()
-        watch.poll()
-    assert watch.clocks is not None
-    assert watch.clocks.sm_mhz == (1980, 1830)
-    assert watch.clocks.throttle_reasons == ("power cap", "temperature, by the driver")
-
-
-def test_a_watch_that_nobody_polled_reads_on_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    play(monkeypatch, [reading(1980), reading(1700)])
-    with ClockWatch() as watch:
-        pass
-    assert watch.clocks is not None
-    assert watch.clocks.sm_mhz == (1980, 1700)
+    clocks = watched(monkeypatch, reading(1980), reading(1200, 0x24), reading(1830, 0x01))
+    assert clocks.sm_mhz == (1980, 1830)
+    assert clocks.throttle_reasons == ("power cap", "temperature, by the driver")
+    assert watched(monkeypatch, reading(1980), reading(1700)).sm_mhz == (1980, 1700)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +87,7 @@ def test_a_watch_that_nobody_polled_reads_on_the_way_out(monkeypatch: pytest.Mon
     ],
 )
 def test_reasons_are_nvmls_bits(monkeypatch: pytest.MonkeyPatch, bits: int, words: tuple[str, ...]) -> None:
-    play(monkeypatch, [reading(1980), reading(1980, bits)])
-    with ClockWatch() as watch:
-        pass
-    assert watch.clocks is not None
-    assert watch.clocks.throttle_reasons == words
+    assert watched(monkeypatch, reading(1980), reading(1980, bits)).throttle_reasons == words
 
 
 def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,95 +55,92 @@ def need(name: str) -> Need:
     return next(need for need in needs() if need.name == name)
 
 
+def lacking() -> list[str]:
+    return [one.name for one in needs() if not one.found]
+
+
 @pytest.mark.usefixtures("furnished")
-def test_nothing_is_lacking() -> None:
-    assert all(need.found for need in needs()), list(needs())
+def test_nothing_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacking() == []
+    require_toolchain()
+    monkeypatch.delenv("HOME")  # the cache is in the working directory: a container's user ID may be no user's
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}[0])
     require_toolchain()
 
 
+LINKED = "#!/bin/sh\necho '\tlibcuda.so.1 (libc6,x86-64) => {0}/libcuda.so.1'\n"
+LOADED = "7f00-7f01 r-xp 00000000 00:4d 12    /usr/local/nvidia/lib64/libcuda.so.580.95\n"
+NO_HEADERS = "#!/bin/sh\ngrep -q dlfcn && exit 1\n"
+APT, TOLD = "apt-get update && apt-get install -y", "export TRITON_LIBCUDA_PATH="
+GCC, CACHE = {"bin/gcc": None}, "export TRITON_CACHE_DIR=/tmp/triton"
+NO_DRIVER, LIBRARY = r"does not find libcuda\.so\.1", "lib/libcuda.so.1"
+
+
 @pytest.mark.parametrize(
-    ("gone", "words", "command"),
+    ("files", "variables", "name", "words", "command"),
     [
-        ("bin/gcc", "there is no C compiler", "apt-get install -y gcc"),
-        ("include/Python.h", "Python's headers are not installed", "-dev"),
-        ("lib/libcuda.so.1", r"does not find libcuda\.so\.1", "ldconfig"),
+        (GCC, {}, "C compiler", "there is no C compiler", f"{APT} gcc"),
+        (GCC | {"bin/apt-get": None, "bin/apk": ""}, {}, "C compiler", "no C compiler", "apk add gcc"),
+        ({}, {"CC": "icx"}, "C compiler", "CC=icx is not a program", "unset CC"),
+        ({}, {"CC": ""}, "C compiler", "CC= is not a program", "unset CC"),  # Triton starts the program "" too
+        ({"bin/gcc": NO_HEADERS}, {}, "C library", r"gcc finds no dlfcn\.h", f"{APT} libc6-dev"),
+        ({"include/Python.h": None}, {}, "Python headers", "Python's headers are not installed", "-dev"),
+        ({LIBRARY: None}, {}, "driver library", NO_DRIVER, "ldconfig"),
+        ({LIBRARY: None, "maps": LOADED}, {}, "driver library", NO_DRIVER, f"{TOLD}/usr/local/nvidia/lib64"),
+        # Triton calls ldconfig before it reads LD_LIBRARY_PATH
+        ({"bin/ldconfig": None}, {}, "driver library", NO_DRIVER, f"{TOLD}{{0}}/lib"),
+        ({}, {"TRITON_LIBCUDA_PATH": "/nowhere"}, "driver library", "PATH=/nowhere does not hold", f"{TOLD}{{0}}/lib"),
+        (
+            {}, {"TRITON_LIBCUDA_PATH": "/nowhere", "LD_LIBRARY_PATH": ""}, "driver library", "=/nowhere does not hold",
+            "unset TRITON_LIBCUDA_PATH",
+        ),
+        ({}, {"TRITON_CACHE_DIR": "{0}/maps"}, "Triton's cache", "maps cannot be written", CACHE),
     ],
-)
-def test_what_is_lacking_is_named_with_one_command(furnished: Path, gone: str, words: str, command: str) -> None:
-    (furnished / gone).unlink()
+)  # fmt: skip
+def test_what_is_lacking_is_named_with_one_command(
+    furnished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    files: dict[str, str | None],
+    variables: dict[str, str],
+    name: str,
+    words: str,
+    command: str,
+) -> None:
+    for file, content in files.items():
+        if content is None:
+            (furnished / file).unlink()
+        else:
+            (furnished / file).write_text(content.format(furnished))
+            (furnished / file).chmod(0o755)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value.format(furnished))
     with pytest.raises(MissingCapabilityError, match=words) as caught:
         require_toolchain()
+    assert lacking() == [name]
     assert caught.value.exit_code == 3
     assert caught.value.hint.startswith("Run: ")
-    assert caught.value.hint.endswith(command)
-    assert sum(not need.found for need in needs()) == 1
+    assert caught.value.hint.endswith(command.format(furnished))
 
 
-def test_a_compiler_without_the_c_librarys_headers(furnished: Path) -> None:
-    (furnished / "bin" / "gcc").write_text("#!/bin/sh\ngrep -q dlfcn && exit 1\n")
-    with pytest.raises(MissingCapabilityError, match=r"bin/gcc finds no dlfcn\.h of the C library") as caught:
-        require_toolchain()
-    assert caught.value.hint == "Run: apt-get update && apt-get install -y libc6-dev"
-    assert [need.name for need in needs() if not need.found] == ["C library"]
+def test_where_they_are_found(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (furnished / "elsewhere").mkdir()
+    (furnished / "elsewhere" / "libcuda.so.1").touch()
+    (furnished / "bin" / "ldconfig").write_text(LINKED.format(furnished / "elsewhere"))
+    assert need("driver library").found == str(furnished / "elsewhere")  # before the environment
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", f"{furnished}/lib")
+    assert need("driver library").found == f"{furnished}/lib"
+    (furnished / "bin" / "gcc").rename(furnished / "bin" / "icx")
+    monkeypatch.setenv("CC", "icx")
+    assert need("C compiler").found.endswith("bin/icx")
+    for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, str(furnished / name))
+        assert need("Triton's cache").found.startswith(str(furnished / name))
+        assert need("Triton's cache").found == knobs.cache.dir
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_a_real_compiler_finds_the_c_library() -> None:
-    assert next(need for need in needs() if need.name == "C library").found == "dlfcn.h"
-
-
-def test_the_folder_of_a_loaded_driver_is_named(furnished: Path) -> None:
-    (furnished / "lib" / "libcuda.so.1").unlink()
-    (furnished / "maps").write_text("7f00-7f01 r-xp 00000000 00:4d 12    /usr/local/nvidia/lib64/libcuda.so.580.95\n")
-    with pytest.raises(MissingCapabilityError) as caught:
-        require_toolchain()
-    assert caught.value.hint == "Run: export TRITON_LIBCUDA_PATH=/usr/local/nvidia/lib64"
-
-
-def test_commands_are_those_of_the_machines_package_manager(furnished: Path) -> None:
-    (furnished / "bin" / "apt-get").rename(furnished / "bin" / "apk")
-    (furnished / "bin" / "gcc").unlink()
-    assert next(iter(needs())).command == "apk add gcc"
-
-
-def test_the_compiler_that_cc_names_is_the_one(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "icx")
-    with pytest.raises(MissingCapabilityError, match="CC=icx is not a program") as caught:
-        require_toolchain()
-    assert caught.value.hint == "Run: unset CC"
-    (furnished / "bin" / "gcc").rename(furnished / "bin" / "icx")
-    require_toolchain()
-    (furnished / "bin" / "icx").rename(furnished / "bin" / "gcc")
-    monkeypatch.setenv("CC", "")  # Triton also starts the program with this name
-    assert (need("C compiler").found, need("C compiler").command) == ("", "unset CC")
-
-
-def test_the_linkers_cache_comes_before_the_environment(furnished: Path) -> None:
-    elsewhere = furnished / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "libcuda.so.1").touch()
-    ldconfig = furnished / "bin" / "ldconfig"
-    ldconfig.write_text(f"#!/bin/sh\necho '\tlibcuda.so.1 (libc6,x86-64) => {elsewhere}/libcuda.so.1'\n")
-    assert need("driver library").found == str(elsewhere)
-
-
-def test_without_a_linkers_cache_triton_must_be_told_the_folder(furnished: Path) -> None:
-    """Triton calls ldconfig before it reads LD_LIBRARY_PATH."""
-    (furnished / "bin" / "ldconfig").unlink()
-    with pytest.raises(MissingCapabilityError, match=r"does not find libcuda\.so\.1") as caught:
-        require_toolchain()
-    assert caught.value.hint == f"Run: export TRITON_LIBCUDA_PATH={furnished}/lib"
-
-
-def test_a_folder_that_triton_is_told_must_hold_the_library(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/nowhere")
-    with pytest.raises(MissingCapabilityError, match=r"TRITON_LIBCUDA_PATH=/nowhere does not hold libcuda") as caught:
-        require_toolchain()
-    assert caught.value.hint == f"Run: export TRITON_LIBCUDA_PATH={furnished}/lib"
-    monkeypatch.setenv("LD_LIBRARY_PATH", "")
-    assert need("driver library").command == "unset TRITON_LIBCUDA_PATH"
-    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(furnished / "lib"))
-    require_toolchain()
+    assert need("C library").found == "dlfcn.h"
 
 
 def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,18 +152,11 @@ def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("furnished")
-def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, _mode: "bin" in str(path))
-    with pytest.raises(MissingCapabilityError, match=r"cache .* cannot be written") as caught:
-        require_toolchain()
-    assert "TRITON_CACHE_DIR" in caught.value.hint
-
-
-def test_a_cache_from_which_nothing_can_be_loaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(furnished / "maps"))
-    with pytest.raises(MissingCapabilityError, match="maps cannot be written"):  # a file
-        require_toolchain()
-    monkeypatch.delenv("TRITON_CACHE_DIR")
+def test_a_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, _mode: "bin" in str(path))
+        with pytest.raises(MissingCapabilityError, match=r"cache .* cannot be written"):
+            require_toolchain()
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC | os.ST_NODEV))
     with pytest.raises(MissingCapabilityError, match="is mounted noexec") as caught:
         require_toolchain()
@@ -187,26 +177,9 @@ def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypat
     monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != furnished / "root")
     monkeypatch.setenv("HOME", f"{furnished}/root")
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{furnished}/root/lib:{furnished}/lib")
-    assert [one.name for one in needs() if not one.found] == ["Triton's cache"]
+    assert lacking() == ["Triton's cache"]
     monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": f"{furnished}/root/include"})
     assert need("Python headers").found == ""
-
-
-@pytest.mark.usefixtures("furnished")
-def test_the_cache_is_where_triton_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-        found = need("Triton's cache").found
-        assert found.startswith(str(tmp_path / name))
-        assert found == knobs.cache.dir
-
-
-@pytest.mark.usefixtures("furnished")
-def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is in the working directory.  A container may run with a user ID that no user has."""
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: {}[0])
-    require_toolchain()
 
 
 def capture_demo(folder: Path) -> None:

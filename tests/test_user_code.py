@@ -23,6 +23,8 @@ FORKED = """
 import atexit, os, signal, sys, threading, time
 from ssdprof.environment import child
 
+child._LINGER_S, child._SILENT_S = 1.0, 2.0
+
 def body():
     {body}
 
@@ -34,7 +36,8 @@ if ended is None:
     except SystemExit as error:
         child.finish(error.code)
     child.finish(0)
-print(ended.code, ended.last("exit"), ended.last("case"), ended.last("report"), ended.stopped)
+told = [ended.last(word) for word in ("exit", "case", "report")]
+print(ended.code, *told, ended.stopped, *[ended.fault] * bool(ended.fault))
 """
 
 
@@ -57,20 +60,24 @@ def run(body: str) -> str:
         ("sys.stderr = None", "0 None 1 None 0"),
         ("threading.Thread(target=time.sleep, args=(1000,)).start()", "0 0 1 None 0"),
         ("os.fork() or time.sleep(1000)", "0 0 1 None 0"),
+        ("atexit.register(time.sleep, 1000)", "-9 0 1 None 0"),
+        ("time.sleep(1000)", "-9 None 1 None 0 a call of its kernel did not end within 2 s"),
+        ("for _ in range(30): child.alive(); time.sleep(0.1)", "0 0 1 None 0"),
+        ("child.tell('case'); time.sleep(2.5)", "0 0  None 0"),
+        (
+            "time.monotonic = lambda: 9.0; child.tell('case'); time.sleep(99)",
+            "-9 None  None 0 its clock is not that of this machine",
+        ),
     ],
 )
 def test_however_a_child_ends_its_parent_knows_and_ends(body: str, printed: str) -> None:
     assert run(body) == f"{printed}\n"
 
 
-def test_a_child_that_lingers_after_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "FORKED", FORKED.replace("ended = ", "child._LINGER_S = 0.5\nended = "))
-    assert run("atexit.register(time.sleep, 1000)") == "-9 0 1 None 0\n"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_child_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
-    code = FORKED.format(body="open('child', 'w').write(str(os.getpid()))\n    time.sleep(1000)")
+    work = "open('child', 'w').write(str(os.getpid()))\n    time.sleep(1000)"
+    code = FORKED.format(body=work).replace("1.0, 2.0", "1.0, 99.0")
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as parent:
         until = time.monotonic() + 30
         while not ((file := tmp_path / "child").exists() and file.read_text()) and time.monotonic() < until:
@@ -112,6 +119,7 @@ def work(*_):
 class Module:
     run = staticmethod(work)
 
+child._SILENT_S = 2.0
 real = cli._module
 cli._module = lambda name: real(name) if name == "stored" else Module()
 sys.argv = ["ssdprof", "run", "demo", "--impl", "unfused,k:f", "--out", "out"]
@@ -126,6 +134,7 @@ cli.main()
         ("os._exit(0)", "pass", 1, "FAILED: 1 of 2 cases: k:f"),
         ("os.kill(os.getpid(), 11)", "pass", 1, "The process that ran k:f ended early, with SIGSEGV"),
         ("pass", "sys.stdout.close(); print()", 0, "PASSED: all 2 cases"),
+        ("child.time.sleep(1000)", "pass", 1, "ran k:f was stopped: a call of its kernel did not end within 2 s"),
         ("import shutil; shutil.rmtree('out')", "pass", 3, "out cannot be written: it was removed"),
     ],
 )

@@ -39,7 +39,7 @@ class CapturedLayer:
     call: which one; None: the one for a whole prompt
     inputs: token-major, on the model's device; the values and dtypes are the model's
     model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
-    remark: one sentence if the inputs differ from the model's call or its config, such as heads that were repeated
+    remark: one sentence if the inputs differ from what the config says
     """
 
     layer: LayerRef

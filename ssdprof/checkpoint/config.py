@@ -38,6 +38,7 @@ _MAY_BE_ZERO = (
     "shared_expert_intermediate_size", "shared_intermediate_size", "adapter_rank", "num_mem_blocks",
     "max_position_embeddings",
 )  # fmt: skip
+_STEPS = ("time_step_min", "time_step_max", "time_step_floor")
 _MULTIPLES = (  # of the second
     *(("num_heads", "n_groups"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups")),
     *(("n_mamba_heads", "mamba_ngroups"), ("linear_num_value_heads", "linear_num_key_heads")),
@@ -46,12 +47,6 @@ _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
-# transformers' words for kinds of layers.
-_KINDS = {
-    **{"mamba": "linear_attention", "attention": "full_attention"},
-    **{"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"},
-}
-_ALL_LAYERS = ("mamba2", "falcon_h1")  # model types with the operator in every layer
 # Remote code; a part that is not loaded; labels of a classifier, from which transformers makes tables of any length.
 _DROPPED = ("auto_map", "vision_config", "num_labels", "id2label", "label2id")
 
@@ -62,56 +57,64 @@ DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"  # these models were trained with 
 _SSM_SIZES = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1, "chunk_size": 256}
 
 
-class ConfigReader:
-    """The integers of one config, checked as they are read.  `where` names the config in messages."""
+def integer(
+    config: Mapping[str, Any], key: str, where: str, default: int | None = None, *, limit: int = LIMIT, least: int = 1
+) -> int:
+    """The integer at `key`, or `default` without one.  where: names the config in messages.
 
-    def __init__(self, config: Mapping[str, Any], where: str) -> None:
-        self.config = config
-        self.where = where
+    Raises BadInputError if it is not an integer, or outside of [least, limit].
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise refuse(where, f"has no {key}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise refuse(where, f"has {key} = {shown(value)}, which is not an integer")
+    if not least <= value <= limit:
+        raise refuse(where, f"has {key} = {shown(value)}; it must be between {least} and {limit}")
+    return value
 
-    def get(self, key: str, default: int | None = None, *, limit: int = LIMIT, least: int = 1) -> int:
-        """The integer at `key`, or `default` without one.
 
-        Raises BadInputError if it is not an integer, or outside of [least, limit].
-        """
-        value = self.config.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self.refuse(f"has no {key}")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refuse(f"has {key} = {shown(value)}, which is not an integer")
-        if not least <= value <= limit:
-            raise self.refuse(f"has {key} = {shown(value)}; it must be between {least} and {limit}")
-        return value
+def refuse(where: str, what: str) -> BadInputError:
+    """The error for a config: "<where> <what>."."""
+    return BadInputError(f"{where} {what}.", "The checkpoint's config is damaged, or not of this model type.")
 
-    def has(self, key: str) -> bool:
-        return self.config.get(key) not in (None, "auto")
 
-    def check_sizes(self) -> None:
-        """Check every known size in the config before anything is allocated."""
-        for least, keys in ((1, _AT_LEAST_ONE), (0, _MAY_BE_ZERO)):
-            for key in filter(self.has, keys):
-                # A type that nobody listed may have a size for each layer.
-                if not isinstance(self.config[key], list) or self.config.get("model_type") in KNOWN_TYPES:
-                    self.get(key, least=least)
-        for heads, groups in _MULTIPLES:
-            if self.has(heads) and self.has(groups) and self.get(heads) % self.get(groups):
-                raise self.refuse(
-                    f"has {heads} = {self.get(heads)}, which {groups} = {self.get(groups)} does not divide"
-                )
-
-    def refuse(self, what: str) -> BadInputError:
-        """The error for this config: "<where> <what>."."""
-        return BadInputError(f"{self.where} {what}.", "The checkpoint's config is damaged, or not of this model type.")
+def _check_sizes(config: Mapping[str, Any], where: str) -> None:
+    """Check every known size in the config before anything is allocated."""
+    given = {key for key, value in config.items() if value not in (None, "auto")}
+    if "num_hidden_layers" in given:
+        integer(config, "num_hidden_layers", where, limit=LAYER_LIMIT)
+    for key in given.intersection(PER_LAYER):
+        if isinstance(config[key], list | str) and len(config[key]) > LAYER_LIMIT:
+            raise refuse(where, f"has {len(config[key])} entries in {key}; there may be {LAYER_LIMIT}")
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and {*map(str, kinds)} <= {"attention", "full_attention"}:
+        hint = 'Sizes of such layers mean nothing without one.  Granite\'s hybrid models have an "h" in their name.'
+        raise BadInputError(f"{where} has no SSD or gated-delta-rule layer: all are attention.", hint)
+    limits = config.get("time_step_limit", [0, 1])
+    if limits is not None and not (isinstance(limits, list) and len(limits) == 2):
+        raise refuse(where, f"has time_step_limit = {shown(limits)}, which is not two numbers")
+    for key in given.intersection(_STEPS):
+        if not isinstance(config[key], int | float) or config[key] <= 0:
+            raise refuse(where, f"has {key} = {shown(config[key])}, which is not a positive number")
+    for least, keys in ((1, _AT_LEAST_ONE), (0, _MAY_BE_ZERO)):
+        for key in filter(given.__contains__, keys):
+            # A type that nobody listed may have a size for each layer.
+            if not isinstance(config[key], list) or config.get("model_type") in KNOWN_TYPES:
+                integer(config, key, where, least=least)
+    for heads, groups in _MULTIPLES:
+        if {heads, groups} <= given and integer(config, heads, where) % integer(config, groups, where):
+            raise refuse(where, f"has {heads} = {config[heads]}, which {groups} = {config[groups]} does not divide")
 
 
 def describe(source: Source) -> dict[str, Any]:
     """What config.json says of the model in `source`: fields of `model.Model`.
 
     BadInputError if it is missing, not a JSON object (`Infinity` is accepted: checkpoints hold it), of a model type
-    without SSD or gated-delta-rule layers, without such a layer, of an unknown quantisation, or with sizes that no
-    model has or that contradict each other.
+    whose recurrent layers are known to be another operator, of an unknown quantisation, or with sizes that no model has
+    or that contradict each other.
     """
     if CONFIG not in source.sizes:
         raise BadInputError(
@@ -136,8 +139,7 @@ def describe(source: Source) -> dict[str, Any]:
         _check_model_type(text, where)
     config = outer if text is None else text
     quantization = _quant_method(config, where)
-    listed = _listed_layers(config, where)
-    ConfigReader(config, where).check_sizes()
+    _check_sizes(config, where)
     if MODELOPT_CONFIG in source.sizes and quantization is None:
         raise refuse_quantization("modelopt", source.label)
     return {
@@ -145,7 +147,6 @@ def describe(source: Source) -> dict[str, Any]:
         "model_type": model_type,
         "nested": text is not None,
         "original": original,
-        "listed": listed,
         "quantization": quantization,
         "random_weights": stored.get(RANDOM_WEIGHTS) is True,
     }
@@ -180,54 +181,6 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
         return {"model_type": f"{config.get('model_type')}_text", **outer, **nested}
     return None
-
-
-def _listed_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    """Decoder layers with an operator, if config.json itself lists them: only for refusals before torch is imported.
-
-    BadInputError for a list that contradicts the number of layers, or for a known model type without such a layer.
-    """
-    reader = ConfigReader(config, where)
-    count = reader.get("num_hidden_layers", limit=LAYER_LIMIT) if reader.has("num_hidden_layers") else None
-    if config.get("model_type") not in KNOWN_TYPES:
-        return None  # its words for kinds of layers are not known
-    kinds: list[Any] | None = None
-    for key in ("hybrid_override_pattern", "layers_block_type", "layer_types"):
-        listed = config.get(key)
-        if listed is None:
-            continue
-        of_letters = key == "hybrid_override_pattern"
-        if not isinstance(listed, str if of_letters else list) or not 1 <= len(listed) <= LAYER_LIMIT:
-            form = "a pattern of layers" if of_letters else f"a list of 1 to {LAYER_LIMIT} layer kinds"
-            raise reader.refuse(f"has {key} = {shown(listed)}, which is not {form}")
-        kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in listed]
-        unknown = [kind for kind in kinds if kind not in _KINDS.values() and kind != "hybrid"]
-        if unknown:
-            raise reader.refuse(f"names the layer kind {shown(unknown[0])} in {key}, which ssdprof does not know")
-        if key == "layer_types" and count is not None and len(kinds) != count:
-            raise reader.refuse(f"has {len(kinds)} entries in {key}, but num_hidden_layers = {count}")
-    if kinds is None and count is not None:
-        indices = config.get("attn_layer_indices")
-        if indices is not None:
-            if not isinstance(indices, list) or not all(type(i) is int and 0 <= i < count for i in indices):
-                raise reader.refuse(f"has attn_layer_indices = {shown(indices)}, but its layers are 0 to {count - 1}")
-            kinds = ["full_attention" if i in indices else "linear_attention" for i in range(count)]
-        elif reader.has("full_attention_interval"):
-            interval = reader.get("full_attention_interval")
-            kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
-        elif config.get("model_type") in _ALL_LAYERS:
-            kinds = ["hybrid"] * count
-    if kinds is None:
-        return None
-    found = tuple(i for i, kind in enumerate(kinds) if kind in ("linear_attention", "hybrid"))
-    if found:
-        return found
-    family = ' The hybrid models of this family have an "h" in their name.'
-    raise BadInputError(
-        f"{where} has no SSD or gated-delta-rule layer: its {len(kinds)} are {' and '.join(sorted(set(kinds)))}.",
-        "Sizes of such layers in a config mean nothing when no layer has them."
-        + (family if config["model_type"] == "granitemoehybrid" else ""),
-    )
 
 
 def _quant_method(config: Mapping[str, Any], where: str) -> str | None:
@@ -299,24 +252,23 @@ def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where} has attention layers (attn_layer_idx), which transformers' mamba2 model does not support.",
             "Choose a checkpoint without them: state-spaces/mamba2-2.7b.",
         )
-    outer, inner = ConfigReader(config, where), ConfigReader(ssm, f"ssm_cfg in {where}")
-    if outer.get("d_intermediate", 0, least=0):
-        raise outer.refuse("has MLP layers (d_intermediate), which transformers' mamba2 model does not have")
+    if integer(config, "d_intermediate", where, 0, least=0):
+        raise refuse(where, "has MLP layers (d_intermediate), which transformers' mamba2 model does not have")
     if not config.get("rms_norm", True):
-        raise outer.refuse("has rms_norm = false; transformers' mamba2 model normalises by RMS")
+        raise refuse(where, "has rms_norm = false; transformers' mamba2 model normalises by RMS")
     if unknown := sorted(set(ssm) - set(_SSM_SIZES) - {"layer"}):
-        raise outer.refuse(f"has {', '.join(map(shown, unknown))} in ssm_cfg, which transformers' mamba2 lacks")
-
-    hidden, vocab, multiple = outer.get("d_model"), outer.get("vocab_size"), outer.get("pad_vocab_size_multiple", 8)
-    sizes = {key: inner.get(key, default) for key, default in _SSM_SIZES.items()}
+        raise refuse(where, f"has {', '.join(map(shown, unknown))} in ssm_cfg, which transformers' mamba2 lacks")
+    hidden, vocab = integer(config, "d_model", where), integer(config, "vocab_size", where)
+    multiple = integer(config, "pad_vocab_size_multiple", where, 8)
+    sizes = {key: integer(ssm, key, f"ssm_cfg in {where}", default) for key, default in _SSM_SIZES.items()}
     channels = sizes["expand"] * hidden
     if channels % sizes["headdim"]:
-        raise outer.refuse(f"has d_model = {hidden}: {channels} channels are not a multiple of {sizes['headdim']}")
+        raise refuse(where, f"has d_model = {hidden}: {channels} channels are not a multiple of {sizes['headdim']}")
     return {
         "model_type": "mamba2",
         "architectures": ["Mamba2ForCausalLM"],
         "hidden_size": hidden,
-        "num_hidden_layers": outer.get("n_layer", limit=LAYER_LIMIT),
+        "num_hidden_layers": integer(config, "n_layer", where, limit=LAYER_LIMIT),
         "vocab_size": -(-vocab // multiple) * multiple,
         "num_heads": channels // sizes["headdim"],
         "head_dim": sizes["headdim"],

@@ -353,66 +353,53 @@ def is_out_of_reach(error: BaseException | None) -> bool:
 
 def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: str) -> SsdprofError:
     """A class is tried before those that it is derived from."""
-    text = library_message(error)
-    if isinstance(error, errors.GatedRepoError):
-        return ModelUnavailableError(
-            f"{repo_id} is gated: its owner must grant you access, and "
-            + ("your token's account is not on the list." if get_token() else "you are not logged in."),
-            f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set HF_TOKEN.",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ModelUnavailableError(
-            f"{repo_id} has no revision {shown(revision or 'main')}.", _revisions_hint(repo_id)
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        allowed = "the token's account must be allowed to read it."
-        return ModelUnavailableError(
-            f"There is no repo {repo_id} on the hub, or it is private.",
-            f"If it is private, {allowed if get_token() else 'run `hf auth login` or set HF_TOKEN.'}",
-        )
-    if isinstance(error, errors.DisabledRepoError):
-        return ModelUnavailableError(f"{repo_id} has been disabled on the hub.", "Choose another repository.")
-    if isinstance(error, errors.HFValidationError):
-        return BadInputError(
-            f"{shown(repo_id)} is neither a hub id nor a folder.",
-            "A hub id has the form org/name; a folder must exist.",
-        )
-    if is_out_of_reach(error):
-        return _out_of_reach(repo_id, error.__cause__)
-    if isinstance(error, errors.EntryNotFoundError):
-        return ModelUnavailableError(f"{repo_id} has no {file}.", "Choose another revision.")
-    if isinstance(error, errors.HfHubHTTPError):
-        status = error.response.status_code
-        hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
-        return ModelUnavailableError(f"The hub answered {status} for {repo_id}.", hint)
-    if isinstance(error, TRANSPORT_ERROR):
-        return ModelUnavailableError(
-            f"The connection to the hub broke while {repo_id} was fetched: {text}.",
-            "Run the same command again: complete files are kept.",
-        )
-    if isinstance(error, ImportError):
-        return MissingCapabilityError(
-            f"The hub's client lacks a package: {text}.",
-            "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or HTTP_PROXY.",
-        )
-    if isinstance(error, ValueError):
-        return _bad_settings(text)
-    assert isinstance(error, OSError)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MissingCapabilityError(
-            f"The disk is full: {repo_id} could not be written to the hub's cache.",
-            "Make room or set HF_HOME to a larger disk, then run the same command again: complete files are kept.",
-        )
-    if error.filename is not None or isinstance(error, PermissionError) or error.errno == errno.EROFS:
-        place = "The hub's cache"
-        return MissingCapabilityError(
-            f"{error.filename or place} cannot be written: {error.strerror}.",
-            "The hub's cache lies there: check its permissions, or set HF_HOME to a folder that you can write to.",
-        )
-    return ModelUnavailableError(
-        f"{repo_id} could not be fetched: {text}.",
-        "Check the network and SSL_CERT_FILE, then run the same command again: complete files are kept.",
-    )
+    text, token = library_message(error), get_token()
+    again = "then run the same command again: complete files are kept."
+    kind: type[SsdprofError] = ModelUnavailableError
+    match error:
+        case errors.GatedRepoError():
+            state = "your token's account is not on the list." if token else "you are not logged in."
+            what = f"{repo_id} is gated: its owner must grant you access, and {state}"
+            hint = f"Ask for access at {api().endpoint}/{repo_id}, then run `hf auth login` or set HF_TOKEN."
+        case errors.RevisionNotFoundError():
+            what, hint = f"{repo_id} has no revision {shown(revision or 'main')}.", _revisions_hint(repo_id)
+        case errors.RepositoryNotFoundError():
+            what = f"There is no repo {repo_id} on the hub, or it is private."
+            do = "the token's account must be allowed to read it." if token else "run `hf auth login` or set HF_TOKEN."
+            hint = f"If it is private, {do}"
+        case errors.DisabledRepoError():
+            what, hint = f"{repo_id} has been disabled on the hub.", "Choose another repository."
+        case errors.HFValidationError():
+            kind, what = BadInputError, f"{shown(repo_id)} is neither a hub id nor a folder."
+            hint = "A hub id has the form org/name; a folder must exist."
+        case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
+            return _out_of_reach(repo_id, error.__cause__)
+        case errors.EntryNotFoundError():
+            what, hint = f"{repo_id} has no {file}.", "Choose another revision."
+        case errors.HfHubHTTPError():
+            status = error.response.status_code
+            what = f"The hub answered {status} for {repo_id}."
+            hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
+        case ImportError():
+            kind, what = MissingCapabilityError, f"The hub's client lacks a package: {text}."
+            hint = "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or HTTP_PROXY."
+        case ValueError():
+            return _bad_settings(text)
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            kind, what = MissingCapabilityError, f"The disk is full: {repo_id} could not be written to the hub's cache."
+            hint = f"Make room or set HF_HOME to a larger disk, {again}"
+        case OSError() if error.filename is not None or error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            kind = MissingCapabilityError
+            what = f"{error.filename or 'The hub cache'} cannot be written: {error.strerror}."
+            hint = (
+                "The hub's cache lies there: check its permissions, or set HF_HOME to a folder that you can write to."
+            )
+        case OSError():
+            what, hint = f"{repo_id} could not be fetched: {text}.", f"Check the network and SSL_CERT_FILE, {again}"
+        case _:
+            what = f"The connection to the hub broke while {repo_id} was fetched: {text}."
+            hint = "Run the same command again: complete files are kept."
+    return kind(what, hint)
 
 
 def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:

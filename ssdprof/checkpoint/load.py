@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import shutil
 import tempfile
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 DType = torch.dtype | Literal["auto"]
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # keep their stored dtype: fp32 in checkpoints of 16-bit weights
-_WAYS: tuple[Callable[[Path, Path], object], ...] = (os.symlink, os.link, shutil.copyfile)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,13 +120,16 @@ def check_space(model: Model, deepest_layer: int | None = None, *, head: bool = 
 
 
 def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
-    """Raise in advance what `fetch` and `load_model` raise without room, or for weights that do not fit the config."""
-    check_space(model, deepest_layer, head=head)
-    if not model.weights.pickled:
+    """Raise in advance what `fetch` and `load_model` raise without room, or for weights that do not fit the config.
+
+    What is here already is loaded, without its values.
+    """
+    missing, _ = check_space(model, deepest_layer, head=head)
+    if not missing and model.quantization is None:
+        load_model(fetch(model, deepest_layer=deepest_layer, head=head), device="meta")
+    elif not model.weights.pickled:
         empty = meta_model(model, deepest_layer=deepest_layer, head=head)
-        _check_described_size(model.ref, model.weights.tensors(model.depth(deepest_layer), head=head), empty)
-    elif model.source.cached(PICKLE):
-        _check_pickle(model.source.path(PICKLE))
+        _check_fit(model.ref, model.weights.tensors(model.depth(deepest_layer), head=head), empty)
 
 
 @contextmanager
@@ -151,22 +152,14 @@ def _temporary_folder(repo_id: str) -> Iterator[Path]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """`content` as JSON; infinities as Python and the checkpoints write them."""
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")  # infinities as the checkpoints write them
 
 
 def _link_all(folder: Path, places: Mapping[str, Path]) -> None:
-    """Make every file appear in `folder` under its name: as a symlink, else a hard link, else a copy."""
+    """Make every file appear in `folder` under its name."""
     for name, place in places.items():
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for way in _WAYS:
-            try:
-                way(place.resolve(), target)
-                break
-            except OSError:
-                if way is _WAYS[-1]:
-                    raise
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(place.resolve())
 
 
 # --- loading
@@ -195,9 +188,9 @@ def load_model(
     with quiet_transformers():
         empty = build(json.loads((local.folder / CONFIG).read_bytes()), local.ref.repo_id, head=local.head)
         if local.tensors is not None:
-            _check_described_size(local.ref, local.tensors, empty)
+            _check_fit(local.ref, local.tensors, empty)
         if local.original:
-            return _fill_original(local, empty, dtype).to(device).eval()
+            return _fill_original(local, empty, dtype, device).eval()
         del empty
         if device_map is not None:
             return _load(local, dtype, device_map).eval()
@@ -205,7 +198,7 @@ def load_model(
         return _load(local, dtype, None if device.type == "cpu" else {"": device}).to(device).eval()
 
 
-def _check_described_size(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: PreTrainedModel) -> None:
+def _check_fit(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: PreTrainedModel) -> None:
     """Refuse a config that describes more parameters than the weights hold, before they are allocated."""
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return
@@ -247,12 +240,14 @@ def _load(
         raise
     _refuse_missing(local, info["missing_keys"])
     for name, stored, expected in sorted(info["mismatched_keys"]):
-        raise _does_not_fit(local, name, tuple(stored), tuple(expected))
+        raise _does_not_fit(local.ref.repo_id, name, tuple(stored), tuple(expected))
     return model
 
 
-def _fill_original(local: LocalCheckpoint, model: PreTrainedModel, dtype: DType) -> PreTrainedModel:
-    """Give `model`, which is on the meta device, the weights of the original format."""
+def _fill_original(
+    local: LocalCheckpoint, model: PreTrainedModel, dtype: DType, device: torch.device
+) -> PreTrainedModel:
+    """Give `model`, which is on the meta device, the weights of the original format, on `device`."""
     stored = _original_state(local)
     needed = {key: value for key, value in stored.items() if is_needed(key, local.depth, head=local.head)}
     wanted = {convert_key(key, head=local.head): value for key, value in needed.items()}
@@ -264,7 +259,7 @@ def _fill_original(local: LocalCheckpoint, model: PreTrainedModel, dtype: DType)
     for name, tensor in wanted.items():
         shape = tuple(expected[name].shape) if name in expected else None
         if tuple(tensor.shape) != shape:
-            raise _does_not_fit(local, name, tuple(tensor.shape), shape)
+            raise _does_not_fit(local.ref.repo_id, name, tuple(tensor.shape), shape)
         if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
             what = "without its data" if tensor.is_meta else f"as {str(tensor.dtype).removeprefix('torch.')}"
             if tensor.layout != torch.strided:
@@ -273,22 +268,20 @@ def _fill_original(local: LocalCheckpoint, model: PreTrainedModel, dtype: DType)
                 f"{shown(name)} of {local.ref.repo_id} is stored {what}; a weight is a table of floats.",
                 "The checkpoint is damaged; fetch it again or take another revision.",
             )
-    if dtype == "auto":
-        dtype = next(tensor.dtype for name, tensor in wanted.items() if name.endswith("embeddings.weight"))
+    of_embedding = next(tensor.dtype for name, tensor in wanted.items() if name.endswith("embeddings.weight"))
+    to: torch.dtype = of_embedding if dtype == "auto" else dtype
     kept = {name: name.rpartition(".")[2] in _OPERATOR_PARAMETERS for name in wanted}
-    cast = {name: tensor if kept[name] else tensor.to(dtype) for name, tensor in wanted.items()}
+    cast = {name: tensor.to(device, tensor.dtype if kept[name] else to) for name, tensor in wanted.items()}
     model.load_state_dict(cast, assign=True)
     model.tie_weights()  # one parameter again, after `assign`
     return model
 
 
-def _does_not_fit(
-    local: LocalCheckpoint, name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None
-) -> BadInputError:
+def _does_not_fit(repo_id: str, name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None) -> BadInputError:
     """expected: None where the config has no such weight."""
     wanted = f"is {stored} in the file and {expected} by the config" if expected else "is not in the config"
     return BadInputError(
-        f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} {wanted}.",
+        f"The weights of {repo_id} do not fit its config: {shown(name)} {wanted}.",
         "Config and weights do not belong together.",
     )
 
@@ -299,7 +292,8 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         files = sorted(local.folder.rglob("*.safetensors"))
         return {key: tensor for file in files for key, tensor in load_file(file).items()}
     path = local.folder / PICKLE
-    _check_pickle(path)
+    if not zipfile.is_zipfile(path):  # to its end, what torch.save writes
+        raise broken_file(path.resolve(), PICKLE, ValueError("it is no archive of torch.save"))
     try:
         pickled = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError:
@@ -314,12 +308,6 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
             f"{PICKLE} of {local.ref.repo_id} holds no table of tensors.", "The file is not a checkpoint."
         )
     return pickled
-
-
-def _check_pickle(path: Path) -> None:
-    """ModelUnavailableError for a file that is not, to its end, what torch.save writes: a ZIP archive."""
-    if not zipfile.is_zipfile(path):
-        raise broken_file(path.resolve(), PICKLE, ValueError("it is no archive of torch.save"))
 
 
 def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:

@@ -19,7 +19,6 @@ from ssdprof.checkpoint.names import (
     family_named,
     is_folder,
     parse_repo,
-    select_indices,
     shown,
 )
 from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
@@ -43,7 +42,6 @@ class Model:
     config: the language model's own config in transformers' format: flat, and converted from the original format.
     model_type: as config.json says; "mamba2" for the original format.
     nested: the language model is part of a larger model.
-    listed: decoder layers with an operator according to the config, for early refusals; None if it does not list them.
     tokenizer: hub id or folder that the user named.
     notes: sentences for the user before the run, such as which repo a family name stands for.
     """
@@ -54,7 +52,6 @@ class Model:
     model_type: str
     nested: bool
     original: bool
-    listed: tuple[int, ...] | None
     quantization: str | None
     random_weights: bool
     tokenizer: str | None = None
@@ -65,13 +62,6 @@ class Model:
     def where(self) -> str:
         """Names the config in messages."""
         return f"{CONFIG} of {self.source.label}"
-
-    def select(self, spec: str) -> tuple[LayerRef, ...]:
-        """The layers that --layers `spec` names.  A wrong one is refused before torch is imported, if possible."""
-        if self.listed is not None:
-            select_indices(spec, self.listed)
-        chosen = select_indices(spec, [layer.index for layer in self.layers])
-        return tuple(layer for layer in self.layers if layer.index in chosen)
 
     @property
     def on_meta(self) -> PreTrainedModel:
@@ -84,8 +74,7 @@ class Model:
         if mixers := self._built[1]:
             return mixers
         raise BadInputError(
-            f"{self.where} is of type {shown(self.model_type)}, which has no layer that ssdprof measures.",
-            configs.SUPPORTED,
+            f"{self.where}, of type {shown(self.model_type)}, has no SSD or gated-delta-rule layer.", configs.SUPPORTED
         )
 
     @cached_property

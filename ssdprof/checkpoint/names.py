@@ -191,31 +191,24 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
     existing ones.
     """
     check_layers(spec)
-    text = spec.strip().lower()
-    listed = f"{len(indices)}: {', '.join(map(str, indices))}"
-    if text == "all":
+    word, _, number = spec.strip().lower().partition(":")
+    listed = f"the model has {len(indices)}: {', '.join(map(str, indices))}."
+    if word == "all":
         return tuple(indices)
-    if ":" in text:
-        word, _, number = text.partition(":")
-        count = int(number)
-        if word == "every":
-            return tuple(indices[::count])
-        if count > len(indices):
-            raise BadInputError(f"--layers {spec}: the model has {listed}.", "Use --layers all for every one.")
-        return tuple(indices[:count])
-    wanted: set[int] = set()
-    missing: list[str] = []
-    for first, last in re.findall(_NUMBERS, text):
-        found = set(indices) & set(range(int(first), int(last or first) + 1))
-        missing += [] if found else [f"{first}-{last}" if last else first]
-        wanted |= found
-    if missing:
-        named = ", ".join(sorted(missing, key=lambda word: int(word.split("-")[0])))
+    if word == "every":
+        return tuple(indices[:: int(number)])
+    if word == "first":
+        if int(number) > len(indices):
+            raise BadInputError(f"--layers {spec}: {listed}", "Use --layers all for every one.")
+        return tuple(indices[: int(number)])
+    ranges = [(int(first), int(last or first), f"{first}-{last}" if last else first)
+              for first, last in re.findall(_NUMBERS, word)]  # fmt: skip
+    if missing := [words for first, last, words in sorted(ranges) if not {*indices} & {*range(first, last + 1)}]:
         raise BadInputError(
-            f"Layer {named} has no SSD or GDN operator; the model has {listed}.",
+            f"Layer {', '.join(missing)} has no SSD or GDN operator; {listed}",
             "Numbers are decoder layer indices, counted from 0.",
         )
-    return tuple(index for index in indices if index in wanted)
+    return tuple(index for index in indices if any(first <= index <= last for first, last, _ in ranges))
 
 
 def is_address(text: str, schemes: tuple[str, ...] = ()) -> bool:

@@ -22,8 +22,8 @@ from ssdprof.core.base import Record, precisions_for
 from ssdprof.core.conditions import of_options, parse, parse_percent
 from ssdprof.core.report import Report
 from ssdprof.core.words import MISSING
-from ssdprof.environment.child import Ended
-from ssdprof.errors import BadInputError, ExitCode, SsdprofError, how_ended, nearest
+from ssdprof.environment.child import Forked
+from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.request import parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
@@ -97,11 +97,11 @@ def runs(folder: Path | None, *, as_json: bool) -> None:
 # --- after a process that did not come to its end
 
 
-def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
+def after_child(names: tuple[str, ...], ended: Forked, *, as_json: bool) -> None:
     """End as a child process did that ran users' kernels; if it could not say how, report what it left."""
-    if (code := ended.last("exit")) is not None:
+    if not ended.fault and (code := ended.last("exit")) is not None:
         raise typer.Exit(int(code))
-    why = f"The process that ran {' and '.join(names)} ended early, with {how_ended(ended.code)}"
+    why = f"The process that ran {' and '.join(names)} {ended.how}"
     rank, _, place = (ended.last("report") or "").partition(" ")
     report = reports.close(Path(place), int(rank), ended.last("case") or "", why) if place else None
     if ended.stopped:

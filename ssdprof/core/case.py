@@ -502,14 +502,14 @@ class Case(Record):
         return self.device_us or self.call_us
 
     def over(self, other: Case | None, clock: Clock = "device") -> Estimate | None:
-        """How many times as fast it is as `other`, timed in the same rounds; None if one of them was not timed.
+        """How many times as fast it is as `other`; None if one of them was not timed.
 
-        Without samples the recorded speedup, or the quotient of the two times.
+        By the rounds that both were timed in; without those the recorded speedup, or the quotient of the two times.
         """
         own, others = self.by_clock(clock), other.by_clock(clock) if other else None
         if other is None or other is self or not own or not others:
             return None
-        if self.rounds(clock) and other.rounds(clock):
+        if len(self.rounds(clock)) == len(other.rounds(clock)) > 0:
             return statistics.ratio(other.rounds(clock), self.rounds(clock))
         if self.summary and clock in self.summary.over and other.implementation == self.baseline:
             return self.summary.over[clock]

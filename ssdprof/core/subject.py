@@ -310,6 +310,7 @@ class CaptureManifest(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> CaptureManifest:
+        unique("a prompt", [one.seqlen for one in self.prompts])
         unique("a file", [one.file for one in self.layers])
         unique("a call", [(one.layer.index, one.seqlen, one.call) for one in self.layers])
         if any(one.layer.index >= self.checkpoint.layer_count for one in self.layers):

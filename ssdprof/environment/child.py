@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
 
-from ssdprof.errors import BadInputError
+from ssdprof.errors import BadInputError, how_ended
 
 _POLL_S = 0.1
 _LINGER_S = 10.0  # for a process that has done its work; threads of a user's kernel may keep it
+_SILENT_S = 600.0  # a user's kernel that is at work for so long without a sign of life hangs
+_SKEW_S = 2.0  # between a line's clock and the time when it came
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -57,19 +58,73 @@ class Stopped(KeyboardInterrupt):
     """The user stopped the command: SIGTERM, which a child also gets for Ctrl-C.  A kernel's own interrupt is none."""
 
 
-class Ended(NamedTuple):
-    """told: lines of the child.  code: as in `subprocess`.  stopped: signals that asked this process to stop."""
+class Forked:
+    """A child process as its parent knows it.
 
-    told: list[str]
-    code: int
-    stopped: int
+    told: its lines.  code: as in `subprocess`, once it has ended.  stopped: signals that asked this process to stop.
+    fault: why this process ends the child; else empty.
+    """
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.told: list[str] = []
+        self.code = self.stopped = 0
+        self.fault = ""
+        self._pid, self._pipe, self._cut = pid, pipe, b""
+        self._polled = time.monotonic()
+        self._silent_s = self._lingers_s = 0.0
+        self._at_work = self._done = False
+
+    @property
+    def how(self) -> str:
+        """ "ended early, with SIGSEGV"."""
+        return f"was stopped: {self.fault}" if self.fault else f"ended early, with {how_ended(self.code)}"
 
     def last(self, word: str) -> str | None:
         """What follows a word in the last line that begins with it."""
         return next((line.partition(" ")[2] for line in reversed(self.told) if line.split(" ")[0] == word), None)
 
+    def stop(self, *_: object) -> None:
+        """A handler of signals."""
+        self.stopped += 1
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGTERM if self.stopped == 1 else signal.SIGKILL)
+
+    def listen(self) -> bool:
+        """Read what there is.  Whether there was anything."""
+        found = b""
+        with suppress(BlockingIOError):
+            while more := os.read(self._pipe, 1 << 16):
+                found += more
+        *lines, self._cut = (self._cut + found).split(b"\n")
+        for line in lines:
+            clock, _, text = line.decode(errors="replace").partition(" ")
+            try:
+                known = self._polled - _SKEW_S <= float(clock) <= time.monotonic() + _SKEW_S
+            except ValueError:
+                known = False
+            if not known:
+                self.fault = "its clock is not that of this machine"
+            self.told.append(text)
+            self._silent_s = 0.0
+            self._at_work = text.startswith("case ") if text.split(" ")[0] == "case" else self._at_work
+            self._done = self._done or text.startswith("exit ")
+        return bool(found)
+
+    def must_end(self) -> bool:
+        """Whether the child must be killed.  Called at every poll; a pause of this process itself does not count."""
+        now = time.monotonic()
+        passed, self._polled = min(now - self._polled, 1.0), now
+        self._silent_s += passed
+        if self._done:
+            self._lingers_s += passed
+            return self._lingers_s > _LINGER_S
+        if self._at_work and self._silent_s > _SILENT_S:
+            self.fault = self.fault or f"a call of its kernel did not end within {_SILENT_S:g} s"
+        return bool(self.fault)
+
 
 _parent: int | None = None  # where this process tells its parent, if it was forked by `fork`
+_alive_s = 0.0  # when it last told that it is alive
 
 
 def end_with(parent: int) -> None:
@@ -80,10 +135,21 @@ def end_with(parent: int) -> None:
 
 
 def tell(line: str) -> None:
-    """Tell the parent a line, the first word of which says what it is."""
+    """Tell the parent a line, the first word of which says what it is.  From "case CASE" to "case" a kernel is at work.
+
+    The line also has the time by this process's clock, which a user's kernel may have replaced.
+    """
     if _parent is not None:
         with suppress(OSError):  # what runs here may have closed it
-            os.write(_parent, f"{line}\n".encode())
+            os.write(_parent, f"{time.monotonic()} {line}\n".encode())
+
+
+def alive() -> None:
+    """Tell the parent, at most once a second, that the kernel at work has not hung."""
+    global _alive_s
+    if _parent is not None and time.monotonic() > _alive_s + 1.0:
+        _alive_s = time.monotonic()
+        tell("alive")
 
 
 def finish(code: int) -> None:
@@ -101,54 +167,35 @@ def finish(code: int) -> None:
     os._exit(code)
 
 
-def fork() -> Ended | None:
-    """Go on in a child process, which leads a session of its own: None.  In this one, how the child ended.
+def fork() -> Forked | None:
+    """Go on in a child process, which leads a session of its own: None.  In this one, the child that has ended.
 
     Must be called before there are threads, and before a GPU is used.  No process of the child's session is left.
     """
     global _parent
     read, write = os.pipe()
-    parent, child, stopped, told = os.getpid(), os.fork(), 0, b""
-    if not child:
+    parent, pid = os.getpid(), os.fork()
+    if not pid:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes as SIGTERM, from the parent
         end_with(parent)
         os.close(read)
         _parent = write
         return None
-
-    def stop(*_: object) -> None:
-        nonlocal stopped
-        stopped += 1
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGTERM if stopped == 1 else signal.SIGKILL)
-
     os.close(write)
     os.set_blocking(read, False)
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    ends, status = 0.0, 0
-    while not (gone := os.waitpid(child, os.WNOHANG))[0]:
-        if not (select.select([read], [], [], _POLL_S)[0] and (more := _rest(read))):
+    child = Forked(pid, read)
+    before = {number: signal.signal(number, child.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    while not (gone := os.waitpid(pid, os.WNOHANG))[0]:
+        if not (select.select([read], [], [], _POLL_S)[0] and child.listen()):
             time.sleep(_POLL_S)
-            more = b""
-        told += more
-        ends = ends or (time.monotonic() + _LINGER_S if b"\nexit " in b"\n" + told else 0.0)
-        if ends and time.monotonic() > ends:
-            os.kill(child, signal.SIGKILL)
-    status = gone[1]
+        if child.must_end():
+            os.kill(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    told += _rest(read)
+        os.killpg(pid, signal.SIGKILL)
+    child.listen()
     os.close(read)
     for number, handler in before.items():
         signal.signal(number, handler)
-    return Ended(told.decode(errors="replace").splitlines(), os.waitstatus_to_exitcode(status), stopped)
-
-
-def _rest(pipe: int) -> bytes:
-    """What can be read now; nothing if its other end is closed."""
-    found = b""
-    with suppress(BlockingIOError):
-        while more := os.read(pipe, 1 << 16):
-            found += more
-    return found
+    child.code = os.waitstatus_to_exitcode(gone[1])
+    return child

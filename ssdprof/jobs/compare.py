@@ -23,6 +23,7 @@ from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord, Probe
 from ssdprof.core.case import Case, ChunkTrial
 from ssdprof.core.subject import Ceilings
+from ssdprof.environment import child
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, blaming, completed, first_line, refuse_if_lost
@@ -343,6 +344,7 @@ def _never_the_same(scale: Callable[[float], None] | None, fp16: bool) -> Callab
     numbers = itertools.count(1)
 
     def change(sampling: bool) -> None:
+        child.alive()
         if scale is not None:
             number = next(numbers)
             scale((1 + number % 128 / 128) * 2.0 ** (0 if fp16 else number // 128 % 8) / 2 if sampling else 1.0)

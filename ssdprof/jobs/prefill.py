@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -43,7 +43,7 @@ from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked
 from ssdprof.kernels.launch import no_garbage_collection
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, blaming, forget_peak, peak_bytes, status_of
-from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.timing import CudaTimer, Timer, record
 from ssdprof.measure.trace import Trace, traced, work
@@ -230,6 +230,10 @@ class _Contender:
         result: Result = run(of_model.inputs, precision_of(self.case.precision))
         return result
 
+    def at_work(self) -> AbstractContextManager[None]:
+        """If a user's kernel ends the process in the block, its parent knows the case."""
+        return while_it_runs(self.case if self.case.kind == "own" else None)
+
     def found(self, **fields: Any) -> None:
         """Fields of its `Prefill`."""
         assert self.case.prefill
@@ -242,7 +246,8 @@ class _Contender:
         Passes BadInputError on, and raises MissingCapabilityError, with the label, if the GPU is unusable.
         """
         try:
-            yield
+            with self.at_work():
+                yield
         except BadInputError:
             raise
         except Exception as error:
@@ -340,7 +345,7 @@ class _Length:
         def compute(call: OperatorCall) -> Result:
             nonlocal tried
             for contender in () if tried else self.contenders:
-                with clock.step(f"{contender.name}: first call of the operator"):
+                with clock.step(f"{contender.name}: first call of the operator"), contender.at_work():
                     output, fields = contender.call(call).first_run()
                 own = {name: fields[name] for name in ("status", "reason", "variant", "plan") if name in fields}
                 contender.case, contender.compiled = contender.case.changed(**own), output is not None
@@ -350,8 +355,10 @@ class _Length:
             if not passed:
                 raise _Enough
             if call.mixer.layer_index != self.layer.index:
-                return passed[0].compute(call)
-            with clock.step("one layer's operator alone"):
+                with passed[0].at_work():
+                    return passed[0].compute(call)
+            users = next((one for one in passed if one.case.kind == "own"), passed[0])
+            with clock.step("one layer's operator alone"), users.at_work():
                 alone = device_times({one: [one.call(call)] for one in passed}, self.timer, ALONE)
                 for contender, samples in alone.items():
                     contender.found(alone_us=statistics.median(samples).value)
@@ -449,7 +456,7 @@ class _Length:
 
     def _call_us(self, contender: _Contender) -> float:
         run: Any = self.first_token  # its result, unlike that of a kernel, is one tensor
-        with self.running(contender):
+        with contender.at_work(), self.running(contender):
             return blaming(self.timer.device, contender.label, partial(self.timer.call_us, run))
 
 

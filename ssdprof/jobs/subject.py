@@ -104,7 +104,8 @@ def captures_of(request: CaptureRequest) -> Path | None:
 def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) -> Subject:
     """Locate the model and select its layers; downloads small files.  whole, head: see `Subject`."""
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
-    layers = located.select(request.layers)
+    chosen = select_indices(request.layers, [layer.index for layer in located.layers])
+    layers = tuple(layer for layer in located.layers if layer.index in chosen)
     from ssdprof.jobs import limits  # imports torch, so after all other checks
 
     whole = whole or request.decode > 0  # a model that generates tokens

@@ -15,6 +15,7 @@ from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import Mixer, is_attention
 from ssdprof.core.base import PartName, PrecisionRecord
 from ssdprof.core.case import KernelTime, PartTime
+from ssdprof.environment import child
 from ssdprof.measure.trace import GpuWork, marked
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.implementations import required, resolve
@@ -36,6 +37,7 @@ def implemented(name: str, precision: PrecisionRecord, sites: Sequence[Mixer]) -
     }
 
     def compute(call: OperatorCall) -> Result:
+        child.alive()
         result: Result = runs[call.mixer.operator](call.inputs, wanted)
         return result
 

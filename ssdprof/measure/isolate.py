@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -270,8 +271,11 @@ def _run(command: list[str], words: Path, timeout_s: float) -> int:
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
     with words.open("wb") as file, subprocess.Popen(command, env=environment, stdout=file, **streams) as process:
         try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            until = time.monotonic() + timeout_s
+            while time.monotonic() < until:
+                child.alive()
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(1.0, timeout_s))
             return _STOPPED
         finally:
             with suppress(ProcessLookupError):  # no process of the group is left

@@ -18,6 +18,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.core.base import REPEATS, Holds, PrecisionRecord, Probe
+from ssdprof.environment import child
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, compare, fingerprint, unravel
@@ -30,7 +31,7 @@ from ssdprof.operators.rounding import Span
 
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 MOST_SEQUENCES = 3
-SLOW = 3.0  # seconds of a call without a GPU, as in Triton's interpreter
+SLOW = 0.3  # seconds of a call without a GPU, as in Triton's interpreter; the laws make about a hundred
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
 OF_THE_SAME_FORM = (REPEATS, "inputs unchanged", "causality", "doubling", "loud past")
@@ -76,7 +77,7 @@ class Prober:
         short = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
         laws = _Laws(implementation, short, precision, self._isolated)
         if seconds > SLOW and not self._thorough and inputs.device.type == "cpu":
-            why = f"a call takes {seconds:.0f} s here; --thorough tests it"
+            why = f"a call takes {seconds:.2g} s here; --thorough tests it"
             return tuple(Probe(name=name, holds="not applicable", detail=why) for name in laws.tests)
         if implementation.kind == "own":
             self._isolated.prepare(implementation, list(laws.forms()), precision)
@@ -114,6 +115,7 @@ class _Laws:
         }
 
     def tested(self, name: str) -> Probe:
+        child.alive()
         try:
             detail = self.tests[name]()
             return Probe(name=name, holds="no" if detail else "yes", detail=detail)

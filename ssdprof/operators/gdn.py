@@ -125,7 +125,7 @@ def parse(text: str) -> Shape | None:
 
 
 def bind(
-    mixer: nn.Module,
+    mixer: nn.Module,  # noqa: ARG001
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -137,31 +137,8 @@ def bind(
     **given: Any,
 ) -> BoundCall:
     """The call of `mixer` as inputs."""
-    copies = _head_copies(mixer, q, k, v)
-    once = {"q": q[:, :, ::copies], "k": k[:, :, ::copies]}
-    given |= {"v": v, "g": g, "beta": beta, "use_qk_l2norm": use_qk_l2norm_in_kernel}
-    remark = (
-        f"The model repeats each query and key head {copies} times before the operator; each was taken once, as "
-        "kernels take it."
-    )
-    return from_call(kernels.GDNInputs, **once, **given), output_final_state, remark if copies > 1 else ""
-
-
-def _head_copies(mixer: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """How often the mixer repeated each q and k head before the call, from the number of its own key heads.
-
-    Up to transformers 5.22 mixers repeat them to the number of value heads; kernels take them once.  The strides of
-    such a capture are those of every n-th head.  Raises ValueError if the heads are not copies.
-    """
-    own_heads = getattr(mixer, "num_k_heads", q.shape[2])
-    if q.shape[2] == own_heads or q.shape[2] != v.shape[2] or v.shape[2] % own_heads:
-        return 1
-    copies = v.shape[2] // own_heads
-    for tensor in (q, k):
-        per_head = tensor.view(*tensor.shape[:2], own_heads, copies, tensor.shape[3])
-        if not all(torch.equal(per_head[:, :, :, 0], per_head[:, :, :, i]) for i in range(1, copies)):
-            raise ValueError(f"q and k have {q.shape[2]} heads that are not copies of {own_heads}")
-    return copies
+    given |= {"q": q, "k": k, "v": v, "g": g, "beta": beta, "use_qk_l2norm": use_qk_l2norm_in_kernel}
+    return from_call(kernels.GDNInputs, **given), output_final_state, ""
 
 
 BINDING: CallBinding[GDNInputs] = CallBinding(

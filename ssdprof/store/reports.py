@@ -456,9 +456,12 @@ def _document(file: Path) -> Report:
         found = "no report of ssdprof" if version is None else f"of version {version}; this ssdprof reads {VERSION}"
         raise BadInputError(f"{file} is {found}.", _AGAIN)
     try:
-        return Report.model_validate(document)
+        report = Report.model_validate(document)
     except ValidationError as error:
         raise BadInputError(f"{file} is damaged at {first_fault(error)}.", _AGAIN) from error
+    if report.model is None and report.kind in ("run", "prefill", "answers"):
+        raise BadInputError(f"{file} is damaged: it has no model.", _AGAIN)
+    return report
 
 
 def _folder(path: Path) -> Report:

@@ -11,7 +11,7 @@ from ssdprof.capture import text
 from ssdprof.capture.tokenizer import _pieces, build_prompt
 from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.errors import BadInputError, ExitCode
-from ssdprof.jobs.request import parse_seq, parse_seqs
+from ssdprof.jobs.request import parse_seqs
 
 DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
 
@@ -40,34 +40,25 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("seq", "seqlen"), [("1", 1), ("16384", 16384), ("16k", 16384), ("128k", 131072), ("128K", 131072), ("1m", 1048576)]
-)
-def test_a_length_is_a_number_or_a_multiple_of_1024(seq: str, seqlen: int) -> None:
-    assert parse_seq(seq) == seqlen
+    ("seqs", "lengths"),
+    [
+        ("1", (1,)), ("16384", (16384,)), ("16k", (16384,)), ("128K", (131072,)), ("1m", (1048576,)),
+        ("16m", (LONGEST_SEQLEN,)), ("16k, 1k,512,1024", (16384, 1024, 512)),
+    ],
+)  # fmt: skip
+def test_lengths_are_numbers_or_multiples_of_1024_each_once(seqs: str, lengths: tuple[int, ...]) -> None:
+    assert parse_seqs(seqs) == lengths
 
 
-@pytest.mark.parametrize(
-    "seq", ["0", "0k", "-5", "128q", "", " ", "k", "1.5k", "1e3", "١٢", "0x10", "1 k", "17m", "9" * 5000]
-)
-def test_anything_else_is_refused_with_a_hint(seq: str) -> None:
+NO_LENGTHS = ["0", "0k", "-5", "128q", "", " ", "k", "1.5k", "1e3", "١٢", "0x10", "1 k", "17m", "9" * 5000]
+
+
+@pytest.mark.parametrize("seqs", [*NO_LENGTHS, "1k,", ",1k", "1k,,2k", "1k;2k", "1k,0"])
+def test_anything_else_is_refused_with_a_hint(seqs: str) -> None:
     with pytest.raises(BadInputError) as error:
-        parse_seq(seq)
+        parse_seqs(seqs)
     assert error.value.exit_code == ExitCode.BAD_INPUT
     assert "128k" in error.value.hint
-
-
-def test_the_longest_length_is_accepted() -> None:
-    assert parse_seq("16m") == LONGEST_SEQLEN
-
-
-def test_a_list_of_lengths_keeps_its_order_and_drops_repetitions() -> None:
-    assert parse_seqs("16k, 1k,512,1024") == (16384, 1024, 512)
-
-
-@pytest.mark.parametrize("seqs", ["", "1k,", ",1k", "1k,,2k", "1k;2k", "1k,0"])
-def test_a_list_with_one_bad_length_is_refused(seqs: str) -> None:
-    with pytest.raises(BadInputError):
-        parse_seqs(seqs)
 
 
 # --- the default text
@@ -117,25 +108,15 @@ def test_the_default_prompt_of_the_demo_tokenizer_is_the_text_byte_by_byte() -> 
     assert prompt.batch == 1
 
 
-def test_the_hash_is_that_of_the_little_endian_int64_ids(tokenizer_folder: Path) -> None:
-    ids, prompt = build_prompt(tokenizer_folder, 50)
-    assert prompt.token_sha256 == hashlib.sha256(struct.pack("<50q", *ids[0].tolist())).hexdigest()
-
-
-def test_a_shorter_prompt_is_the_start_of_a_longer_one_and_both_of_the_whole_text(tokenizer_folder: Path) -> None:
+def test_a_prompt_is_the_start_of_the_whole_text_its_special_token_and_its_hash(tokenizer_folder: Path) -> None:
     from transformers import AutoTokenizer
 
     whole = AutoTokenizer.from_pretrained(tokenizer_folder)(text.load()[:200_000].decode())["input_ids"]
+    assert (whole[0], 0 in whole[1:]) == (0, False)
     for seqlen in (1, 100, 5000):
-        ids, _ = build_prompt(tokenizer_folder, seqlen)
-        assert ids.shape == (1, seqlen)
-        assert ids[0].tolist() == whole[:seqlen]
-
-
-def test_a_special_token_that_starts_every_text_starts_the_prompt(tokenizer_folder: Path) -> None:
-    ids, _ = build_prompt(tokenizer_folder, 10)
-    assert ids[0, 0] == 0
-    assert 0 not in ids[0, 1:]
+        ids, prompt = build_prompt(tokenizer_folder, seqlen)
+        assert ids.tolist() == [whole[:seqlen]]
+        assert prompt.token_sha256 == hashlib.sha256(struct.pack(f"<{seqlen}q", *ids[0].tolist())).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -162,15 +143,6 @@ def test_a_file_prompt_is_the_file_without_its_byte_order_mark(tmp_path: Path) -
     assert prompt.source == "the user's file mine.txt"
 
 
-def test_too_short_a_file_says_how_many_tokens_it_gave_and_is_not_repeated(tmp_path: Path) -> None:
-    file = tmp_path / "short.txt"
-    file.write_text("x" * 1200)
-    with pytest.raises(BadInputError, match=r"1,200 tokens .* 2,048 are needed") as error:
-        build_prompt(DEMO, 2048, kind="file", file=file)
-    assert "1200" in error.value.hint
-    assert build_prompt(DEMO, 1200, kind="file", file=file)[0].shape == (1, 1200)
-
-
 @pytest.mark.parametrize(
     ("lengths", "hint"),
     [
@@ -184,7 +156,7 @@ def test_too_short_a_file_says_how_many_tokens_it_gave_and_is_not_repeated(tmp_p
 def test_the_hint_for_too_short_a_file_names_what_fits(tmp_path: Path, lengths: dict[str, Any], hint: str) -> None:
     file = tmp_path / "short.txt"
     file.write_text("x" * 46)  # the demo's tokens are bytes
-    with pytest.raises(BadInputError) as error:
+    with pytest.raises(BadInputError, match=r"it gives 46 tokens .* are needed") as error:
         build_prompt(DEMO, kind="file", file=file, **lengths)
     assert error.value.hint.startswith(hint)
     found = re.fullmatch(r"Ask for at most --(seq|batch) (\d+), ", hint)
@@ -198,27 +170,25 @@ def test_the_default_text_can_be_too_short_as_well() -> None:
         build_prompt(DEMO, 2**20)
 
 
-@pytest.mark.parametrize("content", [b"", b"  \n\n\t "])
-def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "empty.txt"
-    file.write_bytes(content)
-    with pytest.raises(BadInputError, match="empty"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"), (b"  \n\n\t ", "empty"), (bytes(range(128, 256)) * 10, "not UTF-8"), (None, "No such file"),
+        ("folder", "directory"),
+    ],
+)  # fmt: skip
+def test_a_file_that_gives_no_text_is_refused(tmp_path: Path, content: bytes | str | None, message: str) -> None:
+    file = tmp_path if content == "folder" else tmp_path / "mine.txt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    with pytest.raises(BadInputError, match=message) as error:
         build_prompt(DEMO, 4, kind="file", file=file)
+    assert error.value.hint
 
 
 def test_leading_white_space_is_not_an_empty_file(tmp_path: Path) -> None:
-    file = tmp_path / "late.txt"
-    file.write_text(" " * 5000 + "words")
-    assert build_prompt(DEMO, 4, kind="file", file=file)[0].shape == (1, 4)
-
-
-def test_a_file_that_is_missing_a_folder_or_not_text_is_refused(tmp_path: Path) -> None:
-    binary = tmp_path / "weights.bin"
-    binary.write_bytes(bytes(range(128, 256)) * 10)
-    for file, message in ((tmp_path / "none.txt", "No such file"), (tmp_path, "directory"), (binary, "not UTF-8")):
-        with pytest.raises(BadInputError, match=message) as error:
-            build_prompt(DEMO, 4, kind="file", file=file)
-        assert error.value.hint
+    (tmp_path / "late.txt").write_text(" " * 5000 + "words")
+    assert build_prompt(DEMO, 4, kind="file", file=tmp_path / "late.txt")[0].shape == (1, 4)
 
 
 def test_a_file_and_another_kind_exclude_each_other(tmp_path: Path) -> None:
@@ -272,23 +242,18 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "--tokenizer" in error.value.hint
 
 
-def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(BadInputError):
-        build_prompt(tmp_path, 4)
-
-
 # --- several prompts
 
 
-def test_a_batch_is_cut_from_the_text_with_the_special_token_in_front_of_every_row(tokenizer_folder: Path) -> None:
-    alone, _ = build_prompt(tokenizer_folder, 30)
+def test_a_batch_and_a_pack_are_cut_from_the_text_each_with_its_special_token(tokenizer_folder: Path) -> None:
+    alone = build_prompt(tokenizer_folder, 30)[0][0].tolist()
     ids, prompt = build_prompt(tokenizer_folder, 10, batch=3)
-    assert ids.shape == (3, 10)
+    assert ids.tolist() == [[0, *alone[start : start + 9]] for start in (1, 10, 19)]
     assert (prompt.seqlen, prompt.batch) == (10, 3)
-    assert ids[:, 0].tolist() == [0, 0, 0]
-    assert ids[:, 1:].flatten().tolist() == alone[0, 1:28].tolist()
     assert "3 pieces of it one after the other" in prompt.source
+    ids, prompt = build_prompt(tokenizer_folder, 11, packed=(5, 1, 5))
+    assert ids.tolist() == [[0, *alone[1:5], 0, 0, *alone[5:9]]]
+    assert prompt.seqlen == 11
 
 
 def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> None:
@@ -298,14 +263,6 @@ def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row() -> N
 
     ids, _ = _pieces(Both(), Both()("abcdef")["input_ids"][:6], (3, 3))
     assert ids == [0, ord("a"), ord("b"), 0, ord("c"), ord("d")]
-
-
-def test_packed_sequences_are_cut_like_a_batch(tokenizer_folder: Path) -> None:
-    alone, _ = build_prompt(tokenizer_folder, 30)
-    ids, prompt = build_prompt(tokenizer_folder, 11, packed=(5, 1, 5))
-    assert ids.shape == (1, 11)
-    assert ids[0].tolist() == [0, *alone[0, 1:5].tolist(), 0, 0, *alone[0, 5:9].tolist()]
-    assert prompt.seqlen == 11
 
 
 def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_path: Path) -> None:

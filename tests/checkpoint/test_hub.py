@@ -21,7 +21,7 @@ from ssdprof.checkpoint.config import DEFAULT_TOKENIZER, PICKLE
 from ssdprof.checkpoint.load import LocalCheckpoint, fetch, fetch_tokenizer, load_model
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.weights import INDEX
-from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.errors import ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
 from ssdprof.jobs.plan import check_start, plan
 from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import find
@@ -233,16 +233,6 @@ def test_an_interrupted_fetch_keeps_complete_files(tiny_hub: MiniHub, monkeypatc
     assert tiny_hub.downloads() == [shards[-1]]
 
 
-def test_a_file_that_is_truncated_on_the_hub_cannot_be_had(hub: MiniHub, copied: Save) -> None:
-    folder = copied("mamba2")
-    shard = min(folder.glob("model-*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-    hub.publish("org/tiny", folder)
-    error = failure("org/tiny")
-    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert shard.name in error.message
-
-
 @pytest.mark.usefixtures("tiny_hub")
 def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
     located = open_model("org/tiny")
@@ -254,25 +244,18 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
         fetch(located, deepest_layer=0)
 
 
-@pytest.mark.usefixtures("tiny_hub")
-def test_too_little_disk_is_said_by_a_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = CaptureRequest(model="org/tiny", seqlens=(64,), text="random")
-    subject = find(request)
+def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = find(CaptureRequest(model="org/tiny", seqlens=(64,), text="random"))
     planned = plan(subject)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
     check_start(planned, subject)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
-    with pytest.raises(MissingCapabilityError, match="hub cache's disk"):
-        check_start(planned, subject)
-
-
-def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    located = open_model("org/tiny")
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10_000))
-    with pytest.raises(MissingCapabilityError, match="hub cache's disk") as caught:
-        fetch(located)
-    assert "HF_HOME" in caught.value.hint
-    assert not [name for name in tiny_hub.downloads() if name.endswith(".safetensors")]
+    for start in (lambda: check_start(planned, subject), lambda: fetch(subject.located)):
+        with pytest.raises(MissingCapabilityError, match="hub cache's disk") as caught:
+            start()
+        assert "HF_HOME" in caught.value.hint
+    fetched = [request.path for request in tiny_hub.log if request.method == "GET" and not request.range]
+    assert not [path for path in fetched if path.endswith(".safetensors")]
 
 
 # --- unavailable
@@ -301,31 +284,25 @@ def test_a_missing_repo_without_any_like_it(hub: MiniHub) -> None:
     assert [request.path for request in hub.log].count("/api/models") == 1
 
 
-def test_a_private_repo_looks_missing_until_the_token_is_there(
-    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("way", "message", "words", "not_allowed"),
+    [
+        ("private", "or it is private", "hf auth login", "the token's account"),
+        ("gated", "gated: its owner must grant you access, and you are not logged in", "/org/one", "not on the list"),
+    ],
+)
+def test_a_repo_that_needs_a_token(
+    hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch, way: str, message: str, words: str, not_allowed: str
 ) -> None:
-    hub.publish("org/private", saved("mamba2"), private=True)
-    error = failure("org/private")
-    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert "or it is private" in error.message
+    hub.publish("org/one", saved("mamba2"), private=way == "private", gated=way == "gated")
+    error = failure("org/one")
+    assert (error.exit_code, message in error.message, words in error.hint) == (4, True, True), error
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "the token's account" in failure("org/private").hint
+    error = failure("org/one")
+    assert not_allowed in error.message + error.hint
+    assert "hf_wrong" not in str(vars(error))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert fetch(open_model("org/private")).ref.repo_id == "org/private"
-
-
-def test_a_gated_repo_is_said_to_be_gated(hub: MiniHub, saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.publish("org/gated", saved("mamba2"), gated=True)
-    error = failure("org/gated")
-    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert "gated" in error.message
-    assert f"{hub.url}/org/gated" in error.hint
-    assert "not logged in" in error.message
-    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    assert "not on the list" in failure("org/gated").message
-    assert "hf_wrong" not in str(vars(failure("org/gated")))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert fetch(open_model("org/gated")).ref.repo_id == "org/gated"
+    assert fetch(open_model("org/one")).ref.repo_id == "org/one"
 
 
 def test_an_unknown_revision_names_those_there_are(tiny_hub: MiniHub, saved: Save) -> None:
@@ -342,30 +319,34 @@ def test_what_is_no_hub_id_is_refused_without_a_request(hub: MiniHub, name: str)
     assert hub.log == []
 
 
-def test_a_repo_without_config(hub: MiniHub, tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    hub.publish("org/gguf", tmp_path)
-    error = failure("org/gguf")
-    assert isinstance(error, BadInputError)
-    assert "GGUF" in error.hint
+def cut_shard(folder: Path) -> None:
+    shard = min(folder.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
 
 
-def test_modelopt_is_refused_where_only_its_own_file_names_it(hub: MiniHub, copied: Save) -> None:
-    folder = copied("nemotron_h")
-    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}}))
-    hub.publish("org/fp8", folder)
-    assert "'modelopt', which ssdprof cannot load" in failure("org/fp8").message
-
-
-def test_an_index_on_the_hub_that_leaves_its_folder(hub: MiniHub, copied: Save) -> None:
-    folder = copied("mamba2")
+def evil_index(folder: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["backbone.norm_f.weight"] = "../../../secret.safetensors"
     (folder / INDEX).write_text(json.dumps(index))
-    hub.publish("org/evil", folder)
-    error = failure("org/evil")
-    assert isinstance(error, BadInputError)
-    assert "outside" in error.message
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "words"),
+    [
+        (lambda folder: (folder / "config.json").rename(folder / "model.gguf"), 2, "repos with only GGUF files"),
+        (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), 2, "'modelopt', which ssdprof cannot load"),
+        (evil_index, 2, "outside"),
+        (cut_shard, 4, "model-00001-of-"),
+    ],
+)
+def test_what_is_wrong_on_the_hub(
+    hub: MiniHub, copied: Save, damage: Callable[[Path], object], code: int, words: str
+) -> None:
+    folder = copied("mamba2")
+    damage(folder)
+    hub.publish("org/bad", folder)
+    error = failure("org/bad")
+    assert (error.exit_code, words in error.message + error.hint) == (code, True), error
 
 
 # --- out of reach
@@ -391,15 +372,18 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
         fetch(located, deepest_layer=2)
 
 
-def test_a_hub_that_cannot_be_reached(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("down", "words"), [(None, "cannot be reached"), (503, "answered 503")])
+def test_a_hub_that_does_not_help(
+    tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, down: int | None, words: str
+) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)  # without a cache the client retries for 23 s
     fetch_all(open_model("org/tiny"))
-    tiny_hub.close()
+    tiny_hub.down = down
+    if down is None:
+        tiny_hub.close()
     assert fetch_all(open_model("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
-    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert f"the hub at {tiny_hub.url} cannot be reached" in error.message
-    assert "org/tiny" in error.hint
+    assert (error.exit_code, words in error.message) == (4, True), error
 
 
 @pytest.mark.usefixtures("tiny_hub")
@@ -409,16 +393,6 @@ def test_what_was_only_looked_at_is_not_in_the_cache(monkeypatch: pytest.MonkeyP
     error = failure("org/tiny")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "only partly in the cache" in error.message
-
-
-def test_a_hub_that_answers_with_errors(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    fetch_all(open_model("org/tiny"))
-    tiny_hub.down = 503
-    assert fetch_all(open_model("org/tiny")).ref.repo_id == "org/tiny"
-    error = failure("org/other")
-    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert "answered 503" in error.message
 
 
 def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,17 +47,18 @@ def test_names_and_addresses(typed: str, repo: str, revision: str | None) -> Non
     assert parse_repo(typed, revision) == (repo, revision)
 
 
-def test_two_revisions() -> None:
-    with pytest.raises(BadInputError, match="names the revision v1, and --revision another: v2"):
-        parse_repo("org/name@v1", "v2")
-
-
 @pytest.mark.parametrize(
-    "typed", ["https://huggingface.co", "https://huggingface.co/org", "https://hf.co/datasets/a/b"]
-)
-def test_an_address_of_no_model(typed: str) -> None:
-    with pytest.raises(BadInputError, match="is not the address of a model"):
-        parse_repo(typed, None)
+    ("typed", "revision", "words"),
+    [
+        ("org/name@v1", "v2", "names the revision v1, and --revision another: v2"),
+        *((f"https://hf.co{path}", None, "is not the address of a model") for path in ("", "/org", "/datasets/a/b")),
+        ("Demo", None, "ships with ssdprof is demo"), ("demo@v1", None, "ships with ssdprof is demo"),
+        ("", None, "name is empty"), ("  ", None, "name is empty"), ("org/name", " ", "revision is empty"),
+    ],
+)  # fmt: skip
+def test_names_that_are_refused_at_once(typed: str, revision: str | None, words: str) -> None:
+    with pytest.raises(BadInputError, match=words):
+        open_model(typed, revision=revision)
 
 
 @pytest.mark.parametrize(
@@ -81,30 +82,14 @@ def test_a_name_unlike_any_finds_nothing(typed: str) -> None:
     assert close_names(typed) == []
 
 
-@pytest.mark.parametrize("typed", ["Demo", "demo@v1"])
-def test_the_demo_model_has_one_name(typed: str) -> None:
-    with pytest.raises(BadInputError, match="ships with ssdprof is demo"):
-        open_model(typed)
-
-
-@pytest.mark.parametrize("typed", ["", "  "])
-def test_an_empty_name_is_not_the_current_folder(typed: str) -> None:
-    with pytest.raises(BadInputError, match="name is empty"):
-        open_model(typed)
-
-
-@pytest.mark.parametrize("spec", ["17", "first:5"])
-def test_names_and_layers_are_judged_without_torch(spec: str) -> None:
-    code = f"""if True:
+def test_names_are_judged_without_torch() -> None:
+    code = """if True:
         import sys
         from ssdprof.checkpoint.model import open_model
-        from ssdprof.errors import BadInputError
-        try: open_model('demo').select({spec!r})
-        except BadInputError as error: print(error)
+        open_model('demo')
         print([name for name in ('torch', 'transformers', 'triton') if name in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "the model has 4: 0, 1, 3, 4." in done.stdout
-    assert done.stdout.endswith("\n[]\n")
+    assert done.stdout == "[]\n"
 
 
 # --- families

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -211,6 +211,26 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
     assert case.call_us is not None
     assert len(case.rounds("call")) == sampled.count("reallocate") >= 5
     assert sampled[0] == "reallocate"
+
+
+def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, known = list[str](), set[str]()
+    monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
+    monkeypatch.setattr(IsolatedFirstCall, "require", lambda *_: None)
+    monkeypatch.setitem(US, "k:f", 50.0)
+
+    def run(inputs: Any, precision: Any) -> Any:
+        word, _, case = next(line for line in reversed(told) if line != "alive").partition(" ")
+        known.add(Case.model_validate_json(case).implementation if word == "case" and case else "")
+        return kernels.get("ssd", "reference").run(inputs, precision)
+
+    def own(one: _Length) -> Noted:
+        made: Noted = contender("k:f", run=run)(one)
+        made.of, made.case = {"ssd": replace(made.of["ssd"], kind="own")}, made.case.changed(kind="own")
+        return made
+
+    report = timed(length(contender("unfused"), own)[0])
+    assert (known, told[-1], cases(report)["k:f"].result) == ({"k:f"}, "case", "passed")
 
 
 def raising(error: Exception) -> Callable[..., Any]:

@@ -193,7 +193,7 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
 def test_a_kernel_that_takes_seconds_without_a_gpu_is_probed_if_thorough() -> None:
     implementation, given = own_implementation(operators.get("ssd"), "mine:slow", oracle_output), ssd(seqlen=20)
     found = Prober(Here()).probe(implementation, given, EXACT_FP32, 7.2)
-    assert {one.detail for one in found} == {"a call takes 7 s here; --thorough tests it"}
+    assert {one.detail for one in found} == {"a call takes 7.2 s here; --thorough tests it"}
     assert {one.holds for one in found} == {"not applicable"}
     assert "yes" in {one.holds for one in Prober(Here(), thorough=True).probe(implementation, given, EXACT_FP32, 7.2)}
 

@@ -1,0 +1,299 @@
+"""Damaged files of every kind through the command line: no false success, no internal error, no hang.
+
+    PYTHONPATH=.:tests python tests/fuzz.py SECONDS SEED [KIND ...]
+
+Prints what does not end well, with its seed, and counts.  A false success is an exit code 0 or 1 of a run whose file
+its library refuses, or of a dry run where the run has another exit code; with a number that cannot be, or a failure,
+in a report; and one that differs between formats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import cases
+import tiny_models
+import torch
+from checkpoint.conftest import save_tokenizer
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from ssdprof.cli import app
+from ssdprof.store.reports import dump
+
+HANGS_S = 60.0
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 3, 255, 10**6, 2**31, 2**64, 10**40, -(10**30), 0.5, -0.5, 5e-324, 1e300, math.nan,
+    math.inf, "", "0", "1e-3", "x", "swish_7", "\x00", "\ud800", "x\x1b[2J\nverdict=1", "=1+1", "::error::x", "nan",
+    "a" * 5000, "../..", [], [[]], [None], [1, 2], ["x"], {}, {"x": 1}, {"__float__": "Infinity"},
+)  # fmt: skip
+KEYS = (
+    "quantization_config", "rope_parameters", "dtype", "architectures", "auto_map", "layers_block_type", "text_config",
+    "time_step_limit", "vision_config", "tokenizer_class", "added_tokens_decoder", "chat_template", "eos_token",
+    "complete", "reason", "later_fault", "nonfinite", "samples", "summary", "call", "serving", "min-speedup", "fail-if",
+)  # fmt: skip
+FORMATS = ("markdown", "html", "junit", "csv", "benchmark-action", "github")
+RUN = ("--seq", "8", "--layers", "2", "--dtypes", "exact", "--impl", "reference", "--baseline", "reference")
+SETTINGS = """[gates]
+min-speedup = 1.5
+max-rms-ratio = 2.0
+min-match = { "1e-3" = 99.0, "0" = 10 }
+[prefill]
+min-speedup = 1.1
+[compare]
+fail-if = ["rms:50%", "slower:3%"]
+"""
+
+
+class Hang(BaseException): ...
+
+
+# --- damage
+
+
+def places(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) at any depth."""
+    for key in document if isinstance(document, dict) else range(len(document)):
+        yield document, key
+        if isinstance(document[key], dict | list):
+            yield from places(document[key])
+
+
+def in_json(draw: random.Random, text: bytes) -> bytes:
+    document = json.loads(text)
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        found = list(places(document))
+        inside, key = draw.choice(found)
+        value, way = inside[key], draw.random()
+        if way < 0.1 and len(found) > 9:
+            del inside[key]
+        elif way < 0.2 and isinstance(inside, list):
+            inside.append(json.loads(json.dumps(value)))
+        elif way < 0.3 and isinstance(inside, dict):
+            inside[draw.choice(KEYS)] = draw.choice(VALUES)
+        elif way < 0.45 and type(value) in (int, float):
+            inside[key] = draw.choice((-value, value * 2, value + 1, float(value), str(value), [value], value * 10**9))
+        elif way < 0.55:
+            other, name = draw.choice(found)
+            inside[key] = json.loads(json.dumps(other.get(name) if isinstance(other, dict) else other))
+        else:
+            inside[key] = draw.choice(VALUES)
+    return json.dumps(document).encode()
+
+
+def in_bytes(draw: random.Random, data: bytes) -> bytes:
+    at = draw.randrange(len(data))
+    flipped = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
+    nested = data.rstrip()[:-1] + b',"x":' + b"[" * 300 + b"]" * 300 + b"}"
+    return draw.choice((data[:at], flipped, data[:at] + data[at + 1 :], b"[" * 10**5, b"", b"[]", nested))
+
+
+def in_header(draw: random.Random, data: bytes) -> bytes:
+    """In the header of a safetensors file."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = draw.choice((in_json, in_json, in_bytes))(draw, data[8:end])
+    length = len(header) if draw.random() < 0.9 else draw.choice((0, 1, len(header) + 1, 2**40, 2**64 - 1))
+    return length.to_bytes(8, "little") + header + data[end:]
+
+
+def in_pickle(draw: random.Random, data: bytes) -> bytes:
+    """In the pickled part of torch's zip file, whose checksums are right then."""
+    made = BytesIO()
+    with zipfile.ZipFile(BytesIO(data)) as given, zipfile.ZipFile(made, "w") as target:
+        for name in given.namelist():
+            content = given.read(name)
+            for _ in range(draw.choice((1, 1, 2, 4)) * name.endswith("data.pkl")):
+                at = draw.randrange(len(content))
+                ways = (bytes([draw.randrange(256)]), b"", content[at : at + 1] * 2, b"0", b"}", b".", b"R")
+                content = content[:at] + draw.choice(ways) + content[at + 1 :]
+            target.writestr(name, content)
+    return made.getvalue()
+
+
+def in_words(draw: random.Random, data: bytes) -> bytes:
+    """A number or a word of a TOML file."""
+    parts = data.split(b" ")
+    parts[draw.randrange(len(parts))] = json.dumps(draw.choice(VALUES)).encode()
+    return b" ".join(parts)
+
+
+# --- what a damaged file is given to: each function returns what is wrong
+
+
+def invoked(*words: str) -> tuple[int, str]:
+    """Exit code and output.  Raises Hang, and what would be an internal error."""
+    signal.setitimer(signal.ITIMER_REAL, HANGS_S)
+    try:
+        result = CliRunner().invoke(app, words, prog_name="ssdprof")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def of_report(draw: random.Random, file: Path) -> str:
+    code, shown = invoked("export", str(file), "--format", "json")
+    if code > 1:
+        return ""
+    Path("outputs").unlink(missing_ok=True)
+    other = draw.choice((*FORMATS, "accuracy", "compare"))
+    of_others = {"accuracy": ("accuracy", str(file)), "compare": ("compare", str(file), str(file))}
+    second, output = invoked(*of_others.get(other, ("export", str(file), "--format", other)))
+    if "\x1b" in output:
+        return f"an escape sequence in {other}"
+    if other == "github" and any("=" not in line for line in Path("outputs").read_text().splitlines()):
+        return "an output without a name"
+    if other in FORMATS and second != code:
+        return f"exit {code} of json, {second} of {other}"
+    return impossible(json.loads(shown[shown.index("{") : shown.rindex("}") + 1]), code)
+
+
+def impossible(document: Any, code: int) -> str:
+    """What a report that may be printed cannot have."""
+    datetime.fromisoformat(document["created"])
+    if code == 0 and not all(one.get("complete") for one in document["processes"]):
+        return "passed, and not complete"
+    for one in document.get("cases", ()):
+        uses = [use for accuracy in one.get("accuracy", ()) for use in accuracy["budget"]]
+        outside = one["implementation"] == "fused" and any(use["error"] > use["budget"] for use in uses)
+        if code == 0 and (outside or one["status"] == "failed"):
+            return "passed, and failed"
+    for inside, key in places(document):
+        value = inside[key]
+        if (isinstance(value, float) and not math.isfinite(value)) or (key == "match_pct" and not 0 <= value <= 100):
+            return f"{key} is {value}"
+        if key == "us" and any(us <= 0 for row in value for us in row):
+            return "a time that is not positive"
+        if key == "nonfinite" and code == 0 and value and "against" in inside:
+            return "passed, and not finite"
+    return ""
+
+
+def of_settings(_draw: random.Random, file: Path) -> str:
+    code, _ = invoked("accuracy", "good.json", "--config", str(file))
+    gates = tomllib.loads(file.read_text()).get("gates", {}) if code < 2 else {}
+    wrong = [one for one in gates.values() if not isinstance(one, dict) and not 0 <= one < math.inf]
+    return f"taken: {wrong}" if wrong else ""
+
+
+def of_folder(_draw: random.Random, file: Path) -> str:
+    """A model or captures."""
+    captures = file.parent.name == "captures"
+    words = ("run", str(file.parent), *RUN[4 if captures else 0 :])
+    words += () if captures or file.name.startswith("tokenizer") else ("--prompt", "random")
+    (planned, _), (ran, _) = invoked(*words, "--dry-run"), invoked(*words, "--out", "out")
+    shutil.rmtree("out", ignore_errors=True)
+    if planned < 2 <= ran:
+        return f"exit {planned} of the dry run, {ran} of the run"
+    try:
+        if ran > 1:
+            return ""
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:
+                return "" if opened.keys() else "no tensors"
+        _ = torch.load(file, "cpu", weights_only=True) if file.suffix == ".bin" else json.loads(file.read_text())
+    except Exception as error:
+        return f"exit {ran} with a file that its library refuses: {error}"
+    return ""
+
+
+# kind: what its files are given to, the files, and their damage
+Damage = Callable[[random.Random, bytes], bytes]
+JSON = (in_json, in_json, in_json, in_bytes)
+KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, ...]]] = {
+    "report": (of_report, "report-*.json", JSON),
+    "settings": (of_settings, "settings.toml", (in_words, in_words, in_bytes)),
+    "config": (of_folder, "mamba2/config.json", JSON),
+    "tokenizer": (of_folder, "mamba2/tokenizer*.json", JSON),
+    "weights": (of_folder, "whole/*.safetensors", (in_header, in_header, in_bytes)),
+    "index": (of_folder, "mamba2/*.index.json", JSON),
+    "pickle": (of_folder, "pickle/*.bin", (in_pickle, in_pickle, in_bytes)),
+    "manifest": (of_folder, "captures/manifest.json", JSON),
+    "captured": (of_folder, "captures/*.safetensors", (in_header, in_bytes)),
+}
+
+
+def prepare() -> None:
+    """Undamaged files in the current folder, and a limit for each command."""
+
+    def ring(*_: object) -> None:
+        raise Hang
+
+    signal.signal(signal.SIGALRM, ring)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "GITHUB_OUTPUT": "outputs", "GITHUB_STEP_SUMMARY": "summary"}
+    small = cases.report(layers=(0,), precisions=(cases.EXACT_FP32,), seqlens=(64,))
+    for number, one in enumerate((small, cases.bench(), cases.prefill(), cases.answers(), cases.in_calls(small))):
+        Path(f"report-{number}.json").write_text(dump(one))
+    Path("good.json").write_text(dump(small))
+    Path("settings.toml").write_text(SETTINGS)
+    model = tiny_models.shared("mamba2")
+    model.save_pretrained("mamba2", max_shard_size="100KB")
+    model.save_pretrained("whole")
+    save_tokenizer(Path("mamba2"))
+    shutil.copytree("mamba2", "pickle", ignore=shutil.ignore_patterns("*safetensors*"))
+    original = {"d_model": 64, "n_layer": 3, "vocab_size": 128, "tie_embeddings": True}
+    sizes = {"layer": "Mamba2", "headdim": 16, "d_state": 16, "ngroups": 2, "chunk_size": 32}
+    Path("pickle/config.json").write_text(json.dumps({**original, "ssm_cfg": sizes}))
+    state = {key.replace(".embeddings.", ".embedding."): value for key, value in model.state_dict().items()}
+    torch.save(state, "pickle/pytorch_model.bin")
+    assert invoked("capture", "mamba2", "--prompt", "random", *RUN[:4], "--out", "captures")[0] == 0
+    for folder in ("mamba2", "whole", "pickle"):
+        assert invoked("run", folder, "--prompt", "random", *RUN, "--dry-run")[0] == 0
+
+
+def tried(kind: str, seed: int) -> str:
+    """What is wrong with how one damaged input of a kind ends; empty if nothing is."""
+    draw = random.Random(f"{kind} {seed}")
+    given, pattern, ways = KINDS[kind]
+    file = draw.choice(sorted(Path().glob(pattern)))
+    whole = file.read_bytes()
+    file.write_bytes(draw.choice(ways)(draw, whole))
+    try:
+        wrong = given(draw, file)
+    except Hang:
+        wrong = f"a hang of {HANGS_S:g} s"
+    except Exception as error:
+        wrong = "an internal error: " + "".join(traceback.format_exception(error, limit=-3))
+    finally:
+        file.write_bytes(whole)
+    return wrong
+
+
+def main() -> None:
+    seconds, seed, kinds = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or KINDS
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2)  # a config may ask for any amount of memory
+    ends, counts = time.monotonic() + seconds, Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        prepare()
+        while time.monotonic() < ends:
+            for kind in kinds:
+                counts[kind] += 1
+                if wrong := tried(kind, seed):
+                    counts[f"{kind}: {wrong.split(':')[0]}"] += 1
+                    print(kind, seed, wrong, flush=True)
+            seed += 1
+    print(*(f"{count:7,} {what}" for what, count in sorted(counts.items())), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
