@@ -13,7 +13,7 @@ from ssdprof.kernels.oracle import Span as Span
 from ssdprof.kernels.precision import Precision
 
 _LOG2_E = math.log2(math.e)
-_TF32_EPS = 2.0**-10
+_TF32_EPS, _TWO_TF32_EPS = 2.0**-10, 2.0**-21
 
 
 def coarsest_rounding(input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,8 @@ class Rounded:
         self.state = torch.empty(0)
 
     def drawn(self, seed: int, *, cuts: bool = False) -> Rounded:
-        """This one, with an independent error of up to half a unit in the last place instead of each 16-bit rounding.
+        """This one, with an independent error of up to half a unit in the last place instead of each rounding of operands
+        and of 16-bit numbers.
 
         cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its units towards zero.
         """
@@ -135,7 +136,8 @@ class Rounded:
     def operand(self, tensor: torch.Tensor) -> torch.Tensor:
         """fp32 numbers as a matrix product on tensor cores takes them: fp32 as two tf32 numbers."""
         if self.operand_dtype == torch.float32:
-            return two_tf32(tensor)
+            exact = self._generator is None
+            return two_tf32(tensor) if exact else self._with_error(tensor, _TWO_TF32_EPS, -0.5)
         return self._with_error(tensor, _TF32_EPS, -1.0) if self._cuts else self._in(tensor, self.operand_dtype)
 
     def intermediate(self, tensor: torch.Tensor) -> torch.Tensor:
