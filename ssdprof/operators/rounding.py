@@ -110,8 +110,8 @@ class Rounded:
         self.state = torch.empty(0)
 
     def drawn(self, seed: int, *, cuts: bool = False) -> Rounded:
-        """This one, with an independent error of up to half a unit in the last place instead of each rounding of operands
-        and of 16-bit numbers.
+        """This one, with an independent error of up to half a unit in the last place instead of each rounding of an
+        operand, and of each to 16 bits.
 
         cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its units towards zero.
         """

@@ -222,7 +222,7 @@ SUBJECTS = {
     "gdn hopper": gdn_on_hopper(gdn_hopper_by(None)),
     "gdn first passes": gdn_on_hopper(gdn_hopper_by(GDN_CUT)),
     "gdn parts": gdn_on_hopper(gdn_hopper_by(GDN_PARTS), sizes=dict(gate=1e-3)),
-    "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO),
+    "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO, gpu_limits={}),
 }
 SSD_CHOSEN = ("ssd portable", "ssd hopper")
 SSD_FINE = ("ssd fine", *(f"ssd hopper, {name}" for name in ("fine", "uneven", "alone", "shared")))

@@ -89,8 +89,7 @@ def test_more_packed_sequences_than_are_looked_at_side_by_side(device: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [2, 4])
-@pytest.mark.parametrize("dstate", [64, 256])
+@pytest.mark.parametrize(("ring", "dstate"), [(2, 64), (4, 64), (2, 256)])
 def test_rings_that_tuning_may_find(device: str, ring: int, dstate: int) -> None:
     inputs = SMALL.but(dstate=dstate, seqlen=520, initial_states=True, device=device).inputs()
     passes(slowly(inputs, 0.1), CUTS["long ones first"], ring=ring)
