@@ -1,11 +1,11 @@
 """Check results of `ssdprof bench` against the bars in bars-ssd.toml and bars-gdn.toml.
 
     python benchmarks/check_bars.py
-    python benchmarks/check_bars.py --partial short/*.json
+    python benchmarks/check_bars.py new/*.json
 
 It reads the recorded results of the H200, or the named files.
-Prints a table in Markdown for each operator, below it every cell that missed or was not measured, and the fastest
-rival of GDN in each cell.  Exit code 1 if a bar does not hold, and 2 for results of several GPUs.  `bars.py` judges.
+Prints a table in Markdown for each operator, and below it every cell that missed or was not measured.  Exit code 1 if
+a bar does not hold, and 2 for results of several GPUs.  `bars.py` judges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import recorded
 from bars import Finding, check
-from rivals import Rivals
 
 from ssdprof.core import words as fmt
 from ssdprof.report import markdown
@@ -30,20 +29,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", nargs="*", type=Path, help="what ssdprof bench wrote; without: results/h200.jsonl")
     parser.add_argument("--bars", type=Path, help="instead of bars-OPERATOR.toml")
-    parser.add_argument("--partial", action="store_true", help="cells that were not measured do not count")
     options = parser.parse_args()
     read_from = options.results or [recorded.RESULTS / "h200.jsonl"]
     cells = [cell for file in read_from for cell in recorded.read(file) if not cell.bench.fixed]
     gpus = {cell.bench.gpu for cell in cells}
     if len(gpus) > 1:
         parser.error(f"bars are those of one GPU, and the results are of {fmt.words(sorted(gpus))}")
-    rivals, all_hold = Rivals.load(), True
+    all_hold = True
     for operator in dict.fromkeys(cell.bench.operator for cell in cells):
         file = options.bars or HERE / f"bars-{operator}.toml"
         own = [cell for cell in cells if cell.bench.operator == operator]
-        found = check(tomllib.loads(file.read_text(encoding="utf-8")), own, rivals, partial=options.partial)
+        found = check(tomllib.loads(file.read_text(encoding="utf-8")), own)
         print(markdown.draw(summary(found, operator)), end="\n\n")
-        for line in (*remarks(found), *against(found)):
+        for line in remarks(found):
             print(f"- {line}")
         all_hold = all_hold and all(one.holds for one in found)
     if not all_hold:
@@ -72,7 +70,7 @@ def _row(one: Finding) -> tuple[str, ...]:
         fmt.ratio(one.must or None),
         fmt.ratio(least.ratio if least else None),
         least.cell if least else fmt.MISSING,
-        f"{', '.join(parts) or 'held'}{f'; {one.left_out} cells left out' if one.left_out else ''}",
+        ", ".join(parts) or "held",
         fmt.ratio(one.goal),
         f"{one.at_goal} of {number}" if one.goal else fmt.MISSING,
     )
@@ -88,17 +86,6 @@ def remarks(found: Iterable[Finding]) -> Iterator[str]:
         if one.unmeasured:
             cells = "; ".join(reading.cell for reading in one.unmeasured)
             yield f"{one.name} ({one.what}): not measured: {cells}"
-
-
-def against(found: Iterable[Finding]) -> Iterator[str]:
-    """The fastest rivals, with their cells."""
-    cells: dict[str, dict[str, None]] = {}
-    for one in found:
-        for reading in one.readings:
-            if reading.rival:
-                cells.setdefault(reading.rival, {})[reading.cell] = None
-    for rival, where in sorted(cells.items()):
-        yield f"best rival is {rival}: {'; '.join(where)}"
 
 
 if __name__ == "__main__":

@@ -170,14 +170,48 @@ def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
     assert ended[1].stdout == ""
 
 
-def test_every_bar_holds_in_the_committed_results_but_those_of_first_calls_and_of_one_step_with_a_copied_state() -> (
-    None
-):
-    """In most of the committed results, Triton's cache had the kernels."""
-    rules = tomllib.loads((check_bars.HERE / "bars-ssd.toml").read_text())
-    cells = [cell for cell in recorded.committed("h200") if cell.bench.operator == "ssd" and not cell.bench.fixed]
-    *found, first_calls = bars.check(rules, cells)
-    assert first_calls.name == rules["first_call"]["name"]
+OPERATORS = ("ssd", "gdn")
+
+
+def bars_of(operator: str) -> dict[str, Any]:
+    return tomllib.loads((check_bars.HERE / f"bars-{operator}.toml").read_text())
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_bar_holds_in_the_committed_results(operator: str) -> None:
+    cells = [cell for cell in recorded.committed("h200") if cell.bench.operator == operator and not cell.bench.fixed]
+    found = bars.check(bars_of(operator), cells)
     assert found
-    (missed,) = check_bars.remarks(found)
-    assert missed.startswith("decoding (as selective_state_update, device): mamba2-2.7b, 1 x 1: 0.96x")
+    assert list(check_bars.remarks(found)) == []
+
+
+# --- other yardsticks
+
+
+def of_one(fields: dict[str, Any], result: Report) -> bars.Finding:
+    bar = {"name": "a bar", "shapes": ["tiny"], "tokens": ["1 x 40"], "of": "fused exact fp32"} | fields
+    (found,) = bars.check({"bar": [bar]}, list(recorded.recorded("b", result)))
+    return found
+
+
+def test_over_microseconds_and_over_the_floor() -> None:
+    result = report(measured("fused", 50.0))
+    found = of_one({"over": 100, "device": {"must": 2.0}}, result)
+    assert found.readings[0].ratio == 2.0
+    assert (found.what, found.holds) == ("as 100 us, device", True)
+    floor_us = result.cases[0].floor_us(result.ceilings)
+    assert floor_us
+    found = of_one({"over": "floor", "device": {"goal": 0.77}}, result)
+    assert found.readings[0].ratio == pytest.approx(floor_us / 50, rel=1e-5)
+    assert (found.must, found.holds, found.at_goal) == (0.0, True, 0)
+
+
+def test_errors_count_where_all_tokens_were_compared() -> None:
+    rules = {"over": "unfused exact", "error": {"must": 0.99}, "checked_in_full": True}
+    full, short = (
+        report(*(measured(name, us, checked=checked) for name, us in (("fused", 50.0), ("unfused", 90.0))))
+        for checked in (None, 16)
+    )
+    assert of_one(rules, full).what == "as unfused exact, error"
+    assert of_one(rules, full).readings[0].ratio == pytest.approx(1.0)
+    assert len(of_one(rules, short).unmeasured) == 1

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = {  # options of the commands, with the defaults of `ssdprof bench`
     "--shape": "", "--seq": "1k,4k,16k,64k", "--batch": "1", "--cells": "", "--packed": "", "--dtype": "bf16",
     "--dtypes": "exact", "--states": "", "--against": "", "--published": "", "--also": "", "--draw": "", "--out": "",
+    "--impl": "unfused,fused", "--check": "full",
 }  # fmt: skip
 
 
@@ -67,7 +68,9 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
         drawn = tuple(word for word in record.generated.ways if word in option["--draw"].split(","))
         for cell in expand(shapes, (option["--dtype"],), tokens, "contiguous", drawn):  # type: ignore[arg-type]
             ours = [
-                f"{name} {one.intermediates} {one.state_dtype}" for name in ("unfused", "fused") for one in precisions
+                f"{name} {one.intermediates} {one.state_dtype}"
+                for name in option["--impl"].split(",")
+                for one in precisions
             ]
             by_token = ["recurrent exact fp32"] if cell.tokens.steps else []
             for case in (*ours, *by_token, *(f"{name} exact fp32" for name in also), *theirs):
