@@ -40,8 +40,6 @@ ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _FINE_DRAWS = 8  # of lo with fp32 inputs
 _WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
-
-
 # a GPU may flush numbers below the least normal fp32 number to zero
 FLUSHED = torch.finfo(torch.float32).tiny
 
@@ -148,24 +146,18 @@ class _TensorSums(Generic[K]):
         def deviation(against: str) -> RunningDeviation:
             return RunningDeviation(against, self.shape, heads, first.device)
 
+        baselines = {key: c.baseline for key, c in candidates.items() if c.baseline is not None}
         self._floor = deviation(ORACLE)
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
-        self._from_baseline = {
-            key: deviation(candidates[c.baseline].name or str(c.baseline))
-            for key, c in candidates.items()
-            if c.baseline is not None
-        }
+        self._from_baseline = {key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()}
         self._low: dict[Precision, list[HeadNorms]] = {c.precision: [] for c in candidates.values()}
         self._evidence = Evidence(self.shape[1] if name == "out" else None)
         self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}
 
     def add(
-        self,
-        high: torch.Tensor,
-        low: Mapping[Precision, Sequence[torch.Tensor]],
-        draws: Mapping[str, Iterable[torch.Tensor]],
-        place: Region,
-    ) -> None:
+        self, high: torch.Tensor, low: Mapping[Precision, Sequence[torch.Tensor]],
+        draws: Mapping[str, Iterable[torch.Tensor]], place: Region,
+    ) -> None:  # fmt: skip
         """A block of the oracle, of every `lo` and of draws of it: (h, elements), fp64."""
         if self.name == "final_states":
             for dtype in _COARSE:
@@ -227,13 +219,8 @@ class _TensorSums(Generic[K]):
         head = int((error / budget).argmax())
         if not bool(budget[head].isfinite()):
             return None
-        return BudgetUse(
-            norm=norm,
-            head=head,
-            error=float(error[head]),
-            budget=float(budget[head]),
-            position=deviation.position_of_max(head),
-        )
+        used, most, position = float(error[head]), float(budget[head]), deviation.position_of_max(head)
+        return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
 
     def _coarser_than(self, key: K, claimed: torch.dtype) -> DType | None:
         """The dtype of states that are declared as `claimed` and hold only 16-bit numbers; None if they do not.
@@ -416,13 +403,11 @@ class RunningDeviation:
         ratios = rms_ratio(self.error.square_sum, self.other.square_sum)
         nonfinite = int(self._nonfinite)
         matches = [100.0 * count / max(self.elements, 1) for count in self._matches.tolist()]
+        pairs = zip(TOLERANCES, matches, strict=True)
         return Deviation(
             against=self.against,
             elements=self.elements,
-            matches=tuple(
-                Match(tolerance=tolerance, match_pct=match)
-                for tolerance, match in zip(TOLERANCES, matches, strict=True)
-            ),
+            matches=tuple(Match(tolerance=tolerance, match_pct=match) for tolerance, match in pairs),
             rms_ratio=_finite(float(rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum()))),
             max_abs=float(self.error.max.max()),
             worst_head=int(ratios.argmax()),
