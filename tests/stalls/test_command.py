@@ -36,7 +36,9 @@ def call(*words: str) -> Result:
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A report that was recorded elsewhere."""
-    monkeypatch.setattr(stalls_job, "read", lambda path: synthetic.report(synthetic.kernel(), name=path.name))
+    monkeypatch.setattr(
+        "ssdprof.commands.kernels.read", lambda path: synthetic.report(synthetic.kernel(), name=path.name)
+    )
     return tmp_path / "a.ncu-rep"
 
 
