@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ssdprof import operators
 from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord, Probe
 from ssdprof.core.case import Case, ChunkTrial
@@ -321,7 +320,7 @@ def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | Non
     own: dict[int, torch.Tensor] = {}
     for call in calls:
         given = tensors.tensors(call.inputs)
-        linear = [given[name] for name in operators.get(call.inputs.operator).binding.linear if name in given]
+        linear = [given[name] for name in call.inputs.LINEAR if name in given]
         own |= {tensor.data_ptr(): tensor for tensor in (*linear, *call.implementation.copies(call.inputs))}
     try:
         before = [tensor.clone() for tensor in own.values()]

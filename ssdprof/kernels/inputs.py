@@ -25,14 +25,14 @@ class Inputs:
     """The base of an operator's inputs, a frozen dataclass.
 
     operator: its name.  FIRST: the tensor that determines batch, length, dtype and device
-    VALUES: that of the output's shape.  STATES: the initial states
+    LINEAR: tensors that, multiplied together by a number, multiply the output by it: values, of the output's shape,
+        then initial states, if there are any
     states_shape: the shape of initial and final states
     """
 
     operator: ClassVar[str]
     FIRST: ClassVar[str]
-    VALUES: ClassVar[str]
-    STATES: ClassVar[str]
+    LINEAR: ClassVar[tuple[str, ...]]
     cu_seqlens: torch.Tensor | None
     states_shape: Any
 
@@ -56,8 +56,13 @@ class Inputs:
 
     @property
     def values(self) -> torch.Tensor:
-        values: torch.Tensor = getattr(self, self.VALUES)
+        values: torch.Tensor = getattr(self, self.LINEAR[0])
         return values
+
+    @property
+    def initial(self) -> torch.Tensor | None:
+        """Initial states; None is zeros."""
+        return getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
         """same_dtype: as FIRST"""

@@ -69,9 +69,8 @@ def sequences(batch: int, length: int, cu_seqlens: torch.Tensor | None) -> list[
 
 def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
     """Initial states in a new tensor; zeros if there are none."""
-    given: torch.Tensor | None = getattr(inputs, inputs.STATES)
-    if given is not None:
-        return given.to(dtype, copy=True)
+    if inputs.initial is not None:
+        return inputs.initial.to(dtype, copy=True)
     return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.values.device)
 
 

@@ -70,8 +70,7 @@ class Call:
     @property
     def outputs_that_fit(self) -> int:
         """The number of outputs in half of the free memory: the rest is for a workspace and a block of the oracle."""
-        oracle = operators.get(self.inputs.operator).judged
-        size = oracle.values(self.inputs).nbytes + 4 * math.prod(oracle.states(self.inputs)[1])
+        size = sum(form.nbytes for form in operators.get(self.inputs.operator).judged.forms(self.inputs))
         return free_memory(self.device) // 2 // size
 
     def judged_output(self, output: Output) -> Output:

@@ -158,7 +158,7 @@ class _Laws:
         cuts, (out, _) = self.implementation.cuts_operands, output
         candidate = Candidate[str](output=output, precision=precision_of(self.precision), cuts=cuts)
         found = compare(inputs, {"": candidate})[""]
-        if out.dtype == torch.float32 != _values(self.inputs).dtype:
+        if out.dtype == torch.float32 != self.inputs.values.dtype:
             # fp32 sums in another order are no fault: their roundings add up as a random walk does
             room = out.shape[1] ** 0.5
             scaled = [tuple(use.changed(budget=room * use.budget) for use in one.budget) for one in found]
@@ -190,7 +190,7 @@ class _Laws:
     @property
     def _fp16(self) -> bool:
         """Whether large numbers would overflow."""
-        return torch.float16 in (_values(self.inputs).dtype, precision_of(self.precision).state_dtype)
+        return torch.float16 in (self.inputs.values.dtype, precision_of(self.precision).state_dtype)
 
     @property
     def _leak_factor(self) -> float:
@@ -219,10 +219,10 @@ class _Laws:
         operator, (whole,) = operators.get(self._one.operator), _spans(self._one)
         chunk = operator.judged.chunk_size(self._one)
         middle = whole.length // 2 // chunk * chunk or whole.length // 2
-        if not middle or len(operator.binding.linear) == 1:
+        if not middle or len(self._one.LINEAR) == 1:
             raise _NotApplicable("the sequences are too short, or have no initial state")
         shape = operator.judged.forms(self._one)[1].shape
-        state = {operator.binding.linear[1]: torch.zeros(shape, device=self._one.device)}
+        state = {self._one.LINEAR[1]: torch.zeros(shape, device=self._one.device)}
         before, after = replace(whole, stop=middle), replace(whole, start=middle)
         first, second = (_joined(self._one, [part], packed=False) for part in (before, after))
         return first, replace(second, **state)
@@ -265,7 +265,7 @@ class _Laws:
         return wrong and f"a sequence alone is not as among others: {words}; {wrong}"
 
     def _causality(self) -> str:
-        length = _values(self.inputs).shape[1]
+        length = self.inputs.values.shape[1]
         if length < 2:
             raise _NotApplicable("the call has a single position")
         start = REPLACED_FROM if length > REPLACED_FROM else (length - 2) // 16 * 16 + 1
@@ -276,7 +276,7 @@ class _Laws:
 
     def _doubling(self) -> str:
         given = tensors.tensors(self.inputs)
-        twice = {name: given[name] * 2 for name in operators.get(self.inputs.operator).binding.linear if name in given}
+        twice = {name: given[name] * 2 for name in self.inputs.LINEAR if name in given}
         doubled = self._run(replace(self.inputs, **twice))
         words = self._bits([one * 2 for one in self._base], doubled, "inputs times 2 do not give outputs times 2")
         if words and self._fp16:
@@ -285,28 +285,21 @@ class _Laws:
 
     def _cut_in_two(self) -> str:
         first = self._run(self._halves[0])
-        name = operators.get(self.inputs.operator).binding.linear[1]
-        second = self._run(replace(self._halves[1], **{name: first[1]}))
+        second = self._run(replace(self._halves[1], **{self.inputs.LINEAR[1]: first[1]}))
         return self._judged(self._one, (torch.cat([first[0], second[0]], 1), second[1]))
 
     def _loud_past(self) -> str:
-        loud = _values(self._one).clone()
+        loud = self._one.values.clone()
         if self._fp16:
             raise _NotApplicable("fp16 numbers would overflow")
         if loud.shape[1] < 2 * LOUD_SHARE:
             raise _NotApplicable(f"the sequences have fewer than {2 * LOUD_SHARE} positions")
         loud[:, : loud.shape[1] // LOUD_SHARE] *= LOUD_FACTOR
-        inputs = replace(self._one, **{operators.get(self.inputs.operator).binding.linear[0]: loud})
+        inputs = replace(self._one, **{self.inputs.LINEAR[0]: loud})
         return self._judged(inputs, self._run(inputs))
 
 
 # --- inputs of any operator
-
-
-def _values(inputs: Any) -> torch.Tensor:
-    """The tensor (b, l, h, ...) in which the operator is linear."""
-    found: torch.Tensor = getattr(inputs, operators.get(inputs.operator).binding.linear[0])
-    return found
 
 
 def _packed(inputs: Any) -> bool:
@@ -315,7 +308,7 @@ def _packed(inputs: Any) -> bool:
 
 def _spans(inputs: Any) -> list[Span]:
     """The positions of every sequence."""
-    batch, length = _values(inputs).shape[:2]
+    batch, length = inputs.values.shape[:2]
     rows = [(row, 0, length) for row in range(batch)]
     if _packed(inputs):
         rows = [(0, start, stop) for start, stop in pairwise(inputs.cu_seqlens.tolist())]
@@ -329,7 +322,7 @@ def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
     for name, tensor in binding.positional(inputs).items():
         parts = [tensor[one.batch, one.start : one.stop] for one in spans]
         joined[name] = torch.cat(parts)[None] if packed else torch.stack(parts)
-    for name in binding.linear[1:]:
+    for name in inputs.LINEAR[1:]:
         joined[name] = given[name][[one.sequence for one in spans]] if name in given else None
     if packed:
         bounds = [0, *accumulate(one.length for one in spans)]
@@ -347,7 +340,7 @@ def _louder(inputs: Any, spans: Sequence[Span], factor: float) -> Any:
         for tensor in changed.values():
             part = tensor[one.batch, one.start : one.stop]
             part.copy_(part.flip(0))
-        changed[binding.linear[0]][one.batch, one.start : one.stop] *= factor
+        changed[inputs.LINEAR[0]][one.batch, one.start : one.stop] *= factor
     return replace(inputs, **changed)
 
 

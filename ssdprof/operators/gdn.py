@@ -152,7 +152,6 @@ BINDING: CallBinding[GDNInputs] = CallBinding(
     ),
     always_a_pair=True,
     views=("q", "k", "v"),
-    linear=("v", "initial_state"),
     per_position=("g", "beta"),
     always_fp32=("g",),
     gate_bytes=lambda item: item + 4,  # beta, and g in fp32
@@ -296,8 +295,6 @@ def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
 
 
 ORACLE = OracleSpec(
-    values=lambda inputs: inputs.v,
-    states=lambda inputs: (inputs.initial_state, inputs.states_shape),
     blocks=lambda inputs, length: reference.gdn_blocks(inputs, torch.float64, block=length),
     gate=gate,
     chunks=rounded_chunks,

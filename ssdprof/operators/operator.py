@@ -136,8 +136,6 @@ class CallBinding(Generic[I]):
     refused: arguments of production kernels that change the result and that the inputs cannot express.
     always_a_pair: whether the function returns (out, None), and not out alone, where no final state is wanted.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
-    linear: tensors that, multiplied together by a number, multiply the output by it: values (b, l, h, ...), then
-        initial states (sequences, h, ...), if there are any.
     per_position: the other tensors (b, l, ...).  What is in neither belongs to the whole call.
     always_fp32: those that a model computes in fp32 whatever its own dtype.
     gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype.
@@ -152,7 +150,6 @@ class CallBinding(Generic[I]):
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
     views: tuple[str, ...]
-    linear: tuple[str, ...]
     per_position: tuple[str, ...]
     always_fp32: tuple[str, ...] = ()
     gate_bytes: Callable[[int], int]
@@ -191,8 +188,6 @@ class Form:
 class OracleSpec(Generic[I]):
     """The oracle, the roundings that a precision allows (docs/measuring.md), and the least work of a call.
 
-    values: the tensor whose shape and dtype out has.
-    states: the initial states, or None for zeros, and the shape of initial and final states.
     blocks: (inputs, length) -> the fp64 oracle in blocks of at most `length` positions, a multiple of `chunk_size`;
         in order, sequence after sequence, at least one for each.
     gate: of a span.  chunks: out of a span in one precision: see `Rounded`.
@@ -202,8 +197,6 @@ class OracleSpec(Generic[I]):
     flops: the least number of multiplications and additions.
     """
 
-    values: Callable[[I], torch.Tensor]
-    states: Callable[[I], tuple[torch.Tensor | None, tuple[int, ...]]]
     blocks: Callable[[I, int], Iterable[OutputBlock]]
     gate: Callable[[I, Span], Gate]
     chunks: Callable[[I, Rounded, Span, Gate], torch.Tensor]
@@ -213,15 +206,14 @@ class OracleSpec(Generic[I]):
     words: Callable[[dict[str, int]], str]
     flops: Callable[[Dims], int]
 
-    def forms(self, inputs: I) -> tuple[Form, Form]:
+    def forms(self, inputs: Any) -> tuple[Form, Form]:
         """The forms of out and final_states; the latter is fp32."""
-        values = self.values(inputs)
-        states = Form(shape=self.states(inputs)[1], dtype=torch.float32)
-        return Form(shape=tuple(values.shape), dtype=values.dtype), states
+        states = Form(shape=inputs.states_shape, dtype=torch.float32)
+        return Form(shape=tuple(inputs.values.shape), dtype=inputs.values.dtype), states
 
-    def rounded(self, inputs: I, precision: Precision) -> Rounded:
+    def rounded(self, inputs: Any, precision: Precision) -> Rounded:
         """The same operator with every rounding that the precision allows."""
-        return rounding.Rounded(self.values(inputs), *self.states(inputs), precision, partial(self.chunks, inputs))
+        return rounding.Rounded(inputs, precision, partial(self.chunks, inputs))
 
     def dims(self, inputs: I) -> Dims:
         """The sizes of a call."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import Span as Span
 from ssdprof.kernels.precision import Precision
 
@@ -87,23 +88,15 @@ class Gate:
 class Rounded:
     """An operator in one precision, with every rounding that it allows, evaluated span after span.
 
-    values: (b, l, h, ...), in the shape and the dtype of the output.
-    initial_states: (sequences, h, ...) of `states_shape`; None is zeros.
     chunks: (self, span, gate) -> out of a span that has positions; moves `state` (h, ...) to its end.
     """
 
     def __init__(
-        self,
-        values: torch.Tensor,
-        initial_states: torch.Tensor | None,
-        states_shape: tuple[int, ...],
-        precision: Precision,
-        chunks: Callable[[Rounded, Span, Gate], torch.Tensor],
+        self, inputs: Inputs, precision: Precision, chunks: Callable[[Rounded, Span, Gate], torch.Tensor]
     ) -> None:
-        self._values, self._initial_states, self._states_shape = values, initial_states, states_shape
-        self._state_dtype, self._chunks = precision.state_dtype, chunks
-        self._intermediate_dtype = precision.intermediate_dtype(values.dtype)
-        self.operand_dtype = values.dtype if precision.exact else self._intermediate_dtype
+        self._inputs, self._state_dtype, self._chunks = inputs, precision.state_dtype, chunks
+        self._intermediate_dtype = precision.intermediate_dtype(inputs.values.dtype)
+        self.operand_dtype = inputs.values.dtype if precision.exact else self._intermediate_dtype
         self._sequence: int | None = None
         self._generator: torch.Generator | None = None
         self._cuts = False
@@ -115,7 +108,7 @@ class Rounded:
 
         cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its units towards zero.
         """
-        self._generator, self._cuts = torch.Generator(self._values.device).manual_seed(seed), cuts
+        self._generator, self._cuts = torch.Generator(self._inputs.device).manual_seed(seed), cuts
         return self
 
     def advance(self, span: Span, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,15 +116,15 @@ class Rounded:
         if span.sequence != self._sequence:
             self._sequence, self.state = span.sequence, self._initial_state(span.sequence)
         if span.start == span.stop:
-            return self._values[span.batch, span.start : span.stop], self.state
+            return self._inputs.values[span.batch, span.start : span.stop], self.state
         with _ieee_matmul():
             out = self._chunks(self, span, gate)
         return out, self.state
 
     def _initial_state(self, sequence: int) -> torch.Tensor:
-        if self._initial_states is not None:
-            return self.stored(self._initial_states[sequence].float())
-        return self._values.new_zeros(self._states_shape[1:], dtype=torch.float32)
+        if self._inputs.initial is not None:
+            return self.stored(self._inputs.initial[sequence].float())
+        return torch.zeros(self._inputs.states_shape[1:], device=self._inputs.device)
 
     def operand(self, tensor: torch.Tensor) -> torch.Tensor:
         """fp32 numbers as a matrix product on tensor cores takes them: fp32 as two tf32 numbers."""

@@ -223,7 +223,6 @@ BINDING = CallBinding(
     bind_step=bind_step,
     refused=("seq_idx", "cu_seqlens", "return_varlen_states"),
     views=("x", "B", "C"),
-    linear=("x", "initial_states"),
     per_position=("dt", "z"),
     gate_bytes=lambda item: item,  # dt
     replacement=lambda inputs: computed("ssd", inputs, inputs.x, reference.ssd_chunked),
@@ -340,8 +339,6 @@ def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
 
 
 ORACLE = OracleSpec(
-    values=lambda inputs: inputs.x,
-    states=lambda inputs: (inputs.initial_states, inputs.states_shape),
     blocks=lambda inputs, length: reference.ssd_blocks(inputs, torch.float64, block=length),
     gate=gate,
     chunks=rounded_chunks,

@@ -142,12 +142,8 @@ def tokens_of(inputs: Any) -> tuple[str, ...]:
     return tuple(name for name in TOKENS[type(inputs)] if getattr(inputs, name) is not None)
 
 
-def state_of(inputs: Any) -> Any:
-    return getattr(inputs, inputs.STATES)
-
-
 def with_state(inputs: Any, state: torch.Tensor | None) -> Any:
-    return replace(inputs, **{inputs.STATES: state})
+    return replace(inputs, **{inputs.LINEAR[1]: state})
 
 
 def changed(inputs: Any, change: Any, *names: str) -> Any:
@@ -167,17 +163,17 @@ def cut(inputs: Any, start: int, stop: int | None, **overrides: Any) -> Any:
 
 def rows(inputs: Any, which: Any) -> Any:
     """Rows of a batch, with their initial states."""
-    names = [*tokens_of(inputs), *([inputs.STATES] if state_of(inputs) is not None else [])]
+    names = [*tokens_of(inputs), *(() if inputs.initial is None else inputs.LINEAR[1:])]
     return changed(inputs, lambda tensor: tensor[which], *names)
 
 
 def sequences(inputs: Any, *, packed: bool = False) -> dict[int, Any]:
     """Number -> a packed sequence that is not empty, as a call of its own; `packed`: as a pack of one sequence."""
-    state, alone = state_of(inputs), {}
+    state, alone = inputs.initial, {}
     for i, (start, stop) in enumerate(pairwise(inputs.cu_seqlens.tolist())):
         if start < stop:
             one = bounds((stop - start,), str(inputs.cu_seqlens.device)) if packed else None
-            own = {} if state is None else {inputs.STATES: state[i : i + 1]}
+            own = {} if state is None else {inputs.LINEAR[1]: state[i : i + 1]}
             alone[i] = cut(inputs, start, stop, cu_seqlens=one, **own)
     return alone
 

@@ -28,7 +28,6 @@ from kernel_cases import (
     rows,
     sequences,
     spoilt,
-    state_of,
     tensors_of,
     with_state,
     with_steps,
@@ -97,7 +96,7 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
         one: Any = (slice(None), slice(*inputs.cu_seqlens.tolist()[1:3])) if case.lengths else slice(1, 2)
         before: Any = (slice(None), slice(one[1].start)) if case.lengths else 0
         after: Any = (slice(None), slice(one[1].stop, None)) if case.lengths else 2
-        state = state_of(inputs).clone()
+        state = inputs.initial.clone()
         state[0], state[2] = torch.nan, torch.inf
         bad = with_state(spoilt(spoilt(inputs, torch.nan, before), torch.inf, after), state)
         ours, theirs = kernel(inputs), kernel(bad)
@@ -145,7 +144,7 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Subject, dtype: torch.dtype
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
 def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]) -> None:
     inputs = kernel.case(lengths=lengths, initial_states=True).inputs()
-    whole, ends, state = kernel(inputs), inputs.cu_seqlens.tolist(), state_of(inputs)
+    whole, ends, state = kernel(inputs), inputs.cu_seqlens.tolist(), inputs.initial
     for i, alone in sequences(inputs, packed=True).items():
         expected = whole.out[:, ends[i] : ends[i + 1]], whole.final_states[i : i + 1]
         assert_bitwise(kernel(alone), expected)
@@ -172,7 +171,7 @@ def test_two_calls_with_a_carried_state_are_one(kernel: Subject, where: int) -> 
 def test_steps_are_a_sequence(kernel: Subject) -> None:
     """Decoding one position at a time, with the state carried over, has the bits of one call over all positions."""
     inputs = kernel.case(seqlen=4, initial_states=True).inputs()
-    whole, state = kernel(inputs), state_of(inputs)
+    whole, state = kernel(inputs), inputs.initial
     for t in range(4):
         out, state = kernel(with_state(cut(inputs, t, t + 1), state))
         assert torch.equal(out[:, 0], whole.out[:, t])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, SSDCase, state_of
+from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, SSDCase
 
 from ssdprof.kernels import Precision, gdn_fused, gdn_unfused, get, ssd_fused, ssd_recurrent, ssd_unfused
 from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -137,7 +137,7 @@ def test_refuses_inputs_that_do_not_fit_and_a_gradient(function: Function) -> No
 def test_states_with_v_first(case: str) -> None:
     inputs = GDN[case].inputs()
     k_first = DELTA(inputs)
-    v_first = DELTA(inputs, initial_state=state_of(inputs).mT.contiguous(), state_v_first=True)
+    v_first = DELTA(inputs, initial_state=inputs.initial.mT.contiguous(), state_v_first=True)
     equal((v_first.out, v_first.final_states.mT), k_first)
     assert v_first.final_states.is_contiguous()
 
@@ -145,7 +145,7 @@ def test_states_with_v_first(case: str) -> None:
 def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
     inputs = GDN["batch"].inputs()
     with pytest.raises(ValueError, match=r"initial_state must have shape .*K comes before V"):
-        DELTA(inputs, initial_state=state_of(inputs).mT.contiguous())
+        DELTA(inputs, initial_state=inputs.initial.mT.contiguous())
     with pytest.raises(ValueError, match=r"have shape \(2, 2, 24, 16\), not \(2, 2, 16, 24\): V comes before K"):
         DELTA(inputs, state_v_first=True)
     for shape in ((5,), (2, 24, 16), (1, 2, 24, 16)):
@@ -276,7 +276,7 @@ def test_fla_drop_in(function: Any) -> None:
     out, final_state = fla(inputs, function)
     assert torch.equal(out, expected.out)
     assert final_state is None
-    v_first = state_of(inputs).mT.contiguous()
+    v_first = inputs.initial.mT.contiguous()
     out, final_state = fla(inputs, function, initial_state=v_first, output_final_state=True, state_v_first=True)
     equal((out, final_state.mT), expected)
     with pytest.raises(ValueError, match="transpose_state_layout"):

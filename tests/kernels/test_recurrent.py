@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import BF16, FP16, FP32, GDNCase, SSDCase, assert_close, state_of, with_state
+from kernel_cases import BF16, FP16, FP32, GDNCase, SSDCase, assert_close, with_state
 
 from ssdprof.kernels import Precision, gdn_recurrent, get, ssd_recurrent
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -42,7 +42,7 @@ def test_what_is_left_of_a_state_that_mostly_decays(operator: str) -> None:
     inputs: Any = SSDCase(seqlen=1, initial_states=True, dt_limit=(0.1, 0.1)).inputs(A=torch.tensor([-60.0, -90.0]))
     if operator == "gdn":
         inputs = GDNCase(seqlen=1, initial_states=True).inputs(g=torch.full((1, 1, 1), -8.0))
-    inputs = with_state(inputs, 1e4 * state_of(inputs))
+    inputs = with_state(inputs, 1e4 * inputs.initial)
     assert_close(RECURRENT[operator](inputs), ORACLE[operator](inputs), 1e-6)
 
 
@@ -62,7 +62,7 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
     inputs: Any = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True).inputs()
     if operator == "gdn":
         inputs = GDNCase(seqlen=1, batch=2, values_per_key=2, value_dim=20, initial_states=True).inputs()
-    run, state = RECURRENT[operator], state_of(inputs).to(dtype)
+    run, state = RECURRENT[operator], inputs.initial.to(dtype)
     state = state.mT.contiguous().mT if turned else state
     expected = run(with_state(inputs, state))
     out, final_states = run(with_state(inputs, state), in_place=True)

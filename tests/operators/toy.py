@@ -34,8 +34,13 @@ class ToyInputs(Inputs):
 
     operator: ClassVar[str] = "toy"
     FIRST: ClassVar[str] = "x"
+    LINEAR: ClassVar[tuple[str, ...]] = ("x",)
     x: torch.Tensor
     a: torch.Tensor
+
+    @property
+    def states_shape(self) -> tuple[int, ...]:
+        return self.x.shape[0], *self.x.shape[2:]
 
 
 # --- implementations
@@ -89,13 +94,8 @@ def chunks(inputs: ToyInputs, low: Rounded, span: Span, _gate: Gate) -> torch.Te
     return torch.stack(out)
 
 
-def states_shape(inputs: ToyInputs) -> tuple[int, ...]:
-    batch, _, heads, width = inputs.x.shape
-    return batch, heads, width
-
-
 ORACLE = OracleSpec(
-    values=lambda inputs: inputs.x, states=lambda inputs: (None, states_shape(inputs)), blocks=blocks,
+    blocks=blocks,
     gate=lambda inputs, span: Gate(exponents=inputs.a[span.batch, span.start : span.stop].float().T[None]),
     chunks=chunks, bytes_per_position=lambda inputs: 64 * inputs.x.shape[2] * inputs.x.shape[3],
     chunk_size=lambda _: CHUNK, sizes=lambda inputs: dict(zip(("heads", "width"), inputs.x.shape[2:], strict=True)),
@@ -112,7 +112,7 @@ def bind(_mixer: object, x: torch.Tensor, a: torch.Tensor, **_dropped: object) -
 
 
 BINDING = CallBinding(
-    function="toy_scan", bind=bind, views=("x",), linear=("x",), per_position=("a",), gate_bytes=lambda item: item,
+    function="toy_scan", bind=bind, views=("x",), per_position=("a",), gate_bytes=lambda item: item,
     replacement=lambda inputs: running_sum(inputs, Precision()),
 )  # fmt: skip
 

@@ -45,8 +45,7 @@ class GDNInputs(Inputs):
 
     operator: ClassVar[str] = "gdn"
     FIRST: ClassVar[str] = "q"
-    VALUES: ClassVar[str] = "v"
-    STATES: ClassVar[str] = "initial_state"
+    LINEAR: ClassVar[tuple[str, ...]] = ("v", "initial_state")
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor

@@ -35,8 +35,7 @@ class SSDInputs(Inputs):
 
     operator: ClassVar[str] = "ssd"
     FIRST: ClassVar[str] = "x"
-    VALUES: ClassVar[str] = "x"
-    STATES: ClassVar[str] = "initial_states"
+    LINEAR: ClassVar[tuple[str, ...]] = ("x", "initial_states")
     x: torch.Tensor
     dt: torch.Tensor
     A: torch.Tensor
