@@ -155,7 +155,7 @@ BINDING: CallBinding[GDNInputs] = CallBinding(
     per_position=("g", "beta"),
     always_fp32=("g",),
     gate_bytes=lambda item: item + 4,  # beta, and g in fp32
-    replacement=lambda inputs: computed("gdn", inputs, inputs.v, reference.gdn_chunked),
+    replacement=lambda inputs: computed(inputs, reference.gdn_chunked),
 )  # fmt: skip
 
 

@@ -315,12 +315,12 @@ def from_call(kind: type[I], **given: Any) -> I:
 # --- our kernels in a model
 
 
-def computed(operator: str, inputs: Any, values: torch.Tensor, chunked: Callable[..., Output]) -> Output:
-    """By our kernels on a GPU, by the chunked form in fp32 elsewhere; out is as `values`."""
-    if values.device.type == "cuda":
-        return run_kernels(operator, inputs, values.device)
+def computed(inputs: Any, chunked: Callable[..., Output]) -> Output:
+    """By our kernels on a GPU, by the chunked form in fp32 elsewhere."""
+    if inputs.device.type == "cuda":
+        return run_kernels(inputs.operator, inputs, inputs.device)
     out, final_states = chunked(inputs, dtype=torch.float32)
-    return out.to(values.dtype), final_states
+    return out.to(inputs.values.dtype), final_states
 
 
 def run_kernels(operator: str, inputs: Any, device: torch.device) -> Output:

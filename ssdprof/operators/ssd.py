@@ -225,7 +225,7 @@ BINDING = CallBinding(
     views=("x", "B", "C"),
     per_position=("dt", "z"),
     gate_bytes=lambda item: item,  # dt
-    replacement=lambda inputs: computed("ssd", inputs, inputs.x, reference.ssd_chunked),
+    replacement=lambda inputs: computed(inputs, reference.ssd_chunked),
     scalars=scalars,
     arguments=arguments,
 )
