@@ -221,9 +221,9 @@ def gdn_hopper(case: GDNCase, config: GDNHopperConfig) -> None:
     gdn_fused_hopper(on_meta(case.inputs(beta=inputs.beta.float())), config=config)
 
 
-def gdn_recurrent(case: GDNCase) -> None:
+def gdn_recurrent(case: GDNCase, *, wide: bool = False) -> None:
     inputs = on_meta(case.inputs())
-    GDNRecurrentLaunch(inputs, blocks_of(inputs))(inputs)
+    GDNRecurrentLaunch(inputs, blocks_of(inputs, wide=wide), every_state=wide)(inputs)
 
 
 def gdn_step(case: GDNCase) -> None:
@@ -300,6 +300,7 @@ GDN_SMALL: Launches = {
 # states in registers, and the largest steps
 SMALL_LIMITS: Launches = {
     "recurrent qwen": partial(gdn_recurrent, LAB.but(seqlen=1, batch=8, initial_states=True)),
+    "recurrent every state": partial(gdn_recurrent, LAB.but(seqlen=8, initial_states=True), wide=True),
     "recurrent 256": partial(gdn_recurrent, LARGEST.but(seqlen=8, initial_states=True, dtype=FP32)),
     "recurrent 256 with states": partial(gdn_recurrent, LARGEST.but(seqlen=1, initial_states=True)),
     "step largest": partial(gdn_step, LARGEST.but(seqlen=1, initial_states=True, dtype=FP32)),

@@ -75,10 +75,13 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
         run(with_state(inputs, state[:1].expand(state.shape)), in_place=True)
 
 
-def test_every_state() -> None:
+@pytest.mark.parametrize("many", [512, 1])
+def test_every_state(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state after a token is the final state of a call that ends there; packed, each sequence's last is final."""
     inputs = GDNCase(batch=2, seqlen=6, values_per_key=2, value_dim=20, initial_states=True).inputs()
+    monkeypatch.setattr("ssdprof.kernels.gdn.recurrent.MANY_HEADS", many)
     out, states = gdn_recurrent(inputs, every_state=True)
+    assert torch.equal(states, gdn_recurrent(inputs, every_state=True, batch_invariant=True).final_states)
     assert torch.equal(out, gdn_recurrent(inputs).out)
     for end in range(1, 7):
         cut = {name: getattr(inputs, name)[:, :end] for name in ("q", "k", "v", "g", "beta")}
