@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdprof.core.statistics import MAX_RECORDINGS, settled, steady
+from ssdprof.core.statistics import settled, steady
 
 Samples = list[NDArray[np.float64]]  # microseconds: (rounds) of each recording
 Name = tuple[str, str]  # the clock, "call" or "device", and the key of the run
@@ -41,17 +41,6 @@ class SamplingPlan:
     max_rounds: int = 128
     seconds: float = 1.5
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.min_recordings <= self.max_recordings <= MAX_RECORDINGS:
-            raise ValueError(
-                f"2 <= min_recordings <= max_recordings <= {MAX_RECORDINGS} does not hold: "
-                f"{self.min_recordings}, {self.max_recordings}"
-            )
-        if not 1 <= self.min_rounds <= self.max_rounds:
-            raise ValueError(f"1 <= min_rounds <= max_rounds does not hold: {self.min_rounds}, {self.max_rounds}")
-        if self.smallest_difference < 0:
-            raise ValueError(f"smallest_difference is negative: {self.smallest_difference}")
 
 
 def sample_in_turns(
