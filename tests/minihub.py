@@ -31,7 +31,6 @@ class Repo:
     history: list[Path] = field(default_factory=list)
     gated: bool = False
     private: bool = False
-    downloads: int = 0
 
     def folder(self, revision: str) -> Path | None:
         """The files of a branch, a tag or a commit."""
@@ -76,14 +75,7 @@ class MiniHub:
         self._server.server_close()
 
     def publish(
-        self,
-        repo_id: str,
-        folder: Path,
-        *,
-        revision: str = "main",
-        gated: bool = False,
-        private: bool = False,
-        downloads: int = 0,
+        self, repo_id: str, folder: Path, *, revision: str = "main", gated: bool = False, private: bool = False
     ) -> str:
         """Serve `folder` as one revision of `repo_id`; returns its commit.
 
@@ -92,7 +84,7 @@ class MiniHub:
         repo = self.repos.setdefault(repo_id, Repo())
         repo.revisions[revision] = folder
         repo.history.append(folder)
-        repo.gated, repo.private, repo.downloads = gated, private, downloads
+        repo.gated, repo.private = gated, private
         return commit_of(folder)
 
     def cut(self, file: str, *after_bytes: int) -> None:
@@ -142,18 +134,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     # --- routes
 
-    def search(self, request: Request) -> None:
-        author, text = (request.query.get(key, [""])[0] for key in ("author", "search"))
-        found = []
-        for repo_id, repo in sorted(self.hub.repos.items()):
-            namespace = repo_id.partition("/")[0]
-            visible = request.authorized or not repo.private
-            if visible and author in ("", namespace) and text.casefold() in repo_id.casefold():
-                config = json.loads((repo.revisions["main"] / "config.json").read_bytes())
-                shown = {key: config[key] for key in ("model_type", "architectures") if key in config}
-                found.append({"_id": "0", "id": repo_id, "config": shown, "downloads": repo.downloads})
-        self.send_json(found[: int(request.query.get("limit", ["100"])[0])])
-
     def info(self, request: Request, repo_id: str, revision: str | None) -> None:
         revision = revision or "main"
         if (folder := self.find(request, repo_id, revision)) is None:
@@ -166,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_json(
             {
                 "_id": "0", "id": repo_id, "sha": commit_of(folder), "private": repo.private,
-                "gated": "manual" if repo.gated else False, "downloads": repo.downloads, "tags": [],
+                "gated": "manual" if repo.gated else False, "tags": [],
                 "siblings": siblings,
             }
         )  # fmt: skip
@@ -247,7 +227,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 _REPO = r"([^/]+(?:/[^/]+)?)"  # the oldest repos have no namespace
 _ROUTES: tuple[tuple[str, Callable[..., None]], ...] = (
-    (r"/api/models", _Handler.search),
     (rf"/api/models/{_REPO}/refs", _Handler.refs),
     (rf"/api/models/{_REPO}(?:/revision/(.+))?", _Handler.info),
     (rf"/{_REPO}/resolve/(refs/pr/\d+|[^/]+)/(.+)", _Handler.resolve),

@@ -273,21 +273,6 @@ class HubRepo(Source):
             )
 
 
-def listed_models(namespace: str | None, name: str) -> list[tuple[str, str | None]]:
-    """Id and model type (None in the original format) of repos with `name` in their names, most downloaded first.
-
-    Empty if the hub does not answer.
-    """
-    try:
-        models = list(
-            api().list_models(author=namespace, search=name, limit=30, expand=["config", "safetensors", "downloads"])
-        )
-    except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled):
-        return []
-    models.sort(key=lambda model: -(model.downloads or 0))
-    return [(model.id, (model.config or {}).get("model_type", None)) for model in models]
-
-
 def api() -> HfApi:
     """The client, with the present HF_ENDPOINT.  BadInputError if that or a proxy is no address."""
     endpoint = _endpoint()

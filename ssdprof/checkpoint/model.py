@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
-from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, is_missing, is_out_of_reach, listed_models
-from ssdprof.checkpoint.names import (
-    DEMO_FOLDERS,
-    KNOWN,
-    KNOWN_TYPES,
-    close_names,
-    family_named,
-    is_folder,
-    parse_repo,
-    shown,
-)
+from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, is_missing, is_out_of_reach
+from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_named, is_folder, parse_repo, shown
 from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
 from ssdprof.core.subject import CheckpointRef, LayerRef, PlannedFile
 from ssdprof.errors import BadInputError, SsdprofError
@@ -30,7 +21,6 @@ if TYPE_CHECKING:
 
     from ssdprof.checkpoint.meta import Mixer
 
-MOST_ASKED = 12  # configs read for suggestions: one small request each
 _NEED_ATTENTION = ("olmo_hybrid",)  # types whose definition refuses a config without an attention layer
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo or demo-gdn."
 
@@ -297,37 +287,8 @@ def _open_repo(repo_id: str, revision: str | None) -> Source:
     try:
         return HubRepo(repo_id, revision)
     except SsdprofError as error:
-        similar = close_names(repo_id)
-        if is_missing(error):
-            if similar := list(dict.fromkeys([*similar, *_similar_repos(repo_id)])):
-                error.hint = f"Repos with SSD or GDN layers and a name like it: {', '.join(similar)}."
-        elif (
-            similar
-            and repo_id not in similar
-            and (is_out_of_reach(error.__cause__) or isinstance(error, BadInputError))
-        ):
+        similar = [name for name in close_names(repo_id) if name != repo_id]
+        cause = error.__cause__
+        if similar and (is_missing(error) or is_out_of_reach(cause) or isinstance(error, BadInputError)):
             error.hint = f"Similar names: {', '.join(similar)}.  {error.hint}"
         raise
-
-
-def _similar_repos(repo_id: str) -> list[str]:
-    """Repos of the same namespace whose names match and whose config has SSD or GDN layers, most downloaded first.
-
-    The hub's search matches the whole text, so a name without a match is tried again without its last
-    part.  Empty if the hub does not answer, because the caller already reports another error.
-    """
-    namespace, _, name = repo_id.rpartition("/")
-    while name:
-        # The hub's copy of a config holds no layer types, so it only rules out; the original format has no model_type.
-        likely = [found for found, kind in listed_models(namespace or None, name) if kind in (*KNOWN_TYPES, None)]
-        if similar := [found for found in likely[:MOST_ASKED] if _has_operator(found)]:
-            return similar
-        name = name.rpartition("-")[0]
-    return []
-
-
-def _has_operator(repo_id: str) -> bool:
-    try:
-        return configs.describe(HubRepo(repo_id))["model_type"] in KNOWN_TYPES
-    except SsdprofError:
-        return False  # gated, unsupported or without such layers: no suggestion

@@ -256,26 +256,24 @@ def test_ctrl_c_leaves_the_model_as_it_was(segment_length: int) -> None:
         assert torch.equal(model(ids)[0], before)
 
 
-def test_a_token_beyond_the_vocabulary() -> None:
-    ids = tiny_models.prompt(LENGTH)
-    ids[0, 7] = tiny_models.VOCAB
-    with pytest.raises(BadInputError, match="token id 128; the model's vocabulary has 128"):
-        capture("mamba2", ids=ids)
-    with pytest.raises(BadInputError, match="token id -1"):
-        capture("mamba2", ids=torch.full((1, 4), -1))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"ids": torch.full((1, 4), tiny_models.VOCAB)}, "token id 128; the model's vocabulary has 128"),
+        ({"ids": torch.tensor([[3, -1]])}, "token id -1"),
+        ({"ids": torch.empty(1, 0, dtype=torch.int64)}, r"int64 ids, not \(1, 0\)"),
+        ({"layers": ()}, "No layer was selected"),
+    ],
+)
+def test_no_prompt_and_no_layer(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInputError, match=words):
+        capture("mamba2", **options)
 
 
 def test_importing_capture_imports_no_transformers() -> None:
     """Replays of stored captures need none."""
     code = "import sys, ssdprof.capture.layers, ssdprof.checkpoint.load; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
-
-
-def test_no_prompt_and_no_layer() -> None:
-    with pytest.raises(BadInputError, match=r"int64 ids, not \(1, 0\)"):
-        capture("mamba2", ids=torch.empty(1, 0, dtype=torch.int64))
-    with pytest.raises(BadInputError, match="No layer was selected"):
-        capture("mamba2", layers=())
 
 
 def test_out_of_memory_says_what_to_do() -> None:

@@ -124,13 +124,6 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
-def test_the_same_layer_twice(tmp_path: Path, mamba2: list[CapturedLayer]) -> None:
-    with writer(tmp_path) as out:
-        out.add(mamba2[0])
-        with pytest.raises(ValueError, match="in the manifest already"):
-            out.add(mamba2[0])
-
-
 def flip(at: int, of: str = "") -> Callable[[Path], object]:
     """A bit of a byte, or of one in the middle of a tensor."""
 

@@ -42,24 +42,6 @@ def failure(model: str, **options: str) -> SsdprofError:
     return caught.value
 
 
-def publish_config(hub: MiniHub, repo_id: str, folder: Path, downloads: int = 0, **config: object) -> None:
-    """A repo with only a config."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    hub.publish(repo_id, folder, downloads=downloads)
-
-
-def granite(layer_types: list[str]) -> dict[str, object]:
-    return {
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": len(layer_types),
-        "layer_types": layer_types,
-        "hidden_size": 64,
-        "mamba_n_heads": 8,
-        "mamba_d_state": 16,
-    }
-
-
 @pytest.fixture
 def tiny_hub(hub: MiniHub, saved: Save) -> MiniHub:
     """A hub with the repo org/tiny."""
@@ -261,27 +243,16 @@ def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypa
 # --- unavailable
 
 
-def test_a_missing_repo_names_those_with_operator_layers(hub: MiniHub, saved: Save, tmp_path: Path) -> None:
-    hub.publish("org/granite-9-h-tiny", saved("granitemoehybrid"), downloads=5)
-    hub.publish("org/granite-9-h-mamba", saved("mamba2"), downloads=50)
-    hub.publish("other/granite-9-h", saved("granitemoehybrid"))
-    hub.publish("org/granite-9-gated", saved("granitemoehybrid"), gated=True)
-    publish_config(hub, "org/granite-9-micro", tmp_path / "micro", **granite(["attention"] * 4))
-    publish_config(hub, "org/granite-9-llama", tmp_path / "llama", model_type="llama")
-    error = failure("org/granite-9")
-    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert "There is no repo org/granite-9" in error.message
-    assert error.hint.endswith(": org/granite-9-h-mamba, org/granite-9-h-tiny.")
-    assert "org/granite-9-h-tiny" in failure("org/granite-9-h-tinny").hint  # a typo: the search uses the beginning
-    assert "other/granite-9-h" in failure("granite-9").hint  # no namespace: all are searched
-    assert not [name for name in hub.downloads() if name != "config.json"]
-
-
-def test_a_missing_repo_without_any_like_it(hub: MiniHub) -> None:
-    error = failure("org/nothing")
-    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert "hf auth login" in error.hint
-    assert [request.path for request in hub.log].count("/api/models") == 1
+@pytest.mark.usefixtures("hub")
+def test_a_missing_repo_names_known_ones_like_it() -> None:
+    for name, words in (
+        ("org/nothing", "hf auth login"),
+        ("ibm-granite/granite-4.0-h-tinny", "ibm-granite/granite-4.0-h-tiny"),
+    ):
+        error = failure(name)
+        assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
+        assert f"There is no repo {name}" in error.message
+        assert words in error.hint
 
 
 @pytest.mark.parametrize(
