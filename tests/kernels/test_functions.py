@@ -20,7 +20,8 @@ from ssdprof.kernels.ssd.compat import mamba_chunk_scan_combined
 from ssdprof.kernels.ssd.portable import _fused_kernel
 from ssdprof.kernels.ssd.recurrent import _ssd_recurrent_kernel
 
-STEP = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True, dtype=BF16)
+STEP = SSDCase(batch=2, seqlen=1, heads=2, groups=2, initial_states=True, dtype=BF16)
+PACK = SSDCase(lengths=(1, 1), heads=2)
 SSD = {
     "batch": SSDCase(seqlen=20, gate=True, initial_states=True, dt_limit=(0.01, 0.2), dtype=BF16),
     "packed": SSDCase(lengths=(0, 13, 7), skip="(h, p)", initial_states=True),
@@ -217,10 +218,12 @@ STEPS = {
 @pytest.mark.parametrize(
     ("case", "kernel"),
     [
-        *((case, _ssd_recurrent_kernel) for case in STEPS.values()),
-        *((case, _fused_kernel) for case in (STEP.but(seqlen=2), SSDCase(lengths=(1, 1, 1)), SSDCase(lengths=(1,)))),
+        *(pytest.param(case, _ssd_recurrent_kernel, id=name) for name, case in STEPS.items()),
+        *(
+            pytest.param(case, _fused_kernel, id=str(case))
+            for case in (STEP.but(seqlen=2), PACK, PACK.but(lengths=(1,)))
+        ),
     ],
-    ids=str,
 )
 def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(case: SSDCase, kernel: Any) -> None:
     inputs, one = case.inputs(), STEP.inputs()
