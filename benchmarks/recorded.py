@@ -20,7 +20,7 @@ from pydantic import Field
 
 from ssdprof.core.accuracy import Deviation
 from ssdprof.core.base import Clock, Record
-from ssdprof.core.case import Case, Launch, Memory
+from ssdprof.core.case import Case, Launch
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Ceilings, Clocks, Environment
@@ -123,7 +123,7 @@ class RecordedCase(Record):
     outside_budget: str = ""
     plan: str = ""
     launches: tuple[Launch, ...] = ()
-    memory: Memory | None = None
+    workspace_bytes: int | None = None
     errors: dict[str, Error] = Field(default_factory=dict)
     device_us: Triple | None = None
     call_us: Triple | None = None
@@ -254,7 +254,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
         **{
             name: getattr(case, name)
             for name in ("batch", "seqlen", "implementation", "variant", "version", "chunk_size", "plan", "launches",
-                         "memory")
+                         "workspace_bytes")
         },
     )  # fmt: skip
 
@@ -285,7 +285,7 @@ def _errors(case: Case) -> Iterator[tuple[str, Error]]:
 
 
 def _matches(deviation: Deviation) -> Triple:
-    zero, small, large = (_digits(one.match_pct, TIME_DIGITS) for one in deviation.matches)
+    zero, small, large = (_digits(one, TIME_DIGITS) for one in deviation.matches)
     return zero, small, large
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from ssdprof.core.report import StepTime
-
 Advance = Callable[[int], None]
 
 
@@ -40,14 +38,14 @@ class Unwatched:
 class StepClock:
     """Times the steps of a job, and tracks its budget.
 
-    budget: seconds of wall clock from now on; None: no limit.  on_step: called after every step.
+    budget: seconds of wall clock from now on; None: no limit.  on_step: gets the name and the seconds of every step.
     now: the clock, in seconds.
     """
 
     def __init__(
         self,
         budget: float | None = None,
-        on_step: Callable[[StepTime], object] = lambda _: None,
+        on_step: Callable[[str, float], object] = lambda *_: None,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,7 +58,7 @@ class StepClock:
 
     def within(self, what: str) -> StepClock:
         """The same clock for a part of the job."""
-        part = StepClock(None, lambda step: self._on_step(step.changed(what=f"{what}, {step.what}")), now=self.now)
+        part = StepClock(None, lambda step, seconds: self._on_step(f"{what}, {step}", seconds), now=self.now)
         part._ends = self._ends
         return part
 
@@ -69,4 +67,4 @@ class StepClock:
         """Call `on_step` after the block, unless it raises."""
         began = self.now()
         yield
-        self._on_step(StepTime(what=what, seconds=round(self.now() - began, 3)))
+        self._on_step(what, round(self.now() - began, 3))

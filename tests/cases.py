@@ -12,22 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation, Match
-from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, TOLERANCES, VERSION, DType, PrecisionRecord
-from ssdprof.core.case import (
-    AnswerBand,
-    Answers,
-    Case,
-    Drawn,
-    Flip,
-    Interval,
-    Launch,
-    Memory,
-    PartTime,
-    Prefill,
-    Samples,
-    Work,
-)
+from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
+from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, VERSION, DType, PrecisionRecord
+from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, PartTime, Prefill, Samples
 from ssdprof.core.report import ProcessLine, Report, Requested
 from ssdprof.core.subject import (
     CallRef,
@@ -84,10 +71,9 @@ def dims(seqlen: int = 1024, batch: int = 1, dtype: DType = "bf16", chunk_size: 
 
 def deviation(rms: float = 2e-3, matches: Sequence[float] = (70.0, 99.0, 100.0), **fields: Any) -> Deviation:
     """matches: percent at each of `TOLERANCES`."""
-    shares = tuple(Match(tolerance=t, match_pct=pct) for t, pct in zip(TOLERANCES, matches, strict=True))
     place = {"worst_head": 7, "worst_position": (0, 5, 7, 3)} | fields
     return made_of(
-        Deviation, place, against="fp64 oracle", elements=1000, matches=shares, rms_ratio=rms, max_abs=10 * rms,
+        Deviation, place, against="fp64 oracle", elements=1000, matches=tuple(matches), rms_ratio=rms, max_abs=10 * rms,
         nonfinite=0, scale_max_abs=4.0, along=(rms, 2 * rms),
     )  # fmt: skip
 
@@ -143,17 +129,17 @@ def failed(one: Case, result: str = "inaccurate") -> Case:
         bad = deviation(nonfinite=3, first_nonfinite=(0, 1, 2, 3), rms_ratio=None)
         return one.changed(samples=(), accuracy=(accuracy("out").changed(vs_oracle=bad), *one.accuracy[1:]))
     reason = {"refused": "headdim 80 is not supported", "out of memory": "CUDA out of memory", "failed": "it broke"}
-    return one.changed(status=result, reason=reason[result], samples=(), accuracy=(), launches=(), memory=None)
+    return one.changed(status=result, reason=reason[result], samples=(), accuracy=(), launches=(), workspace_bytes=None)
 
 
 def of_size(size: float, against: str) -> tuple[Accuracy, ...]:
     """Accuracies with errors `size` times as large as others, and fewer matches."""
 
     def scaled(one: Deviation) -> Deviation:
-        matches = tuple(Match(tolerance=m.tolerance, match_pct=m.match_pct / size) for m in one.matches[:2])
         rms = (one.rms_ratio or 0.0) * size
         along = tuple(size * (slice_ or 0.0) for slice_ in one.along)
-        return one.changed(rms_ratio=rms, max_abs=10 * rms, matches=(*matches, one.matches[2]), along=along)
+        zero, small, large = one.matches
+        return one.changed(rms_ratio=rms, max_abs=10 * rms, matches=(zero / size, small / size, large), along=along)
 
     return tuple(
         one.changed(vs_oracle=scaled(one.vs_oracle), vs_baseline=one.vs_baseline and scaled(one.vs_baseline))
@@ -191,8 +177,9 @@ def calls(
                     accuracy=of_size(size, "" if first else f"unfused {precision.exact}"),
                     variant=("hopper" if name == "fused" else "portable") if gpu else "interpreter",
                     samples=timed(us, us + CALL_US, turn=name == "unfused") if gpu else (),
-                    work=Work(bytes_moved=10**9, flops=10**11),
-                    memory=Memory(peak_bytes=3 << 20, workspace_bytes=(1 if name == "fused" else 2) << 20),
+                    bytes_moved=10**9,
+                    flops=10**11,
+                    workspace_bytes=(1 if name == "fused" else 2) << 20,
                     launches=launches(name, gpu=gpu),
                 )
             )
@@ -274,7 +261,8 @@ def cell(seqlen: int = 1024, times: dict[str, float] | None = None, **fields: An
         library: dict[str, Any] = {"kind": "library", "version": "0.4"} if name == "fla" else {}
         own: dict[str, Any] = {
             "samples": timed(us, us + CALL_US, turn=name != "fused"),
-            "work": Work(bytes_moved=10**7, flops=10**9),
+            "bytes_moved": 10**7,
+            "flops": 10**9,
         }
         place: dict[str, Any] = {"drawn": drawn(f"1 x {seqlen:,}"), "seqlen": seqlen, "inputs": "bf16, contiguous"}
         made.append(case(name, **(place | own | library | fields)))
@@ -309,8 +297,8 @@ def band(start: int = 0, stop: int = 1100, **fields: Any) -> AnswerBand:
     return made_of(
         AnswerBand, fields, start=start, stop=stop, kl_mean=2e-3, kl_p99=1e-2, kl_max=0.1, kl_max_position=500,
         top1_pct=99.5, flips=5, flip_margin_median=0.01,
-        worst_flip=Flip(position=7, margin=0.05, reference_token=1, token=2), reference_perplexity=8.0,
-        perplexity=8.01, perplexity_increase_pct=0.125, perplexity_interval_pct=Interval(low=-0.1, high=0.3),
+        flip_margin_max=0.05, flip_position=7, reference_perplexity=8.0,
+        perplexity=8.01, perplexity_increase_pct=0.125, perplexity_interval_pct=(-0.1, 0.3),
     )  # fmt: skip
 
 

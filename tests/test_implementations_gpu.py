@@ -88,7 +88,7 @@ def test_the_example_of_the_documents_is_timed(here: Path, model: str, function:
     assert report.speedup(case) is not None
     assert case.baseline == "unfused"
     assert [launch.kernel for launch in case.launches] == [function.replace("my_", "") + "_scan"]
-    assert case.memory is not None
+    assert case.workspace_bytes is not None
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def compare(options: options.CompareOptions) -> None:
     sides = (options.base, base), (options.new, new)
     found = pairs.compare(*sides, smallest_difference=smallest, conditions=conditions)
     changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
-    document = comparison.compose(found, tuple(changes))
+    document = comparison.compose(found, tuple(changes), every=bool(options.format or target))
     if options.json or options.format == "json":
         _write(pairs.DOCUMENT.dump_json(found, indent=1).decode(), target, force=options.force)
     elif target is not None or options.format:

@@ -7,17 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ssdprof.core.base import SLICES, Count, DType, NotNegative, Percent, Position, Record, Size, TensorName, unique
-
-
-class Match(Record):
-    tolerance: NotNegative  # atol = rtol
-    match_pct: Percent
+from ssdprof.core.base import SLICES, TOLERANCES, Count, DType, NotNegative, Percent, Position, Record, Size, TensorName
 
 
 class Deviation(Record):
     """The difference between two tensors.  Positions index the tensor's own shape.
 
+    matches: percent of the elements, at each of `TOLERANCES`.
     scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs; None in old records.
     along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; empty for a tensor
         without a position axis, and in a bench.
@@ -25,7 +21,7 @@ class Deviation(Record):
 
     against: str  # "fp64 oracle", "unfused exact, fp16 states", ...
     elements: Size
-    matches: tuple[Match, ...]
+    matches: tuple[Percent, Percent, Percent]
     rms_ratio: NotNegative | None  # rms(out - other) / rms(other); None: it is infinite
     max_abs: NotNegative
     worst_head: Count
@@ -37,7 +33,6 @@ class Deviation(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Deviation:
-        unique("a tolerance", [one.tolerance for one in self.matches])
         for position in filter(None, (self.worst_position, self.first_nonfinite)):
             if math.prod(index + 1 for index in position) > self.elements:
                 raise ValueError(f"{position} is not within {self.elements} elements")
@@ -45,8 +40,8 @@ class Deviation(Record):
             raise ValueError("first_nonfinite is the first of the nonfinite ones among the elements")
         return self
 
-    def match_pct(self, tolerance: float) -> float | None:
-        return next((one.match_pct for one in self.matches if one.tolerance == tolerance), None)
+    def match_pct(self, tolerance: float) -> float:
+        return self.matches[TOLERANCES.index(tolerance)]
 
 
 class BudgetUse(Record):

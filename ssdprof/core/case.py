@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ssdprof.core import statistics
 from ssdprof.core.accuracy import Accuracy, Deviation
@@ -102,18 +102,6 @@ class Launch(Record):
     blocks_per_sm: Count | None = None
 
 
-class Memory(Record):
-    peak_bytes: Count  # allocated by the call, outputs included
-    workspace_bytes: Count  # beyond the outputs
-
-
-class Work(Record):
-    """The least that a call must do: every input read once, every output written once."""
-
-    bytes_moved: Count
-    flops: Count
-
-
 class FirstCall(Record):
     """From the call to the end of the GPU's work.  compiled: seconds of each kernel that was not in Triton's cache."""
 
@@ -131,34 +119,20 @@ class ChunkTrial(Record):
     first_call: FirstCall | None = None
 
 
-class Flip(Record):
-    """A position at which candidate and reference have different most likely tokens.
-
-    margin: the reference's log-probability of its own token minus that of the other one, in nats.
-    """
-
-    position: Count
-    margin: float
-    reference_token: int
-    token: int
+def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] > interval[1]:
+        raise ValueError("low is above high")
+    return interval
 
 
-class Interval(Record):
-    """A confidence interval of 95 %, where no samples are stored."""
-
-    low: float
-    high: float
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Interval:
-        if self.low > self.high:
-            raise ValueError("low is above high")
-        return self
+Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]  # of 95 %, where no samples are stored
 
 
 class AnswerBand(Record):
     """Positions start..stop of the prompt.
 
+    flips: positions at which the two have different most likely tokens; margin: the reference's log-probability of its
+    own token minus that of the other one, in nats; flip_position: that of the largest.
     perplexity_increase_pct: relative to the reference's, and its 95 % interval: from the differences at each position,
     resampled in blocks.  The perplexities are None if no next token is known.
     """
@@ -172,18 +146,12 @@ class AnswerBand(Record):
     top1_pct: Percent  # positions at which both have the same most likely token
     flips: Count
     flip_margin_median: float | None
-    worst_flip: Flip | None  # the one with the largest margin
+    flip_margin_max: float | None
+    flip_position: Count | None
     reference_perplexity: NotNegative | None
     perplexity: NotNegative | None
     perplexity_increase_pct: float | None
     perplexity_interval_pct: Interval | None
-
-
-class Generated(Record):
-    """Greedy tokens after the prompt.  first_difference: the first that differs from the reference's; None: none."""
-
-    tokens: Size
-    first_difference: Count | None
 
 
 class Answers(Record):
@@ -198,6 +166,7 @@ class Answers(Record):
     alone: the only decoder layer that the implementation computed; None: all of `layers`.
     bands: of all positions, then of parts of a long prompt.  Empty unless it ran.
     nonfinite: the first position whose distribution is not finite.
+    generated: number of greedy tokens after the prompt.  first_difference: the first that differs from the reference's.
     """
 
     reference: str
@@ -210,15 +179,8 @@ class Answers(Record):
     alone: int | None = None
     bands: tuple[AnswerBand, ...] = ()
     nonfinite: Count | None = None
-    generated: Generated | None = None
-
-
-class KernelTime(Record):
-    """All launches of one GPU kernel within a part."""
-
-    name: str
-    gpu_us: NotNegative
-    launches: Count
+    generated: Count = 0
+    first_difference: Count | None = None
 
 
 class PartTime(Record):
@@ -226,13 +188,13 @@ class PartTime(Record):
 
     mixer: a mixer without its operator, convolution and gated norm: its projections.
     rest: embedding, norms, residual sums, language-model head, and everything else.
-    kernels: those with the longest times.
+    kernels: the microseconds of those with the longest times.
     """
 
     name: PartName
     gpu_us: NotNegative
     launches: Count
-    kernels: tuple[KernelTime, ...] = ()
+    kernels: dict[str, NotNegative] = Field(default_factory=dict)
 
 
 class Prefill(Record):
@@ -288,6 +250,8 @@ class Case(Record):
     later_fault: an error after the first call, while it was timed; then there is no time.
     nonfinite: an element of an output that was not compared is not finite.
     summary: the times, if there are no samples of them.
+    bytes_moved, flops: the least that the call must do: every input read once, every output written once.
+    workspace_bytes: the peak that the call allocates beyond its outputs.
     chunk_size: the fastest of `trials`; None if the implementation chooses its own.
     probes: laws that were tested with this call; empty if they were tested with another one.
     """
@@ -316,8 +280,9 @@ class Case(Record):
     probes: tuple[Probe, ...] = ()
     samples: tuple[Samples, ...] = ()
     summary: Summary | None = None
-    work: Work | None = None
-    memory: Memory | None = None
+    bytes_moved: Count | None = None
+    flops: Count | None = None
+    workspace_bytes: Count | None = None
     launches: tuple[Launch, ...] = ()
     chunk_size: Length | None = None
     trials: tuple[ChunkTrial, ...] = ()
@@ -517,10 +482,10 @@ class Case(Record):
 
     def floor_us(self, ceilings: Ceilings | None) -> float | None:
         """The least time in which this GPU can move the bytes and do the arithmetic."""
-        if ceilings is None or self.work is None:
+        if ceilings is None or self.bytes_moved is None or self.flops is None:
             return None
-        memory_us = self.work.bytes_moved / ceilings.copy_gb_per_s / 1e3
-        return max(memory_us, self.work.flops / ceilings.matmul_tflops / 1e6)
+        memory_us = self.bytes_moved / ceilings.copy_gb_per_s / 1e3
+        return max(memory_us, self.flops / ceilings.matmul_tflops / 1e6)
 
     def floor_pct(self, ceilings: Ceilings | None) -> float | None:
         """The floor as a share of the device time."""

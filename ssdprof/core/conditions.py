@@ -92,7 +92,7 @@ METRICS: dict[str, Metric] = {
         changes=lambda case, _where, _report: case.error.rms_ratio if case.error else None,
     ),
     "memory": Metric(
-        of=lambda case, _where, _report: case.memory.workspace_bytes if case.memory else None, applies=_call,
+        of=lambda case, _where, _report: case.workspace_bytes, applies=_call,
         says=lambda _case, value, _: f"{value:,.0f} bytes", unit=" bytes", relative=True,
     ),
     "launches": Metric(
@@ -142,30 +142,23 @@ def parse(option: str, text: str) -> Condition:
     at, base, unit, word = found["at"] or "", found["base"], found["unit"], found["limit"]
     places = TOLERANCE_NAMES if change and name == "match" else () if change else metric.places
     if places is not None and at and at not in places:
-        if change:
-            hint = f"A match has a tolerance: {', '.join(TOLERANCE_NAMES)}."
-        elif places:
-            hint = f"{name} has a place: {', '.join(places)}."
+        if change or places:
+            hint = f"{'match' if change else name} has a place: {', '.join(places or TOLERANCE_NAMES)}."
         raise BadInputError(f"{option} knows no {name} at {at}.", hint)
-    try:
-        limit = float(word)
-    except ValueError:
-        limit = math.inf
+    limit = float(word) if word.count(".") < 2 else math.inf
     if math.isinf(limit):
         raise BadInputError(f"{option} has no number in {text!r}.", hint)
-    fits = word[0] not in "+-" and bool(unit) == metric.percent
+    fits = word[0] not in "+-" and bool(unit) == metric.percent and (limit <= 100 or not unit)
     if change:
         fits = (limit <= 0 if metric.more else limit >= 0) and bool(unit) == metric.relative
     elif base:
         fits = word[0] == ("-" if metric.more else "+")
     if not fits:
         raise BadInputError(f"{option} has a limit that does not fit {name}: {text!r}.", hint)
-    at = "call" if name == "slower-call" else at
-    to_base = change or bool(base)
-    return Condition(metric=name, at=at, limit=abs(limit), percent=bool(unit), to_base=to_base, spelling=text)
-
-
-# --- spellings of other options
+    return Condition(
+        metric=name, at="call" if name == "slower-call" else at, limit=abs(limit), percent=bool(unit),
+        to_base=change or bool(base), spelling=text,
+    )  # fmt: skip
 
 
 def of_options(
@@ -179,58 +172,39 @@ def of_options(
     gates: Iterable[str] = (),
 ) -> tuple[Condition, ...]:
     """The conditions of the options with these names; gates: of --gate.  Raises BadInputError for an invalid one."""
-    for option, number in (("--min-speedup", min_speedup), ("--max-rms-ratio", max_rms_ratio)):
-        if number is not None and not 0 <= number < math.inf:
-            raise BadInputError(f"{option} is not a ratio: {number}.", "Give a number, 0 or more, such as 1.5.")
-    if max_kl is not None and not 0 <= max_kl < math.inf:
-        raise BadInputError(
-            f"--max-kl is not a divergence: {max_kl}.", "Give a number of nats, 0 or more, such as 0.001."
-        )
-    top1 = None if min_top1 is None else 100 * parse_percent("--min-top1", min_top1, whole=True)
-    rise = max_perplexity_increase
-    most = None if rise is None else 100 * parse_percent("--max-perplexity-increase", rise)
-    matches = [("match", at, least, f"min-match {at}:") for at, least in parse_matches(min_match).items()]
-    given = (
-        ("speedup", "", min_speedup, "min-speedup "), *matches, ("rms", "", max_rms_ratio, "max-rms-ratio "),
-        ("kl", "", max_kl, "max-kl "), ("top1", "", top1, "min-top1 "),
-        ("perplexity-increase", "", most, "max-perplexity-increase "),
-    )  # fmt: skip
+    matches = {at: least for at, _, least in (one.partition(":") for one in min_match)}
+    given: tuple[tuple[str, str, str, float | str | None], ...] = (
+        ("min-speedup", "speedup", "", min_speedup),
+        *(("min-match", "match", at, least) for at, least in matches.items()),
+        ("max-rms-ratio", "rms", "", max_rms_ratio),
+        ("max-kl", "kl", "", max_kl),
+        ("min-top1", "top1", "", min_top1),
+        ("max-perplexity-increase", "perplexity-increase", "", max_perplexity_increase),
+    )
     found = []
-    for metric, at, limit, option in given:
+    for option, metric, at, limit in given:
         if limit is not None:
-            percent = METRICS[metric].percent
-            spelling = f"{option}{limit:g}{'%' * (percent and metric != 'match')}"
-            found.append(Condition(metric=metric, at=at, limit=limit, percent=percent, spelling=spelling))
+            unit, colon = "%" * METRICS[metric].percent, ":" * (metric == "match")
+            try:
+                one = parse("", f"{metric}{'@' * bool(colon)}{at}:{str(limit).strip().removesuffix('%')}{unit}")
+            except BadInputError as error:
+                example = {"match": _EXAMPLE, "kl": "Give nats, such as 0.001."}.get(metric, f"Give it as 1.5{unit}.")
+                raise BadInputError(f"--{option} is no limit: {at}{colon}{limit}.", example) from error
+            shown = f"{at}{colon}{one.limit:g}{unit * (not colon)}"
+            found.append(one.changed(spelling=f"{option} {shown}"))
     return (*found, *(parse("--gate", text) for text in gates))
 
 
-def parse_matches(words: Iterable[str]) -> dict[str, float]:
-    """ "1e-3:99" -> {"1e-3": 99.0}.  Raises BadInputError."""
-    found = {}
-    for word in words:
-        tolerance, colon, share = word.partition(":")
-        if not colon or tolerance not in TOLERANCE_NAMES:
-            hint = nearest(tolerance, TOLERANCE_NAMES) if colon else _EXAMPLE
-            raise BadInputError(f"--min-match does not know {word!r}.", hint)
-        try:
-            least = float(share.removesuffix("%"))
-        except ValueError:
-            least = math.nan
-        if not 0 <= least <= 100:
-            raise BadInputError(f"--min-match has no percentage in {word!r}.", _EXAMPLE)
-        found[tolerance] = least
-    return found
-
-
-def parse_percent(option: str, text: str, *, whole: bool = False) -> float:
-    """ "1%" -> 0.01.  option: for messages.  whole: 100% is allowed."""
+def parse_percent(option: str, text: str) -> float:
+    """ "1%" -> 0.01.  option: for messages."""
     try:
         value = float(text.strip().removesuffix("%"))
     except ValueError:
         value = math.nan
-    if not (0 <= value < 100 or (whole and value == 100)):
-        numbers = "from 0% to 100%, such as 99%" if whole else "from 0% to below 100%, such as 1%"
-        raise BadInputError(f"{option} is not a percentage: {text!r}.", f"Give a number {numbers}.")
+    if not 0 <= value < 100:
+        raise BadInputError(
+            f"{option} is not a percentage: {text!r}.", "Give a number from 0% to below 100%, such as 1%."
+        )
     return value / 100
 
 

@@ -18,11 +18,11 @@ from ssdprof.core.conditions import METRICS, SLOWER, judge, number
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Condition, Report, Verdict
 from ssdprof.core.statistics import Estimate, Faster
-from ssdprof.core.subject import Environment
 from ssdprof.errors import BadInputError
 
 TotalBy = Literal["device time", "call time", "speedup"]
 TotalOver = Literal["layer", "call", "length"]
+_TIMED = (*SLOWER, "time", "speedup")  # metrics of times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +45,6 @@ class Side:
         return str(self.report.model) if self.report.model else f"{self.report.subject} on drawn inputs"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A difference between the machines, which prevents a comparison of absolute times.  what: "GPU", "driver"."""
-
-    what: str
-    base: str
-    new: str
-
-    def __str__(self) -> str:
-        return f"other {self.what}: {self.base}, now {self.new}"
-
-
 def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
     """What the document has of a case: times in us, and the output's errors against the fp64 oracle."""
     if case is None:
@@ -68,7 +56,7 @@ def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
         "call_us": case.call_us.value if case.call_us else None,
         "rms_ratio": case.error.rms_ratio if case.error else None,
         "max_abs": case.error.max_abs if case.error else None,
-        "workspace_bytes": case.memory.workspace_bytes if case.memory else None,
+        "workspace_bytes": case.workspace_bytes,
     }
 
 
@@ -119,8 +107,7 @@ class Pair:
             return "only in NEW" if self.base is None else "only in BASE"
         if self.judged_by is not None:
             return self.judged_by.verdict(self.smallest_difference)
-        timed = self.base.time_us is not None and self.new.time_us is not None
-        return "not comparable" if timed else "not timed"
+        return "not comparable" if self.base.time_us and self.new.time_us else "not timed"
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -153,12 +140,13 @@ class Total:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """verdicts: of the conditions: for each its offenders, or none."""
+    """machine: the differences between the machines, which prevent a comparison of absolute times.
+    verdicts: of the conditions: for each its offenders, or none."""
 
     base: Side
     new: Side
     smallest_difference: float
-    machine: tuple[Difference, ...]
+    machine: tuple[str, ...]
     pairs: tuple[Pair, ...]
     totals: tuple[Total, ...]
     verdicts: Annotated[
@@ -205,9 +193,6 @@ def compare(
             f"BASE is a {before.report.kind} and NEW is a {now.report.kind}.",
             "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
-    machine = _different(*(_machine(side.report.environment) for side in (before, now)))
-    if not (before.report.environment.gpu and now.report.environment.gpu):
-        machine = ()  # without a GPU there are no times
     # by name, in the order of NEW; those that are only in BASE come last
     theirs, ours = (
         {case.name: case for case in side.report.cases if not case.answers or case.judged} for side in (before, now)
@@ -215,13 +200,13 @@ def compare(
     pairs = []
     for name in dict.fromkeys((*ours, *theirs)):
         one, other = theirs.get(name), ours.get(name)
-        how = _compared(one, other, before, now, machine) if one and other else {}
+        how = _compared(one, other, before, now) if one and other else {}
         pairs.append(Pair(base=one, new=other, smallest_difference=smallest_difference, **how))
     return Comparison(
         base=before,
         new=now,
         smallest_difference=smallest_difference,
-        machine=machine,
+        machine=_different(_needs(before.report), _needs(now.report)),
         pairs=tuple(pairs),
         totals=tuple(_totals(pairs, smallest_difference)),
         verdicts={one: tuple(_offenders(one, pairs, now)) for one in conditions},
@@ -234,40 +219,52 @@ def _side(name: str, report: Report) -> Side:
     return Side(name=name, report=report, unfinished=found.ended_early or missing)
 
 
-def _machine(environment: Environment) -> dict[str, str]:
-    """What must be the same in both for a comparison of absolute times."""
-    gpu = environment.gpu
-    names = {"GPU": gpu.name, "driver": gpu.driver} if gpu else {}
-    return {**names, "Triton": environment.packages.get("triton", "unknown")}
+def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
+    """What must be the same in both for a comparison of absolute times; empty without a GPU, which has none.
+
+    case: of a prefill, whose time depends on more; on the model's own convolution only if that ran.
+    """
+    gpu, packages = report.environment.gpu, {"Triton": "triton"}
+    if gpu is None:
+        return {}
+    needs = {"GPU": gpu.name, "driver": gpu.driver}
+    if case and (whole := case.prefill):
+        packages |= {"PyTorch": "torch", "transformers": "transformers"}
+        needs |= {"attention": whole.attention or "none", "segment length": f"{whole.segment_length:,}"}
+        if whole.conv_and_norm == "model" or whole.left_to_model:
+            needs["convolution"] = whole.convolution
+    return needs | {name: report.environment.packages.get(one, "unknown") for name, one in packages.items()}
 
 
-def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[Difference, ...]:
+def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
+    """ "other driver: 1.2, now 1.3"; nothing if one of the two has no times."""
     return tuple(
-        Difference(what=what, base=base.get(what, "none"), new=new.get(what, "none"))
-        for what in dict.fromkeys((*base, *new))
+        f"other {what}: {base.get(what, 'none')}, now {new.get(what, 'none')}"
+        for what in (dict.fromkeys((*base, *new)) if base and new else ())
         if base.get(what) != new.get(what)
     )
 
 
-def _compared(base: Case, new: Case, one: Side, other: Side, machine: Sequence[Difference]) -> dict[str, Any]:
+def _compared(base: Case, new: Case, one: Side, other: Side) -> dict[str, Any]:
     """The fields of `Pair` that follow from two cases."""
-    before, now = _shape(base, one.report), _shape(new, other.report)
     whole = new.prefill is not None
-    if before != now:
-        why = f"other {'model' if whole else 'shape'}: {before}, now {now}"
+    if differ := _different({"shape": _shape(base, one.report)}, {"shape": _shape(new, other.report)}):
+        why = differ[0].replace("shape", "model", whole)
         return {"incomparable": (why,), "other_inputs": "" if whole else why}
-    differ = (*machine, *(_different(_needs(base, one.report), _needs(new, other.report)) if whole else ()))
+    differ = _different(_needs(one.report, base), _needs(other.report, new))
     # those of a bench are drawn with a fixed seed
-    sides = ((base, one), (new, other))
-    inputs = ["" if case.drawn else f"{side.subject}, prompt {case.inputs[:16]}" for case, side in sides]
+    inputs = [
+        {} if case.drawn or whole else {"inputs": f"{side.subject}, prompt {case.inputs[:16]}"}
+        for case, side in ((base, one), (new, other))
+    ]
     call = None if differ else _quotient(base.call_us, new.call_us)
     same_baseline = base.baseline == new.baseline
     return {
         "time": None if differ else call if whole else _quotient(base.device_us, new.device_us),
         "call": call,
         "over_baseline": _quotient(other.report.speedup(new), one.report.speedup(base)) if same_baseline else None,
-        "incomparable": tuple(map(str, differ)),
-        "other_inputs": "" if whole or inputs[0] == inputs[1] else f"other inputs: {inputs[0]}, now {inputs[1]}",
+        "incomparable": differ,
+        "other_inputs": "".join(_different(*inputs)),
     }
 
 
@@ -286,17 +283,6 @@ def _shape(case: Case, report: Report) -> str:
     return f"{case.dims.operator}, {case.dims}{f', {report.cast}' if report.cast else ''}"
 
 
-def _needs(case: Case, report: Report) -> dict[str, str]:
-    """The versions and settings on which the time of a prefill depends; the model's own convolution only if it ran."""
-    assert case.prefill
-    packages = {"PyTorch": "torch", "transformers": "transformers"}
-    needs = {name: report.environment.packages.get(package, "unknown") for name, package in packages.items()}
-    needs |= {"attention": case.prefill.attention or "none", "segment length": f"{case.prefill.segment_length:,}"}
-    if case.prefill.conv_and_norm == "model" or case.prefill.left_to_model:
-        needs["convolution"] = case.prefill.convolution
-    return needs
-
-
 def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None:
     return statistics.quotient(above, below) if above and below else None
 
@@ -307,22 +293,16 @@ def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
 
     def key(pair: Pair) -> tuple[str, TotalOver, str, PrecisionRecord, TotalBy]:
         case = pair.case
-        where, over = _calls(case)
         by: TotalBy = "speedup" if not pair.time else "call time" if case.prefill else "device time"
-        return where, over, case.implementation, case.precision, by
+        return *_calls(case), case.implementation, case.precision, by
 
     for (where, over, name, precision, by), own in grouped((one for one in pairs if one.judged_by), key).items():
         change = statistics.mean([one.judged_by for one in own if one.judged_by])
+        verdict = change.verdict(smallest)
         yield Total(
-            where=where,
-            over=over,
-            implementation=name,
-            precision=precision,
-            cases=len(own),
-            by=by,
-            change=change,
-            verdict=change.verdict(smallest),
-        )
+            where=where, over=over, implementation=name, precision=precision, cases=len(own), by=by, change=change,
+            verdict=verdict,
+        )  # fmt: skip
 
 
 def _calls(case: Case) -> tuple[str, TotalOver]:
@@ -344,20 +324,15 @@ def _offenders(condition: Condition, pairs: Sequence[Pair], new: Side) -> Iterat
     both = [pair for pair in pairs if pair.base and pair.new]
     found = {pair.case.name: _judged(condition, pair, new.report) for pair in both}
     said = [(name, why) for name, why in found.items() if why]
+    timed = condition.metric in _TIMED
     if new.unfinished:
         said.append(("", f"NEW is incomplete: {new.unfinished}"))
     elif all(why is None for why in found.values()):
-        reason = f"BASE has no {'times' if _timed(condition) else 'such value'}" if both else "no case is in both"
-        reasons = (
-            why for one in both for why in (one.incomparable if _timed(condition) else [one.other_inputs]) if why
-        )
-        said.append(("", f"no case could be judged: {'; '.join(dict.fromkeys(reasons)) or reason}"))
+        nothing = f"BASE has no {'times' if timed else 'such value'}" if both else "no case is in both"
+        reasons = (why for one in both for why in (one.incomparable if timed else [one.other_inputs]) if why)
+        said.append(("", f"no case could be judged: {'; '.join(dict.fromkeys(reasons)) or nothing}"))
     for name, why in said:
         yield Verdict(condition=condition, case=name, holds=False, found=why)
-
-
-def _timed(condition: Condition) -> bool:
-    return condition.metric in (*SLOWER, "time", "speedup")
 
 
 def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
@@ -370,10 +345,8 @@ def _judged(condition: Condition, pair: Pair, report: Report) -> str | None:
     if not condition.to_base:
         return judge(condition, new, report)[1]
     status = "no such value" if new.result == "passed" else new.result
-    if _timed(condition):
-        if base.time_us and not new.time_us:
-            return f"timed in BASE; {status} in NEW"
-        return _slower(condition, pair)
+    if condition.metric in _TIMED:
+        return f"timed in BASE; {status} in NEW" if base.time_us and not new.time_us else _slower(condition, pair)
     of = metric.changes or metric.of
     before, now = (number(of(case, condition.at, report)) for case in (base, new))
     if before is None or pair.other_inputs:

@@ -75,19 +75,13 @@ class LeftOut(Record):
     reason: str
 
 
-class StepTime(Record):
-    """Wall clock of one step of a command, compilation included."""
-
-    what: str
-    seconds: NotNegative
-
-
 class ProcessLine(Record):
     """What belongs to a process of a report, and not to a case: the last line of each process counts.
 
     captured: layers whose inputs were taken.  notes: for the reader, in sentences.
     peak_bytes: GPU memory while the model ran and layers were replayed.
-    seconds: wall clock.  ended: why it stopped early, in a sentence; empty while it runs, and at its end.
+    seconds: wall clock.  steps: that of each step of the command, compilation included.
+    ended: why it stopped early, in a sentence; empty while it runs, and at its end.
     complete: it reached its end.
     """
 
@@ -97,7 +91,7 @@ class ProcessLine(Record):
     ceilings: Ceilings | None = None
     peak_bytes: Count | None = None
     seconds: NotNegative = 0.0
-    steps: tuple[StepTime, ...] = ()
+    steps: dict[str, NotNegative] = Field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
     complete: bool = False

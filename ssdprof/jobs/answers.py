@@ -20,7 +20,7 @@ from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states,
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
-from ssdprof.core.case import Answers, Case, Generated
+from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
 from ssdprof.errors import MissingCapabilityError
@@ -182,7 +182,7 @@ class PromptAnswers:
         assert case.answers
         try:
             handler = by_layer(self.prompt.mixers, compute, layers=layers, elsewhere=self._reference)
-            generated = None
+            generated: dict[str, int | None] = {}
             with while_it_runs(case):
                 divergence = self._divergence(hidden_states(self.prompt, handler))
                 if (position := first_nonfinite(divergence)) is not None:
@@ -191,7 +191,7 @@ class PromptAnswers:
                     tokens = self._greedy(compute, layers)
                     pairs = enumerate(zip(self._tokens, tokens, strict=True))
                     differing = (number for number, (one, other) in pairs if one != other)
-                    generated = Generated(tokens=len(tokens), first_difference=next(differing, None))
+                    generated = {"generated": len(tokens), "first_difference": next(differing, None)}
         except MissingCapabilityError as error:
             if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
@@ -199,7 +199,7 @@ class PromptAnswers:
         except Exception as error:
             status, reason = status_of(error, self.prompt.ids.device, case.implementation)
             return case.changed(status=status, reason=reason)
-        return case.changed(answers=case.answers.changed(bands=bands(divergence), generated=generated))
+        return case.changed(answers=case.answers.changed(bands=bands(divergence), **generated))
 
     def _divergence(self, hidden: torch.Tensor) -> Divergence:
         """Compares the logits after `hidden` (1, l, hidden) with the reference's, a block of positions at a time."""

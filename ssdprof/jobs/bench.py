@@ -153,7 +153,7 @@ def _entries(request: BenchRequest, cell: Cell, device: torch.device, checked: i
     dims, work = operator.judged.cost(inputs)
     words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
     common: dict[str, Any] = {
-        "drawn": drawn, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, "inputs": words, "work": work,
+        "drawn": drawn, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, "inputs": words, **work,
     }  # fmt: skip
     entries: list[Entry] = []
     for one, precision in request.compared(cell):

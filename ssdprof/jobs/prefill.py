@@ -27,7 +27,7 @@ from ssdprof.checkpoint.meta import Mixer, find_mixers
 from ssdprof.core import statistics
 from ssdprof.core.base import KernelOrigin
 from ssdprof.core.case import Case, Prefill
-from ssdprof.core.report import LeftOut, Report, Requested, StepTime
+from ssdprof.core.report import LeftOut, Report, Requested
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
 from ssdprof.core.subject import tokens as tokens_of
 from ssdprof.environment.machine import ClockWatch, collect, installed_version
@@ -74,11 +74,11 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
-    steps: list[StepTime] = []
+    steps: dict[str, float] = {}
 
-    def on_step(step: StepTime) -> None:
-        watcher.say(f"{step.what}: {step.seconds:.1f} s")
-        steps.append(step)
+    def on_step(what: str, seconds: float) -> None:
+        watcher.say(f"{what}: {seconds:.1f} s")
+        steps[what] = seconds
 
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
@@ -124,7 +124,7 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
         absent=request.resolved.absent,
     )
     with opened(request.out, report, watcher) as writer, ClockWatch() as clocks, limits.memory_errors():
-        writer.update(steps=tuple(steps))
+        writer.update(steps=dict(steps))
         for length in lengths:
             what = f"{tokens_of(length.ids.shape[1])}, {length.contenders[0].conv_and_norm}"
             if begun := clock.left() > 0:
@@ -139,7 +139,7 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
                 writer.update(left_out=(*writer.report.left_out, left))
             if begun:
                 clocks.poll()
-                writer.update(clocks=clocks.clocks, steps=tuple(steps))
+                writer.update(clocks=clocks.clocks, steps=dict(steps))
     return load_report(writer.folder)
 
 

@@ -289,7 +289,7 @@ def _replaying(
                 prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
             common = {
                 "layer": layer, "call": call, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen,
-                "inputs": inputs_of.get(prompt, ""), "work": work,
+                "inputs": inputs_of.get(prompt, ""), **work,
             }  # fmt: skip
             pairs = resolved.pairs(layer.operator, dims.dtype, wanted, call)
             for case in comparer.compare(entries_of(inputs, common, pairs, prober), layer.name):

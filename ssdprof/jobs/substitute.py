@@ -14,7 +14,7 @@ from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import Mixer, is_attention
 from ssdprof.core.base import PartName, PrecisionRecord
-from ssdprof.core.case import KernelTime, PartTime
+from ssdprof.core.case import PartTime
 from ssdprof.environment import child
 from ssdprof.measure.trace import GpuWork, marked
 from ssdprof.operators.dtypes import precision_of
@@ -110,7 +110,7 @@ def _part(name: PartName, work: Sequence[GpuWork]) -> PartTime:
         name=name,
         gpu_us=sum(one.us for one in work),
         launches=len(work),
-        kernels=tuple(KernelTime(name=kernel, gpu_us=sum(us), launches=len(us)) for kernel, us in longest),
+        kernels={kernel: sum(us) for kernel, us in longest},
     )
 
 

@@ -22,7 +22,6 @@ from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import is_capture
 from ssdprof.core import statistics
 from ssdprof.core.base import Intermediates, precisions_for
-from ssdprof.core.case import Interval
 from ssdprof.core.subject import LayerCapture
 from ssdprof.core.tuned import PlannedSearch, SearchOutcome, Trial, TunedCalls, TunedConfig, TuneReport
 from ssdprof.environment.machine import collect
@@ -323,7 +322,7 @@ class _Search:
         trial = self._timed(best, samples[best], samples[self._committed])
         assert trial.device_ratio is not None
         assert trial.device_interval is not None
-        if trial.device_interval.low <= 1 + MARGIN:
+        if trial.device_interval[0] <= 1 + MARGIN:
             return None, f"the fastest was not {MARGIN:.0%} faster with 95 % confidence"
         if slower := self._slower_lengths(best):
             return None, f"the fastest was slower at {slower} tokens"
@@ -412,7 +411,7 @@ class _Search:
             verdict="committed" if config == self._committed else found.verdict(MARGIN),
             device_us=statistics.median(samples).value,
             device_ratio=found.value,
-            device_interval=Interval(low=found.low, high=found.high),
+            device_interval=(found.low, found.high),
         )
         return trial
 

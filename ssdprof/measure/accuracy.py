@@ -26,7 +26,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from ssdprof import operators
-from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation, Match
+from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence
@@ -402,12 +402,11 @@ class RunningDeviation:
         """
         ratios = rms_ratio(self.error.square_sum, self.other.square_sum)
         nonfinite = int(self._nonfinite)
-        matches = [100.0 * count / max(self.elements, 1) for count in self._matches.tolist()]
-        pairs = zip(TOLERANCES, matches, strict=True)
+        zero, small, large = (100.0 * count / max(self.elements, 1) for count in self._matches.tolist())
         return Deviation(
             against=self.against,
             elements=self.elements,
-            matches=tuple(Match(tolerance=tolerance, match_pct=match) for tolerance, match in pairs),
+            matches=(zero, small, large),
             rms_ratio=_finite(float(rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum()))),
             max_abs=float(self.error.max.max()),
             worst_head=int(ratios.argmax()),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ssdprof.core.case import AnswerBand, Flip, Interval
+from ssdprof.core.case import AnswerBand
 
 BANDS = (0, 1024, 16384)  # starts of the bands of positions: errors of a state grow with length
 _WORKING_BYTES = 2**30  # of a block of positions
@@ -85,11 +85,7 @@ def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
     cut = Divergence(**{field.name: getattr(comparison, field.name)[start:stop] for field in fields(Divergence)})
     kl = cut.kl.numpy()
     flipped = (cut.token != cut.reference_token).nonzero()[:, 0]
-    worst = None
-    if len(flipped):
-        at = int(flipped[cut.margin[flipped].argmax()])
-        tokens = {"reference_token": int(cut.reference_token[at]), "token": int(cut.token[at])}
-        worst = Flip(position=start + at, margin=float(cut.margin[at]), **tokens)
+    worst = int(flipped[cut.margin[flipped].argmax()]) if len(flipped) else None
     known = cut.loss.isfinite() & cut.reference_loss.isfinite()
     return AnswerBand(
         start=start,
@@ -101,7 +97,8 @@ def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
         top1_pct=100.0 * (1 - len(flipped) / len(kl)),
         flips=len(flipped),
         flip_margin_median=float(cut.margin[flipped].quantile(0.5)) if len(flipped) else None,
-        worst_flip=worst,
+        flip_margin_max=None if worst is None else float(cut.margin[worst]),
+        flip_position=None if worst is None else start + worst,
         **_perplexities(cut.reference_loss[known].numpy(), cut.loss[known].numpy()),
     )
 
@@ -113,13 +110,13 @@ def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) ->
             ("reference_perplexity", "perplexity", "perplexity_increase_pct", "perplexity_interval_pct")
         )
     interval = mean_interval(other - reference)
-    differences = (float((other - reference).mean()), interval.low, interval.high)
+    differences = (float((other - reference).mean()), *interval)
     increase, low, high = (float(100 * np.expm1(one)) for one in differences)  # percent
     return {
         "reference_perplexity": float(np.exp(reference.mean())),
         "perplexity": float(np.exp(other.mean())),
         "perplexity_increase_pct": increase,
-        "perplexity_interval_pct": Interval(low=low, high=high),
+        "perplexity_interval_pct": (low, high),
     }
 
 
@@ -134,7 +131,7 @@ RESAMPLES = 2000
 _SEED = 0
 
 
-def mean_interval(values: NDArray[np.float64]) -> Interval:
+def mean_interval(values: NDArray[np.float64]) -> tuple[float, float]:
     """95 % interval of the mean of values (n,), n >= 1, by a circular block bootstrap.
 
     Blocks are sqrt(n) long, because predictions of neighbouring tokens are correlated: resampling single values would
@@ -148,4 +145,4 @@ def mean_interval(values: NDArray[np.float64]) -> Interval:
     generator = np.random.default_rng(_SEED)
     starts = generator.integers(count, size=(RESAMPLES, math.ceil(count / length)))
     low, high = np.quantile(block_means[starts].mean(axis=1), (0.025, 0.975))
-    return Interval(low=float(low), high=float(high))
+    return float(low), float(high)

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from ssdprof import operators
 from ssdprof.core.base import Fault
-from ssdprof.core.case import FirstCall, Launch, Memory
+from ssdprof.core.case import FirstCall, Launch
 from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
@@ -101,7 +101,7 @@ class Call:
             fields |= {"variant": plan.variant, "plan": plan.reason}
             self.precheck()
             with recording as launched:
-                output, memory, late = run_and_measure(run, self.device)
+                output, workspace, late = run_and_measure(run, self.device)
             check_output(output, self.inputs)
             if words := late or self.out_of_bounds():
                 return None, fields | {"reason": words}
@@ -110,7 +110,11 @@ class Call:
             return None, fields | {"status": status, "reason": reason}
         # without a Triton kernel to inspect, the plan describes the launch
         planned = Launch(kernel=self.implementation.name, config=dict(plan.config))
-        return output, fields | {"status": "ran", "memory": memory, "launches": tuple(launched) or (planned,)}
+        return output, fields | {
+            "status": "ran",
+            "workspace_bytes": workspace,
+            "launches": tuple(launched) or (planned,),
+        }
 
 
 # --- how long a first call, in which kernels are compiled, may take
@@ -335,8 +339,8 @@ def describe(kernel: Any) -> Launch:
 _peaks_before_reset: dict[int, int] = {}  # device index -> bytes
 
 
-def run_and_measure(run: Run, device: torch.device) -> tuple[Output, Memory | None, str]:
-    """The call's output, on a GPU the peak of its allocations through torch, and the phrase of `completed`.
+def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None, str]:
+    """The call's output, on a GPU the peak of its allocations through torch beyond it, and the phrase of `completed`.
 
     Meant for an implementation's first call, which also allocates memory that later calls reuse.  Waits for the GPU, so
     that an error of a kernel is raised here.
@@ -357,7 +361,7 @@ def run_and_measure(run: Run, device: torch.device) -> tuple[Output, Memory | No
 
     output, late = completed(noted, device)
     outputs = sum(tensor.untyped_storage().nbytes() for tensor in output)
-    return output, Memory(peak_bytes=peaks[0], workspace_bytes=max(0, peaks[0] - outputs)), late
+    return output, max(0, peaks[0] - outputs), late
 
 
 def completed(run: Run, device: torch.device) -> tuple[Output, str]:

@@ -30,7 +30,6 @@ from ssdprof.operators.tensors import LazyModule
 if TYPE_CHECKING:
     import torch
 
-    from ssdprof.core import case
     from ssdprof.kernels import precision, registry
     from ssdprof.kernels.oracle import OutputBlock
     from ssdprof.kernels.precision import Precision
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from ssdprof.operators.tuning import Tuning
 else:
     torch = LazyModule("torch")
-    case = LazyModule("ssdprof.core.case")
     precision = LazyModule("ssdprof.kernels.precision")
     registry = LazyModule("ssdprof.kernels.registry")
     rounding = LazyModule("ssdprof.operators.rounding")
@@ -228,12 +226,12 @@ class OracleSpec(Generic[I]):
             words=self.words(sizes),
         )
 
-    def cost(self, inputs: I) -> tuple[Dims, case.Work]:
+    def cost(self, inputs: I) -> tuple[Dims, dict[str, int]]:
         """The sizes of a call, and its least work: every input read once, out and the fp32 final states written once,
         and `flops`."""
         read = sum(tensor.nbytes for tensor in tensors.tensors(inputs).values())
         moved, dims = read + sum(form.nbytes for form in self.forms(inputs)), self.dims(inputs)
-        return dims, case.Work(bytes_moved=moved, flops=self.flops(dims))
+        return dims, {"bytes_moved": moved, "flops": self.flops(dims)}
 
 
 # --- the record

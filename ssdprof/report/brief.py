@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,13 +20,10 @@ from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
 from ssdprof.report.groups import Against, Group, Pooled, Series, groups, precision_order
-from ssdprof.report.statements import advice, caveats, nothing_timed, shortcomings, verdict_lines
-from ssdprof.report.table import Column, Table, VerdictLine, lifted, table, text
+from ssdprof.report.statements import advice, caveats, shortcomings, verdict_lines
+from ssdprof.report.table import Column, Table, VerdictLine, folded, lifted, table, text
 
-_MOST_CAVEATS = 3
-_MOST_REASONS = 2
-_MOST_ROWS = 6
-_LONGEST = 170  # characters of a sentence
+_MOST = {"caveat": 3, "reason": 2, "row": 6}  # of each that is shown
 _MORE = "All layers, plots, what ran: ssdprof export --format html -o report.html"
 
 
@@ -38,8 +36,6 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     found = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
-    if untimed := nothing_timed(report):
-        yield from ("", Text(f"No speed: {untimed}"))
     for made in (_speed(found), _accuracy(found), *map(model.answers, model.prompts(report))):
         if made:
             yield from ("", terminal.SplitTable(made))
@@ -48,26 +44,18 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
     if warnings := caveats(report):
         yield Text("Caveats:", style="yellow")
-        yield from _listed(warnings, _MOST_CAVEATS, "more caveat")
+        yield from _listed(warnings, "caveat")
     failed = {case.why: case for case in reversed(outcome(report).failed) if case.why}
     reasons = [f"{one.where}, {one.implementation} ({one.precision}): {why}" for why, one in failed.items()]
-    yield from _listed(reasons[::-1], _MOST_REASONS, "more reason")
+    yield from _listed(reasons[::-1], "reason")
     yield Text(_MORE, style="dim")
-    lines = list(verdict_lines(report))
-    if outcome(report).passed:  # bad news is last
-        lines += advice([(group, name) for group in found for name in group.compared])
-        lines.sort(key=lambda line: not line.good)
-    yield from (terminal.verdict(line if line.good else line._replace(text=_short(line.text))) for line in lines)
+    yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))  # bad news is last
 
 
-def _listed(lines: Sequence[str], most: int, noun: str) -> Iterator[RenderableType]:
-    yield from (terminal.bullet(_short(line)) for line in lines[:most])
-    if len(lines) > most:
-        yield Text(f"  {fmt.plural(len(lines) - most, noun)} with --full.")
-
-
-def _short(sentence: str) -> str:
-    return sentence if len(sentence) <= _LONGEST else f"{sentence[: _LONGEST - 3].rpartition(' ')[0]} ..."
+def _listed(lines: Sequence[str], noun: str) -> Iterator[RenderableType]:
+    yield from map(terminal.bullet, lines[: _MOST[noun]])
+    if more := len(lines[_MOST[noun] :]):
+        yield Text(f"  {fmt.plural(more, f'more {noun}')} with --full.")
 
 
 # --- its two tables: one row for each series of a compared implementation
@@ -75,37 +63,21 @@ def _short(sentence: str) -> str:
 
 def _speed(found: Sequence[Group]) -> Table | None:
     """Speeds; None if nothing was timed."""
-
-    def baseline(row: Series) -> str:
-        theirs = row.original
-        return fmt.duration(theirs.device.us if theirs and theirs.layers == row.layers else None)
-
-    columns: tuple[Column[Series], ...] = (
-        Column("speedup,\ndevice", lambda row: fmt.speedup(row.device.speedup)),
-        Column("verdict", lambda row: row.device.verdict or fmt.MISSING),
-        Column("speedup,\ncall", lambda row: fmt.ratio(row.call.speedup.value if row.call.speedup else None)),
-        Column("device\ntime", lambda row: fmt.duration(row.device.us)),
-        Column("{},\ndevice", baseline),
-        Column("% of\nroof", lambda row: fmt.percent(row.floor_pct, 1)),
-    )
-    return _table("Speed", [row for group in found for row in group.others() if row.timed], columns)
+    return _table("Speed", [row for group in found for row in group.others() if row.timed], calls.SPEED[:6])
 
 
 def _accuracy(found: Sequence[Group]) -> Table | None:
     """Accuracy of the outputs; None if nothing was compared."""
-    budget: Column[Series] = Column(
-        "within\nbudget", lambda row: "NO" if any(case.outside_budget for case in row.cases) else "yes"
-    )
-    rms: Column[Pooled] = Column("rms error\nvs fp64", lambda one: fmt.small(one.rms_ratio))
 
     def of(which: Against, *columns: Column[Pooled]) -> tuple[Column[Series], ...]:
         return lifted(lambda row: row.pooled(which), *columns)
 
-    columns = (
-        budget,
+    rms: Column[Pooled] = Column("rms error\nvs fp64", lambda one: fmt.small(one.rms_ratio))
+    columns: tuple[Column[Series], ...] = (
+        Column("within\nbudget", lambda row: "NO" if any(case.outside_budget for case in row.cases) else "yes"),
         *of(
             "vs_baseline",
-            Column("equal to\n{}", lambda one: fmt.percent(one.match_pct(0.0))),
+            Column("equal to\nbaseline", lambda one: fmt.percent(one.match_pct(0.0))),
             Column("within\n1e-3", lambda one: fmt.percent(one.match_pct(1e-3))),
         ),
         *of("vs_oracle", rms),
@@ -120,39 +92,24 @@ def _accuracy(found: Sequence[Group]) -> Table | None:
     return _table("Accuracy of the output", rows, columns)
 
 
-def _table(title: str, rows: Sequence[Series], columns: Sequence[Column[Series]]) -> Table | None:
-    """A table whose title has the values equal in all rows.  A second column of names replaces the last number."""
+def _table(title: str, rows: Sequence[Series], numbers: Sequence[Column[Series]]) -> Table | None:
+    """A table whose title has the names that are equal in all rows; precisions with the same numbers share a row."""
     if not rows:
         return None
-    shown = list(dict.fromkeys(row.group for row in rows))
-    whole = len({group.tokens for group in shown}) > 1
-
-    def where(row: Series) -> str:
-        """ "16,384", "chunks of 8,192", "steps after 16,384"; of several prompts, chunks name theirs: "8 of 16,384"."""
-        group, tokens = row.group, row.group.tokens.removesuffix(" tokens")
-        if group.call is None or group.call.kind != "chunk":
-            return f"steps after {tokens}" if group.steps else tokens
-        size = fmt.tokens(group.seqlen, group.cases[0].batch).removesuffix(" tokens")
-        return f"{size} of {tokens}" if whole else f"chunks of {size}"
-
     names: tuple[Column[Series], ...] = (
-        text("tokens", where),
-        text("implementation", lambda row: row.name),
-        text("precision", lambda row: row.precision.short),
+        text("tokens", lambda row: row.group.size.replace(" tokens", "")),
+        *calls.NAMES,
     )
-    kept = [one for one in names if len({one.of(row) for row in rows}) > 1 or one is names[2]]
-    same = [shown[0].size if one is names[0] else one.of(rows[0]) for one in names if one not in kept]
-    layers, *others = {len(group.layers) for group in shown}
-    baseline, *more = {group.baseline for group in shown}  # the one of decode steps is another
-    numbers = [one._replace(header=one.header.replace("{}", "baseline" if more else baseline)) for one in columns]
-    hidden = len(rows) - _MOST_ROWS
-    return table(
-        ", ".join([title, *same, *([] if others else [fmt.plural(layers, "layer")])]),
-        (*kept, *(numbers if len(kept) == 1 else numbers[:-1])),
-        rows[:_MOST_ROWS],
-        keys=len(kept),
-        note=f"{fmt.plural(hidden, 'more row')}: --full, or the exported report." if hidden > 0 else "",
-    )
+    kept = [one for one in names if len({one.of(row) for row in rows}) > 1 or one is names[-1]]
+    same = [rows[0].group.size if one is names[0] else one.of(rows[0]) for one in names if one not in kept]
+    layers, *others = {len(row.group.layers) for row in rows}
+    title = ", ".join([title, *same, *([] if others else [fmt.plural(layers, "layer")])])
+    made = table(title, (*kept, *(numbers if len(kept) == 1 else numbers[:-2])), rows)
+    assert made
+    every = folded(made.rows, len(kept) - 1)
+    hidden = len(every) - _MOST["row"]
+    note = f"{fmt.plural(hidden, 'more row')}: --full, or the exported report." if hidden > 0 else ""
+    return replace(made, rows=tuple(every[: _MOST["row"]]), keys=len(kept), note=note)
 
 
 # --- ssdprof accuracy
@@ -171,42 +128,34 @@ def accuracy_table(
     nothing at one of the state dtypes.
     """
     wanted = precisions_for("fp32", intermediates, state_dtypes)
-    compared = [(group, name) for group in groups(report) for name in group.compared]
-
-    def chosen(group: Group, name: str) -> Group:
-        """With every case of the baseline."""
-        own = {name: wanted, group.baseline: [case.precision for case in group.cases]}
-        return group.keep(lambda case: case.precision in own.get(case.implementation, ()))
-
-    found = [
-        (chosen(group, name), name)
-        for group, name in compared
-        if any(case.implementation == name and case.precision in wanted for case in group.cases)
-    ]
-    held = {case.precision.state_dtype for group, _ in found for case in group.cases if case.precision in wanted}
+    every = groups(report)
+    chosen = {  # with every case of the baseline
+        group: [case for case in group.cases if case.precision in wanted or case.implementation == group.baseline]
+        for group in every
+    }
+    found = [own for group, cases in chosen.items() if cases and (own := Group(report, cases)).compared]
+    held = {one.precision.state_dtype for group in found for one in group.others()}
     absent = [state for state in state_dtypes if state not in held]
     if not found or (every_state and absent):
-        every = {one.precision for group, name in compared for one in group.series(name)}
-        if every:
+        hint = "It ended before its first comparison.  Run again."
+        if compared := {one.precision for group in every for one in group.others()}:
             kinds = fmt.words(dict.fromkeys(one.intermediates for one in wanted), "or")
             asked = f"Run {report.id} compared nothing at {kinds} with {fmt.words(absent, 'or')} states."
-            names = "; ".join(map(str, sorted(every, key=precision_order)))
+            names = "; ".join(map(str, sorted(compared, key=precision_order)))
             raise BadInputError(asked, f"It compared: {names}.")
-        hint = (
-            f"It holds {report.baseline} alone."
-            if report.cases
-            else "It ended before its first comparison.  Run again."
-        )
         if report.of_answers:
             hint = "It holds a model's answers: 'ssdprof export' shows them."
+        elif report.cases:
+            hint = f"It holds {report.baseline} alone."
         raise BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
-    parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
     wrong = shortcomings(outcome(report.restricted(precisions=wanted)))
-    parts += [terminal.verdict(VerdictLine(line, False)) for line in wrong]
-    parts += [*map(terminal.verdict, advice(found)), *map(terminal.bullet, caveats(report))]
-    for made in (calls.matches(group, name, tensor) for group, name in found for tensor in calls.TENSORS):
-        parts += ["", terminal.SplitTable(made)] if made else []
-    return Renderables(*parts)
+    lines = [VerdictLine(line, False) for line in wrong]
+    lines += advice((group, name) for group in found for name in group.compared)
+    parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
+    parts += [*map(terminal.verdict, lines), *map(terminal.bullet, caveats(report))]
+    for made in filter(None, (one for group in found for one in calls.accuracies(group))):
+        parts += ["", terminal.SplitTable(made)]
+    return Renderables(*parts, "", Text(calls.ACCURACY_READING.text, style="dim"))
 
 
 # --- ssdprof runs

@@ -1,323 +1,301 @@
-"""Tables of captured calls: speed, accuracy, launches, failures and remarks."""
+"""Tables of calls, captured or drawn: speed, accuracy, laws, launches, and what did not pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain
-from operator import itemgetter
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import TOLERANCES, Holds, PrecisionRecord, Probe, TensorName, grouped
-from ssdprof.core.case import Case, Launch
+from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName, grouped
+from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.report.groups import Against, Group, Pooled, Series, groups, layer_of, pool, precision_order
-from ssdprof.report.table import Column, Note, Table, lifted, strings, table, text
+from ssdprof.report.groups import Against, Group, Pooled, Series, groups, layer_of, layer_words, pool, precision_order
+from ssdprof.report.table import Column, Note, Row, Table, folded, lifted, strings, table, text
 
 PRECISION = "intermediates,\nstates"
-TENSORS: tuple[TensorName, ...] = ("out", "final_states")
+SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = Note(
-    "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  In brackets: 95 % "
-    "intervals.  % of roofline: the least time in which this GPU can move the bytes "
-    "and do the arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its outputs."
+    "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  Speedup: over the "
+    "baseline, with its 95 % interval.  % of roofline: the least time in which this GPU can move the bytes and do the "
+    "arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its outputs."
 )
 ACCURACY_READING = Note(
-    "Match: share of elements with |a - b| <= atol + rtol |b|, rounded down.  Rms error: rms(a - b) / rms(b).  Floor: "
-    "how the fp64 answer itself scores once it is rounded; no implementation can do better."
+    "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Rms error: rms(a - b) / rms(b).  "
+    "Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no implementation can do "
+    "better.  Of several calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
+    "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
-SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 _MOST_ROWS = 40  # if all cases fail, they have the same reason
 _LONGEST_REASON = 300  # characters
 
-
 # --- speed
 
-
-_NAMES: tuple[Column[Series], ...] = (
+NAMES: tuple[Column[Series], ...] = (
     text("implementation", lambda row: row.name),
     text(PRECISION, lambda row: row.precision.short),
 )
-_SPEED: tuple[Column[Series], ...] = lifted(
-    lambda row: row if row.timed else None,
-    Column("speedup,\ndevice", lambda row: fmt.speedup(row.device.speedup)),
-    Column("speedup,\ncall", lambda row: fmt.speedup(row.call.speedup)),
-    Column("verdict,\ndevice", lambda row: row.device.verdict or fmt.MISSING),
-    Column("verdict,\ncall", lambda row: row.call.verdict or fmt.MISSING),
-    Column("device\ntime", lambda row: fmt.duration(row.device.us)),
-    Column("call\ntime", lambda row: fmt.duration(row.call.us)),
-    Column("% of\nroofline", lambda row: fmt.percent(row.floor_pct, 1)),
-    Column("extra\nmemory", lambda row: fmt.size(row.workspace_bytes)),
+
+
+def _verdict(row: Series) -> str:
+    """Of a series without a time its results."""
+    if row.timed:
+        return row.verdict or fmt.MISSING
+    return fmt.words(dict.fromkeys(case.result.replace("passed", "not timed") for case in row.cases))
+
+
+def _timed(row: Series) -> Series | None:
+    return row if row.timed else None
+
+
+SPEED: tuple[Column[Series], ...] = (
+    Column("speedup,\ndevice", lambda row: fmt.speedup(row.speedup())),
+    Column("verdict", _verdict),
+    *lifted(
+        _timed,
+        Column("speedup,\ncall", lambda row: fmt.ratio(one.value if (one := row.speedup("call")) else None)),
+        Column("device\ntime", lambda row: fmt.duration(row.us["device"])),
+        Column("baseline,\ndevice", lambda row: fmt.duration(baseline_us(row))),
+        Column("% of\nroofline", lambda row: fmt.percent(row.floor_pct, 1)),
+        Column("call\ntime", lambda row: fmt.duration(row.us["call"])),
+        Column("extra\nmemory", lambda row: fmt.size(row.workspace_bytes)),
+    ),
 )
 
 
-def _speeds(
-    title: str, group: Group, found: Sequence[Series], first: Sequence[Column[Series]], *notes: str
-) -> Table | None:
-    """None if nothing was timed.  The verdict of a series without a time is its results."""
-    if not any(row.timed for row in found):
+def baseline_us(row: Series) -> float | None:
+    """The device time of the baseline, summed over the same calls."""
+    found = row.speedup()
+    return found.value * row.us["device"] if found else None
+
+
+def speeds(title: str, rows: Sequence[Series], first: Sequence[Column[Series]], *notes: str) -> Table | None:
+    """first: the columns before `SPEED`, of which those up to `NAMES` are keys.  None if nothing was timed."""
+    if not any(row.timed for row in rows):
         return None
-    pairs = [(row.precision, name) for row in found for name in row.baselines]
-    baseline = f"Baseline: {baselines(group, pairs)}.  {fmt.counts(group.report.smallest_difference)}"
-
-    def result(row: Series) -> str:
-        return _SPEED[2].of(row) if row.timed else fmt.words(dict.fromkeys(case.result for case in row.cases))
-
-    columns = (*first, *_SPEED[:2], _SPEED[2]._replace(of=result), *_SPEED[3:])
-    keys = sum(one in _NAMES or one.header == "layer" for one in first)
-    return table(title, columns, found, note="  ".join((baseline, *filter(None, notes))), keys=keys)
+    baseline = f"Baseline: {baselines((row.precision, name) for row in rows for name in row.rivals)}."
+    note = "  ".join((baseline, fmt.counts(rows[0].group.report.smallest_difference), *filter(None, notes)))
+    return table(title, (*first, *SPEED), rows, note=note, keys=first.index(NAMES[-1]) + 1)
 
 
 def total_speed(group: Group) -> Table | None:
-    """Every series, summed over its calls; None if nothing was timed."""
+    """Every series, summed over its calls."""
     found, every = group.series(), group.calls
     unit = "layers" if every == len(group.layers) else "calls"
-    timed: Column[Series] = Column(unit, lambda row: f"{len(row.layers)} of {every}")
-    incomplete = any(len(row.layers) < every for row in found)
-    sums = (
-        "The interval of a sum assumes that all layers are at the same end of their intervals, so it is wider than "
-        "a 95 % interval."
-    )
+    timed: Column[Series] = Column(unit, lambda row: f"{len(row.timed)} of {every}")
+    incomplete = any(len(row.timed) < every for row in found)
+    sums = "The interval of a sum assumes that all calls are at the same end of their intervals."
     some = f"Each speedup compares the same {unit}; times over different numbers of {unit} do not compare."
-    return _speeds(
-        f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}",
-        group,
-        found,
-        (*_NAMES, *((timed,) if incomplete else ())),
-        sums * (every > 1),
-        some * incomplete,
-    )
+    title = f"Speed {group.where}, {'sum over ' * (every > 1)}{group.extent}"
+    return speeds(title, found, (*NAMES, *([timed] * incomplete)), sums * (every > 1), some * incomplete)
 
 
 def speed_by_layer(group: Group) -> Table | None:
-    """Every series, layer by layer; None if nothing was timed."""
+    """Every series, layer by layer."""
     layer: Column[Series] = Column("layer", lambda row: str(layer_of(row.cases[0])))
-    found = [one for layer in group.layers for one in group.at_layer(layer).series()]
-    return _speeds(f"Speed of each layer {group.where}", group, found, (layer, *_NAMES))
+    found = [one for own in group.by_layer() for one in own.series()]
+    return speeds(f"Speed of each layer {group.where}", found, (layer, *NAMES))
 
 
-def baselines(group: Group, pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
+def baselines(pairs: Iterable[tuple[PrecisionRecord, str]]) -> str:
     """The baselines of all precisions as text.  pairs: (precision, baseline that it names)."""
-    found, name = list(pairs), group.baseline
-    if found and all(against == f"{name} {precision.exact}" for precision, against in found):
-        return f"{name}, exact, with the same state dtype"
-    return " or ".join(dict.fromkeys(against for _, against in found)) or name
+    found = list(pairs)
+    names = {against.split()[0] for _, against in found}
+    if len(names) == 1 and all(against.endswith(f" {precision.exact}") for precision, against in found):
+        return f"{names.pop()}, exact, with the same state dtype"
+    return " or ".join(dict.fromkeys(against for _, against in found)) or "none"
 
 
 # --- accuracy
 
 
 def accuracies(group: Group) -> Iterator[Table | None]:
-    """The tables of every compared implementation."""
-    yield from (matches(group, name, tensor) for name in group.compared for tensor in TENSORS)
+    """A table for each tensor: all calls of the group pooled."""
+    extent = f"{group.extent}{' pooled' * (group.calls > 1)}"
+    for tensor, name in SHOWN.items():
+        names = (*group.compared, group.baseline)
+        yield errors(f"Accuracy of the {name} {group.where}, {extent}", tensor, [((), group, names)])
 
 
-def matches(group: Group, implementation: str, tensor: TensorName) -> Table | None:
-    """Match percentages and errors of one tensor, a column for each precision, as in the article on the fused SSD
-    kernel; all calls of the group pooled.  None if nothing was compared.
+def errors_by_layer(group: Group) -> Iterator[Table | None]:
+    for tensor, name in SHOWN.items():
+        parts = [((str(own.layers[0]),), own, group.compared) for own in group.by_layer()]
+        yield errors(f"Accuracy of the {name} of each layer {group.where}", tensor, parts, "layer")
 
-    For the baseline itself, the columns are its other precisions, compared with its exact one.
+
+def errors(
+    title: str, tensor: TensorName, parts: Iterable[tuple[Row, Group, Sequence[str]]], *first: str
+) -> Table | None:
+    """A row for each series against its baseline, one against fp64, and one for the floor; precisions with the same
+    numbers share a row.
+
+    parts: the first cells of its rows, a group, and its implementations that are shown.  first: headers of these cells.
     """
-    base, several = group.baseline, group.calls > 1
-    own: Against = "vs_baseline" if implementation == base else "vs_oracle"
-    series = tuple(one for one in group.series(implementation) if one.pooled(own, tensor))
-    if not series:
-        return None
-    worst = f", worst {'layer' if group.calls == len(group.layers) else 'call'}" * several
-    lines: tuple[tuple[str, Callable[[Pooled], str]], ...] = (
-        *((f"match @ atol,rtol={fmt.tolerance(one)}", partial(_match, tolerance=one)) for one in TOLERANCES),
-        (f"rms error{worst}", lambda one: fmt.small(one.rms_ratio)),
-        (f"largest error{worst}", lambda one: fmt.small(one.largest.max_abs)),
-        (f"largest value{worst.replace('worst', 'same')}", lambda one: fmt.small(one.largest.scale_max_abs)),
-    )
-
-    def budget(one: Series) -> str:
-        good = [not each.reason for case in one.cases for each in case.accuracy if each.tensor == tensor]
-        return "yes" if all(good) else "NO" if len(good) == 1 else f"NO: {good.count(False)}/{len(good)}"
-
-    cases = [(one.precision, case) for one in series for case in one.cases]
-    floor = pool((case for _, case in cases), tensor, "floor")
-    rows = [("within the error budget", *map(budget, series), ""), ("kernel", *(one.variant for one in series), "")]
-    sides: list[tuple[str, Sequence[Series | None], Against, Pooled | None]] = [
-        (f"{implementation} against {base}", series, "vs_baseline", None),
-        (f"{implementation} against fp64", series, "vs_oracle", floor),
-    ]
-    if implementation != base:
-        sides.append((f"{base} against fp64", [one.original for one in series], "vs_oracle", floor))
-    headings = set()
-    for title, shown, which, beside in sides:
-        pooled = [one.pooled(which, tensor) if one else None for one in shown]
-        if any(pooled):
-            headings.add(len(rows))
-            rows.append((title, *[""] * (len(series) + 1)))
-            for label, cell in lines:
-                last = cell(beside) if beside else ""
-                rows.append((label, *(cell(one) if one else fmt.MISSING for one in pooled), last))
-    compared = [(precision, found.vs_baseline) for precision, case in cases if (found := case.tensor(tensor))]
-    named = baselines(group, [(precision, one.against) for precision, one in compared if one])
-    dtypes = fmt.words(dict.fromkeys(case.dims.dtype for _, case in cases if case.dims))
-    rounded = dtypes if tensor == "out" else "the dtype in which states are returned"
+    rows: list[Row] = []
+    compared: list[tuple[PrecisionRecord, str]] = []
+    sides: tuple[Against, ...] = ("vs_baseline", "vs_oracle")
+    for key, group, names in parts:
+        for which, one in ((which, one) for which in sides for one in group.series(*names)):
+            if pooled := one.pooled(which, tensor):
+                other, good = pooled.largest.against.split()[0], ""
+                if which == "vs_oracle":
+                    other, good = "fp64", _within(one, tensor)
+                else:
+                    compared += [(one.precision, part.against) for part in pooled.parts]
+                rows.append((*key, one.name, one.precision.short, other, good, *_cells(pooled, group)))
+        if found := pool(group.cases, tensor, "floor"):
+            rows.append((*key, "floor", "", "fp64", "", *_cells(found, group)))
+    within = (f"within\n{fmt.tolerance(one)}" for one in TOLERANCES[1:])
+    headers = (
+        *first, "implementation", PRECISION, "against", "within\nbudget", "equal", *within, "rms\nerror",
+        "largest\nerror", "largest\nvalue", "its position",
+    )  # fmt: skip
     return strings(
-        f"Accuracy of {implementation}'s {SHOWN[tensor]} {group.where}, {group.extent}{' pooled' * several}",
-        ("", *(_header(one.precision) for one in series), "floor"),
-        rows,
-        f"l{'r' * (len(series) + 1)}",
-        note=f"Baseline: {named}.  Floor: fp64 itself, rounded to {rounded}.",
-        headings=headings,
+        title,
+        headers,
+        folded(rows, len(first) + 1),
+        f"{'l' * len(first)}lll{'r' * 7}l",
+        keys=len(first) + 3,
+        note=f"Compared with {baselines(compared)}." if compared else "",
     )
 
 
-def _match(pooled: Pooled, *, tolerance: float) -> str:
-    return fmt.percent(pooled.match_pct(tolerance))
+def _within(one: Series, tensor: TensorName) -> str:
+    good = [not each.reason for case in one.cases for each in case.accuracy if each.tensor == tensor]
+    return "yes" if all(good) else "NO" if len(good) == 1 else f"NO: {good.count(False)}/{len(good)}"
 
 
-def _header(precision: PrecisionRecord) -> str:
-    return f"{precision.intermediates},\n{precision.state_dtype}\nstates"
-
-
-def errors_by_layer(group: Group, implementation: str) -> Table | None:
-    """RMS error of the output against fp64, one row per layer."""
-    series = tuple(one for one in group.series(implementation) if one.pooled("vs_oracle"))
-    rows = []
-    for layer in group.layers if series else ():
-        own = [[case for case in one.cases if layer_of(case) == layer.index] for one in series]
-        errors = [*(pool(cases, "out", "vs_oracle") for cases in own), pool(chain(*own), "out", "floor")]
-        rows.append((str(layer.index), *(fmt.small(one.rms_ratio if one else None) for one in errors)))
-    return strings(
-        f"Rms error of {implementation}'s {SHOWN['out']} against fp64 in each layer {group.where}",
-        ("layer", *(_header(one.precision) for one in series), "floor"),
-        rows,
-        "r" * (len(series) + 2),
-        note="" if group.calls == len(group.layers) else f"The largest of each layer's {group.noun}s.",
+def _cells(found: Pooled, group: Group) -> Row:
+    """Shares, errors, and the place of the largest: "(0, 5, 7, 3)", or "layer 3, chunk 2 (0, 5, 7, 3)"."""
+    call, largest = found.case.call, found.largest
+    where = [f"layer {layer_of(found.case)}"] if len(group.layers) > 1 else []
+    where += [f"{group.noun} {call.number}"] if call and group.calls > len(group.layers) else []
+    numbers = (found.rms_ratio, largest.max_abs, largest.scale_max_abs)
+    return (
+        *(fmt.percent(found.match_pct(one)) for one in TOLERANCES),
+        *map(fmt.small, numbers),
+        f"{', '.join(where)} {fmt.position(largest.worst_position)}".lstrip(),
     )
-
-
-def largest_errors(group: Group, implementation: str) -> Table | None:
-    """The largest differences and their positions, over all layers of the group and their chunks or steps."""
-    Row = tuple[str, PrecisionRecord, str, Pooled]
-    sides: tuple[tuple[str, Against], ...] = (("fp64", "vs_oracle"), (group.baseline, "vs_baseline"))
-    rows: list[Row] = [
-        (SHOWN[tensor], series.precision, against, pooled)
-        for tensor in TENSORS
-        for series in group.series(implementation)
-        for against, which in sides
-        if (pooled := series.pooled(which, tensor))
-    ]
-    number: Column[Row] = Column(group.noun, lambda row: str(row[3].case.call.number) if row[3].case.call else "")
-    columns: tuple[Column[Row], ...] = (
-        text("tensor", lambda row: row[0]),
-        text("precision", lambda row: str(row[1])),
-        text("against", lambda row: row[2]),
-        Column("largest\nerror", lambda row: fmt.small(row[3].largest.max_abs)),
-        Column("largest\nvalue", lambda row: fmt.small(row[3].largest.scale_max_abs)),
-        Column("layer", lambda row: str(layer_of(row[3].case))),
-        *((number,) if group.calls > len(group.layers) else ()),
-        text("position", lambda row: fmt.position(row[3].largest.worst_position)),
-        Column("worst head", lambda row: str(row[3].largest.worst_head)),
-    )
-    note = (
-        "Positions are (row, token, head, channel) in the output and (sequence, head, row, column) in the "
-        "final states, counted from 0."
-    )
-    return table(f"Largest differences of {implementation} {group.where}", columns, rows, note=note, keys=3)
 
 
 def laws(report: Report) -> Table | None:
-    """A row for each law, and a column for each implementation and precision: whether any case breaks it."""
-    found: dict[str, dict[str, list[Probe]]] = {}
-    for case in report.of_calls:
-        for one in case.probes:
-            own = found.setdefault(f"{case.implementation},\n{case.precision.short}", {})
-            own.setdefault(one.name, []).append(one)
-    order: tuple[Holds, ...] = ("no", "yes", "not applicable")
-    rows, details = [], dict[str, dict[str, None]]()
-    for name in dict.fromkeys(name for own in found.values() for name in own):
-        several = [[one.holds for one in own.get(name, [])] for own in found.values()]
-        rows.append((name, *(next((word for word in order if word in own), fmt.MISSING) for own in several)))
-        for one in (one for own in found.values() for one in own.get(name, []) if one.holds != "yes"):
-            details.setdefault(one.detail.rstrip("."), {})[name] = None
-    note = "  ".join(f"{', '.join(names)}: {detail}." for detail, names in details.items())
-    return strings("Laws", ("law", *found), rows, "l" * (len(found) + 1), note=note)
+    """Which laws each implementation and precision obeys: "no" if any case breaks one."""
+    probes = grouped(
+        ((case, one) for case in report.of_calls for one in case.probes),
+        lambda pair: (pair[0].implementation, pair[0].precision.short, pair[1].name),
+    )
+    found: dict[Row, list[str]] = {}
+    for (name, precision, law), own in probes.items():
+        worst = min((one for _, one in own), key=lambda one: ("no", "yes", "not applicable").index(one.holds))
+        why = "" if worst.holds == "yes" else worst.detail
+        found.setdefault((name, precision, worst.holds, why), []).append(law)
+    rows = [(*row[:3], "; ".join(names), row[3]) for row, names in found.items()]
+    headers = ("implementation", PRECISION, "holds", "laws", "why")
+    return strings("Laws", headers, folded(rows, 1), "lllll", keys=3, wraps=3)
 
 
-# --- launches, failures, remarks
+# --- launches, and what did not pass
 
 
 def launches(report: Report) -> Table | None:
-    """Every kernel as it was launched, without duplicates."""
+    """Every kernel as it was launched; equal launches share a row, which lists their precisions and sizes."""
+    found: dict[Row, list[Case]] = {}
+    for case in report.of_calls:
+        for one in case.launches:
+            names = case.implementation, case.variant, one.kernel
+            resources = fmt.count(one.registers), fmt.count(one.spills), fmt.size(one.shared_bytes)
+            config = ", ".join(f"{name}={value}" for name, value in one.config.items()) or fmt.MISSING
+            found.setdefault((*names, *resources, fmt.percent(one.warps_pct, 0), config), []).append(case)
+    kinds: tuple[Callable[[Case], str], ...] = (
+        lambda case: case.precision.short,
+        lambda case: case.place if case.drawn else case.size,
+    )
+    every = grouped(report.of_calls, lambda case: case.implementation)
 
-    def cells(case: Case, launch: Launch) -> tuple[str, ...]:
-        resources = fmt.count(launch.registers), fmt.count(launch.spills), fmt.size(launch.shared_bytes)
-        config = ", ".join(f"{name}={value}" for name, value in launch.config.items()) or fmt.MISSING
-        return case.implementation, case.variant, launch.kernel, *resources, config
+    def used(cases: Sequence[Case]) -> str:
+        """Precisions and sizes, if not all of the implementation."""
+        ordered = sorted(cases, key=lambda case: (*precision_order(case.precision), -case.seqlen))
+        own = [dict.fromkeys(map(kind, ordered)) for kind in kinds]
+        alls = [set(map(kind, every[cases[0].implementation])) for kind in kinds]
+        some = ["; ".join(one) for one, among in zip(own, alls, strict=True) if len(one) < len(among)]
+        return " at ".join(some) or "all"
 
-    def uses(cases: Sequence[Case], among: Sequence[Case]) -> str:
-        """The prompts and precisions of a launch, or "all"."""
-        parts = []
-        if (used := {case.precision for case in cases}) != {case.precision for case in among}:
-            parts.append("; ".join(map(str, sorted(used, key=precision_order))))
-        if (lengths := {case.seqlen for case in cases}) != {case.seqlen for case in report.of_calls}:
-            counts = fmt.words(f"{length:,}" for length in sorted(lengths, reverse=True))
-            parts.append(f"{counts} {'token' if lengths == {1} else 'tokens'}")
-        return " at ".join(parts) or "all"
-
-    launched = [(cells(case, launch), case) for case in report.of_calls for launch in case.launches]
-    by_name = grouped(report.of_calls, lambda case: case.implementation)
-    rows = [
-        (*shown, uses([case for _, case in own], by_name[shown[0]]))
-        for shown, own in grouped(launched, lambda one: one[0]).items()
-    ]
-    headers = ("implementation", "variant", "kernel", "registers", "spills", "shared", "configuration", "used for")
-    # the interpreter has no registers
-    known = [i for i in range(8) if i not in (3, 4, 5) or any(row[i] != fmt.MISSING for row in rows)]
-    numbers = len(known) - 5
+    headers = (
+        "implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy", "configuration", "used for"
+    )  # fmt: skip
+    rows = [(*cells, used(cases)) for cells, cases in found.items()]
+    known = [i for i in range(9) if not 3 <= i < 7 or any(row[i] != fmt.MISSING for row in rows)]
     return strings(
         "Kernels as they were launched",
         [headers[i] for i in known],
         [tuple(row[i] for i in known) for row in rows],
-        f"lll{'r' * numbers}ll",
+        "".join("lllrrrrll"[i] for i in known),
         keys=3,
-        wraps=3 + numbers,
-        note="Registers and spills are per thread, shared memory per block." if numbers else "",
+        wraps=len(known) - 2,
+        note="Registers and spills are per thread, shared memory per block." if 3 in known else "",
     )
 
 
-def failures(report: Report) -> Table | None:
-    """Every case that did not pass."""
-    return _cases(report, "Failures and refusals", lambda case: case.result != "passed")
-
-
-def remarks(report: Report) -> Table | None:
-    """Every case that passed with a remark."""
-    passed = "Remarks on cases that passed"
-    return _cases(report, passed, lambda case: case.result == "passed" and bool(case.reason))
-
-
-def _cases(report: Report, title: str, wanted: Callable[[Case], bool]) -> Table | None:
-    """The selected cases; cases that differ only in the layer or the prompt share a row."""
-
-    def cells(case: Case) -> tuple[str, ...]:
-        bad = ((one.tensor, one.vs_oracle.first_nonfinite) for one in case.accuracy)
-        first = next((f"{tensor}{list(place)}" for tensor, place in bad if place is not None), fmt.MISSING)
-        reason = fmt.cut(" ".join(case.why.split()), _LONGEST_REASON)
-        return case.implementation, case.precision.short, case.result, reason, first
-
-    chosen = [
-        (cells(case), group.tokens.removesuffix(" tokens") if group.call is None else group.size, layer_of(case))
-        for group in groups(report)
-        for case in filter(wanted, group.cases)
-    ]
-    rows: list[tuple[str, ...]] = []
-    for shown, own in grouped(chosen, lambda one: one[0]).items():
-        layers = {
-            prompt: fmt.indices(layer for *_, layer in same) for prompt, same in grouped(own, itemgetter(1)).items()
-        }
-        rows += [(where, "; ".join(lengths), *shown) for where, lengths in grouped(layers, layers.__getitem__).items()]
+def reasons(report: Report) -> Table | None:
+    """Every case that did not pass, or passed with a remark; those with the same reason share a row."""
+    found: dict[Row, list[Case]] = {}
+    for case in sorted(report.cases, key=lambda case: case.result == "passed"):
+        if case.result != "passed" or case.why:
+            bad = ((one.tensor, one.vs_oracle.first_nonfinite) for one in case.accuracy)
+            first = next((f"{tensor}{list(place)}" for tensor, place in bad if place is not None), fmt.MISSING)
+            why = fmt.cut(" ".join(case.why.split()), _LONGEST_REASON)
+            found.setdefault((case.result, case.kernel, case.precision.short, why, first), []).append(case)
+    rows = []
+    for cells, cases in found.items():
+        sizes = grouped(cases, lambda case: case.size if case.layer else "").items()
+        where = "; ".join(f"{layer_words(own)}{f' at {size}' * bool(size)}" for size, own in sizes)
+        rows.append((*cells[:3], where, *cells[3:]))
     hidden = len(rows) - _MOST_ROWS
     return strings(
-        title,
-        ("case", "layers", "tokens", "implementation", PRECISION, "status", "reason", "first NaN\nor Inf"),
-        [(str(number), *row) for number, row in enumerate(rows[:_MOST_ROWS], start=1)],
-        "rlllllll",
-        wraps=6,
+        "Failures, refusals, remarks",
+        ("result", "implementation", PRECISION, "where", "reason", "first NaN\nor Inf"),
+        rows[:_MOST_ROWS],
+        "llllll",
+        keys=3,
+        wraps=4,
         note=f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else "",
     )
+
+
+# --- of a bench: a table for each shape, dtype, draw and layout
+
+
+def _of_shape(report: Report) -> dict[str, list[Group]]:
+    """Title -> its groups."""
+
+    def title(group: Group) -> str:
+        case = group.cases[0]
+        assert case.drawn
+        assert case.dims
+        inputs = ", ".join((case.dims.dtype, *case.drawn.ways, f"{case.drawn.layout} inputs"))
+        return f"{case.drawn.shape} ({case.drawn.shape_words}), {inputs}"
+
+    return grouped(groups(report), title)
+
+
+def speed_of_bench(report: Report) -> Iterator[Table | None]:
+    def only(row: Series) -> Case:
+        return row.cases[0]
+
+    first: tuple[Column[Series], ...] = (
+        text("sequences x\ntokens", lambda row: row.group.size),
+        *NAMES,
+        text("over", lambda row: row.rivals[0].split()[0] if row.rivals else fmt.MISSING),
+        *lifted(
+            only,
+            Column("chunk", lambda case: fmt.count(case.chunk_size)),
+            Column("first\ncall", lambda case: f"{one.seconds:.1f} s" if (one := case.first_call) else fmt.MISSING),
+        ),
+    )
+    for name, own in _of_shape(report).items():
+        yield speeds(f"Speed: {name}", [one for group in own for one in group.series()], first)
+
+
+def accuracy_of_bench(report: Report) -> Iterator[Table | None]:
+    for name, own in _of_shape(report).items():
+        for tensor, shown in SHOWN.items():
+            parts = [((group.size,), group, group.implementations) for group in own]
+            yield errors(f"Accuracy of the {shown}: {name}", tensor, parts, "sequences x\ntokens")

@@ -6,29 +6,25 @@ from collections.abc import Iterator
 
 from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
-from ssdprof.report import bench, calls, model
+from ssdprof.report import calls, model
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import groups, tokens_of
-from ssdprof.report.statements import caveats, statements, verdict_lines
-from ssdprof.report.table import Document, Note, Section, facts, section
+from ssdprof.report.statements import caveats, verdict_lines
+from ssdprof.report.table import Document, Section, facts, section
 
 SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page adds pictures
 
 
 def compose(report: Report) -> Document:
-    """The whole report: the statements first, then the tables, then every layer."""
-    of_bench = report.kind == "bench"
-    sections = [section("Bench", *bench.tables(report), Note(bench.READING))] if of_bench else _sections(report)
+    """The whole report: the verdict first, then the tables, then every layer."""
     return Document(
         title=heading(report),
         name=report.id,
         version=report.ssdprof_version,
         origin=origin(report),
         verdict=verdict_lines(report),
-        summary=statements(report),
         caveats=caveats(report),
-        sections=tuple(one for one in sections if one.blocks),
-        tables_only=of_bench,
+        sections=tuple(_sections(report)),
     )
 
 
@@ -48,34 +44,23 @@ def subject(report: Report) -> str:
 
 
 def _sections(report: Report) -> Iterator[Section]:
-    found, answered = groups(report), model.prompts(report)
-    yield section("Failures and refusals", calls.failures(report))
-    yield section(SPEED, *map(calls.total_speed, found), reading=calls.SPEED_READING)
-    matches = (table for group in found for table in calls.accuracies(group))
-    yield section(ACCURACY, *matches, reading=calls.ACCURACY_READING)
+    of_bench = report.kind == "bench"
+    found, answered = () if of_bench else groups(report), model.prompts(report)
+    yield section("Failures, refusals, remarks", calls.reasons(report))
+    speeds = calls.speed_of_bench(report) if of_bench else map(calls.total_speed, found)
+    errors = calls.accuracy_of_bench(report) if of_bench else (one for own in found for one in calls.accuracies(own))
+    yield section(SPEED, *speeds, reading=calls.SPEED_READING)
+    yield section(ACCURACY, *errors, reading=calls.ACCURACY_READING)
     yield section("Laws", calls.laws(report))
     compared = (make(one) for one in answered for make in (model.answers, model.answers_by_layer))
     yield section("Answers", *compared, reading=model.ANSWERS_READING)
-    if report.kind == "prefill":
-        yield from model.prefill_sections(report)
-    yield section("Remarks", calls.remarks(report))
-    yield section("Words", facts("Words", ("word", "meaning"), meanings(report)) if found else None)
+    yield from model.prefill_sections(report)
+    yield section("Words", facts("Words", ("word", "meaning"), meanings(report)) if report.of_calls else None)
     yield section("What ran", what_ran(report))
-    yield section("Kernels as they were launched", calls.launches(report), depth="detail")
+    yield section("Kernels as they were launched", calls.launches(report), folded=True)
     for one in answered:
         title = f"Answers by position at {fmt.tokens(one[0].seqlen)}"
-        yield section(title, model.answers_by_position(one), depth="detail")
-    for group in found:
-        yield section(f"Speed of each layer {group.where}", calls.speed_by_layer(group), depth="detail")
-    for group in found:
-        by_layer = (
-            make(group, name) for name in group.compared for make in (calls.errors_by_layer, calls.largest_errors)
-        )
-        yield section(f"Errors by layer and position {group.where}", *by_layer, depth="detail")
-    for group in found:
-        own = (calls.matches(group, group.baseline, tensor) for tensor in calls.TENSORS)
-        yield section(f"Accuracy of {group.baseline} at other precisions, {group.where}", *own, depth="file")
-    for group in found:
-        for layer in group.layers if len(group.layers) > 1 else ():
-            title = f"Accuracy of layer {layer.index} ({layer.name}) {group.where}"
-            yield section(title, *calls.accuracies(group.at_layer(layer)), depth="file")
+        yield section(title, model.answers_by_position(one), folded=True)
+    for group in (group for group in found if group.calls > 1):
+        yield section(f"Speed of each layer {group.where}", calls.speed_by_layer(group), folded=True)
+        yield section(f"Accuracy of each layer {group.where}", *calls.errors_by_layer(group), folded=True)

@@ -29,33 +29,17 @@ from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN
 from ssdprof.report.document import compose, subject
 from ssdprof.report.facts import gpu_name
-from ssdprof.report.model import prefill_failures
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 
 SUMMARY_BYTES = 1024 * 1024  # of a step of GitHub Actions; GitHub shows nothing of a longer one
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
 LONGEST_MESSAGE = 4_000  # characters
-_CUT = "\n\nCut here: a step summary of GitHub holds 1 MiB.  `ssdprof export --format markdown` writes all of it.\n"
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
-
-
-def kind(report: Report) -> str:
-    """ "run", "bench" or "prefill"; a comparison of answers is a run's too."""
-    return report.kind if report.kind in ("bench", "prefill") else "run"
-
-
-def identity(report: Report) -> str:
-    """Unique among results of its kind."""
-    return report.id if kind(report) == "run" else f"{report.subject} {report.created}"
 
 
 def rows(report: Report) -> tuple[Case, ...]:
     """All cases, but of a model's answers only those that are judged."""
     return tuple(case for case in report.cases if not case.answers or case.judged)
-
-
-def _caveats(report: Report) -> tuple[str, ...]:
-    return (*report.remarks, *prefill_failures(report)) if report.kind == "prefill" else caveats(report)
 
 
 # --- CSV
@@ -73,7 +57,8 @@ _EMPTY = Case(
 
 
 def csv(report: Report) -> str:
-    """A row per case, for a spreadsheet or a data frame.  Columns are named as in the report's tables, with units.
+    """A row per case, for a spreadsheet or a data frame; the same columns for every kind of report, named as in the
+    report's tables, with units.
 
     Missing values are empty; floats have their stored precision."""
     text = io.StringIO()
@@ -90,54 +75,41 @@ def _no_formula(value: object) -> object:
 
 
 def _row(report: Report, case: Case) -> Row:
-    drawn, whole, dims = case.drawn, case.prefill, case.dims
-    rival = report.rival(case) if report.speedup(case) else None
-    row: Row = {kind(report): identity(report) if kind(report) == "run" else report.created}
-    row |= {"operator" if report.kind == "bench" else "model": report.subject, "GPU": gpu_name(report.environment)}
-    size: Row = {"tokens": case.seqlen, "batch": case.batch}
-    baseline = rival and rival.implementation
-    match kind(report):
-        case "bench":
-            row["shape"] = drawn and drawn.shape
-            row["inputs"] = ", ".join((dims.dtype, *drawn.ways, drawn.layout)) if dims and drawn else ""
-            row |= {"sequences x tokens": drawn and drawn.tokens} | size
-            row |= {"dimensions": dims, "chunk size": case.chunk_size}
-        case "prefill":
-            row |= {"layers": whole and whole.layers} | size | {"segment length": whole and whole.segment_length}
-            row["convolution and norm"] = whole and whole.conv_and_norm
-        case _:
-            row |= {"layer": case.layer.index if case.layer else "all", "call": case.call or ""} | size
-            row["dimensions"] = dims or ""
-            baseline = rival and f"{baseline} {rival.precision}"
-    version = case.version if whole else ""
-    row |= {
+    drawn, whole, band = case.drawn, case.prefill, case.band
+    speedup = report.speedup(case)
+    rival = report.rival(case) if speedup else None
+    interval = band and band.perplexity_interval_pct
+    row: Row = {
+        "report": report.id,
+        "model": subject(report),
+        "GPU": gpu_name(report.environment),
+        "case": case.where,
+        "layer": case.layer and case.layer.index,
+        "call": case.call,
+        "sequences x tokens": drawn and drawn.tokens,
+        "tokens": case.seqlen,
+        "batch": case.batch,
+        "dimensions": case.dims,
         "implementation": case.implementation,
-        "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, version)))),
+        "kernel": " ".join(dict.fromkeys(filter(None, (case.variant, case.version)))),
         "intermediates": case.precision.intermediates,
         "states": case.precision.state_dtype,
+        "chunk size": case.chunk_size,
         "status": case.result,
         "reason": case.why,
-        "baseline": baseline,
+        "baseline": rival and f"{rival.implementation} {rival.precision}",
     }
-    if report.kind == "prefill":
-        return row | _prefill(report, case)
-    return row | _call(report, case) | (_answers(case) if kind(report) == "run" else {})
-
-
-def _call(report: Report, case: Case) -> Row:
-    row: Row = {}
     for clock in CLOCKS:
+        every = [us for recording in case.rounds(clock) for us in recording]
         row |= _estimate(f"speedup, {clock}", "x", report.speedup(case, clock))
         row[f"verdict, {clock}"] = report.faster(case, clock)
-    for clock in CLOCKS:
         row |= _estimate(f"{clock} time", "µs", case.by_clock(clock))
-        every = [us for recording in case.rounds(clock) for us in recording]
         row[f"{clock} time, min [µs]"] = min(every, default=None)
         row[f"{clock} time, P95 [µs]"] = float(np.percentile(every, 95)) if every else None
         row[f"{clock} time, max [µs]"] = max(every, default=None)
         row[f"{clock} time, samples"] = len(every) or None
     row["of roofline [%]"] = case.floor_pct(report.ceilings)
-    row["extra memory [bytes]"] = case.memory and case.memory.workspace_bytes
+    row["extra memory [bytes]"] = case.workspace_bytes
     row["kernels launched"] = case.kernels
     for tensor, name in SHOWN.items():
         one = case.tensor(tensor)
@@ -148,34 +120,21 @@ def _call(report: Report, case: Case) -> Row:
         row[f"{name}, rms error [relative]"] = one and one.vs_oracle.rms_ratio
         row[f"{name}, rms error of floor [relative]"] = one and one.floor.rms_ratio
         row[f"{name}, largest error"] = one and one.vs_oracle.max_abs
-    return row
-
-
-def _prefill(report: Report, case: Case) -> Row:
-    whole, speedup = case.prefill, report.speedup(case)
     us: dict[str, float] = {part.name: part.gpu_us for part in whole.parts} if whole else {}
-    row = _estimate("speedup, call", "x", speedup) | {"verdict, call": report.faster(case)}
-    row["speedup predicted [x]"] = report.predicted(case) if speedup else None
-    row |= _estimate("call time", "µs", case.call_us)
-    row["operator of one layer, device time [µs]"] = whole and whole.alone_us
-    row |= {f"{name}, GPU time [µs]": us.get(name) for name in get_args(PartName)}
-    row["peak memory [bytes]"] = whole and whole.peak_bytes
-    row["logits, rms of difference [relative]"] = whole and whole.logits_rms
-    return row
-
-
-def _answers(case: Case) -> Row:
-    band = case.band
-    interval = band and band.perplexity_interval_pct
-    return {
+    return row | {
+        "speedup predicted [x]": report.predicted(case) if speedup else None,
+        "operator of one layer, device time [µs]": whole and whole.alone_us,
+        **{f"{name}, GPU time [µs]": us.get(name) for name in get_args(PartName)},
+        "peak memory [bytes]": whole and whole.peak_bytes,
+        "logits, rms of difference [relative]": whole and whole.logits_rms,
         "KL, mean [nats]": band and band.kl_mean,
         "KL, p99 [nats]": band and band.kl_p99,
         "KL, max [nats]": band and band.kl_max,
         "same top token [%]": band and band.top1_pct,
         "perplexity": band and band.perplexity,
         "change of perplexity [%]": band and band.perplexity_increase_pct,
-        "change of perplexity, low [%]": interval and interval.low,
-        "change of perplexity, high [%]": interval and interval.high,
+        "change of perplexity, low [%]": interval and interval[0],
+        "change of perplexity, high [%]": interval and interval[1],
     }
 
 
@@ -212,7 +171,7 @@ def benchmark_action(report: Report, *, bigger: bool = False) -> str:
     Bigger: speedups over the baseline, how much of the output matches the baseline's, and equal top tokens.
     Cases that did not pass are left out, because they have no valid number.
     """
-    extra = f"{kind(report)} {identity(report)}, {gpu_name(report.environment, 'no GPU')}"
+    extra = f"{report.kind} {report.id}, {gpu_name(report.environment, 'no GPU')}"
     found = []
     for case in rows(report):
         row = _row(report, case) if case.result == "passed" else {}
@@ -246,7 +205,7 @@ def junit(report: Report) -> str:
         elif case.result != "passed":
             _answer(test, "failure" if case.result in ("inaccurate", "nonfinite") else "error", case.result, why)
         cases.append(test)
-    whole = [_test(kind(report), "all requested cases are present")]
+    whole = [_test(report.kind, "all requested cases are present")]
     if why := incomplete(report):
         _answer(whole[0], "error", "incomplete", why)
     broken = by_gate(found.broken)
@@ -255,7 +214,7 @@ def junit(report: Report) -> str:
         if gate in broken:
             _answer(whole[-1], "failure", "gate", "\n".join(map(str, broken[gate])))
     root = Element("testsuites")
-    root.extend([_suite(report, 0, "cases", cases), _suite(report, 1, kind(report), whole)])
+    root.extend([_suite(report, 0, "cases", cases), _suite(report, 1, report.kind, whole)])
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True)
 
@@ -279,7 +238,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
         time=_seconds(sum(float(test.get("time", 0)) for test in tests)),
     )
     values = {
-        kind(report): identity(report),
+        report.kind: report.id,
         "inputs" if report.kind == "bench" else "model": subject(report),
         "GPU": gpu_name(report.environment),
         "driver": gpu.driver if gpu else "none",
@@ -290,7 +249,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
     for key, value in values.items():
         SubElement(properties, "property", name=key, value=_clean(value))
     suite.extend(tests)
-    lines = (*(line.text for line in verdict_lines(report)), *_caveats(report))
+    lines = (*(line.text for line in verdict_lines(report)), *caveats(report))
     SubElement(suite, "system-out").text = _clean("\n".join(lines))
     SubElement(suite, "system-err")
     return suite
@@ -317,23 +276,19 @@ def _clean(text: str) -> str:
 
 
 def step_summary(report: Report, used_bytes: int = 0) -> str:
-    """The report as Markdown.  used_bytes: present size of the step's summary.
+    """The report as Markdown, without the sections that do not fit; empty if there is no room even for its head.
 
-    A report that is too long is cut, with a note; empty if there is no room for the note."""
+    used_bytes: present size of the step's summary.
+    """
     room = SUMMARY_BYTES - used_bytes
     text = markdown.render(compose(report), limit_bytes=min(markdown.LIMIT_BYTES, room))
-    encoded = text.encode()
-    if len(encoded) <= room:
-        return text
-    if room < len(_CUT):
-        return ""
-    return encoded[: room - len(_CUT)].decode(errors="ignore").rsplit("\n", 1)[0] + _CUT
+    return text if len(text.encode()) <= room else ""
 
 
 def workflow_commands(report: Report) -> Iterator[str]:
     """Annotations, one line each: errors for the reasons why it did not pass, warnings for its caveats."""
     title = _data(f"ssdprof: {subject(report)}").replace(":", "%3A").replace(",", "%2C")
-    annotations: tuple[tuple[str, Iterable[str]], ...] = (("error", errors(report)), ("warning", _caveats(report)))
+    annotations: tuple[tuple[str, Iterable[str]], ...] = (("error", errors(report)), ("warning", caveats(report)))
     for name, lines in annotations:
         every, head = list(lines), f"::{name} title={title}::"
         shown = every if len(every) <= MOST_ANNOTATIONS else every[: MOST_ANNOTATIONS - 1]
@@ -354,7 +309,7 @@ def outputs(report: Report) -> dict[str, str]:
     return {
         "passed": "true" if outcome(report).passed else "false",
         "verdict": fmt.cut(printable(" ".join(line.text for line in verdict_lines(report))), LONGEST_MESSAGE),
-        "run": printable(identity(report)),
+        "run": printable(report.id),
         **{name: "" if value is None else f"{value:.6g}" for name, value in worst.items()},
     }
 

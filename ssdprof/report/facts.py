@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
-from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of, precision_order
@@ -78,9 +77,8 @@ def when(created: str) -> str:
 
 def what_ran(report: Report) -> Table:
     """The model, the prompt, the machine and the settings behind every number."""
-    if report.kind == "prefill":
-        return facts("What ran", ("prefill", ""), _of_prefill(report))
-    return facts("What ran", ("run", report.id), _of_run(report))
+    found = (*_subject(report), *_settings(report), *_machine(report))
+    return facts("What ran", (report.kind, report.id), found)
 
 
 def gpu(environment: Environment) -> Iterator[Fact]:
@@ -97,51 +95,37 @@ def gpu(environment: Environment) -> Iterator[Fact]:
     yield "driver", f"{found.driver}, CUDA {found.cuda}"
 
 
-def versions(packages: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in packages.items() if version)
-
-
 def software(environment: Environment, **others: str) -> Fact:
     """Of Python and packages.  others: first."""
-    return "versions", versions({**others, "Python": environment.python, **environment.packages})
+    found = {**others, "Python": environment.python, **environment.packages}
+    return "versions", ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
-def tuned(cases: Iterable[Case]) -> str:
-    """A phrase on the cases that did not use the committed configuration."""
-    plans = [(case.implementation, case.plan.split("; ")) for case in cases]
-    found = Counter(f"{name}: {part}" for name, plan in plans for part in plan if part.startswith("tuned "))
-    return "; ".join(f"{what} ({count} of {len(plans)} cases)" for what, count in found.items())
-
-
-def _machine(report: Report) -> Iterator[Fact]:
-    """Clocks before and after the timed region, and throttling."""
-    if found := report.clocks:
-        throttled = f"throttled: {', '.join(found.throttle_reasons)}" if found.throttle_reasons else "not throttled"
-        yield (
-            "clocks",
-            f"SM {found.sm_mhz[0]:,} MHz before, {found.sm_mhz[1]:,} after, "
-            f"memory {found.memory_mhz[0]:,} to {found.memory_mhz[1]:,} MHz, "
-            f"{found.temperature_c[0]} to {found.temperature_c[1]} °C, {throttled}",
-        )
-
-
-def _of_run(report: Report) -> Iterator[Fact]:
-    ref, environment, cases = report.model, report.environment, report.of_calls
-    assert ref
-    yield "model", f"{ref.repo_id} ({ref.model_type}, {_SOURCES[ref.source]})"
-    yield "revision", ref.revision or ""
-    yield "requested model", ref.requested if ref.requested != ref.repo_id else ""
-    yield "siblings", ", ".join(ref.siblings)
-    yield "quantisation", ref.quantization or ""
-    if report.captured or not report.of_answers:
-        operators = "/".join(dict.fromkeys(layer.operator.upper() for layer in ref.layers))
-        captured = [layer.index for layer in report.captured]
-        yield (
-            "layers",
-            f"{len(captured)} of {len(ref.layers)} {operators} layers replayed ({fmt.indices(captured)}); "
-            f"the model has {fmt.plural(ref.layer_count, 'layer')}",
-        )
-    shapes = grouped(cases, lambda case: str(case.dims))
+def _subject(report: Report) -> Iterator[Fact]:
+    """The model, its layers and prompts."""
+    if ref := report.model:
+        random = ", random weights" * ref.random_weights
+        yield "model", f"{ref.repo_id} ({ref.model_type}, {_SOURCES[ref.source]}){random}"
+        yield "revision", ref.revision or ""
+        yield "requested model", ref.requested if ref.requested != ref.repo_id else ""
+        yield "siblings", ", ".join(ref.siblings)
+        yield "quantisation", ref.quantization or ""
+        if report.captured or report.kind == "run":
+            operators = "/".join(dict.fromkeys(layer.operator.upper() for layer in ref.layers))
+            captured = [layer.index for layer in report.captured]
+            yield (
+                "layers",
+                f"{len(captured)} of {len(ref.layers)} {operators} layers replayed ({fmt.indices(captured)}); "
+                f"the model has {fmt.plural(ref.layer_count, 'layer')}",
+            )
+    if found := next((case.prefill for case in report.of_prefill), None):
+        loaded = f"{found.layers} of {found.layer_count} were loaded and timed"
+        yield "layers", f"{loaded}; {found.operator_layers} have the operator"
+        segments = {case.seqlen: case.prefill.segment_length for case in report.of_prefill if case.prefill}
+        yield "segments", "; ".join(f"{fmt.tokens(seqlen)} by {each:,}" for seqlen, each in segments.items())
+        yield "convolution", f"the model's own: {found.convolution}"
+        yield "attention", found.attention
+    shapes = grouped((case for case in report.cases if case.layer), lambda case: str(case.dims))
     for dims, own in shapes.items():
         yield "dimensions", dims if len(shapes) == 1 else f"{dims} (layers {fmt.indices(map(layer_of, own))})"
     served = []
@@ -155,69 +139,63 @@ def _of_run(report: Report) -> Iterator[Fact]:
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
     if report.segment_length:
         yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"
+
+
+def _settings(report: Report) -> Iterator[Fact]:
+    """What was compared with what."""
+    cases = [case for case in report.cases if not case.answers]
     yield "precisions", "; ".join(map(str, sorted({case.precision for case in cases}, key=precision_order)))
-    names = dict.fromkeys(group.baseline for group in groups(report))
-    in_words = [one if one == report.baseline else f"{one} in decode steps" for one in names]
-    yield "baseline", fmt.words(in_words) if in_words else ""
+    names = dict.fromkeys(group.baseline for group in groups(report) if group.layers[0] >= 0) or {report.baseline: None}
+    yield "baseline", fmt.words(one if one == report.baseline else f"{one} in decode steps" for one in names)
     others = grouped(
         (case for case in cases if case.kind in _KINDS), lambda case: (case.kind, case.implementation, case.version)
     )
     for (kind, name, version), own in others.items():
         precisions = "; ".join(dict.fromkeys(str(case.precision) for case in own))
         yield _KINDS[kind], f"{name}, {version}, at {precisions}"
-    yield from _of_answers(report)
-    yield "tuned", tuned(cases)
+    yield "not compared", "; ".join(reason.rstrip(".") for reason in report.absent)
+    for seqlen, own in grouped(report.of_answers, lambda case: case.seqlen).items():
+        answers = own[0].answers
+        assert answers
+        yield (
+            f"answers, {fmt.tokens(seqlen)}",
+            f"{fmt.plural(len(own), 'case')} against {answers.reference}, layers {fmt.indices(answers.layers)}, "
+            f"model in {answers.weights}, segments of {answers.segment_length:,}",
+        )
+    if checked := sorted({case.drawn.checked for case in cases if case.drawn and case.drawn.checked}):
+        lengths = fmt.words(f"{length:,}" for length in checked)
+        yield "compared on", f"one sequence of {lengths} tokens, not on every token that was timed"
+    yield "kernels", report.kernels and f"machine code of sha256 {report.kernels[:12]}"
+    plans = [(case.implementation, case.plan.split("; ")) for case in cases]
+    tuned = Counter(f"{name}: {part}" for name, plan in plans for part in plan if part.startswith("tuned "))
+    yield "tuned", "; ".join(f"{what} ({count} of {len(plans)} cases)" for what, count in tuned.items())
+
+
+def _machine(report: Report) -> Iterator[Fact]:
+    """Clocks before and after the timed region, throttling, and versions."""
+    environment = report.environment
     yield from gpu(environment)
     if report.ranks > 1:
         where = ", each on a GPU of its own," if environment.gpu else ""
-        yield "ranks", f"{report.ranks} processes{where} shared the layers"
-    yield from _machine(report)
+        yield "ranks", f"{report.ranks} processes{where} shared the cases"
+    if found := report.clocks:
+        throttled = f"throttled: {', '.join(found.throttle_reasons)}" if found.throttle_reasons else "not throttled"
+        yield (
+            "clocks",
+            f"SM {found.sm_mhz[0]:,} MHz before, {found.sm_mhz[1]:,} after, "
+            f"memory {found.memory_mhz[0]:,} to {found.memory_mhz[1]:,} MHz, "
+            f"{found.temperature_c[0]} to {found.temperature_c[1]} °C, {throttled}",
+        )
     if report.ceilings:
         yield (
             "ceilings",
             f"copy {report.ceilings.copy_gb_per_s:,.0f} GB/s (read + written), matrix product "
             f"{report.ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run",
         )
-    if report.peak_bytes is not None and cases:
-        yield "peak memory", f"{fmt.size(report.peak_bytes)} of GPU memory, model and replay"
+    if report.peak_bytes is not None and report.kind != "prefill":
+        yield "peak memory", f"{fmt.size(report.peak_bytes)} of GPU memory"
     yield "CPU", f"{environment.cpu}, {environment.platform}"
-    yield from _ends(report)
-
-
-def _ends(report: Report) -> Iterator[Fact]:
-    yield software(report.environment, ssdprof=report.ssdprof_version)
+    yield "duration", f"{report.seconds:.0f} s" if report.seconds else ""
+    yield software(environment, ssdprof=report.ssdprof_version)
     yield "started", report.created
     yield "command", " ".join(report.command)
-
-
-def _of_answers(report: Report) -> Iterator[Fact]:
-    lengths = grouped(report.of_answers, lambda case: case.seqlen)
-    for seqlen, cases in lengths.items():
-        found = cases[0].answers
-        assert found
-        took = f", {fmt.duration(report.seconds * 1e6)}" if len(lengths) == 1 and report.seconds else ""
-        alone = report.peak_bytes is not None and not report.of_calls  # then the peak is that of the answers
-        peak = f", peak memory {fmt.size(report.peak_bytes)} of the GPU" if alone else ""
-        yield (
-            f"answers, {fmt.tokens(seqlen)}",
-            f"{fmt.plural(len(cases), 'case')} against {found.reference}, layers {fmt.indices(found.layers)}, "
-            f"model in {found.weights}, segments of {found.segment_length:,}{took}{peak}",
-        )
-
-
-def _of_prefill(report: Report) -> Iterator[Fact]:
-    ref = report.model
-    assert ref
-    yield "model", f"{ref.repo_id} ({ref.model_type}){', random weights' if ref.random_weights else ''}"
-    if found := next((case.prefill for case in report.of_prefill), None):
-        loaded = f"{found.layers} of {found.layer_count} were loaded and timed"
-        yield "layers", f"{loaded}; {found.operator_layers} have the operator"
-        labels = (f"{case.implementation} {case.precision}" for case in report.of_prefill)
-        yield "precisions", "; ".join(dict.fromkeys(labels))
-        segments = {case.seqlen: case.prefill.segment_length for case in report.of_prefill if case.prefill}
-        yield "segments", "; ".join(f"{fmt.tokens(seqlen)} by {each:,}" for seqlen, each in segments.items())
-        yield "convolution", f"the model's own: {found.convolution}"
-        yield "attention", found.attention
-    yield from gpu(report.environment)
-    yield from _machine(report)
-    yield from _ends(report)

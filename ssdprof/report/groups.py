@@ -1,103 +1,91 @@
-"""Cases that can be compared and added up, in groups, and their series; the pooled errors of several calls."""
+"""Cases that can be compared and added up, in groups and series; the pooled errors of several calls."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, Deviation
-from ssdprof.core.base import Clock, PrecisionRecord, TensorName, grouped
+from ssdprof.core.base import CLOCKS, Clock, PrecisionRecord, TensorName, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
-from ssdprof.core.subject import LayerRef
 
-INTERMEDIATES = ("exact", "relaxed")
-STATES = ("fp64", "fp32", "fp16", "bf16")
+_ORDER = ("exact", "relaxed", "fp64", "fp32", "fp16", "bf16")
 Against = Literal["vs_oracle", "vs_baseline", "floor"]  # fields of `Accuracy`
-
-
-class Summed(NamedTuple):
-    """The summed times of some calls by one clock; without a speedup if one of them has none.
-
-    The speedup is the sum of the baseline's times over the sum of ours, over the same calls.  Its interval assumes that
-    all calls are at the same end of their intervals, so it covers at least 95 %.  A verdict that all calls share is the
-    sum's; otherwise the sum's interval decides.
-    """
-
-    us: float
-    speedup: Estimate | None
-    verdict: Faster | None
 
 
 class Series:
     """One implementation at one precision, over the calls of a group.
 
-    variant: the kernels that ran, by name; several if layers differ.  name: "fused hopper".  label: "fused, exact,
-    fp32".  within_budget: every case; False for another library that passed outside of its budget.
-    layers: of the timed calls.  workspace_bytes: the largest of them.  baselines: what they are compared with: "unfused
-    exact, fp32 states".
+    name: "fused hopper", with all variants that ran.  label: "fused, exact, fp32".
+    within_budget: every case; False for another library that passed outside of its budget.
+    us: the summed times of the timed calls by each clock.  workspace_bytes: the largest of them.
+    over: what they are compared with instead of their baseline: `unfused`, where a bench did not time that.
     """
 
     def __init__(self, group: Group, implementation: str, precision: PrecisionRecord, cases: Sequence[Case]) -> None:
         self.group, self.implementation, self.precision, self.cases = group, implementation, precision, cases
-        self.variant = "/".join(dict.fromkeys(case.variant for case in cases if case.variant))
-        self.name = implementation + (f" {self.variant}" if self.variant not in ("", implementation) else "")
+        variants = "/".join(dict.fromkeys(case.variant for case in cases if case.variant not in ("", implementation)))
+        self.name = f"{implementation} {variants}".rstrip()
         self.label = f"{implementation}, {precision.short}"
         self.within_budget = all(case.result == "passed" and not case.outside_budget for case in cases)
-        self.timed = timed = [case for case in cases if case.device_us and case.call_us]
-        self.layers = tuple(case.layer.index for case in timed if case.layer)
-        self.workspace_bytes = max((case.memory.workspace_bytes for case in timed if case.memory), default=None)
-        compared = [rival for case in timed if (rival := group.report.rival(case)) and rival.device_us]
-        self.baselines = dict.fromkeys(f"{rival.implementation} {rival.precision}" for rival in compared)
+        there = {case.implementation for case in group.cases if case.device_us}
+        self.over = "unfused" if cases[0].drawn and group.report.baseline not in there else ""
+        self.timed = [case for case in cases if case.device_us and case.call_us]
+        times = {clock: [us.value for case in self.timed if (us := case.by_clock(clock))] for clock in CLOCKS}
+        self.us = {clock: math.fsum(own) for clock, own in times.items()}
+        spaces = [case.workspace_bytes for case in self.timed if case.workspace_bytes is not None]
+        self.workspace_bytes = max(spaces, default=None)
 
     def pooled(self, which: Against, tensor: TensorName = "out") -> Pooled | None:
         return pool(self.cases, tensor, which)
 
-    @property
-    def original(self) -> Series | None:
-        """The series that its outputs are compared with; at other precisions of the baseline, its exact one."""
-        name = self.group.baseline
-        named = {one.vs_baseline.against for case in self.cases for one in case.accuracy if one.vs_baseline}
-        wanted = named or {f"{name} {self.precision.exact}"}
-        return next((own for own in self.group.series(name) if f"{name} {own.precision}" in wanted), None)
-
     @cached_property
-    def device(self) -> Summed:
-        return self._summed("device")
+    def rivals(self) -> tuple[str, ...]:
+        """What the timed calls are compared with: "unfused exact, fp32 states"."""
+        found = (self.group.report.rival(case, self.over) for case in self.timed)
+        return tuple(dict.fromkeys(f"{one.implementation} {one.precision}" for one in found if one and one.device_us))
 
-    @cached_property
-    def call(self) -> Summed:
-        return self._summed("call")
+    def _ratios(self, clock: Clock) -> list[Estimate]:
+        """Speedups of the timed calls; none if one of them has none."""
+        found = [one for case in self.timed if (one := self.group.report.speedup(case, clock, self.over))]
+        return found if len(found) == len(self.timed) else []
 
-    def _summed(self, clock: Clock) -> Summed:
-        smallest = self.group.report.smallest_difference
-        times = [found.value for case in self.timed if (found := case.by_clock(clock))]
-        ratios = [found for case in self.timed if (found := self.group.report.speedup(case, clock))]
-        total = math.fsum(times)
-        if not times or len(ratios) < len(times):
-            return Summed(total, None, None)
+    def speedup(self, clock: Clock = "device") -> Estimate | None:
+        """The sum of the baseline's times over the sum of ours, over the same calls.
+
+        Its interval assumes that all calls are at the same end of their intervals, so it covers at least 95 %.
+        """
         # a call's ratio is baseline / own time, so its weight is its own time
-        bounds = zip(*ratios, strict=True)
-        speedup = Estimate(*(math.fsum(v * us for v, us in zip(bound, times, strict=True)) / total for bound in bounds))
-        verdict, *others = {ratio.verdict(smallest) for ratio in ratios}
-        return Summed(total, speedup, speedup.verdict(smallest) if others else verdict)
+        times = [us.value for case in self.timed if (us := case.by_clock(clock))]
+        bounds = list(zip(*self._ratios(clock), strict=True))
+        sums = [math.fsum(v * us for v, us in zip(bound, times, strict=True)) / self.us[clock] for bound in bounds]
+        return Estimate(*sums) if sums else None
+
+    @property
+    def verdict(self) -> Faster | None:
+        """By device time: the verdict that all calls share, else that of the sum."""
+        smallest, total = self.group.report.smallest_difference, self.speedup()
+        shared = {one.verdict(smallest) for one in self._ratios("device")}
+        return shared.pop() if len(shared) == 1 else total and total.verdict(smallest)
 
     @property
     def floor_pct(self) -> float | None:
         """The least time for all bytes and arithmetic of the timed calls, as a share of their device time."""
         floors = [floor for case in self.timed if (floor := case.floor_us(self.group.report.ceilings)) is not None]
-        return 100 * sum(floors) / self.device.us if self.timed and len(floors) == len(self.timed) else None
+        return 100 * sum(floors) / self.us["device"] if self.timed and len(floors) == len(self.timed) else None
 
 
 class Group:
-    """All cases of one kind of call on one prompt, of one size, which can be compared and added up.
+    """Cases that can be compared and added up: all of one kind of call on one prompt, of one size; of a bench, those on
+    the same inputs.
 
     call: one of these calls; None for calls of a whole prompt.  steps: the calls are decode steps, which have their own
-    baseline.  noun: what each of a layer's calls is.  calls: their number, in all layers.
+    baseline.  noun: what each of a layer's calls is.  calls: their number, in all layers.  layers: their indices.
     tokens: "131,072 tokens", "32 x 1,024 tokens"; of the prompt, if the calls are its chunks or decode steps.
     where: "at 131,072 tokens", "in decode steps after 512 tokens"; size: the same without its preposition.
     implementations: the baseline first, the others in the order in which they ran; compared: the others.
@@ -109,26 +97,24 @@ class Group:
         self.steps = self.call is not None and self.call.kind == "decode"
         self.noun = "step" if self.steps else "chunk"
         self.calls = len({(case.layer, case.call) for case in cases})
-        layers = {case.layer.index: case.layer for case in cases if case.layer}
-        self.layers = tuple(layers[index] for index in sorted(layers))
+        self.layers = tuple(sorted({layer_of(case) for case in cases}))
         self.baseline = next((case.baseline for case in cases if case.baseline), first.implementation)
         names = dict.fromkeys(case.implementation for case in cases)
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)
-        size = fmt.tokens(self.seqlen, first.batch)
-        self.where = f"in chunks of {size} of {self.tokens}"
-        if self.call is None or self.call.kind == "packed":
-            self.where = f"at {size}{f' {self.call}' if self.call else ''}"
-        elif self.steps:
-            self.where = f"in decode steps after {self.tokens}"
-        self.size = self.where.partition(" ")[2]
+        self.size = first.size
+        if self.steps:
+            self.size = f"decode steps after {self.tokens}"
+        elif self.call and self.call.kind == "chunk":
+            self.size = f"chunks of {fmt.tokens(self.seqlen, first.batch)} of {self.tokens}"
+        self.where = f"{'at' if self.call is None or self.call.kind == 'packed' else 'in'} {self.size}"
 
     @property
     def extent(self) -> str:
         """ "layer 3", "3 layers", "4 steps in each of 3 layers"; where a run was broken off "11 steps in 3 layers"."""
         layers = len(self.layers)
-        of_layers = f"layer {self.layers[0].index}" if layers == 1 else f"{layers} layers"
-        each, *others = {self.at_layer(layer).calls for layer in self.layers}
+        of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
+        each, *others = {own.calls for own in self.by_layer()}
         if others:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
         return of_layers if each == 1 else f"{fmt.plural(each, self.noun)} in {'each of ' * (layers > 1)}{of_layers}"
@@ -150,19 +136,22 @@ class Group:
         """The group with only the selected cases."""
         return Group(self.report, [case for case in self.cases if wanted(case)])
 
-    def at_layer(self, layer: LayerRef) -> Group:
-        return self.keep(lambda case: layer_of(case) == layer.index)
+    def by_layer(self) -> Iterator[Group]:
+        """A group for each layer."""
+        yield from (Group(self.report, own) for _, own in sorted(grouped(self.cases, layer_of).items()))
 
 
 def groups(report: Report) -> tuple[Group, ...]:
-    """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps after it."""
+    """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps after it.  Of a
+    bench, one for each of its inputs, in their order."""
 
     def key(case: Case) -> tuple[int, bool, int, int]:
         prompt = case.call.prompt_seqlen if case.call else case.seqlen
         return prompt, not (case.call and case.call.kind == "decode"), case.seqlen, case.batch
 
+    drawn = grouped((case for case in report.cases if case.drawn), lambda case: case.place)
     found = grouped((case for case in report.cases if case.layer), key)
-    return tuple(Group(report, found[key]) for key in sorted(found, reverse=True))
+    return tuple(Group(report, own) for own in (*drawn.values(), *(found[one] for one in sorted(found, reverse=True))))
 
 
 def layer_of(case: Case) -> int:
@@ -170,14 +159,15 @@ def layer_of(case: Case) -> int:
 
 
 def precision_order(precision: PrecisionRecord) -> tuple[int, int]:
-    return INTERMEDIATES.index(precision.intermediates), STATES.index(precision.state_dtype)
+    return _ORDER.index(precision.intermediates), _ORDER.index(precision.state_dtype)
 
 
 # --- errors of several calls
 
 
-def deviation(accuracy: Accuracy, which: Against) -> Deviation | None:
-    return {"vs_oracle": accuracy.vs_oracle, "vs_baseline": accuracy.vs_baseline, "floor": accuracy.floor}[which]
+def deviation(accuracy: Accuracy | None, which: Against) -> Deviation | None:
+    found: Deviation | None = getattr(accuracy, which, None)
+    return found
 
 
 class Pooled(NamedTuple):
@@ -191,19 +181,18 @@ class Pooled(NamedTuple):
     rms_ratio: float
     parts: tuple[Deviation, ...]
 
-    def match_pct(self, tolerance: float) -> float | None:
+    def match_pct(self, tolerance: float) -> float:
         """Share of all elements that match; 100 only if all do."""
-        found = [(part.match_pct(tolerance), part.elements) for part in self.parts]
-        shares = [(share, elements) for share, elements in found if share is not None]
-        if not shares or all(share == 100.0 for share, _ in shares):
-            return 100.0 if shares else None
+        shares = [(part.match_pct(tolerance), part.elements) for part in self.parts]
+        if all(share == 100.0 for share, _ in shares):
+            return 100.0
         pooled = math.fsum(share * elements for share, elements in shares) / sum(elements for _, elements in shares)
         return min(pooled, math.nextafter(100.0, 0.0))
 
 
 def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | None:
     """The deviations of every case that has one; None if none has."""
-    found = [(case, error) for case in cases if (one := case.tensor(tensor)) and (error := deviation(one, which))]
+    found = [(case, error) for case in cases if (error := deviation(case.tensor(tensor), which))]
     if not found:
         return None
     worst, largest = max(found, key=lambda pair: pair[1].max_abs)
@@ -229,3 +218,12 @@ def places(prompts: Iterable[Group]) -> str:
     whole = [group for group in every if group.call is None]
     others = [group.where for group in every if group.call is not None]
     return fmt.words([*([f"at {tokens_of(whole)}"] if whole else []), *others])
+
+
+def layer_words(cases: Iterable[Case]) -> str:
+    """ "layer 9", "layers 9, 18"; of another kind of case its place."""
+    every = list(cases)
+    indices = {layer_of(case) for case in every if case.layer}
+    if not indices:
+        return "; ".join(dict.fromkeys(case.place for case in every))
+    return f"{'layer' if len(indices) == 1 else 'layers'} {fmt.indices(indices)}"

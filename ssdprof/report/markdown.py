@@ -7,7 +7,7 @@ import re
 from tabulate import tabulate
 
 from ssdprof.core import words as fmt
-from ssdprof.report.table import Document, Figure, Note, Section, Table
+from ssdprof.report.table import Block, Document, Figure, Note, Section, Table
 
 LIMIT_BYTES = 1_000_000  # GitHub drops a job summary above 1 MiB; leaves room for other steps of the job
 _ROOM_FOR_THE_REST = 1_000  # the note on omitted sections
@@ -15,8 +15,6 @@ _ROOM_FOR_THE_REST = 1_000  # the note on omitted sections
 
 def render(document: Document, *, limit_bytes: int = LIMIT_BYTES) -> str:
     """The whole document.  Sections beyond the limit are left out, from the end, and the last line names them."""
-    if document.tables_only:
-        return "\n\n".join(_block(block, "") for section in document.sections for block in section.blocks) + "\n"
     text = _head(document)
     used = len(text.encode())
     parts = [text]
@@ -39,8 +37,6 @@ def _head(document: Document) -> str:
         lines += [f"**{escape(line.text)}**", ""]
     if document.origin:
         lines += [", ".join(f"{label}: {escape(value)}" for label, value in document.origin), ""]
-    if document.summary:
-        lines += [*(f"- **{escape(subject)}** {escape(said)}" for subject, said in document.summary), ""]
     if document.caveats:
         lines += ["Caveats:", "", *(f"- {escape(line)}" for line in document.caveats)]
     return "\n".join(lines).rstrip() + "\n"
@@ -48,12 +44,12 @@ def _head(document: Document) -> str:
 
 def _section(section: Section) -> str:
     body = "\n\n".join(_block(block, section.title) for block in section.blocks)
-    if section.depth == "main":
+    if not section.folded:
         return f"\n### {escape(section.title)}\n\n{body}\n"
     return f"\n<details>\n<summary>{_html(section.title)}</summary>\n\n{body}\n\n</details>\n"
 
 
-def _block(block: Table | Figure | Note | str, section: str) -> str:
+def _block(block: Block, section: str) -> str:
     match block:
         case Table():
             return draw(block, section)
@@ -62,21 +58,20 @@ def _block(block: Table | Figure | Note | str, section: str) -> str:
         case Note(text):
             return f"<sub>{escape(text)}</sub>"
         case _:
-            return escape(block)
+            return "\n".join(f"- {escape(line)}" for line in block)
 
 
 def draw(table: Table, section: str = "") -> str:
     """One table, without its title if the section has the same title."""
-    rigid = [align == "right" or (column == 0 and bool(table.headings)) for column, align in enumerate(table.align)]
-    rows = []
-    for index, row in enumerate(table.rows):
-        cells = [_unbroken(escape(cell)) if keep else escape(cell) for cell, keep in zip(row, rigid, strict=True)]
-        rows.append([f"**{cell}**" if cell and index in table.headings else cell for cell in cells])
+
+    def cell(text: str, align: str) -> str:
+        return _unbroken(escape(text)) if align == "right" else escape(text)
+
     drawn = tabulate(
-        rows,
+        [[cell(*one) for one in zip(row, table.align, strict=True)] for row in table.rows],
         headers=[escape(header) for header in table.headers],
         tablefmt="pipe",
-        colalign=table.align if rows else None,
+        colalign=table.align if table.rows else None,
         disable_numparse=True,
     )
     title = [] if table.title == section else [f"**{escape(table.title)}**"]

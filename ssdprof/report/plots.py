@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
@@ -13,8 +12,9 @@ from ssdprof.core.base import grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
-from ssdprof.report.groups import Against, Group, Series, deviation, layer_of
-from ssdprof.report.stalls import StageShare, kernel_groups
+from ssdprof.core.statistics import Estimate
+from ssdprof.report.groups import Against, Group, Series, deviation
+from ssdprof.report.stalls import kernel_groups, most, summed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,82 +64,44 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
 
 def speedups(found: Sequence[Group]) -> str | None:
     """Speedup by device time, with its interval: over the length of several prompts, else as bars.  None if untimed."""
-    timed = _timed(found, lambda one: one.implementation != one.group.baseline and bool(one.device.speedup))
-    points = grouped(timed, lambda one: one.label)
-    if not points:
+    every = (one for group in sorted(found, key=lambda group: group.seqlen) for one in group.others())
+    timed = [(one, ratio) for one in every if (ratio := one.speedup())]
+    if not timed:
         return None
 
+    def spread(own: Sequence[tuple[Series, Estimate]]) -> list[list[float]]:
+        """The lengths of the intervals below and above the ratios."""
+        return [[one.value - one.low for _, one in own], [one.high - one.value for _, one in own]]
+
     def lines(axes: Axes) -> None:
-        for number, (label, own) in enumerate(points.items()):
-            ratios, errors = _ratios(own)
-            axes.errorbar([one.group.seqlen for one in own], ratios, yerr=errors, **_style(number, label))
+        for number, (label, own) in enumerate(grouped(timed, lambda one: one[0].label).items()):
+            lengths, ratios = [one.group.seqlen for one, _ in own], [ratio.value for _, ratio in own]
+            marker, color = _MARKERS[number % len(_MARKERS)], _color(number)
+            axes.errorbar(lengths, ratios, yerr=spread(own), label=label, color=color, marker=marker, capsize=2)
         axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")
-        _lengths(axes, found)
+        ticks = sorted({group.seqlen for group in found})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{one // 1024}k" if one % 1024 == 0 else f"{one:,}" for one in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens")
         axes.set_ylim(bottom=0)
         axes.set_ylabel(f"times as fast as {found[0].baseline}")
 
     def bars(axes: Axes) -> None:
-        every = [one for own in points.values() for one in own][::-1]
-        names = [one.label if len(found) == 1 else f"{one.label}, {one.group.size}" for one in every]
-        ratios, errors = _ratios(every)
-        axes.barh(names, ratios, xerr=errors, color=COLORS[0], height=0.6, ecolor=GREY)
+        rows = timed[::-1]
+        names = [one.label if len(found) == 1 else f"{one.label}, {one.group.size}" for one, _ in rows]
+        ratios = [ratio.value for _, ratio in rows]
+        axes.barh(names, ratios, xerr=spread(rows), color=COLORS[0], height=0.6, ecolor=GREY)
         for position, ratio in enumerate(ratios):
             axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=8)
         axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
-        baseline, *others = {one.group.baseline for one in every}
+        baseline, *others = {one.group.baseline for one, _ in rows}
         size = f", {found[0].size}" if len(found) == 1 else ""
         axes.set_xlabel(f"times as fast as {'the baseline' if others else baseline}, by device time{size}")
 
     if len(found) > 1 and all(group.call is None for group in found):
         return draw(lines)
     return draw(bars, (_NARROW[0], 1.2 + 0.35 * len(timed)), legend=0)
-
-
-def device_times(found: Sequence[Group]) -> str | None:
-    """Device time of every series over the length of whole prompts; None for a single length, for
-    which the table is enough."""
-    whole = [group for group in found if group.call is None]
-    points = grouped(_timed(whole, lambda _: True), lambda one: one.label)
-    if len(whole) < 2 or not points:
-        return None
-
-    def paint(axes: Axes) -> None:
-        for number, (label, own) in enumerate(points.items()):
-            lengths, times = [one.group.seqlen for one in own], [one.device.us / 1e3 for one in own]
-            axes.errorbar(lengths, times, **_style(number, label))
-        _lengths(axes, whole)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_ylabel("device time, ms")
-
-    return draw(paint)
-
-
-def _timed(found: Sequence[Group], wanted: Callable[[Series], bool]) -> list[Series]:
-    """The timed series, of the shortest length first."""
-    every = [one for group in sorted(found, key=lambda group: group.seqlen) for one in group.series()]
-    return [one for one in every if one.timed and wanted(one)]
-
-
-def _ratios(timed: Sequence[Series]) -> tuple[list[float], list[list[float]]]:
-    """The ratios, and the lengths of their intervals below and above them."""
-    found = [one.device.speedup for one in timed if one.device.speedup]
-    below, above = [one.value - one.low for one in found], [one.high - one.value for one in found]
-    return [one.value for one in found], [below, above]
-
-
-def _style(number: int, label: str) -> dict[str, Any]:
-    marker = _MARKERS[number % len(_MARKERS)]
-    return {"label": label, "color": _color(number), "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1.5}
-
-
-def _lengths(axes: Axes, found: Sequence[Group]) -> None:
-    lengths = sorted({group.seqlen for group in found})
-    labels = [f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}" for length in lengths]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, labels)
-    axes.minorticks_off()
-    axes.set_xlabel("tokens")
 
 
 # --- rooflines: operations per byte and per second
@@ -150,10 +112,10 @@ def roofline(report: Report, found: Sequence[Group]) -> str | None:
     if untimed."""
     points: dict[str, list[tuple[float, float]]] = {}
     for series in (one for group in found for one in group.series()):
-        timed = [(case.work, case.device_us) for case in series.cases if case.work and case.device_us]
-        moved, flops = sum(work.bytes_moved for work, _ in timed), sum(work.flops for work, _ in timed)
+        timed = [case for case in series.cases if case.bytes_moved and case.device_us]
+        moved, flops = sum(case.bytes_moved or 0 for case in timed), sum(case.flops or 0 for case in timed)
         if moved and flops:
-            point = flops / moved, flops / sum(us.value for _, us in timed) / 1e6
+            point = flops / moved, flops / sum(case.device_us.value for case in timed if case.device_us) / 1e6
             points.setdefault(series.implementation, []).append(point)
     roof = report.ceilings and (report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflops)
     return _roofline(points, roof, "byte that must move") if roof else None
@@ -242,45 +204,18 @@ def along_positions(group: Group) -> str | None:
         axes.set_ylim(bottom=0)
         axes.set_ylabel("rms error against fp64")
         axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
-        _positions(axes, group)
-
-    return draw(paint)
-
-
-def largest_errors(group: Group) -> str | None:
-    """Position and layer of the largest error of the output against fp64.  None if nothing was compared, and for decode
-    steps, which have one position."""
-    places = [
-        (series.label, case.error.worst_position[1], layer_of(case))
-        for series in group.others()
-        for case in series.cases
-        if case.error
-    ]
-    found = {label: [(x, y) for _, x, y in own] for label, own in grouped(places, itemgetter(0)).items()}
-    if group.steps or not found:
-        return None
-
-    def paint(axes: Axes) -> None:
-        for number, (label, places) in enumerate(found.items()):
-            _markers(axes, number, label, places, markersize=9 - number)
-        axes.set_yticks([layer.index for layer in group.layers] if len(group.layers) <= 16 else [])
-        axes.set_ylabel("layer")
-        _positions(axes, group)
+        axes.set_xlim(0, group.seqlen)
+        axes.set_xlabel(f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, tokens")
+        axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
     return draw(paint)
 
 
 def _worst(cases: Sequence[Case], which: Against) -> list[float]:
     """In each slice the largest of the layers' RMS errors; empty if none was recorded."""
-    errors = (deviation(out, which) for case in cases if (out := case.tensor("out")))
+    errors = (deviation(case.tensor("out"), which) for case in cases)
     found = [[one or 0.0 for one in error.along] for error in errors if error and error.along]
     return [max(slices) for slices in zip(*found, strict=True)]
-
-
-def _positions(axes: Axes, group: Group) -> None:
-    axes.set_xlim(0, group.seqlen)
-    axes.set_xlabel(f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, tokens")
-    axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
 
 # --- stalls
@@ -290,16 +225,14 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, str]]:
     """Name -> (title, SVG): a picture of each group that was sampled, and the roofline."""
     found: dict[str, tuple[str, str]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
-    every = StageShare()
-    for group in sampled:
-        every.add(group.all())
+    reasons = [reason for reason, _ in most(summed(group.all() for group in sampled))]
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
         bars = {
-            f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name: share.reasons
+            f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name: share
             for name, share in group.stages.items()
         }
-        found[group.name.lstrip("_")] = (title, stages(bars, title, [reason for reason, _ in every.most]))
+        found[group.name.lstrip("_")] = (title, stages(bars, title, reasons))
     roof = stall_roofline(report)
     return found if roof is None else found | {"roofline": ("Roofline", roof)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
@@ -17,7 +16,6 @@ from ssdprof.report.table import (
     Figure,
     Note,
     Section,
-    Statement,
     Table,
     VerdictLine,
     facts,
@@ -29,7 +27,7 @@ from ssdprof.report.table import (
 
 READING = Note(
     "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel weighed by its "
-    "duration.  The time in µs is that share of the duration; stages overlap, so removing "
+    "duration.  The time is that share of the duration; stages overlap, so removing "
     "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a run."
 )
 REASONS = {
@@ -65,25 +63,19 @@ _LONGEST_LINE = 76
 
 # --- the kernels of an implementation, weighted by their durations
 
+Share = Mapping[str, float]  # stall reason -> percent of an implementation's busy time; the stage's is their sum
 
-@dataclass
-class StageShare:
-    """A share of an implementation's busy time in percent: in total, and by stall reason."""
 
-    pct: float = 0.0
-    reasons: dict[str, float] = field(default_factory=dict)
+def most(share: Share) -> list[tuple[str, float]]:
+    """Reasons, the largest first."""
+    return sorted(share.items(), key=lambda item: (-item[1], item[0]))
 
-    @property
-    def most(self) -> list[tuple[str, float]]:
-        """Reasons, the largest first."""
-        return sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))
 
-    def add(self, *others: StageShare) -> StageShare:
-        for other in others:
-            self.pct += other.pct
-            for reason, pct in other.reasons.items():
-                self.reasons[reason] = self.reasons.get(reason, 0.0) + pct
-        return self
+def summed(shares: Iterable[Share]) -> Share:
+    total: dict[str, float] = {}
+    for reason, pct in (pair for share in shares for pair in share.items()):
+        total[reason] = total.get(reason, 0.0) + pct
+    return total
 
 
 class KernelGroup:
@@ -97,21 +89,19 @@ class KernelGroup:
 
     def __init__(self, name: str, kernels: Sequence[KernelStalls], words: Mapping[str, str]) -> None:
         self.name, self.kernels, self.words = name, kernels, words
-        self.stages: dict[str, StageShare] = defaultdict(StageShare)
+        stages: dict[str, list[Share]] = defaultdict(list)
         self.idle: dict[str, float] = defaultdict(float)
         lines: list[tuple[float, Line]] = []
         weights = _weights(kernels)
         for kernel, weight in weights:
-            samples, busy = sum(kernel.samples.values()), kernel.busy_samples
-            for stage, by_reason in kernel.stages.items():
-                total = sum(by_reason.values())
+            each = 100 * weight / kernel.busy_samples
+            for stage, samples in kernel.stages.items():
                 if stage in kernel.idle:
-                    self.idle[stage] += 100 * weight * total / samples
+                    self.idle[stage] += 100 * weight * sum(samples.values()) / sum(kernel.samples.values())
                 else:
-                    part = {reason: 100 * weight * count / busy for reason, count in by_reason.items()}
-                    self.stages[stage].add(StageShare(100 * weight * total / busy, part))
-            busiest = (line for line in kernel.lines if line.stage not in kernel.idle)
-            lines += [(100 * weight * line.total / busy, line) for line in busiest]
+                    stages[stage].append({reason: each * count for reason, count in samples.items()})
+            lines += [(each * line.total, line) for line in kernel.lines if line.stage not in kernel.idle]
+        self.stages = {stage: summed(shares) for stage, shares in stages.items()}
         self.lines = sorted(lines, key=lambda one: -one[0])
         self.hints = tuple(_hints(weights))
         self.is_sampled = bool(self.stages)
@@ -122,20 +112,20 @@ class KernelGroup:
         """The name of a part of a stage, as text."""
         return self.words.get(stage, stage.split(".", 1)[-1].replace("_", " "))
 
-    def parts(self, stage: str) -> dict[str, StageShare]:
+    def parts(self, stage: str) -> dict[str, Share]:
         return {part: share for part, share in self.stages.items() if part.split(".")[0] == stage}
 
-    def us(self, share: StageShare | None) -> float | None:
-        return None if share is None or self.duration_us is None else self.duration_us * share.pct / 100
+    def us(self, pct: float | None) -> float | None:
+        return None if pct is None or self.duration_us is None else self.duration_us * pct / 100
 
-    def whole(self) -> dict[str, StageShare]:
+    def whole(self) -> dict[str, Share]:
         """Stages with their parts added up."""
         names = dict.fromkeys(name.split(".")[0] for name in self.stages)
-        return {name: StageShare().add(*self.parts(name).values()) for name in names}
+        return {name: summed(self.parts(name).values()) for name in names}
 
-    def all(self) -> StageShare:
+    def all(self) -> Share:
         """The sum of all stages: 100 %."""
-        return StageShare().add(*self.stages.values())
+        return summed(self.stages.values())
 
 
 def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
@@ -174,9 +164,9 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Stage
         if group.is_sampled and group.name in known:
             before, now = known[group.name].whole(), group.whole()
             for stage in dict.fromkeys((*now, *before)):
-                one, other = before.get(stage), now.get(stage)
-                pcts = one.pct if one else None, other.pct if other else None
-                yield group.name, stage, *pcts, known[group.name].us(one), group.us(other)
+                pcts = [sum(one[stage].values()) if stage in one else None for one in (before, now)]
+                us = known[group.name].us(pcts[0]), group.us(pcts[1])
+                yield group.name, stage, pcts[0], pcts[1], *us
 
 
 # --- the document
@@ -198,42 +188,41 @@ def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Do
         name="",
         version=report.ssdprof_version,
         verdict=tuple(VerdictLine(line, True) for line in lines),
-        summary=tuple(_statements(found)),
         caveats=tuple(_caveats(report)),
-        sections=tuple(one for one in _sections(report, found, figures or {}) if one.blocks),
+        sections=tuple(_sections(report, found, figures or {})),
     )
 
 
-def _statements(found: Sequence[KernelGroup]) -> Iterator[Statement]:
+def _statements(found: Sequence[KernelGroup]) -> Iterator[str]:
     """A sentence per stage: its share of the time, its parts, and its stall reasons."""
+
+    def words(share: Share) -> str:
+        """ "23% (selected 9%, barrier 4%)"."""
+        main = [f"{reason} {pct:.0f}%" for reason, pct in most(share)[:3] if pct >= _STAGE_PCT]
+        return " ".join((f"{sum(share.values()):.0f}%", *([f"({', '.join(main)})"] if main else [])))
+
     for group in found:
         for name, whole in group.whole().items():
-            if whole.pct < _STAGE_PCT:
-                continue
-            parts, said = group.parts(name), []
-            for part, share in parts.items():
-                if share.pct >= _STAGE_PCT:
-                    main = [f"{reason} {pct:.0f}%" for reason, pct in share.most[:3] if pct >= _STAGE_PCT]
-                    where = "elsewhere" if part == name else group.part(part)
-                    what = "" if part == name and len(parts) == 1 else f"{share.pct:.0f}% {where}"
-                    said.append(" ".join(filter(None, (what, f"({', '.join(main)})" if main else ""))))
-            details = "; ".join(filter(None, said))
-            separator = " " if not details or details.startswith("(") else ": "
-            subject = f"{group.name}, {name}:" if len(found) > 1 else f"{name}:"
-            yield subject, f"{f'{whole.pct:.0f}%{separator}{details}'.rstrip()}."
+            parts = {part: share for part, share in group.parts(name).items() if sum(share.values()) >= _STAGE_PCT}
+            said = [
+                f"{group.part(part) if part != name else 'elsewhere'} {words(share)}" for part, share in parts.items()
+            ]
+            details = f": {', '.join(said)}" if said and list(parts) != [name] else ""
+            if sum(whole.values()) >= _STAGE_PCT:
+                share = f"{sum(whole.values()):.0f}%{details}" if details else words(whole)
+                yield f"{f'{group.name}, ' if len(found) > 1 else ''}{name} {share}."
 
 
 def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mapping[str, str]) -> Iterator[Section]:
-    yield section("Kernel resources", _launched(report) if report.missing else None)
     absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
-    note = "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler issued."
-    missing = f"  Not collected: {', '.join(absent)}." if absent else ""
-    registers = "Registers are those at launch, per thread; spills are loads and stores of spilled registers, by warps."
-    yield section(
-        "Kernels",
-        table("Kernels", _SPEEDS, report.kernels, note=note + missing),
-        table("Occupancy and what limits it", _RESOURCES, report.kernels, note=registers),
+    note = (
+        "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler issued.  Registers: "
+        "at launch, per thread; spills: loads and stores of spilled registers, by warps."
     )
+    missing = f"  Not collected: {', '.join(absent)}." if absent else ""
+    yield section("Stages in words", tuple(_statements(found)))
+    yield section("Kernel resources", _launched(report) if report.missing else None)
+    yield section("Kernels", table("Kernels", _KERNELS, report.kernels, note=note + missing))
     yield section("Figures", *(Figure(title, file) for title, file in figures.items()))
     yield section("Stages and stall reasons", side_by_side(found), *map(by_stage, found), reading=READING)
     yield section("Stall reasons", _averages(report))
@@ -241,24 +230,19 @@ def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mappin
     headers = ("kernel", "evidence, and what may help")
     yield section("Hints", strings("What the numbers point to", headers, hints, "ll", wraps=1))
     yield section("Hottest lines", *map(_hottest, found))
-    meanings = (
-        strings(
-            f"{group.name}: stall reasons",
-            ("reason", "share", "what the warp does"),
-            [(reason, fmt.share(pct, 1), REASONS.get(reason, _UNKNOWN)) for reason, pct in group.all().most],
-            "lrl",
-            wraps=2,
-        )
-        for group in found
-    )
-    yield section("What the reasons mean", *meanings, depth="detail")
-    checks = [("report", *_mark(check)) for check in report.checks] + [
-        row for one in report.kernels for row in _checks(one)
-    ]
+    seen = dict.fromkeys(reason for group in found for reason, _ in most(group.all()))
+    meanings = facts("Stall reasons", ("reason", "what the warp does"), ((one, meaning(one)) for one in seen))
+    yield section("What the reasons mean", meanings if seen else None, folded=True)
+    checks = list(_checks("report", report.checks))
+    checks += [row for one in report.kernels for row in _checks(one.kernel, one.checks, _sampled(one))]
     headers4 = ("what", "requirement", "result", "detail")
-    yield section("Self-checks", strings("Self-checks", headers4, checks, "llll", wraps=1), depth="detail")
+    yield section("Self-checks", strings("Self-checks", headers4, checks, "llll", wraps=1), folded=True)
     ran = facts("What was profiled", ("", "ssdprof stalls"), _facts(report))
-    yield section("What was profiled", ran, depth="detail")
+    yield section("What was profiled", ran, folded=True)
+
+
+def meaning(reason: str) -> str:
+    return REASONS.get(reason, _UNKNOWN)
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
@@ -293,7 +277,7 @@ def _grid(one: KernelStalls) -> str:
     return "x".join(map(str, sizes)) or fmt.MISSING
 
 
-_SPEEDS: tuple[Column[KernelStalls], ...] = (
+_KERNELS: tuple[Column[KernelStalls], ...] = (
     text("kernel", lambda one: one.kernel),
     Column("duration", lambda one: fmt.duration(one.duration_us)),
     Column("compute", lambda one: fmt.share(one.compute_pct)),
@@ -304,15 +288,12 @@ _SPEEDS: tuple[Column[KernelStalls], ...] = (
     Column("L2\nhits", lambda one: fmt.share(one.l2_hit_pct)),
     Column("issue\nslots", lambda one: fmt.share(one.issue_pct)),
     Column("waves", lambda one: fmt.MISSING if one.waves is None else f"{one.waves:.2f}"),
-)
-_RESOURCES: tuple[Column[KernelStalls], ...] = (
-    text("kernel", lambda one: one.kernel),
     Column("grid", _grid),
     Column("threads", lambda one: fmt.count(one.block)),
     Column("registers", lambda one: fmt.count(one.registers)),
     Column("spills", lambda one: fmt.count(one.spill_requests)),
     Column("shared", lambda one: fmt.size(one.shared_bytes)),
-    Column("achieved", lambda one: fmt.share(one.occupancy_pct)),
+    Column("occupancy", lambda one: fmt.share(one.occupancy_pct)),
     Column("possible", lambda one: fmt.share(one.occupancy_limit_pct)),
     text("limited by", lambda one: fmt.words(one.limited_by) if one.limited_by else fmt.MISSING),
 )
@@ -320,12 +301,12 @@ _RESOURCES: tuple[Column[KernelStalls], ...] = (
 
 def by_stage(group: KernelGroup) -> Table | None:
     """Stage x reason for one group, with the parts of a stage under their sum."""
-    shown = [reason for reason, _ in group.all().most[:_MOST_REASONS]]
+    shown = [reason for reason, _ in most(group.all())[:_MOST_REASONS]]
 
-    def row(title: str, share: StageShare) -> tuple[str, ...]:
-        cells = [share.reasons.get(reason, 0.0) for reason in shown]
-        some = (f"{pct:.1f}" if pct >= 0.05 else "" for pct in (*cells, share.pct - sum(cells)))
-        return title, fmt.share(share.pct, 1), fmt.duration(group.us(share)), *some
+    def row(title: str, share: Share) -> tuple[str, ...]:
+        cells, pct = [share.get(reason, 0.0) for reason in shown], sum(share.values())
+        some = (f"{own:.1f}" if own >= 0.05 else "" for own in (*cells, pct - sum(cells)))
+        return title, fmt.share(pct, 1), fmt.duration(group.us(pct)), *some
 
     rows = []
     for name, share in group.whole().items():
@@ -348,19 +329,19 @@ def side_by_side(found: Sequence[KernelGroup]) -> Table | None:
     sampled = [group for group in found if group.is_sampled and group.duration_us is not None]
     if len(sampled) < 2:
         return None
+    wholes = [{**group.whole(), "all": group.all()} for group in sampled]
 
-    def cells(shares: Iterable[StageShare | None]) -> Iterator[str]:
-        for group, share in zip(sampled, shares, strict=True):
-            yield from (fmt.duration(group.us(share)), fmt.share(share.pct if share else None, 1))
+    def cells(name: str) -> Iterator[str]:
+        for group, whole in zip(sampled, wholes, strict=True):
+            pct = sum(whole[name].values()) if name in whole else None
+            yield from (fmt.duration(group.us(pct)), fmt.share(pct, 1))
 
-    wholes = [group.whole() for group in sampled]
     names = dict.fromkeys(name for whole in wholes for name in whole)
     order = sorted(names, key=lambda name: max(list(whole).index(name) for whole in wholes if name in whole))
-    rows = [(name, *cells(whole.get(name) for whole in wholes)) for name in order]
     return strings(
         f"Stage by stage: {fmt.words(group.name for group in sampled)}",
         ("stage", *(f"{group.name},\n{unit}" for group in sampled for unit in ("time", "share"))),
-        [*rows, ("all", *cells(StageShare(100.0) for _ in sampled))],
+        [(name, *cells(name)) for name in order],
         f"l{'r' * (2 * len(sampled))}",
     )
 
@@ -375,7 +356,7 @@ def _averages(report: StallReport) -> Table | None:
         "Stall reasons, without samples",
         ("reason", *(kernel.kernel for kernel in found), "what the warp does"),
         [
-            (reason, *(share(kernel, reason) for kernel in found), REASONS.get(reason, _UNKNOWN))
+            (reason, *(share(kernel, reason) for kernel in found), meaning(reason))
             for reason in dict.fromkeys(reason for kernel in found for reason in kernel.average)
         ],
         f"l{'r' * len(found)}l",
@@ -437,20 +418,16 @@ def _facts(report: StallReport) -> Iterator[Fact]:
     yield "reports", ", ".join(f"{name} (sha256 {digest[:12]}...)" for name, digest in report.sources.items())
 
 
-def _mark(check: SelfCheck) -> tuple[str, str, str]:
-    return check.name, "NO" if check.status == "failed" else check.status, check.detail
+def _checks(what: str, checks: Iterable[SelfCheck], passed: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """The checks with the same result share a row.  passed: a remark on those that passed."""
+    for status, own in grouped(checks, lambda check: check.status).items():
+        detail = passed if status == "ok" and passed else "; ".join(dict.fromkeys(check.detail for check in own))
+        yield what, "; ".join(check.name for check in own), "NO" if status == "failed" else status, detail
 
 
-def _checks(kernel: KernelStalls) -> Iterator[tuple[str, str, str, str]]:
-    """The passed checks of a kernel share a row."""
+def _sampled(kernel: KernelStalls) -> str:
+    """What the samples of a kernel are of."""
     total = sum(kernel.samples.values())
-    said = (
-        f"{total:,} samples, {fmt.share(100 * kernel.from_neighbours / total, 1)} of them on lines without a stage "
-        "(libraries, helpers, the kernel's head), attributed by neighbourhood"
-        if kernel.lines and total
-        else ""
-    )
-    yield from ((kernel.kernel, *_mark(check)) for check in kernel.checks if check.status == "failed")
-    for status, detail in (("ok", said), ("not checked", "not collected")):
-        if names := [check.name for check in kernel.checks if check.status == status]:
-            yield kernel.kernel, "; ".join(names), status, detail
+    lost = fmt.share(100 * kernel.from_neighbours / total, 1) if total else ""
+    where = "lines without a stage (libraries, helpers, the kernel's head), attributed by neighbourhood"
+    return f"{total:,} samples, {lost} of them on {where}" if kernel.lines and total else ""

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ssdprof.core import words as fmt
+from ssdprof.core.base import grouped
 
 T = TypeVar("T")
 Part = TypeVar("Part")
 Align = Literal["left", "right"]
-Depth = Literal["main", "detail", "file"]
+Row = tuple[str, ...]
 
 
 class Note(NamedTuple):
@@ -35,18 +36,16 @@ class Table:
     """Strings in rows; a renderer draws them.
 
     keys: number of leading columns that identify a row; they are repeated if a wide table is split.
-    headings: indices of rows that are titles of the rows below; all cells except the first are empty.
     wraps: index of the column whose text may run over several lines.
     A header may hold line breaks.
     """
 
     title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    headers: Row
+    rows: tuple[Row, ...]
     align: tuple[Align, ...]
     note: str = ""
     keys: int = 1
-    headings: frozenset[int] = frozenset()
     wraps: int | None = None
 
     def __post_init__(self) -> None:
@@ -87,21 +86,13 @@ def table(
     return strings(title, [column.header for column in columns], rows, sides, keys=keys, wraps=wraps, note=note)
 
 
-def strings(
-    title: str,
-    headers: Sequence[str],
-    rows: Iterable[tuple[str, ...]],
-    align: str,
-    *,
-    headings: Iterable[int] = (),
-    **fields: Any,
-) -> Table | None:
+def strings(title: str, headers: Sequence[str], rows: Iterable[Row], align: str, **fields: Any) -> Table | None:
     """A table of given cells; None without rows.  align: a letter for each column, such as "llrr".  fields: others of
     a table."""
-    found, sides = tuple(rows), aligned(align)
+    found = tuple(rows)
     if not found:
         return None
-    return Table(title=title, headers=tuple(headers), rows=found, align=sides, headings=frozenset(headings), **fields)
+    return Table(title=title, headers=tuple(headers), rows=found, align=aligned(align), **fields)
 
 
 def aligned(letters: str) -> tuple[Align, ...]:
@@ -109,13 +100,26 @@ def aligned(letters: str) -> tuple[Align, ...]:
     return tuple("left" if letter == "l" else "right" for letter in letters)
 
 
+def folded(rows: Iterable[Row], column: int) -> list[Row]:
+    """Rows that differ only in the precision in a column become one: "exact, fp32/fp16; relaxed, bf16", or "all 6
+    precisions" if the rows with the same cells before that column have no other."""
+    every = list(rows)
+    kinds = grouped(every, lambda row: row[:column])
+    found = []
+    for (before, after), own in grouped(every, lambda row: (row[:column], row[column + 1 :])).items():
+        cells = [row[column] for row in own]
+        each = grouped(cells, lambda cell: cell.partition(", ")[0]).items()
+        states = {kind: "/".join(cell.removeprefix(f"{kind}, ") for cell in of) for kind, of in each if kind}
+        words = "; ".join(f"{kind}, {one}" for kind, one in states.items())
+        whole = len(cells) > 1 and set(cells) == {row[column] for row in kinds[before]}
+        found.append((*before, f"all {len(cells)} precisions" if whole else words, *after))
+    return found
+
+
 def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
     """Names and values; those without a value are left out."""
     found = tuple((name, value) for name, value in rows if value)
     return Table(title=title, headers=headers, rows=found, align=("left", "left"), wraps=1)
-
-
-Statement = tuple[str, str]  # the subject of sentences, shown in bold, and the sentences
 
 
 class VerdictLine(NamedTuple):
@@ -125,42 +129,42 @@ class VerdictLine(NamedTuple):
     good: bool
 
 
+Block = Table | Figure | Note | tuple[str, ...]  # the last one is a list of sentences
+
+
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """depth: "main" is always visible; "detail" is folded if possible; "file" is too long for a terminal."""
+    """folded: it is a detail, which a page folds."""
 
     title: str
-    blocks: tuple[Table | Figure | Note | str, ...]
-    depth: Depth = "main"
+    blocks: tuple[Block, ...]
+    folded: bool = False
 
 
-def section(
-    title: str, *blocks: Table | Figure | Note | str | None, reading: Note | None = None, depth: Depth = "main"
-) -> Section:
+def section(title: str, *blocks: Block | None, reading: Note | None = None, folded: bool = False) -> Section:
     """reading: explains the blocks, if there are any."""
     found = tuple(block for block in blocks if block)
-    return Section(title=title, blocks=(*found, reading) if found and reading else found, depth=depth)
+    return Section(title=title, blocks=(*found, reading) if found and reading else found, folded=folded)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """origin: (label, value) pairs shown before all numbers.  name: of the report.
-
-    tables_only: on a terminal and in Markdown, the blocks of the sections are all of it.
-    """
+    """origin: (label, value) pairs shown before all numbers.  name: of the report.  Sections without blocks are left
+    out."""
 
     title: str
     name: str
     version: str = ""  # of ssdprof
     origin: tuple[tuple[str, str], ...] = ()
     verdict: tuple[VerdictLine, ...] = ()
-    summary: tuple[Statement, ...] = ()
     caveats: tuple[str, ...] = ()
     sections: tuple[Section, ...] = ()
-    tables_only: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sections", tuple(one for one in self.sections if one.blocks))
 
 
-def shortened(items: Sequence[str], most: int, noun: str = "case") -> str:
+def shortened(items: Sequence[str], most: int) -> str:
     """ "a; b; and 3 cases more"."""
     more = len(items) - most
-    return "; ".join(items[:most]) + (f"; and {fmt.plural(more, noun)} more" if more > 0 else "")
+    return "; ".join(items[:most]) + (f"; and {fmt.plural(more, 'case')} more" if more > 0 else "")

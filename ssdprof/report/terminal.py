@@ -19,36 +19,21 @@ WHOLE_REPORT = "ssdprof export --format markdown"
 _GAP = 2  # blanks between columns: one of padding, one of the box
 _LEAST_WRAPPED = 30  # least width of a text column, if possible
 _MOST_ROWS = 60  # of a table with one row per case
-_STYLES = {
-    "faster": "green",
-    "slower": "red",
-    "passed": "green",
-    "inaccurate": "red",
-    "nonfinite": "red",
-    "failed": "red",
-    "out of memory": "red",
-}
+_GOOD, _BAD = ("faster", "passed"), ("slower", "inaccurate", "nonfinite", "failed", "out of memory")
 
 
 def render(document: Document, *, rest: str = WHOLE_REPORT, verdict_last: bool = False) -> RenderableType:
-    """The whole document except sections for files: the accuracy tables of single layers.
+    """The whole document.
 
     rest: the command that shows all rows of a long table.  verdict_last: repeat the verdict at the end.
     """
-    parts: list[RenderableType] = []
-    if not document.tables_only:
-        parts += [Text(document.title, style="bold"), *map(verdict, document.verdict)]
-        parts += [origin(document.origin)] if document.origin else []
-    if document.summary:
-        parts += ["", *(bullet(said, subject) for subject, said in document.summary)]
-    if document.caveats and not document.tables_only:
+    parts: list[RenderableType] = [Text(document.title, style="bold"), *map(verdict, document.verdict)]
+    parts += [origin(document.origin)] if document.origin else []
+    if document.caveats:
         parts += ["", Text("Caveats:", style="yellow"), *map(bullet, document.caveats)]
     for section in document.sections:
-        if section.depth != "file":
-            parts += _section(section, rest)
-    if any(section.depth == "file" for section in document.sections):
-        parts.append(Text(f"\nMore accuracy tables, layer by layer: {rest}", style="dim"))
-    return Group(*parts[document.tables_only :], *(["", *map(verdict, document.verdict)] if verdict_last else []))
+        parts += _section(section, rest)
+    return Group(*parts, *(["", *map(verdict, document.verdict)] if verdict_last else []))
 
 
 def origin(pairs: Iterable[tuple[str, str]]) -> RenderableType:
@@ -59,12 +44,12 @@ def verdict(line: VerdictLine) -> RenderableType:
     return Text(line.text, style="bold green" if line.good else "bold red")
 
 
-def bullet(text: str, subject: str = "") -> RenderableType:
+def bullet(text: str) -> RenderableType:
     """A list item; further lines are indented."""
     grid = RichTable.grid(padding=(0, 1, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
-    grid.add_row("-", Text.assemble((f"{subject} ", "bold"), text) if subject else Text(text))
+    grid.add_row("-", Text(text))
     return grid
 
 
@@ -105,7 +90,7 @@ def _section(section: Section, rest: str) -> Iterator[RenderableType]:
             case Note(text):
                 yield Text(text, style="dim")
             case _:
-                yield Text(block)
+                yield from map(bullet, block)
 
 
 def _drawn(
@@ -124,21 +109,15 @@ def _drawn(
             overflow="fold",
             vertical="top",
         )
-    first_heading = min(table.headings, default=len(rows))
-    for index, row in enumerate(rows):
+    for row in rows:
         if part and all(row[column] == MISSING for column in block[table.keys :]):
             continue
-        cells = [Text(row[column], style=_style(row[column])) for column in block]
-        if index in table.headings:
-            cells[0].stylize("bold")
-        elif index > first_heading:
-            cells[0] = Text("  ") + cells[0]
-        drawn.add_row(*cells)
+        drawn.add_row(*(Text(row[column], style=_style(row[column])) for column in block))
     return drawn
 
 
 def _style(cell: str) -> str:
-    return "red" if cell.startswith("NO") else _STYLES.get(cell, "")
+    return "red" if cell.startswith("NO") or cell in _BAD else "green" if cell in _GOOD else ""
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
@@ -171,7 +150,6 @@ def _taken(table: Table, block: Sequence[int]) -> int:
 
 
 def _width(table: Table, column: int) -> int:
-    indent = 2 if table.headings and column == 0 else 0
     cells = [*table.headers[column].split("\n"), *(row[column] for row in table.rows)]
-    widest = max(cell_len(cell) for cell in cells) + indent
+    widest = max(cell_len(cell) for cell in cells)
     return min(widest, _LEAST_WRAPPED) if column == table.wraps else widest

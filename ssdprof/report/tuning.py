@@ -20,17 +20,13 @@ _READING = Note(
 
 def compose(report: TuneReport) -> Document:
     """All searches, then a summary."""
-    blocks: list[Table | Note | None] = [
-        *map(_search, report.outcomes),
-        table("Found", _FOUND, report.outcomes, keys=3),
-    ]
-    blocks.append(table("Left out", (text("what", str, wraps=True),), report.left_out))
+    found = table("Found", _FOUND, report.outcomes, keys=3)
+    left = table("Left out", (text("what", str, wraps=True),), report.left_out)
     return Document(
         title=f"ssdprof tune: {report.operator}",
         name="tune",
         version=report.ssdprof_version,
-        sections=(section("Searches", *blocks, _READING),),
-        tables_only=True,
+        sections=(section("Searches", *map(_search, report.outcomes), found, left, _READING),),
     )
 
 
@@ -69,7 +65,7 @@ def _search(outcome: SearchOutcome) -> Table | None:
 def _ratio(trial: Trial | None) -> str:
     if trial is None or trial.device_ratio is None or trial.device_interval is None:
         return fmt.MISSING
-    return fmt.speedup(Estimate(trial.device_ratio, trial.device_interval.low, trial.device_interval.high))
+    return fmt.speedup(Estimate(trial.device_ratio, *trial.device_interval))
 
 
 def _kept(outcome: SearchOutcome) -> Trial | None:

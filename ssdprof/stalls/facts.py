@@ -18,7 +18,7 @@ from ssdprof.stalls.hints import hints
 from ssdprof.stalls.read import CANONICAL, RawKernel, RawReport
 
 # field of KernelStalls -> metrics with its value, best first
-_RESOURCES = {
+_METRICS = {
     "block": ("launch__block_size",),
     "registers": ("launch__registers_per_thread",),
     "spill_requests": ("sass__inst_executed_register_spilling", "derived__local_spilling_requests"),
@@ -26,10 +26,7 @@ _RESOURCES = {
     "waves": ("launch__waves_per_multiprocessor",),
     "occupancy_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "occupancy_limit_pct": ("sm__maximum_warps_per_active_cycle_pct",),
-}
-_DURATION = ("gpu__time_duration.sum", "gpu__time_duration.avg")
-_SPEED = {
-    "duration_us": _DURATION,
+    "duration_us": (_DURATION := ("gpu__time_duration.sum", "gpu__time_duration.avg")),
     "compute_pct": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
     "memory_pct": (
         "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
@@ -146,24 +143,22 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
     """The resources and the speed of a launch, by the fields of KernelStalls; None or () if not collected."""
     grid = [kernel.number(f"launch__grid_dim_{axis}") for axis in "xyz"]
     limits = {name: limit for name, metric in _LIMITS.items() if (limit := kernel.number(metric)) is not None}
-    used, speed = ({name: kernel.number(*metrics) for name, metrics in table.items()} for table in (_RESOURCES, _SPEED))
+    found: dict[str, Any] = {name: kernel.number(*metrics) for name, metrics in _METRICS.items()}
     shared = [kernel.number(f"launch__shared_mem_per_block_{kind}") for kind in ("static", "dynamic", "driver")]
-    if used["shared_bytes"] is None and any(part is not None for part in shared):
-        used["shared_bytes"] = sum(filter(None, shared))
-    speed["duration_us"] = _product(speed["duration_us"], 1e-3)
-    if speed["issue_pct"] is None:
-        speed["issue_pct"] = _product(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
-    if speed["l2_bytes"] is None:
-        speed["l2_bytes"] = _product(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
-    tensor_flops, tensor_peak = _tensor(kernel, speed["tensor_pct"])
+    if found["shared_bytes"] is None and any(part is not None for part in shared):
+        found["shared_bytes"] = sum(filter(None, shared))
+    found["duration_us"] = _product(found["duration_us"], 1e-3)
+    if found["issue_pct"] is None:
+        found["issue_pct"] = _product(kernel.number("smsp__issue_active.avg.per_cycle_active"), 100)
+    if found["l2_bytes"] is None:
+        found["l2_bytes"] = _product(kernel.number("lts__t_sectors.sum"), _SECTOR_BYTES)
+    tensor_flops, tensor_peak = _tensor(kernel, found["tensor_pct"])
     bandwidth = _product(
         kernel.number("dram__bytes.sum.peak_sustained"), kernel.number("dram__cycles_elapsed.avg.per_second")
     )
-    found: dict[str, Any] = {
+    found |= {
         "grid": None if grid[0] is None else (int(grid[0]), int(grid[1] or 1), int(grid[2] or 1)),
-        **used,
         "limited_by": tuple(name for name, limit in limits.items() if limit == min(limits.values())),
-        **speed,
         "tensor_flops": tensor_flops,
         "fp32_flops": _fp32(kernel),
         "dram_peak_gb_per_s": _product(bandwidth, 1e-9),

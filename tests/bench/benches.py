@@ -7,7 +7,7 @@ from typing import Any
 import cases
 
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
-from ssdprof.core.case import Case, Work
+from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 
 OURS = ("fused", "unfused", "recurrent")
@@ -21,7 +21,7 @@ def measured(
     return cases.case(
         name, precision, drawn=cases.drawn("1 x 40", shape="tiny", ways=drawn, checked=checked), seqlen=40,
         kind="bundled" if name in OURS else "library", version="" if name in OURS else "2.3",
-        samples=cases.timed(us, us + 10, width=0.0), work=Work(bytes_moved=10**7, flops=10**9), **fields,
+        samples=cases.timed(us, us + 10, width=0.0), bytes_moved=10**7, flops=10**9, **fields,
     )  # fmt: skip
 
 

@@ -26,157 +26,92 @@ def requested(*names: str) -> tuple[Requested, ...]:
     return tuple(one for one in report().requested if one.implementation in names)
 
 
-def test_a_whole_report_whose_cases_all_passed_passes() -> None:
-    for whole in (report(), bench(), prefill(), answers()):
-        assert outcome(whole).passed, whole.kind
-    assert outcome(report()).judged == 8
+def only(found: Report, name: str) -> tuple[cases.Case, ...]:
+    return tuple(case for case in found.cases if case.implementation == name)
 
 
-@pytest.mark.parametrize("result", ["inaccurate", "nonfinite", "out of memory", "failed"])
-@pytest.mark.parametrize("name", ["fused", "unfused"])
-def test_a_case_that_did_not_pass_is_a_failure(result: str, name: str) -> None:
-    found = outcome(report(change=with_result(result, name)))
-    excused = (result, name) == ("inaccurate", "unfused")  # the verdict is on what is compared with it
-    assert found.passed == excused
-    assert {case.implementation for case in found.failed} == (set() if excused else {name})
-    assert {case.result for case in found.failed} == (set() if excused else {result})
-    assert found.refused == ()
+def libraries(result: str, **fields: Any) -> Report:
+    made = tuple(failed(case, result).changed(**fields) if case.kind == "library" else case for case in cell())
+    return bench(*made, **({"requested": tuple(map(cases.requested, made))} if fields else {}))
 
 
-def test_a_baseline_outside_its_budget_fails_nothing_but_itself() -> None:
-    """Not if its output changed later, and not if it was run alone."""
-    outside = report(change=with_result("inaccurate", "unfused"))
-    assert {case.implementation for case in outcome(outside).outside} == {"unfused"}
-    assert outcome(outside).judged == 4
-    later = report(change=lambda one: one.changed(samples=(), later_fault="drifts") if not one.baseline else one)
-    assert {case.implementation for case in outcome(later).failed} == {"unfused"}
-    alone = tuple(case for case in outside.cases if case.implementation == "unfused")
-    assert len(outcome(outside.changed(cases=alone, requested=requested("unfused"))).failed) == 4
+WHOLE, GATE = report(), of_options(max_kl=0.01)
+OUTSIDE = report(change=with_result("inaccurate", "unfused"))
+NO_BASELINE, NO_FUSED = report(change=with_result("refused", "unfused")), report(change=with_result("refused", "fused"))
+NOTHING = report(change=with_result("refused", "fused", "unfused"))
+LATER = report(change=lambda one: one if one.baseline else one.changed(samples=(), later_fault="drifts"))
+COARSE = report(change=lambda one: failed(one, "inaccurate") if one.precision == RELAXED_FP32 else one)
+CELLS = (*cell(), *cell(2048))
+PART = {"requested": tuple(map(cases.requested, CELLS))}
+SPENT = LeftOut(place=CELLS[-1].place, reason="spent")
+BASE, PARTIAL = of_prefill("unfused", 2000.0), (ProcessLine(process="p"),)
+GOOD, NOISE = of_answers(), of_answers(change="x", bands=(band(kl_mean=9.0),))
+RUN = "this run did not reach its end"
+# report -> whether it passes, and other fields of the outcome: of tuples of cases their implementations
+OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
+    (WHOLE, True, {"judged": 8}), (bench(), True, {}), (prefill(), True, {}), (answers(), True, {}),
+    *((report(change=with_result(result, name)), False, {"failed": {name}, "refused": set()})
+      for result in ("nonfinite", "out of memory", "failed") for name in ("fused", "unfused")),
+    (report(change=with_result("inaccurate", "fused")), False, {"failed": {"fused"}}),
+    # a baseline outside its budget fails nothing but itself: not if its output changed later, nor if it was run alone
+    (OUTSIDE, True, {"failed": set(), "outside": {"unfused"}, "judged": 4}),
+    (LATER, False, {"failed": {"unfused"}}),
+    (OUTSIDE.changed(cases=only(OUTSIDE, "unfused"), requested=requested("unfused")), False, {"failed": {"unfused"}}),
+    # refusals
+    (NO_FUSED, False, {"failed": set(), "refused": {"fused"}, "judged": 4}),
+    (NO_BASELINE.changed(requested=requested("fused")), True, {}), (NO_BASELINE, False, {}),
+    (WHOLE.changed(cases=only(WHOLE, "unfused"), requested=requested("unfused")), True, {}),
+    (WHOLE.changed(cases=only(WHOLE, "unfused")), False, {}),
+    # nothing
+    (report(cases=()), False, {}), (report(cases=(), requested=()), False, {}),
+    (NOTHING, False, {"judged": 0, "refused": {"fused", "unfused"}}), (NOTHING.changed(requested=()), False, {}),
+    # what is not whole
+    (report(complete=False), False, {"ended_early": RUN}), (report(ranks=2), False, {"ended_early": RUN}),
+    (report(processes=()), False, {"ended_early": RUN}),
+    (report(capture_complete=False), False,
+     {"ended_early": "the replayed capture was interrupted and may lack layers or prompts"}),
+    (bench().changed(processes=PARTIAL), False, {"ended_early": "this bench did not reach its end"}),
+    (prefill().changed(processes=PARTIAL), False, {"ended_early": "the command did not reach its end"}),
+    (answers().changed(processes=PARTIAL), False, {"ended_early": RUN}),
+    (report(requested=report(layers=(0, 9, 18)).requested), False, {"missing": 4}),
+    (WHOLE.changed(cases=WHOLE.cases[:-1]), False, {"missing": 1}),
+    # what is left out by name is not missing
+    (bench(*CELLS[:3], **PART), False, {"missing": 3}), (bench(*CELLS[:3], **PART, left_out=(SPENT,)), True, {}),
+    (bench(*CELLS[:3], **PART, left_out=(SPENT.changed(implementations=("fla",)),)), False, {"missing": 2}),
+    # another library fails nothing, one's own kernel does
+    *((libraries(result), True, {"judged": 2}) for result in ("inaccurate", "refused", "failed", "out of memory")),
+    (libraries("refused", kind="own"), False, {}),
+    (prefill(BASE, failed(of_prefill(), "refused")), True, {}),
+    (prefill(BASE, failed(of_prefill(), "failed")), False, {}),
+    (report(conditions=of_options(min_speedup=1.9)), True, {}),
+    (report(conditions=of_options(min_speedup=2.2)), False, {}),
+    # answers: noise and single layers are not judged
+    (answers(GOOD, of_answers(alone=3, nonfinite=7), NOISE, conditions=GATE), True,
+     {"answers": {"fused"}, "judged": 0}),
+    *((answers(bad, conditions=GATE), False, {"answers_failed": {"fused"}})
+      for bad in (of_answers(nonfinite=7), failed(GOOD, "refused"), of_answers(bands=(band(kl_mean=1.0),)))),
+    # only what is shown counts
+    (COARSE, False, {}), (COARSE.restricted(precisions=[EXACT_FP32]), True, {}),
+    (COARSE.restricted(precisions=[RELAXED_FP32]), False, {}),
+    (report(change=with_result("inaccurate", "fused")).restricted(implementations=["unfused"]), True, {}),
+]  # fmt: skip
 
 
-def test_a_refused_implementation_is_no_pass_although_the_baseline_passed() -> None:
-    found = outcome(report(change=with_result("refused", "fused")))
-    assert (found.passed, found.failed, found.judged) == (False, (), 4)
-    assert {case.implementation for case in found.refused} == {"fused"}
-
-
-def test_an_implementation_that_the_user_left_out_is_not_missed() -> None:
-    unfused = tuple(case for case in report().cases if case.implementation == "unfused")
-    assert outcome(report().changed(cases=unfused, requested=requested("unfused"))).passed
-    assert not outcome(report().changed(cases=unfused)).passed
-
-
-def test_a_refused_baseline_that_was_not_requested_is_no_failure() -> None:
-    refused = report(change=with_result("refused", "unfused"))
-    assert outcome(refused.changed(requested=requested("fused"))).passed
-    assert not outcome(refused).passed
-
-
-def test_nothing_compared_is_no_pass() -> None:
-    assert not outcome(report(cases=())).passed
-    assert not outcome(report(cases=(), requested=())).passed
-    refused = report(change=with_result("refused", "fused", "unfused"))
-    for fields in ({}, {"requested": ()}):
-        found = outcome(refused.changed(**fields))
-        assert (found.passed, found.judged, len(found.refused)) == (False, 0, 8)
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"complete": False}, "this run did not reach its end"),
-        ({"ranks": 2}, "this run did not reach its end"),
-        ({"processes": ()}, "this run did not reach its end"),
-        ({"capture_complete": False}, "the replayed capture was interrupted and may lack layers or prompts"),
-    ],
-)
-def test_what_is_not_whole_is_no_pass(fields: dict[str, Any], why: str) -> None:
-    found = outcome(report(**fields))
-    assert (found.passed, found.ended_early) == (False, why)
-
-
-def test_how_each_kind_ended_early() -> None:
-    partial = (ProcessLine(process="p"),)
-    words = {
-        kind: outcome(one.changed(processes=partial)).ended_early
-        for kind, one in (("bench", bench()), ("prefill", prefill()), ("answers", answers()))
-    }
-    assert words == {
-        "bench": "this bench did not reach its end",
-        "prefill": "the command did not reach its end",
-        "answers": "this run did not reach its end",
-    }
-
-
-def test_a_case_that_was_requested_and_is_not_there_is_missing() -> None:
-    more = report(layers=(0, 9, 18)).requested
-    assert outcome(report(requested=more)).missing == 4
-    short = report().changed(cases=report().cases[:-1])
-    assert (outcome(short).missing, outcome(short).passed) == (1, False)
-
-
-def test_what_is_left_out_by_name_is_not_missing() -> None:
-    cells = (*cell(), *cell(2048))
-    wanted = tuple(map(cases.requested, cells))
-    place = cells[-1].place
-    part = bench(*cells[:3], requested=wanted)
-    assert outcome(part).missing == 3
-    assert outcome(bench(*cells[:3], requested=wanted, left_out=(LeftOut(place=place, reason="spent"),))).passed
-    one = LeftOut(place=place, implementations=("fla",), reason="spent")
-    assert outcome(bench(*cells[:3], requested=wanted, left_out=(one,))).missing == 2
-
-
-@pytest.mark.parametrize("result", ["inaccurate", "refused", "failed", "out of memory"])
-def test_another_library_fails_nothing(result: str) -> None:
-    made = tuple(failed(case, result) if case.kind == "library" else case for case in cell())
-    assert outcome(bench(*made)).passed
-    assert outcome(bench(*made)).judged == 2
-    own = tuple(failed(case, "refused").changed(kind="own") if case.kind == "library" else case for case in cell())
-    assert not outcome(bench(*own, requested=tuple(map(cases.requested, own)))).passed
-
-
-def test_a_refused_prefill_fails_nothing_and_a_wrong_one_does() -> None:
-    base = of_prefill("unfused", 2000.0)
-    assert outcome(prefill(base, failed(of_prefill(), "refused"))).passed
-    assert not outcome(prefill(base, failed(of_prefill(), "failed"))).passed
-
-
-def test_a_broken_condition_is_no_pass() -> None:
-    assert outcome(report(conditions=of_options(min_speedup=1.9))).passed
-    found = outcome(report(conditions=of_options(min_speedup=2.2)))
-    assert not found.passed
-    assert len(found.broken) == 2
-
-
-def test_answers_that_break_a_condition_or_are_not_finite_fail() -> None:
-    """Noise and single layers are not judged."""
-    good, alone, noise = (
-        of_answers(),
-        of_answers(alone=3, nonfinite=7),
-        of_answers(change="x", bands=(band(kl_mean=9.0),)),
-    )
-    gate = of_options(max_kl=0.01)
-    found = outcome(answers(good, alone, noise, conditions=gate))
-    assert (found.passed, found.answers, found.judged) == (True, (good,), 0)
-    for bad in (of_answers(nonfinite=7), failed(of_answers(), "refused"), of_answers(bands=(band(kl_mean=1.0),))):
-        found = outcome(answers(bad, conditions=gate))
-        assert (found.passed, found.answers_failed) == (False, (bad,))
-
-
-def test_only_the_precisions_that_are_shown_count() -> None:
-    whole = report(change=lambda one: failed(one, "inaccurate") if one.precision == RELAXED_FP32 else one)
-    assert not outcome(whole).passed
-    assert outcome(whole.restricted(precisions=[EXACT_FP32])).passed
-    assert not outcome(whole.restricted(precisions=[RELAXED_FP32])).passed
-    fused = report(change=with_result("inaccurate", "fused")).restricted(implementations=["unfused"])
-    assert outcome(fused).passed
+@pytest.mark.parametrize(("found", "passed", "fields"), OUTCOMES)
+def test_a_report_passes_if_all_of_it_was_compared_and_passed(
+    found: Report, passed: bool, fields: dict[str, Any]
+) -> None:
+    result = outcome(found)
+    shown = {name: getattr(result, name) for name in fields}
+    names = {name: {one.implementation for one in of} for name, of in shown.items() if isinstance(of, tuple | list)}
+    assert (result.passed, shown | names) == (passed, fields)
 
 
 def test_an_exact_answer_that_is_not_finite_is_told_from_a_kernels() -> None:
     def nonfinite(which: str) -> Any:
-        (out, states) = report().cases[0].accuracy
+        (out, states) = WHOLE.cases[0].accuracy
         found = getattr(out, which).changed(nonfinite=3, first_nonfinite=(0, 1, 0, 0))
-        return report().cases[0].changed(accuracy=(out.changed(**{which: found}), states))
+        return WHOLE.cases[0].changed(accuracy=(out.changed(**{which: found}), states))
 
     assert exact_answer_is_finite(nonfinite("vs_oracle"))
     assert not exact_answer_is_finite(nonfinite("floor"))

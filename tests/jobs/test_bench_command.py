@@ -55,8 +55,8 @@ def test_a_small_bench() -> None:
     for case in report.cases:
         assert case.result == "passed", case.why
         assert case.samples
-        assert case.work
-        assert case.memory
+        assert case.flops
+        assert case.workspace_bytes is not None
         assert all(launch.registers for launch in case.launches)
         assert bool(case.trials) is (case.implementation == "unfused")
         assert case.implementation == "unfused" or report.speedup(case)

@@ -62,9 +62,10 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
         trace = cpu_trace(lambda: prefill(model, ids, 24))
     found = {part.name: part for part in part_times(work(trace))}
     assert {"mixer", "attention", "MLP", "gated norm", "rest"} <= set(found)
-    mixers = [kernel for kernel in found["mixer"].kernels if kernel.name == "aten::mm"]
-    assert [kernel.launches for kernel in mixers] == [2 * len(sites)]  # the projections in and out
-    assert [kernel.name for kernel in found["gated norm"].kernels] == ["aten::pow"]
+    launched = [one.part for one in work(trace) if one.name == "aten::mm"]
+    assert launched.count("mixer") == 2 * len(sites)  # the projections in and out
+    assert "aten::mm" in found["mixer"].kernels
+    assert list(found["gated norm"].kernels) == ["aten::pow"]
     assert found["gated norm"].launches == len(sites)
     marks = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
     for part, count in {"operator": 3, "convolution": 3, "gated norm": 3, "mixer": 3, "attention": 1}.items():
@@ -88,7 +89,7 @@ def test_parts_add_up_to_the_whole() -> None:
         ("rest", 0.75, 2),
     ]
     assert sum(part.gpu_us for part in found) == sum(one.us for one in some)
-    assert [(kernel.name, kernel.gpu_us, kernel.launches) for kernel in found[0].kernels] == [("a", 7.0, 2)]
+    assert found[0].kernels == {"a": 7.0}
     (part,) = part_times([GpuWork("MLP", f"kernel {number}", float(number)) for number in range(10)])
-    assert [kernel.name for kernel in part.kernels] == ["kernel 9", "kernel 8", "kernel 7"], "those that take longest"
+    assert list(part.kernels) == ["kernel 9", "kernel 8", "kernel 7"], "those that take longest"
     assert part.gpu_us == 45

@@ -84,7 +84,7 @@ def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatc
         assert (case.batch, case.prefill.conv_and_norm, bool(case.samples)) == (2, "model", True)
         assert case.call_us == (100,) * 3
         assert case.prefill.logits_rms == 0
-    assert report.first.steps[0].what == "Loading the model"
+    assert next(iter(report.first.steps)) == "Loading the model"
 
 
 @pytest.mark.usefixtures("no_gpu_needed")
@@ -143,7 +143,7 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
         for name in names
     ]
     assert all(case.samples for case in report.cases)
-    ends = [one.what.removesuffix(", prefills in turns") for one in report.first.steps if one.what.endswith("turns")]
+    ends = [one.removesuffix(", prefills in turns") for one in report.first.steps if one.endswith("turns")]
     assert ends == [f"{size} tokens, {kind} convolution and norm" for kind in ("model", "bundled") for size in (8, 12)]
 
 

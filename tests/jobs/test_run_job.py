@@ -73,7 +73,9 @@ def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> 
     assert len(report.cases) == 16
     assert report.captured == LAYERS
     assert outcome(report).passed
-    assert {(case.inputs, case.samples, case.memory, case.reason) for case in report.cases} == {(TOKENS, (), None, "")}
+    assert {(case.inputs, case.samples, case.workspace_bytes, case.reason) for case in report.cases} == {
+        (TOKENS, (), None, "")
+    }
 
 
 @needs_interpreter
@@ -140,7 +142,6 @@ def test_on_a_gpu_everything_is_measured() -> None:
     assert case.call_us is not None
     assert case.device_us is not None
     assert case.call_us.value > case.device_us.value > 0
-    assert case.memory is not None
-    assert case.memory.peak_bytes > case.memory.workspace_bytes > 0
+    assert case.workspace_bytes
     assert {launch.kernel for launch in case.launches} >= {"_chunk_scan_kernel", "_state_passing_kernel"}
     assert all(launch.registers for launch in case.launches)

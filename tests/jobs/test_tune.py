@@ -249,7 +249,7 @@ def test_it_goes_to_the_fastest_axis_by_axis() -> None:
     outcome = found(fake)
     assert outcome.find is not None
     assert outcome.find.device_ratio == pytest.approx(by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01)
-    assert outcome.find.device_interval.low > 1.01
+    assert outcome.find.device_interval[0] > 1.01
     assert outcome.why == ""
     (committed,) = trials(outcome, "committed")
     assert committed.settings.values["segment"] == COMMITTED_SEGMENT

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssdprof.core.case import Interval
 from ssdprof.core.subject import Environment, Gpu
 from ssdprof.core.tuned import KernelSettings, SearchOutcome, Trial, TunedCalls, TunedConfig
 from ssdprof.environment.machine import installed_version
@@ -110,7 +109,7 @@ def outcome(nchunks: int = 16, segment: int | None = 4) -> SearchOutcome:
         unit_registers=192, other_registers=24,
     )  # fmt: skip
     settings = KernelSettings(kernel="hopper", values=values)
-    interval = Interval(low=1.09, high=1.11)
+    interval = (1.09, 1.11)
     committed = Trial(change="", settings=settings, verdict="committed", device_us=100.0)
     faster = Trial(
         change="ring 2", settings=settings.changed(values=values | {"ring": 2}), verdict="faster", device_us=90.9,

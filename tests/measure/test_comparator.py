@@ -255,7 +255,7 @@ def test_baseline_and_floor_stand_beside_the_oracle(make_inputs: MakeInputs) -> 
     assert out.vs_baseline is not None
     assert out.vs_baseline.against == "coarse"
     equal = 100 * (right.out == coarse.out).double().mean()
-    assert out.vs_baseline.matches[0].match_pct == pytest.approx(float(equal))
+    assert out.vs_baseline.matches[0] == pytest.approx(float(equal))
     assert out.floor == out.vs_oracle  # `right` is the exact answer, rounded
     assert comparisons["coarse"][0].vs_baseline is None
     assert comparisons["coarse"][0].floor == out.floor

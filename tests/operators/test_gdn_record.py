@@ -49,7 +49,7 @@ def test_dims_and_cost() -> None:
     bf16, fp32 = 2, 4
     read = positions * (bf16 * (2 * 2 * 16 + 4 * 24 + 4) + fp32 * 4)
     written = positions * bf16 * 4 * 24 + fp32 * 2 * 4 * 16 * 24
-    assert OPERATOR.judged.cost(inputs)[1].bytes_moved == read + written
+    assert OPERATOR.judged.cost(inputs)[1]["bytes_moved"] == read + written
 
 
 def test_forms_are_those_of_an_output() -> None:

@@ -26,11 +26,3 @@ def row(table: Table | None, *keys: str) -> dict[str, str]:
     found = there(table)
     (cells,) = [cells for cells in found.rows if cells[: len(keys)] == keys]
     return {header.replace("\n", " "): cell for header, cell in zip(found.headers, cells, strict=True)}
-
-
-def below(table: Table | None, heading: str) -> dict[str, tuple[str, ...]]:
-    """First cell -> the others, of the rows under a heading."""
-    found = there(table)
-    start = next(i for i in found.headings if found.rows[i][0] == heading)
-    stop = min((i for i in found.headings if i > start), default=len(found.rows))
-    return {cells[0]: cells[1:] for cells in found.rows[start + 1 : stop]}

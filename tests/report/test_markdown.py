@@ -74,12 +74,13 @@ def test_every_speed_is_in_the_row_of_its_layer() -> None:
     for case in found.cases:
         assert case.layer
         assert case.device_us
-        assert case.memory
         key = [str(case.layer.index), case.kernel, case.precision.short]
         (row,) = [row for row in rows[f"{case.seqlen:,}"] if row[:3] == key]
-        assert row[3:5] == [fmt.speedup(found.speedup(case, "device")), fmt.speedup(found.speedup(case, "call"))]
-        assert row[7] == fmt.duration(case.device_us.value)
-        assert row[9:] == [fmt.percent(case.floor_pct(found.ceilings), 1), fmt.size(case.memory.workspace_bytes)]
+        assert row[3] == fmt.speedup(found.speedup(case, "device"))
+        assert row[6] == fmt.duration(case.device_us.value)
+        assert (row[8], row[10]) == (
+            fmt.percent(case.floor_pct(found.ceilings), 1), fmt.size(case.workspace_bytes)
+        )  # fmt: skip
 
 
 def test_what_failed_comes_before_all_numbers() -> None:
@@ -88,17 +89,15 @@ def test_what_failed_comes_before_all_numbers() -> None:
     assert "out[0, 1, 2, 3]" in plain(text)
 
 
-@pytest.mark.parametrize("limit", [3_000, 8_000, 20_000])
+@pytest.mark.parametrize("limit", [3_000, 6_000, 12_000])
 def test_any_limit_is_kept_and_the_last_line_says_what_is_missing(limit: int) -> None:
     text = render(report(), limit_bytes=limit)
     assert len(text.encode()) <= limit
     last = text.splitlines()[-1]
     assert last.startswith(f"Left out to stay below {limit:,} bytes")
-    assert 'to "Accuracy of layer 27 (model.layers.27.mamba) at 131,072 tokens"' in last
+    assert '"Accuracy of each layer at 131,072 tokens"' in last
     assert "the files of run 20260102-030405-run" in last
-    whole = render(report())
-    assert "Left out" not in whole
-    assert whole.count("<summary>Accuracy of layer") == 4
+    assert "Left out" not in render(report())
 
 
 def test_names_cannot_break_the_page() -> None:

@@ -73,7 +73,7 @@ def line_of(text: str) -> int:
 
 
 def attributed(kernel: RawKernel) -> dict[str, int]:
-    stages, _, _ = attribute(kernel, Sources(kernel.sources))
+    stages, _, _ = attribute(kernel, Sources(kernel.sources), SSD_STAGES)
     return {stage: sum(samples.values()) for stage, samples in stages.items()}
 
 
@@ -85,20 +85,16 @@ def test_every_sample_goes_to_one_stage() -> None:
         IDLE_WARPS: 50,
     }
     assert attribute(synthetic.kernel(), Sources(synthetic.kernel().sources))[2] == 2 + 10 + 12
+    plain = {synthetic.FILE: synthetic.SOURCE.replace("gl.warp_specialize", "gl.static_print")}
+    assert attributed(replace(synthetic.kernel(), sources=plain))["ahead"] == 2 + 50 + 20, "without roles all have one"
 
 
 def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last() -> None:
-    stages, _, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), SSD_STAGES)
-    assert list(stages) == ["loads", "chunk_scan.current", "ahead", IDLE_WARPS]
+    assert list(attributed(synthetic.kernel())) == ["loads", "chunk_scan.current", "ahead", IDLE_WARPS]
     known = Stages(order=("ahead", "chunk_scan.current", "loads"), ahead=frozenset({"ahead"}))
     stages, _, _ = attribute(synthetic.kernel(), Sources(synthetic.kernel().sources), known)
     assert list(stages) == ["chunk_scan.current", "loads", "ahead", IDLE_WARPS]
     assert stalls_of(synthetic.kernel()).idle == ("ahead", IDLE_WARPS)
-
-
-def test_warps_without_a_role_exist_only_where_there_are_roles() -> None:
-    plain = {synthetic.FILE: synthetic.SOURCE.replace("gl.warp_specialize", "gl.static_print")}
-    assert attributed(replace(synthetic.kernel(), sources=plain))["ahead"] == 2 + 50 + 20
 
 
 def test_a_line_is_shown_with_its_text_and_the_hottest_first() -> None:
@@ -198,10 +194,6 @@ def scores(shared):
 # --- our own kernels
 
 
-def test_there_are_kernels_to_look_at() -> None:
-    assert len(FILES) > 8
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_jit_function_has_a_stage_that_exists_and_tables_name_nothing_else(file: Path) -> None:
     text = file.read_text()
@@ -219,6 +211,7 @@ def test_every_jit_function_has_a_stage_that_exists_and_tables_name_nothing_else
 
 
 def test_every_mark_is_inside_a_kernel() -> None:
+    assert len(FILES) > 8
     for file in PROFILED:
         text = file.read_text()
         marks = {number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*# stage ", line)}
@@ -321,11 +314,8 @@ def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so(
     assert (found.implementation, found.unlabelled) == ("", ("kernel.py",))
     caveats = compose(analyse([synthetic.report(changed)])).caveats
     assert any(text.startswith("The stages of kernel.py are not known (_their_kernel)") for text in caveats)
-    assert not any("not known" in text for text in compose(analyse([synthetic.report(theirs())])).caveats)
-
-
-def test_our_own_kernels_are_labelled() -> None:
-    assert stalls_of(synthetic.kernel()).unlabelled == ()
+    for labelled in (theirs(), synthetic.kernel()):
+        assert not any("not known" in text for text in compose(analyse([synthetic.report(labelled)])).caveats)
 
 
 def test_a_table_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,16 +401,12 @@ def test_nothing_but_a_loc_is_touched() -> None:
     assert target.name_call_sites(text, SOURCES) == text
 
 
-def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant() -> None:
+def test_of_two_files_of_one_name_the_one_with_such_a_line_is_meant_and_files_are_read(tmp_path: Path) -> None:
     files = '.file 1 "/b/kernel.py"\n.file 2 "/a/kernel.py"\n.file 3 "/x/triton/language/standard.py"\n'
     sources = Sources({"/a/kernel.py": CALLS, "/b/kernel.py": "x = 1\n"})
     loc = ".loc 3 50 3 // standard.py:50:3 @[ kernel.py:7:12 ]"
     assert ".loc 2 7 12 //" in target.name_call_sites(files + loc, sources)
-
-
-def test_files_are_read_where_they_are(tmp_path: Path) -> None:
-    file = tmp_path / "kernel.py"
-    file.write_text(CALLS)
+    (file := tmp_path / "kernel.py").write_text(CALLS)
     ptx = f'.file 1 "{file}"\n.file 2 "/gone/helpers.py"\n.loc 1 4 9 // kernel.py:4:9 @[ kernel.py:7:12 ]\n'
     assert ".loc 1 7 12 //" in target.name_call_sites(ptx)
 

@@ -42,16 +42,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "a.ncu-rep"
 
 
-def test_a_report_from_elsewhere_is_shown(elsewhere: Path) -> None:
+def test_a_report_from_elsewhere_is_shown_and_json_is_the_whole_record(elsewhere: Path) -> None:
     result = call("--from", str(elsewhere))
     assert result.exit_code == 0
     assert "_kernel: 2.00 µs in one kernel." in result.stdout
-
-
-def test_json_is_the_whole_record_and_nothing_else(elsewhere: Path) -> None:
     result = call("--from", str(elsewhere), "--json")
-    report = StallReport.model_validate(json.loads(result.stdout))
-    assert report.kernels[0].duration_us == 2.0
+    assert StallReport.model_validate(json.loads(result.stdout)).kernels[0].duration_us == 2.0
     assert str(elsewhere.parent) not in result.stdout
     assert call("--from", str(elsewhere), "--json").stdout == result.stdout
 
@@ -68,23 +64,24 @@ def test_markdown_is_written_with_its_pictures_beside_it(elsewhere: Path, tmp_pa
     assert call(*words, "--force").exit_code == 0
 
 
-@pytest.mark.parametrize("words", [["demo"], ["--layer", "3"], ["--seq", "1k"], ["--out", "x"]])
-def test_a_report_from_elsewhere_goes_with_no_model(elsewhere: Path, words: list[str]) -> None:
-    assert call("--from", str(elsewhere), *words).exit_code == ExitCode.BAD_INPUT
-
-
-def test_without_a_gpu_it_says_so() -> None:
-    result = call("demo")
-    assert result.exit_code == ExitCode.MISSING_CAPABILITY
-    assert "need an NVIDIA GPU" in result.stderr
-    assert "--from FILE" in result.stderr
-
-
-@pytest.mark.parametrize("name", ["fusde", "reference", "fused,nowhere=here"])
-def test_an_unknown_implementation_is_named(name: str) -> None:
-    result = call("demo", "--impl", name)
-    assert result.exit_code == ExitCode.BAD_INPUT
-    assert "Choose from: unfused, fused" in result.stderr
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("--from", "a.ncu-rep", "demo"), 2, ""),
+        (("--from", "a.ncu-rep", "--layer", "3"), 2, ""),
+        (("--from", "a.ncu-rep", "--seq", "1k"), 2, ""),
+        (("--from", "a.ncu-rep", "--out", "x"), 2, ""),
+        (("demo",), 3, "need an NVIDIA GPU"),
+        (("demo",), 3, "--from FILE"),
+        (("demo", "--impl", "fusde"), 2, "Choose from: unfused, fused"),
+        (("demo", "--impl", "reference"), 2, "Choose from: unfused, fused"),
+        (("demo", "--impl", "fused,nowhere=here"), 2, "Choose from: unfused, fused"),
+    ],
+)
+def test_what_cannot_be_profiled_here_has_its_sentence(words: tuple[str, ...], code: int, told: str) -> None:
+    result = call(*words)
+    assert result.exit_code == code
+    assert told in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -183,18 +180,13 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
         assert words in text
 
 
-def test_one_layer_and_implementation_can_be_chosen(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
-    assert call(str(captured), "--out", str(tmp_path / "o"), "--layer", "7", "--impl", "fused").exit_code == 0
-    assert gpu == [("fused", 7)]
-
-
-def test_libraries_and_own_kernels_are_profiled_by_name(
+def test_layers_libraries_and_own_kernels_are_profiled_by_name(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     words = "fused,mamba_ssm,published=checkout,my_module:kernel"
-    result = call(str(captured), "--out", str(tmp_path / "o"), "--impl", words, "--json")
+    result = call(str(captured), "--out", str(tmp_path / "o"), "--layer", "7", "--impl", words, "--json")
     assert result.exit_code == 0, result.output
-    assert [name for name, _ in gpu] == words.split(",")
+    assert gpu == [(name, 7) for name in words.split(",")]
     report = StallReport.model_validate_json(result.stdout)
     assert [kernel.implementation for kernel in report.kernels] == words.split(",")
     files = {file.name for file in (tmp_path / "o" / "stalls").glob("*.ncu-rep")}
@@ -237,24 +229,21 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
     assert not (tmp_path / "o").exists()
 
 
-def test_what_was_found_before_is_not_replaced_unasked(
+def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_there_is_named(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     words = (str(captured), "--out", str(tmp_path / "o"), "--impl", "fused")
+    result = call(*words, "--layer", "4")
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert "(2, 64), (5, 64), (7, 64)" in result.stderr
+    assert not gpu
+    assert not (tmp_path / "o").exists()
     assert call(*words).exit_code == 0
     again = call(*words)
     assert again.exit_code == ExitCode.BAD_INPUT
     assert "--force" in again.stderr
     assert len(gpu) == 1
     assert call(*words, "--force").exit_code == 0
-
-
-def test_a_layer_that_is_not_there_is_named(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:
-    result = call(str(captured), "--out", str(tmp_path / "o"), "--layer", "4")
-    assert result.exit_code == ExitCode.BAD_INPUT
-    assert "(2, 64), (5, 64), (7, 64)" in result.stderr
-    assert not gpu
-    assert not (tmp_path / "o").exists()
 
 
 def test_where_ncu_cannot_work_triton_is_asked(
@@ -297,19 +286,14 @@ def test_stalls_of_a_run_are_part_of_its_export(tmp_path: Path, monkeypatch: pyt
     assert Path("report-kernel.svg").is_file()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [("{", "damaged"), ("[]", "damaged"), ('{"stalls_version": 99}', "version 99"), ("{}", "None")]
-)
-def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "stalls.json").write_text(text)
-    with pytest.raises(BadInputError, match=words):
-        stall_files.load(tmp_path / "stalls.json")
-
-
-def test_a_record_can_be_read_again(tmp_path: Path) -> None:
-    report = analyse([synthetic.report(synthetic.kernel())])
-    (tmp_path / "stalls.json").write_text(stall_files.dump(report))
-    assert stall_files.load(tmp_path / "stalls.json") == report
+def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Path) -> None:
+    report, file = analyse([synthetic.report(synthetic.kernel())]), tmp_path / "stalls.json"
+    file.write_text(stall_files.dump(report))
+    assert stall_files.load(file) == report
+    for text, words in (("{", "damaged"), ("[]", "damaged"), ('{"stalls_version": 99}', "version 99"), ("{}", "None")):
+        file.write_text(text)
+        with pytest.raises(BadInputError, match=words):
+            stall_files.load(file)
 
 
 def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
+from report.shown import printed
 from stalls import synthetic
 from stalls.test_facts import launched
 
@@ -13,7 +13,7 @@ from ssdprof.core.stalls import StallReport
 from ssdprof.jobs import stall_files
 from ssdprof.operators.ssd import STAGES
 from ssdprof.report import markdown, plots, stalls, terminal
-from ssdprof.report.stalls import by_stage, side_by_side
+from ssdprof.report.stalls import Share, by_stage, side_by_side
 from ssdprof.report.stalls import kernel_groups as groups
 from ssdprof.report.table import Table
 from ssdprof.stalls.attribute import IDLE_WARPS
@@ -46,11 +46,12 @@ def both() -> StallReport:
     return analyse([synthetic.report(*unfused, name="u.ncu-rep"), fused])
 
 
-def shown(report: StallReport, width: int = 140) -> str:
-    console = Console(width=width)
-    with console.capture() as captured:
-        console.print(terminal.render(stalls.compose(report)))
-    return captured.get()
+def of(**changes: object) -> StallReport:
+    return analyse([synthetic.report(synthetic.kernel(**changes))])
+
+
+def shown(report: StallReport) -> str:
+    return printed(terminal.render(stalls.compose(report)), 140)
 
 
 def there(report: StallReport, title: str) -> Table:
@@ -58,58 +59,45 @@ def there(report: StallReport, title: str) -> Table:
     return next(block for block in blocks if isinstance(block, Table) and block.title == title)
 
 
+def pct(share: Share) -> float:
+    return sum(share.values())
+
+
 def test_kernels_of_a_design_are_weighed_by_their_time(both: StallReport) -> None:
     unfused, fused = groups(both)
-    assert (unfused.name, unfused.duration_us) == ("unfused", 40.0)
-    assert {name: share.pct for name, share in unfused.stages.items()} == {"chunk_scan.current": 75.0, "loads": 25.0}
-    assert unfused.us(unfused.stages["chunk_scan.current"]) == 30.0
-    assert {name: share.pct for name, share in fused.stages.items()} == {"loads": 75.0, "chunk_scan.current": 25.0}
-    assert all(group.all().pct == pytest.approx(100.0) for group in groups(both))
-
-
-def test_idle_warps_are_kept_apart() -> None:
-    (group,) = groups(analyse([synthetic.report(synthetic.kernel())]))
-    assert group.idle == {"ahead": 11.0, "idle warps": 25.0}
-    assert not set(group.stages) & {IDLE_WARPS, *STAGES.ahead}
-    assert group.all().pct == pytest.approx(100.0)
-    table = by_stage(group)
+    assert (unfused.name, unfused.duration_us, unfused.us(75.0)) == ("unfused", 40.0, 30.0)
+    assert unfused.stages == {"chunk_scan.current": {"wait": 75.0}, "loads": {"barrier": 25.0}}
+    assert fused.stages == {"loads": {"barrier": 75.0}, "chunk_scan.current": {"wait": 25.0}}
+    table = side_by_side((unfused, fused))
     assert table is not None
-    assert "idle warps 25.0%" in table.note
-    assert not any("idle" in row[0] for row in table.rows)
-
-
-def test_without_durations_samples_weigh() -> None:
-    report = analyse([synthetic.report(synthetic.kernel(metrics={}))])
-    (group,) = groups(report)
-    assert group.duration_us is None
-    assert group.all().pct == pytest.approx(100.0)
-    table = by_stage(group)
-    assert table is not None
-    assert {row[2] for row in table.rows} == {"-"}
-
-
-def test_stages_stand_side_by_side(both: StallReport) -> None:
-    table = side_by_side(groups(both))
-    assert table is not None
-    assert dict((row[0], row[1:]) for row in table.rows) == {
+    assert {row[0]: row[1:] for row in table.rows} == {
         "loads": ("10.0 µs", "25.0%", "3.75 µs", "75.0%"),
         "chunk_scan": ("30.0 µs", "75.0%", "1.25 µs", "25.0%"),
         "all": ("40.0 µs", "100.0%", "5.00 µs", "100.0%"),
     }
+    assert table.rows[-1][0] == "all"
 
 
-def test_the_summary_speaks_of_every_stage(both: StallReport) -> None:
-    said = set(map(" ".join, stalls.compose(both).summary))
-    assert "unfused, chunk_scan: 75%: 75% current chunk (wait 75%)." in said
-    assert "fused, loads: 75% (barrier 75%)." in said
+def test_idle_warps_are_kept_apart_and_without_durations_samples_weigh() -> None:
+    for report, time in ((of(), "2.00 µs"), (of(metrics={}), "-")):
+        (group,) = groups(report)
+        assert group.idle == {"ahead": 11.0, "idle warps": 25.0}
+        assert not set(group.stages) & {IDLE_WARPS, *STAGES.ahead}
+        assert pct(group.all()) == pytest.approx(100.0)
+        table = by_stage(group)
+        assert table is not None
+        assert "idle warps 25.0%" in table.note
+        assert not any("idle" in row[0] for row in table.rows)
+        assert table.rows[-1][:3] == ("all", "100.0%", time)
 
 
-def test_a_report_can_be_read_on_a_terminal_and_in_markdown(both: StallReport) -> None:
-    for text in (shown(both), markdown.render(stalls.compose(both))):
-        assert "unfused: 40.0 µs in 2 kernels." in text
-        assert "return exp2(x)" in text.replace("\\", "")
-        assert "Self-checks" in text
-    assert "not checked" in shown(both)
+def test_every_stage_has_a_sentence_on_a_terminal_and_in_markdown(both: StallReport) -> None:
+    for text in (shown(both), markdown.render(stalls.compose(both)).replace("\\", "")):
+        for words in (
+            "unfused: 40.0 µs in 2 kernels.", "unfused, chunk_scan 75%: current chunk 75% (wait 75%).",
+            "fused, loads 75% (barrier 75%).", "return exp2(x)", "Self-checks",
+        ):  # fmt: skip
+            assert words in text
 
 
 def test_what_was_not_collected_is_said(both: StallReport) -> None:
@@ -117,23 +105,19 @@ def test_what_was_not_collected_is_said(both: StallReport) -> None:
     assert "Not collected: " in table.note
     assert "l2_hit_pct" in table.note
     assert table.rows[0][table.headers.index("L2\nhits")] == "-"
+    assert "not checked" in shown(both)
 
 
-def test_failed_checks_are_caveats_and_the_table_shows_them() -> None:
-    metrics = synthetic.METRICS | {"smsp__pcsamp_sample_count": 201}
-    report = analyse([synthetic.report(synthetic.kernel(metrics=metrics))])
-    document, table = stalls.compose(report), there(report, "Self-checks")
-    assert any("200 of 201" in caveat for caveat in document.caveats)
-    assert [row[1] for row in table.rows if row[2] == "NO"] == ["reasons add up to the samples"]
-
-
-def test_what_holds_of_a_kernel_is_one_row_that_names_it_all() -> None:
-    table = there(analyse([synthetic.report(synthetic.kernel())]), "Self-checks")
-    (row,) = [row for row in table.rows if row[0] == "_kernel"]
+def test_failed_checks_are_caveats_and_what_holds_is_one_row_that_names_it_all() -> None:
+    report = of(metrics=synthetic.METRICS | {"smsp__pcsamp_sample_count": 201})
+    assert any("200 of 201" in caveat for caveat in stalls.compose(report).caveats)
+    rows = there(report, "Self-checks").rows
+    assert [row[1] for row in rows if row[2] == "NO"] == ["reasons add up to the samples"]
+    (row,) = [row for row in there(of(), "Self-checks").rows if row[0] == "_kernel"]
     assert {check.name for check in stalls_of(synthetic.kernel()).checks} == set(row[1].split("; "))
     assert row[2] == "ok"
     assert row[3].startswith("200 samples, 12.0% of them on lines without a stage")
-    bare = there(analyse([synthetic.report(synthetic.kernel(metrics={}, totals={}, points=()))]), "Self-checks")
+    bare = there(of(metrics={}, totals={}, points=()), "Self-checks")
     assert [row[2:] for row in bare.rows if row[0] == "_kernel"] == [("not checked", "not collected")]
 
 
@@ -144,11 +128,9 @@ def test_a_report_from_elsewhere_names_its_files_and_no_machine(both: StallRepor
 
 
 def test_a_missing_profile_shows_what_triton_knows() -> None:
-    report = analyse([], launched("_fused_kernel"), missing="ncu is not on this machine.", precision=EXACT_FP32)
-    text = shown(report)
-    assert "No stalls: ncu is not on this machine." in text
-    assert "_fused_kernel" in text
-    assert "Resources of the kernels, from Triton" in text
+    text = shown(analyse([], launched("_fused_kernel"), missing="ncu is not on this machine.", precision=EXACT_FP32))
+    for words in ("No stalls: ncu is not on this machine.", "_fused_kernel", "Resources of the kernels, from Triton"):
+        assert words in text
 
 
 def test_every_stage_part_and_reason_has_words() -> None:
@@ -164,42 +146,35 @@ def test_averages_of_kernels_stand_side_by_side() -> None:
     assert [row[:-1] for row in table.rows] == [
         ("wait", "75.0%", "0.0%"), ("warpgroup_arrive", "25.0%", "0.0%"), ("barrier", "0.0%", "100.0%"),
     ]  # fmt: skip
-    assert "without samples" not in shown(analyse([synthetic.report(synthetic.kernel())]))
+    assert "without samples" not in shown(of())
 
 
 # --- pictures
 
 
-def test_pictures_are_svg_and_the_same_every_time(both: StallReport) -> None:
+def test_pictures_are_svg_the_same_every_time_and_a_reason_has_one_colour_in_all(both: StallReport) -> None:
+    """`barrier` is the smaller reason in the unfused kernels and the larger reason in the fused kernel."""
     pictures = stall_files.pictures(both)
     assert set(pictures) == {"unfused", "fused", "roofline"}
     assert pictures == stall_files.pictures(both)
     for _, svg in pictures.values():
-        root = ElementTree.fromstring(svg)
-        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
         assert "dc:date" not in svg
     assert "chunk_scan: current chunk" in pictures["unfused"][1]
     for name in (">chunk_state_kernel: ", ">bmm_chunk_kernel: ", ">fused_kernel: "):
         assert name in pictures["roofline"][1]
-
-
-def test_a_bar_is_as_long_as_its_stage() -> None:
-    svg = plots.stages({"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}, "t", ["wait", "barrier"])
-    assert re.findall(r">(\d+\.\d) %<", svg) == ["60.0", "40.0"]
-
-
-def test_a_reason_has_one_colour_in_all_pictures(both: StallReport) -> None:
-    """`barrier` is the smaller reason in the unfused kernels and the larger reason in the fused kernel."""
     legends = []
     for name in ("unfused", "fused"):
-        svg = stall_files.pictures(both)[name][1]
+        svg = pictures[name][1]
         legends.append(re.findall(r"<g id=\"patch_\d+\">\s*<path[^>]*fill: (#\w+)[^>]*>\s*</g>\s*<g id=\"text", svg))
         assert re.findall(r">(wait|barrier)<", svg) == ["barrier", "wait"]
     assert legends[0] == legends[1]
     assert len(legends[0]) == 2
 
 
-def test_more_reasons_than_colours_share_one() -> None:
+def test_a_bar_is_as_long_as_its_stage_and_more_reasons_than_colours_share_one() -> None:
+    svg = plots.stages({"a": {"wait": 30.0, "barrier": 10.0}, "b": {"wait": 60.0}}, "t", ["wait", "barrier"])
+    assert re.findall(r">(\d+\.\d) %<", svg) == ["60.0", "40.0"]
     reasons = [f"reason{i}" for i in range(12)]
     svg = plots.stages({"a": {reason: 10.0 - i / 10 for i, reason in enumerate(reasons)}}, "t", reasons)
     assert "reason0" in svg
@@ -207,13 +182,9 @@ def test_more_reasons_than_colours_share_one() -> None:
     assert ">other<" in svg
 
 
-def test_no_roofline_without_arithmetic() -> None:
-    assert plots.stall_roofline(analyse([synthetic.report(synthetic.kernel())])) is None
-
-
-def test_a_kernel_that_only_idled_breaks_nothing() -> None:
-    idle = (Point(0x110, synthetic.FILE, 14, "BAR.SYNC", {"barrier": 50}),)
-    report = analyse([synthetic.report(synthetic.kernel(points=idle))])
+def test_a_kernel_without_arithmetic_or_that_only_idled_breaks_nothing() -> None:
+    assert plots.stall_roofline(of()) is None
+    report = of(points=(Point(0x110, synthetic.FILE, 14, "BAR.SYNC", {"barrier": 50}),))
     (group,) = groups(report)
     assert not group.is_sampled
     assert "stages and stall reasons" not in shown(report)
