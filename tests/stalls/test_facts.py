@@ -53,13 +53,10 @@ def test_what_was_not_collected_is_none_and_named() -> None:
     assert set(statuses(found).values()) == {"not checked"}
 
 
-def test_a_zero_that_was_collected_stays_a_zero() -> None:
+def test_a_zero_that_was_collected_stays_a_zero_and_another_name_of_a_metric_will_do() -> None:
     found = with_metrics(**{"dram__bytes_read.sum": 0, "lts__t_bytes.sum": 0})
     assert (found.dram_read_bytes, found.l2_bytes) == (0, 0)
     assert "dram_read_bytes" not in found.not_collected
-
-
-def test_another_name_of_a_metric_will_do() -> None:
     metrics = {
         "lts__t_sectors.sum": 10, "derived__local_spilling_requests": 7, "launch__shared_mem_per_block_static": 100,
         "launch__shared_mem_per_block_driver": 24, "smsp__issue_active.avg.per_cycle_active": 0.25,

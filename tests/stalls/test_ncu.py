@@ -96,30 +96,21 @@ def test_every_error_of_ncu_has_its_sentence(output: str, message: str, hint: st
     assert "\n" not in error.message
 
 
-def test_a_machine_without_ncu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ncu, "find_ncu", lambda: None)
+def test_find_asks_the_program_for_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "ncu"
+    monkeypatch.setattr(ncu, "find_ncu", lambda: str(program) if program.is_file() else None)
     with pytest.raises(MissingCapabilityError, match="ncu is not installed") as raised:
         ncu.find()
     assert "--from" in raised.value.hint
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
+    for script, words in (
         ("echo 'Version 2022.4.1 (build 1)'", r"2022\.4\.1 is too old: it must be 2023\.1 or newer"),
         ("echo hello", "does not report its version"),
         ("exit 1", r"does not run: .*[^.]\.$"),
-    ],
-)
-def test_find_asks_the_program_for_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
-) -> None:
-    program = tmp_path / "ncu"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(ncu, "find_ncu", lambda: str(program))
-    with pytest.raises(MissingCapabilityError, match=words):
-        ncu.find()
+    ):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        with pytest.raises(MissingCapabilityError, match=words):
+            ncu.find()
     program.write_text("#!/bin/sh\necho 'Copyright (c)\nVersion 2025.3.1.0 (build 36398880) (public-release)'\n")
     assert ncu.find() == ncu.Program(program, "2025.3.1.0")
 
@@ -248,6 +239,10 @@ def test_one_call_is_profiled_and_those_before_it_are_not(
 def test_a_layer_that_is_not_there_ends_the_process(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    inputs = target.load(folder, 7, 32, "cpu")
+    assert torch.equal(inputs.x, SSDCase(seqlen=32, dtype=torch.bfloat16).inputs().x)
+    with pytest.raises(BadInputError, match="no layer 7 of 64 tokens"):
+        target.load(folder, 7, 64, "cpu")
     monkeypatch.setattr("sys.argv", words_for(folder, 4, tmp_path / "launched.json"))
     with pytest.raises(SystemExit, match=r"Error: .* holds no layer 4 of 32 tokens"):
         target.main()
@@ -269,13 +264,6 @@ def test_whose_fault_it_is_decides_the_exit_code(error: Exception, message: str,
     assert refusal["message"].endswith(".")
     assert refusal["hint"]
     assert refusal["exit_code"] == code
-
-
-def test_the_tensors_are_those_of_the_layer(folder: Path) -> None:
-    inputs = target.load(folder, 7, 32, "cpu")
-    assert torch.equal(inputs.x, SSDCase(seqlen=32, dtype=torch.bfloat16).inputs().x)
-    with pytest.raises(BadInputError, match="no layer 7 of 64 tokens"):
-        target.load(folder, 7, 64, "cpu")
 
 
 def test_a_decode_step_is_not_taken_for_a_prompt_of_one_token(tmp_path: Path) -> None:
