@@ -21,7 +21,7 @@ SPEED_READING = Note(
 ACCURACY_READING = Note(
     "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Rms error: rms(a - b) / rms(b).  "
     "Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no implementation can do "
-    "better.  Of several calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
+    "better.  In several calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
 _MOST_ROWS = 40  # if all cases fail, they have the same reason
@@ -36,7 +36,7 @@ NAMES: tuple[Column[Series], ...] = (
 
 
 def _verdict(row: Series) -> str:
-    """Of a series without a time its results."""
+    """Without a time: the results of the series."""
     if row.timed:
         return row.verdict or fmt.MISSING
     return fmt.words(dict.fromkeys(case.result.replace("passed", "not timed") for case in row.cases))

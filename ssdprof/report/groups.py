@@ -142,7 +142,7 @@ class Group:
 
 
 def groups(report: Report) -> tuple[Group, ...]:
-    """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps after it.  Of a
+    """One group per prompt, kind of call, length and batch: the longest prompt first, decode steps after it.  For a
     bench, one for each of its inputs, in their order."""
 
     def key(case: Case) -> tuple[int, bool, int, int]:
