@@ -357,8 +357,7 @@ def test_no_head_is_less_exact_than_unfused(name: str) -> None:
     case = SMALL.but(**dict(key_heads=2, values_per_key=4, seqlen=16384, initial_states=True) | HARD[name])
     inputs = case.but(device="cuda").inputs()
     plan = get("gdn", "fused").plan(inputs, Precision())
-    assert plan.variant == "hopper"
-    assert ("padded to 128" in plan.reason) == name.startswith("slices")
+    assert plan.variant == ("hopper, slices" if name.startswith("slices") else "hopper")
     exact = gdn_chunked(inputs, torch.float64)
     ours, theirs = (head_errors(get("gdn", which).run(inputs, Precision()), exact) for which in ("fused", "unfused"))
     assert all((a <= 1.01 * b).all() for a, b in zip(ours, theirs, strict=True))
