@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pynvml
 import torch
+from triton import knobs
 
 from ssdprof.core.subject import Clocks, Environment, Gpu
 from ssdprof.environment.child import started
@@ -46,12 +47,15 @@ TRANSFER_BYTES = 256 << 20  # read from a file or copied to a GPU; 0.1 s from a 
 
 def collect() -> Environment:
     """The current GPU, if there is one, the machine and the versions.  Holds no host name, user name, path or token."""
+    packages = {name: found for name in _PACKAGES if (found := installed_version(name)) is not None}
+    if torch.cuda.is_available():
+        packages["ptxas"] = str(knobs.nvidia.ptxas.version)  # Triton's own, or that of TRITON_PTXAS_PATH
     return Environment(
         gpu=gpu(),
         cpu=_cpu_model(),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        packages={name: found for name in _PACKAGES if (found := installed_version(name)) is not None},
+        packages=packages,
     )
 
 

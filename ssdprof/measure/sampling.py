@@ -88,13 +88,9 @@ def sample_in_turns(
 
 
 def _record(
-    samplers: Mapping[Name, Sampler],
-    plan: SamplingPlan,
-    generator: np.random.Generator,
-    *,
-    until: float,
+    samplers: Mapping[Name, Sampler], plan: SamplingPlan, generator: np.random.Generator, *, until: float,
     now: Callable[[], float],
-) -> Rounds:
+) -> Rounds:  # fmt: skip
     """The rounds of one recording: the fewest, doubled until they are steady, or the most, or it is time."""
     turns = _turns(list(samplers), generator)
     _take(samplers, islice(turns, plan.warmup_rounds))

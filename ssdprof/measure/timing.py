@@ -213,13 +213,9 @@ class _CallError(Exception):
 
 
 def time_in_turns(
-    runs: Mapping[str, Run],
-    timer: Timer,
-    plan: SamplingPlan,
-    *,
-    check: Callable[[str, Run], str],
+    runs: Mapping[str, Run], timer: Timer, plan: SamplingPlan, *, check: Callable[[str, Run], str],
     change: Callable[[bool], None] = lambda _: None,
-) -> Session:
+) -> Session:  # fmt: skip
     """Time every run against the others.
 
     check(key, run): "" if what `run` computes is still right.  Called after the timed loop for replays and for calls.

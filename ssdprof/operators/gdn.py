@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
-from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.operators import generate
 from ssdprof.operators.dtypes import dtype_named
@@ -275,8 +274,8 @@ def sizes_of(inputs: GDNInputs) -> dict[str, int]:
     return {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
 
 
-def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
-    """Multiplications and additions of the chunked form's matrix products.
+def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
+    """Multiplications and additions of the chunked form's matrix products at that many positions.
 
     Per position, with (C + 1) / 2 sources per position on average in a chunk of C positions (the causal half):
 
@@ -288,10 +287,10 @@ def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
     It grows with C.  The default, the smallest chunk that fills a tensor core's tile, is the least that any chunked
     kernel does, so that no choice of chunk beats the floor.  The inverse itself, decays and norms are not counted.
     """
-    key_heads, heads, key_dim, value_dim = (dims.sizes[name] for name in _NAMES[:4])
+    key_heads, heads, key_dim, value_dim = (sizes[name] for name in _NAMES[:4])
     sources = chunk_size + 1
     per_position = 2 * sources * (key_heads * key_dim + heads * value_dim) + 6 * heads * key_dim * value_dim
-    return dims.batch * dims.seqlen * per_position
+    return positions * per_position
 
 
 ORACLE = OracleSpec(

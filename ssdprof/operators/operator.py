@@ -192,7 +192,7 @@ class OracleSpec(Generic[I]):
     bytes_per_position: of a block's working memory, oracle and rounded form together.
     chunk_size: of the rounded form: spans begin at multiples of it.
     sizes: of a call, by the operator's own names.  words: of them.
-    flops: the least number of multiplications and additions.
+    flops: the least number of multiplications and additions, by sizes and positions.
     """
 
     blocks: Callable[[I, int], Iterable[OutputBlock]]
@@ -202,7 +202,7 @@ class OracleSpec(Generic[I]):
     chunk_size: Callable[[I], int]
     sizes: Callable[[I], dict[str, int]]
     words: Callable[[dict[str, int]], str]
-    flops: Callable[[Dims], int]
+    flops: Callable[[Mapping[str, int], int], int]
 
     def forms(self, inputs: Any) -> tuple[Form, Form]:
         """The forms of out and final_states; the latter is fp32."""
@@ -231,7 +231,7 @@ class OracleSpec(Generic[I]):
         and `flops`."""
         read = sum(tensor.nbytes for tensor in tensors.tensors(inputs).values())
         moved, dims = read + sum(form.nbytes for form in self.forms(inputs)), self.dims(inputs)
-        return dims, {"bytes_moved": moved, "flops": self.flops(dims)}
+        return dims, {"bytes_moved": moved, "flops": self.flops(dims.sizes, dims.batch * dims.seqlen)}
 
 
 # --- the record

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
 from ssdprof.core.base import DType, PrecisionRecord, precisions_for
-from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.operators import generate, tensors
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library, Shape
@@ -321,8 +320,8 @@ def words(sizes: dict[str, int]) -> str:
     return f"{sizes['nheads']} heads x {sizes['headdim']}, state {sizes['dstate']}, {groups}"
 
 
-def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
-    """Multiplications and additions of the chunked form's matrix products.
+def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
+    """Multiplications and additions of the chunked form's matrix products at that many positions.
 
     Per position, with (q + 1) / 2 sources per position on average in a chunk of q positions (the causal half):
 
@@ -333,9 +332,9 @@ def flops(dims: Dims, chunk_size: int = SMALLEST_CHUNK) -> int:
     It grows with q.  The default, the smallest chunk that fills a tensor core's tile, is the least that any chunked
     kernel does, so that no choice of chunk beats the floor.  Decays, skip and gate are not counted.
     """
-    h, p, n, g = (dims.sizes[name] for name in ("nheads", "headdim", "dstate", "ngroups"))
+    h, p, n, g = (sizes[name] for name in ("nheads", "headdim", "dstate", "ngroups"))
     sources = chunk_size + 1
-    return dims.batch * dims.seqlen * (g * n * sources + h * p * sources + 4 * h * p * n)
+    return positions * (g * n * sources + h * p * sources + 4 * h * p * n)
 
 
 ORACLE = OracleSpec(

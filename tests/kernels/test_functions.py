@@ -236,7 +236,8 @@ def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
             assert [one.stride() for one in ours] == [one.stride() for one in theirs]
     fused.run(one)  # signatures are kept apart
     equal(fused.run(inputs), ours)
-    assert [launch.launcher.kernel for launch in fused.FUSED.launches._kept.values()][:2] == [kernel] * 2
+    launches: list[Any] = list(fused.FUSED.launches._kept.values())[:2]
+    assert [launch.launcher.kernel for launch in launches] == [kernel, kernel]
 
 
 # --- the signature of mamba_ssm

@@ -59,17 +59,16 @@ def test_every_optional_input_is_read(make_inputs: Callable[..., SSDInputs]) -> 
 
 
 def test_flops_of_mamba2_at_128k() -> None:
-    assert flops(MAMBA2_2_7B, 128) == pytest.approx(0.43e12, rel=0.01)
+    assert flops(MAMBA2_2_7B.sizes, MAMBA2_2_7B.seqlen, 128) == pytest.approx(0.43e12, rel=0.01)
 
 
 def test_flops_count_every_multiplication_and_addition_of_the_causal_half() -> None:
     q, h, p, g, n = 16, 4, 8, 2, 32
     sizes = {"nheads": h, "headdim": p, "dstate": n, "ngroups": g}
-    of = Dims(operator="ssd", batch=3, seqlen=2 * q, chunk_size=64, dtype="bf16", sizes=sizes, words="")
     pairs = sum(range(1, q + 1))  # position and source, in one chunk
     per_chunk = 2 * pairs * (g * n + h * p) + 2 * 2 * q * h * p * n
-    assert flops(of, q) == 3 * 2 * per_chunk
-    assert flops(of) == flops(of, 16) < flops(of, 64)
+    assert flops(sizes, 6 * q, q) == 6 * per_chunk
+    assert flops(sizes, 6) == flops(sizes, 6, 16) < flops(sizes, 6, 64)
 
 
 @pytest.mark.parametrize(("tflops", "floor_us"), [(780.0, 644.3), (200.0, 1774.0)], ids=["memory", "compute"])

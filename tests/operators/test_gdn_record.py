@@ -45,7 +45,7 @@ def test_dims_and_cost() -> None:
     dims = OPERATOR.judged.dims(inputs)
     assert dims.words == "2/4 heads, K 16, V 24"
     positions = 2 * 40
-    assert OPERATOR.judged.flops(dims) == positions * (2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24)
+    assert OPERATOR.judged.flops(dims.sizes, positions) == positions * (2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24)
     bf16, fp32 = 2, 4
     read = positions * (bf16 * (2 * 2 * 16 + 4 * 24 + 4) + fp32 * 4)
     written = positions * bf16 * 4 * 24 + fp32 * 2 * 4 * 16 * 24

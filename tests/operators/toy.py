@@ -100,7 +100,7 @@ ORACLE = OracleSpec(
     chunks=chunks, bytes_per_position=lambda inputs: 64 * inputs.x.shape[2] * inputs.x.shape[3],
     chunk_size=lambda _: CHUNK, sizes=lambda inputs: dict(zip(("heads", "width"), inputs.x.shape[2:], strict=True)),
     words="{heads} heads x {width}".format_map,
-    flops=lambda dims: 2 * dims.batch * dims.seqlen * dims.sizes["heads"] * dims.sizes["width"],
+    flops=lambda sizes, positions: 2 * positions * sizes["heads"] * sizes["width"],
 )  # fmt: skip
 
 
