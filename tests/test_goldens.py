@@ -58,6 +58,7 @@ MASKS = (  # in this order
     (r"(?m)^(\W*noise: .*(?:fp32|fp16|bf16)).*", r"\1 NUMBERS"),
     (r'("(?:cpu|platform|python)": )".*"', r'\1"MACHINE"'),
     (r"(?m)^(\|? *CPU +\|? *)\S.*", r"\1MACHINE"),
+    (r"(?m)^(\|? *duration +\|? *)[\d.]+ s\b *", r"\1SECONDS"),
     (r"(?m)^((?:ok|warn|missing) +\S+( \S+)?).*\n(  +.*\n)*", r"\1\n"),  # doctor
     (r'("status": )"(?:ok|warn|missing)",\n( *"detail": ).*\n( *"hint": ).*', r"\1STATUS\n\2DETAIL\n\3HINT"),
     (r"[\d.]+ [KMGT]iB (are free|free)", r"SIZE \1"),

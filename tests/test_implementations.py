@@ -278,7 +278,7 @@ def test_a_library_is_a_column_at_its_own_precision(monkeypatch: pytest.MonkeyPa
     assert (case.result, case.precision) == ("passed", EXACT_BF16)
     assert case.accuracy[0].vs_baseline is not None
     assert case.accuracy[0].vs_baseline.against == "unfused exact, bf16 states"
-    assert "Accuracy of other's output at 40 tokens" in shown
+    assert "other" in shown.partition("Accuracy of the output at 40 tokens")[2]
     assert "another library other, 9.9, at exact, bf16 states" in shown
 
 
@@ -331,8 +331,7 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
     }
     assert len(against) == 4
     assert set(against.values()) == {"other exact, bf16 states"}
-    assert "fused against other" in shown
-    assert "other against fp64" in shown
+    assert "Compared with other" in shown
     assert "baseline other, which the others are compared with" in shown
     assert "unfused ssdprof's own kernels with one launch per stage fused" in shown
 
@@ -356,10 +355,10 @@ def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
     assert call("run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")[0] == 1
     code, shown, _ = call("accuracy")
     assert code == 1
-    assert "Accuracy of bad_kernels:nan's output" in shown
+    assert "bad_kernels:nan" in shown.partition("Accuracy of the output at 40 tokens")[2]
     code, shown, _ = call("accuracy", "--impl", "fused", "--baseline", "unfused")
     assert code == 0, shown
-    assert "Accuracy of fused's output" in shown
+    assert "fused interpreter" in shown
     assert "bad_kernels:nan" not in shown
     code, _, told = call("accuracy", "--impl", "fussed")
     assert code == 2

@@ -18,6 +18,7 @@ from ssdprof.jobs.request import CaptureRequest
 from ssdprof.operators.generate import boundaries
 
 SEED = 0  # of the lengths of packed sequences
+_WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")  # of a config's layer_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,10 @@ def captures_of(request: CaptureRequest) -> Path | None:
 def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) -> Subject:
     """Locate the model and select its layers; downloads small files.  whole, head: see `Subject`."""
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
+    kinds = located.config.get("layer_types")
+    if isinstance(kinds, list) and {"mamba", "linear_attention"} & set(map(str, kinds)):
+        # a wrong layer is refused before torch is imported
+        select_indices(request.layers, [i for i, kind in enumerate(kinds) if kind not in _WITHOUT_OPERATOR])
     chosen = select_indices(request.layers, [layer.index for layer in located.layers])
     layers = tuple(layer for layer in located.layers if layer.index in chosen)
     from ssdprof.jobs import limits  # imports torch, so after all other checks
