@@ -11,7 +11,7 @@ import pytest
 
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
 CEILINGS = {
-    "package lines": 36_300, "test lines": 35_228, "classes": 268,
+    "package lines": 36_299, "test lines": 35_228, "classes": 268,
     "call to row": 8, "name to kernel": 33,
 }  # fmt: skip
 
