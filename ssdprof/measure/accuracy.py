@@ -77,7 +77,7 @@ def compare(
     oracle = operators.get(inputs.operator).judged
     form, device = oracle.forms(inputs)[0], inputs.device
     precisions = {candidate.precision for candidate in candidates.values()}
-    # with 16-bit inputs, eps |hi| exceeds the error of any draw
+    # with 16-bit inputs, eps |hi| covers an error of `lo` that is small by chance
     seeds = () if form.dtype in _COARSE else range(_FINE_DRAWS)
     rounded = {
         precision: [oracle.rounded(inputs, precision), *(oracle.rounded(inputs, precision).drawn(one) for one in seeds)]

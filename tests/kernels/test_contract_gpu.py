@@ -57,8 +57,8 @@ def long(kernel: Subject) -> Any:
 def test_a_hundred_times(kernel: Subject, precision: Precision) -> None:
     cases = [long(kernel), kernel.case(lengths=(40, 0, 3), initial_states=True)]
     cases += [MAMBA2.but(dstate=256)] if kernel.run is SUBJECTS["ssd hopper"].run else []
-    parts = kernel.run is SUBJECTS["gdn parts"].run
-    kernel, cases = (on_parts(16), [QWEN]) if parts else (kernel, cases)
+    if kernel.run is SUBJECTS["gdn parts"].run:
+        kernel, cases = on_parts(16), [QWEN]
     for inputs in (case.inputs() for case in cases):
         first = kernel(inputs, precision)
         for _ in range(100):
