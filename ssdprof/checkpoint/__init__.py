@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ssdprof.operators.tensors import LazyModule
+from ssdprof.operators.late import LazyModule
 
 accelerate: Any = LazyModule("accelerate")  # stored captures need neither, and their imports take seconds
 transformers: Any = LazyModule("transformers")

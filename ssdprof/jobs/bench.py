@@ -148,7 +148,7 @@ def _entries(request: BenchRequest, cell: Cell, device: torch.device, checked: i
         checked=checked,
     )
     inputs = operator.generated.draw(cell, device)
-    sized = {size: operator.generated.with_chunk_size(inputs, size) for size in request.chunk_sizes}
+    sized = {size: replace(inputs, chunk_size=size) for size in request.chunk_sizes}
     inputs = sized[min(sized)] if sized else inputs
     dims, work = operator.judged.cost(inputs)
     words = ", ".join((cell.dtype, *cell.drawn, cell.layout))

@@ -48,12 +48,9 @@ class Variant(Generic[Output]):
         settings.pop("reason", None)
         launches, workspace_bytes, reason = self.work(call, config)
         return Plan(
-            variant="interpreter" if INTERPRETED and self.name == "portable" else self.name,
-            launches=launches,
-            config=settings,
-            workspace_bytes=workspace_bytes,
-            reason=reason,
-        )
+            variant="interpreter" if INTERPRETED and self.name == "portable" else self.name, launches=launches,
+            config=settings, workspace_bytes=workspace_bytes, reason=reason,
+        )  # fmt: skip
 
 
 class Fused(Generic[Output]):

@@ -49,13 +49,9 @@ class Chunks:
         spans = torch.empty(count, 2, dtype=torch.int64, device=inputs.cu_seqlens.device)
         bounds = torch.empty(sequences + 1, dtype=torch.int64, device=inputs.cu_seqlens.device)
         launch(
-            _chunk_table_kernel,
-            sequences,
-            (inputs.cu_seqlens, spans, bounds),
-            (inputs.cu_seqlens.stride(0), sequences, count),
-            CHUNK_SIZE=size,
-            BLOCK=_BLOCK,
-        )
+            _chunk_table_kernel, sequences, (inputs.cu_seqlens, spans, bounds),
+            (inputs.cu_seqlens.stride(0), sequences, count), CHUNK_SIZE=size, BLOCK=_BLOCK,
+        )  # fmt: skip
         return cls(size=size, count=count, sequences=sequences, spans=spans, bounds=bounds)
 
 

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ssdprof.core.base import DType, PrecisionRecord, StoredDType
-from ssdprof.operators.tensors import LazyModule
-
-if TYPE_CHECKING:
-    import torch
-
-    from ssdprof.kernels import precision
-    from ssdprof.kernels.precision import Precision
-else:
-    torch = LazyModule("torch")
-    precision = LazyModule("ssdprof.kernels.precision")
+from ssdprof.operators.late import precision, torch
 
 _TORCH: dict[StoredDType, str] = {
     "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int32": "int32", "int64": "int64",
@@ -41,10 +30,10 @@ def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
     return _NAMES[str(dtype)]
 
 
-def precision_of(record: PrecisionRecord) -> Precision:
+def precision_of(record: PrecisionRecord) -> precision.Precision:
     return precision.Precision(intermediates=record.intermediates, state_dtype=dtype_named(record.state_dtype))
 
 
-def precision_record(one: Precision) -> PrecisionRecord:
+def precision_record(one: precision.Precision) -> PrecisionRecord:
     """The inverse of `precision_of`."""
     return PrecisionRecord(intermediates=one.intermediates, state_dtype=dtype_name(one.state_dtype))

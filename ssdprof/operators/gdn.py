@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -14,117 +13,46 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
-from ssdprof.errors import BadInputError
 from ssdprof.operators import generate
 from ssdprof.operators.dtypes import dtype_named
-from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library, Shape
-from ssdprof.operators.operator import (
-    BoundCall,
-    CallBinding,
-    Operator,
-    OracleSpec,
-    Stages,
-    computed,
-    from_call,
-    kernels_of,
-    known_sources,
-)  # fmt: skip
-from ssdprof.operators.tensors import LazyModule
+from ssdprof.operators.generate import Cell, InputDType, InputGenerator
+from ssdprof.operators.late import LazyModule, packages, rounding, torch
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Stages, computed, from_call
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from ssdprof.kernels import adapters as packages
     from ssdprof.kernels.gdn import adapters, reference
-    from ssdprof.kernels.gdn.inputs import GDNInputs
-    from ssdprof.kernels.registry import Implementation
-    from ssdprof.operators import gdn_tuning, rounding
-    from ssdprof.operators.rounding import Gate, Rounded, Span
+    from ssdprof.operators import gdn_tuning
 else:
-    torch = LazyModule("torch")
-    reference = LazyModule("ssdprof.kernels.gdn.reference")
-    rounding = LazyModule("ssdprof.operators.rounding")
+    adapters, reference = (LazyModule(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference"))
     gdn_tuning = LazyModule("ssdprof.operators.gdn_tuning")
-    adapters = LazyModule("ssdprof.kernels.gdn.adapters")
-    packages = LazyModule("ssdprof.kernels.adapters")
 
-STAGES = Stages(
-    order=(
-        "setup", "setup.load", "setup.store", "ticket", "loads", "waiting", "waiting.chunk", "waiting.inverse",
-        "waiting.weights", "waiting.update", "qk_l2norm", "gate_cumsum", "scaled_dot_kkt", "solve_tril",
-        "recompute_w_u", "state_factor", "out_factor", "rows", "warm_up", "chunk_state", "chunk_state.residual",
-        "chunk_state.update", "chunk_output", "recurrence", "step_write", "step_state", "step_output", "ahead",
-    ),
-    words={
-        "setup.load": "loading the initial state",
-        "setup.store": "storing the final state",
-        "waiting.chunk": "for a chunk and its gates",
-        "waiting.inverse": "for the inverse",
-        "waiting.weights": "for the weights of the output",
-        "waiting.update": "for the weights of the update",
-        "ahead": "roles that are ahead",
-        "chunk_state.residual": "residual",
+STAGES = Stages.of(
+    "gdn", {
+        "waiting.inverse": "for the inverse", "waiting.weights": "for the weights of the output",
+        "waiting.update": "for the weights of the update", "chunk_state.residual": "residual",
         "chunk_state.update": "update of the state",
     },
-    ahead=frozenset({"ahead"}),
-    kernels=kernels_of(
-        unfused=(
-            "_gdn_qk_l2norm_kernel", "_gdn_gate_cumsum_kernel", "_gdn_scaled_dot_kkt_kernel", "_gdn_solve_tril_kernel",
-            "_gdn_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_gdn_chunk_output_kernel",
-        ),
-        fused=(
-            "_gdn_factors_kernel", "_gdn_scan_kernel", "_prep_kernel", "_parts_kernel", "_combine_kernel",
-            "_hopper_kernel",
-        ),
-        recurrent=("_gdn_recurrent_kernel",),
-        unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
+    "setup", "setup.load", "setup.store", "ticket", "loads", "waiting", "waiting.chunk", "waiting.inverse",
+    "waiting.weights", "waiting.update", "qk_l2norm", "gate_cumsum", "scaled_dot_kkt", "solve_tril", "recompute_w_u",
+    "state_factor", "out_factor", "rows", "warm_up", "chunk_state", "chunk_state.residual", "chunk_state.update",
+    "chunk_output", "recurrence", "step_write", "step_state", "step_output", "ahead",
+    unfused=(
+        "_gdn_qk_l2norm_kernel", "_gdn_gate_cumsum_kernel", "_gdn_scaled_dot_kkt_kernel", "_gdn_solve_tril_kernel",
+        "_gdn_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_gdn_chunk_output_kernel",
     ),
-    sources=known_sources("gdn"),
+    fused=(
+        "_gdn_factors_kernel", "_gdn_scan_kernel", "_prep_kernel", "_parts_kernel", "_combine_kernel", "_hopper_kernel",
+    ),
+    recurrent=("_gdn_recurrent_kernel",),
+    unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
 )  # fmt: skip
-
-
-# --- shapes of models
-
-GRAMMAR = "key heads / value heads x K x V, such as 16/32x128x128"
-LARGEST_K, LARGEST_V = 256, 256
-_ORDER = "Order: key heads / value heads x K x V."
-_NAMES = ("key_heads", "value_heads", "key_dim", "value_dim", "largest_beta")  # 2 if eigenvalues may be negative
-_WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
-SHAPES = generate.shapes(_WORDS, _NAMES, {  # as in the models' configs
-    "qwen3-next-80b": (16, 32, 128, 128, 1),
-    "qwen3.5-0.8b": (16, 16, 128, 128, 1),
-    "qwen3.5-9b": (16, 32, 128, 128, 1),
-    "qwen3.5-27b": (16, 48, 128, 128, 1),
-    "qwen3.5-397b": (16, 64, 128, 128, 1),
-    "qwen3.5-397b-tp8": (2, 8, 128, 128, 1),  # one rank of eight
-    "olmo-hybrid-7b": (30, 30, 96, 192, 2),
-})  # fmt: skip
-
-
-def parse(text: str) -> Shape | None:
-    """ "16/32x128x128": key heads / value heads x K x V; None if it has another form.
-
-    Raises BadInputError for impossible sizes.
-    """
-    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})x(\d{1,5})x(\d{1,5})", text)
-    if match is None:
-        return None
-    key_heads, value_heads, key_dim, value_dim = values = tuple(map(int, match.groups()))
-    if not min(values) or value_heads % key_heads:
-        raise BadInputError(
-            f"{text} is not a GDN shape: sizes must be positive, and key heads must divide value heads.", _ORDER
-        )
-    if key_dim > LARGEST_K or value_dim > LARGEST_V:
-        raise BadInputError(f"{text} is not measured: K is at most {LARGEST_K}, V at most {LARGEST_V}.", _ORDER)
-    return generate.shapes(_WORDS, _NAMES, {text: (*values, 1)})[text]
 
 
 # --- how a model calls it
 
 
 def bind(
-    mixer: nn.Module,  # noqa: ARG001
+    mixer: torch.nn.Module,  # noqa: ARG001
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -140,7 +68,7 @@ def bind(
     return from_call(kernels.GDNInputs, **given), output_final_state, ""
 
 
-BINDING: CallBinding[GDNInputs] = CallBinding(
+BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
     function="torch_chunk_gated_delta_rule",
     step="torch_recurrent_gated_delta_rule",
     bind=bind,
@@ -165,20 +93,22 @@ _LEAF = 16  # rows of the blocks that are inverted in fp32
 _FORGOTTEN = -110.0  # a decay of exp(-110) is zero in fp32
 
 
-def bytes_per_position(inputs: GDNInputs) -> int:
+def bytes_per_position(inputs: kernels.GDNInputs) -> int:
     """The rounded form holds about eight fp32 rows of K, V or CHUNK; the oracle about ten fp64 rows of K + V + 64."""
     heads, value_dim = inputs.v.shape[2:]
     width = inputs.q.shape[3] + value_dim + CHUNK
     return int(heads * (8 * 4 * width + 10 * 8 * width))
 
 
-def gate(inputs: GDNInputs, span: Span) -> Gate:
+def gate(inputs: kernels.GDNInputs, span: rounding.Span) -> rounding.Gate:
     """The running sum of g in each chunk, (c, h, CHUNK); the padding has g = 0."""
     g = inputs.g[span.batch, span.start : span.stop].float().clamp(_FORGOTTEN, 0)
     return rounding.Gate(exponents=rounding.running_sum(rounding.split_chunks(g, CHUNK).transpose(1, 2)))
 
 
-def rounded_chunks(inputs: GDNInputs, low: Rounded, span: Span, gate: Gate) -> torch.Tensor:
+def rounded_chunks(
+    inputs: kernels.GDNInputs, low: rounding.Rounded, span: rounding.Span, gate: rounding.Gate
+) -> torch.Tensor:
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     It is the chunked algorithm of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3, with chunks of 64
@@ -269,7 +199,7 @@ def _tf32(tensor: torch.Tensor) -> torch.Tensor:
 SMALLEST_CHUNK = 16  # the edge of a tensor core's tile
 
 
-def sizes_of(inputs: GDNInputs) -> dict[str, int]:
+def sizes_of(inputs: kernels.GDNInputs) -> dict[str, int]:
     (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
     return {"key_heads": key_heads, "value_heads": value_heads, "key_dim": key_dim, "value_dim": value_dim}
 
@@ -287,22 +217,17 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     It grows with C.  The default, the smallest chunk that fills a tensor core's tile, is the least that any chunked
     kernel does, so that no choice of chunk beats the floor.  The inverse itself, decays and norms are not counted.
     """
-    key_heads, heads, key_dim, value_dim = (sizes[name] for name in _NAMES[:4])
+    key_heads, heads, key_dim, value_dim = (sizes[name] for name in GENERATOR.names[:4])
     sources = chunk_size + 1
     per_position = 2 * sources * (key_heads * key_dim + heads * value_dim) + 6 * heads * key_dim * value_dim
     return positions * per_position
 
 
 ORACLE = OracleSpec(
-    blocks=lambda inputs, length: reference.gdn_blocks(inputs, torch.float64, block=length),
-    gate=gate,
-    chunks=rounded_chunks,
-    bytes_per_position=bytes_per_position,
-    chunk_size=lambda _inputs: CHUNK,
-    sizes=sizes_of,
-    words=lambda sizes: _WORDS.format(**sizes),
-    flops=flops,
-)
+    blocks=lambda inputs, length: reference.gdn_blocks(inputs, torch.float64, block=length), gate=gate,
+    chunks=rounded_chunks, bytes_per_position=bytes_per_position, chunk_size=lambda _inputs: CHUNK, sizes=sizes_of,
+    words=lambda sizes: _WORDS.format(**sizes), flops=flops,
+)  # fmt: skip
 
 
 # --- random inputs
@@ -317,13 +242,13 @@ WAYS = {
 }
 
 
-def draw(cell: Cell, device: torch.device) -> GDNInputs:
+def draw(cell: Cell, device: torch.device) -> kernels.GDNInputs:
     """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias); beta = sigmoid(N(0, 1)) times its maximum.
 
     "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.  Packed and very
     short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes.
     """
-    key_heads, heads, key_dim, value_dim, largest_beta = (cell.shape.sizes[name] for name in _NAMES)
+    key_heads, heads, key_dim, value_dim, largest_beta = (cell.shape.sizes[name] for name in GENERATOR.names)
     generator = torch.Generator(device).manual_seed(generate.SEED)
     normal = partial(torch.randn, device=device, generator=generator)
     q, k, v = generate.empty([(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim)], cell, device)
@@ -331,7 +256,7 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
         tensor.normal_(generator=generator)
     dt_bias = generate.gate_bias(heads, generator)
     A = generate.uniform(heads, SLOWEST, FASTEST, generator)
-    rows, length, bounds = generate.positions(cell)
+    rows, length, _ = generate.positions(cell)
     g = -A * torch.nn.functional.softplus(normal(rows, length, heads) + dt_bias)
     for way, heads_of_it in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
         if way in cell.drawn:
@@ -342,24 +267,20 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
         for tensor in (q, k):
             tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
     return kernels.GDNInputs(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=(largest_beta * normal(rows, length, heads).sigmoid()).to(dtype_named(cell.dtype)),
+        q=q, k=k, v=v, g=g, beta=(largest_beta * normal(rows, length, heads).sigmoid()).to(dtype_named(cell.dtype)),
         use_qk_l2norm=NORMALISED not in cell.drawn,
         initial_state=normal(cell.tokens.sequences, heads, key_dim, value_dim) if cell.tokens.states else None,
-        cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device),
-    )
+        cu_seqlens=generate.cu_seqlens(cell, device),
+    )  # fmt: skip
 
 
-def edges(like: GDNInputs) -> Iterator[GDNInputs]:
+def edges(like: kernels.GDNInputs) -> Iterator[kernels.GDNInputs]:
     """K = V, initial states, some q and k with squared norms near 1e-6, beta up to 2 and some g > 0; then without the
     last two; then like `like`.
     """
     key_dim, width, device = like.q.shape[3], like.v.shape[3], like.v.device
     for value_dim, largest_beta in ((key_dim, 2), (key_dim, 1), (width, 1)):
-        shape = generate.shapes(_WORDS, _NAMES, {"edges": (2, 4, key_dim, value_dim, largest_beta)})["edges"]
+        shape = GENERATOR.shape("edges", 2, 4, key_dim, value_dim, largest_beta)
         drawn = draw(generate.edge_cell(shape, like.v), device)
         for tensor in (drawn.q, drawn.k):
             tensor[:, ::5] *= 1e-3 * key_dim**-0.5
@@ -393,35 +314,42 @@ def _fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return (EXACT_FP32,)
 
 
-def _package(name: str, load: Callable[[], Implementation]) -> Library:
-    hint = f"pip install {name.replace('_', '-')}, or leave it out."
-    return generate.installed(load, lambda: packages.package_version(name), _fp32_states, hint)
-
-
-_FLA_HINT = "pip install flash-linear-attention, or leave it out."
 LIBRARIES = {
-    "fla": generate.installed(
-        lambda: adapters.load_fla(_fla_operator()), lambda: adapters.fla_version(), _states_as_inputs, _FLA_HINT
-    ),
-    "fla_recurrent": generate.installed(
-        lambda: adapters.load_fla_recurrent(_fla_operator()), lambda: adapters.fla_version(), _fp32_states, _FLA_HINT
-    ),
-    "flash_qla": _package("flash_qla", lambda: adapters.load_flash_qla()),
-    "flashinfer": _package("flashinfer-python", lambda: adapters.load_flashinfer()),
-    "flashinfer_mtp": _package("flashinfer-python", lambda: adapters.load_flashinfer_mtp()),
-}
+    name: generate.installed(package, version, precisions, load)
+    for name, package, version, precisions, load in (
+        ("fla", "flash-linear-attention", lambda: adapters.fla_version(), _states_as_inputs,
+         lambda: adapters.load_fla(_fla_operator())),
+        ("fla_recurrent", "flash-linear-attention", lambda: adapters.fla_version(), _fp32_states,
+         lambda: adapters.load_fla_recurrent(_fla_operator())),
+        ("flash_qla", "flash-qla", lambda: packages.package_version("flash_qla"), _fp32_states,
+         lambda: adapters.load_flash_qla()),
+        ("flashinfer", "flashinfer-python", lambda: packages.package_version("flashinfer-python"), _fp32_states,
+         lambda: adapters.load_flashinfer()),
+        ("flashinfer_mtp", "flashinfer-python", lambda: packages.package_version("flashinfer-python"), _fp32_states,
+         lambda: adapters.load_flashinfer_mtp()),
+    )
+}  # fmt: skip
 
-
-GENERATOR = InputGenerator(
-    shapes=SHAPES,
-    parse=parse,
-    grammar=GRAMMAR,
+_WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
+GENERATOR: InputGenerator[kernels.GDNInputs] = InputGenerator(
+    form="{key_heads}/{value_heads}x{key_dim}x{value_dim}",
+    order="key heads / value heads x K x V",
+    words=_WORDS,
+    models={  # as in their configs
+        "qwen3-next-80b": (16, 32, 128, 128), "qwen3.5-0.8b": (16, 16, 128, 128), "qwen3.5-9b": (16, 32, 128, 128),
+        "qwen3.5-27b": (16, 48, 128, 128), "qwen3.5-397b": (16, 64, 128, 128),
+        "qwen3.5-397b-tp8": (2, 8, 128, 128),  # one rank of eight
+        "olmo-hybrid-7b": (30, 30, 96, 192, 2),
+    },
+    others={"largest_beta": 1},  # 2 if eigenvalues may be negative
+    divides=("key_heads", "value_heads"),
+    largest={"key_dim": 256, "value_dim": 256},
     draw=draw,
     edges=edges,
     ways=WAYS,
     alternatives=("fused_portable",),
     libraries=LIBRARIES,
-)
+)  # fmt: skip
 
 
 # --- tensor-parallel ranks
@@ -439,13 +367,9 @@ OPERATOR = Operator(
     layers="Gated-DeltaNet",
     load_inputs=lambda: kernels.GDNInputs,
     mixer_sizes={
-        "key_heads": "num_k_heads",
-        "value_heads": "num_v_heads",
-        "key_dim": "head_k_dim",
-        "value_dim": "head_v_dim",
+        "key_heads": "num_k_heads", "value_heads": "num_v_heads", "key_dim": "head_k_dim", "value_dim": "head_v_dim",
     },
     words=_WORDS,
-    largest={"key_dim": LARGEST_K, "value_dim": LARGEST_V},
     stages=STAGES,
     binding=BINDING,
     oracle=ORACLE,
@@ -453,4 +377,4 @@ OPERATOR = Operator(
     load_tuning=lambda: gdn_tuning.TUNING,
     refusal=refusal,
     divided={"q": 2, "k": 2, "v": 2, "g": 2, "beta": 2, "initial_state": 1},
-)
+)  # fmt: skip

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
+from ssdprof.errors import BadInputError
+from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.dtypes import dtype_name, dtype_named
-from ssdprof.operators.tensors import LazyModule
-
-if TYPE_CHECKING:
-    import torch
-
-    from ssdprof.kernels.registry import Implementation
-else:
-    torch = LazyModule("torch")
+from ssdprof.operators.late import torch
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0
@@ -108,63 +104,99 @@ class Library:
 
     load: (checkout, or None for an installed library) -> it, with its version, and its precisions at the library's
         defaults.  Raises ImportError.
-    from_checkout: whether it exists only as a checkout; `where` then names the repository.
     hint: for a failed import.
+    repository: of a library that exists only as a checkout; empty for an installed one.
     needs_gpu: whether its kernels run on an NVIDIA GPU only.
     """
 
     load: Callable[[Path | None], Implementation]
     hint: str
-    from_checkout: bool = False
-    where: str = ""
+    repository: str = ""
     needs_gpu: bool = True
 
 
 def installed(
-    load: Callable[[], Implementation], version: Callable[[], str], precisions: Callable[[Any], tuple[Any, ...]],
-    hint: str,
+    package: str, version: Callable[[], str], precisions: Callable[[Any], tuple[Any, ...]],
+    load: Callable[[], Implementation],
 ) -> Library:  # fmt: skip
-    """An installed library.  precisions: (name of the inputs' dtype) -> its own."""
-    return Library(load=lambda _: replace(load(), version=version(), precisions=precisions), hint=hint)
+    """An installed library.  package: that pip installs.  precisions: (name of the inputs' dtype) -> its own."""
+    return Library(
+        load=lambda _: replace(load(), version=version(), precisions=precisions),
+        hint=f"pip install {package}, or leave it out.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputGenerator(Generic[I]):
-    """shapes: of models, by the name of a model that has them; the first is the default.
-
-    parse: sizes as a user writes them -> Shape; None for text of another form.  Raises BadInputError for impossible
-        sizes.
-    grammar: how sizes are written: "heads x P x N x groups, such as 80x64x128x1".
+    """form: sizes as a user writes them, by the operator's own names: "{heads}x{width}".  order: the same for people.
+    words: of a shape.
+    models: sizes of models in this order, then `others`; the first is the default.
+    others: what else inputs are drawn from, and its value unless a model has another one.
+    divides: two sizes of which the first must divide the second.
+    largest: sizes above which nothing is measured.
     draw: random inputs with gates as models are initialised, the same at every call.
     edges: (inputs) -> random ones of their dtype with every feature of the operator, then with fewer.
     ways: other ways to draw inputs: a word of --draw, and what it changes.
     chunk_sizes: for implementations that take it from the inputs; empty if the operator has none.
-    with_chunk_size: the same inputs with another chunk size.
     chunks_itself: names of implementations that choose their own chunk size.
     alternatives: names of other forms of our implementations, which run only when they are named.
     libraries: other libraries by name.
     """
 
-    shapes: Mapping[str, Shape]
-    parse: Callable[[str], Shape | None]
-    grammar: str
+    form: str
+    order: str
+    words: str
+    models: Mapping[str, tuple[int, ...]]
+    others: Mapping[str, int] = field(default_factory=dict)
+    divides: tuple[str, str] | None = None
+    largest: Mapping[str, int] = field(default_factory=dict)
     draw: Callable[[Cell, torch.device], I]
     edges: Callable[[I], Iterator[I]] = lambda _: iter(())
     ways: Mapping[str, str] = field(default_factory=dict)
     chunk_sizes: tuple[int, ...] = ()
-    with_chunk_size: Callable[[I, int], I] = lambda inputs, _: inputs
     chunks_itself: frozenset[str] = frozenset({"fused", "recurrent"})
     alternatives: tuple[str, ...] = ()
     libraries: Mapping[str, Library] = field(default_factory=dict)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sizes, as in `form`, then `others`."""
+        return (*re.findall(r"{(\w+)}", self.form), *self.others)
+
+    def shape(self, name: str, *values: int) -> Shape:
+        """A shape of these sizes, in the order of `names`."""
+        sizes = {**self.others, **dict(zip(self.names, values, strict=False))}
+        return Shape(name, self.words.format(**sizes), sizes)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """By the name of a model that has them."""
+        return {model: self.shape(model, *values) for model, values in self.models.items()}
+
+    @property
+    def grammar(self) -> str:
+        """How sizes are written: "heads x P x N x groups, such as 80x64x128x1"."""
+        first = next(iter(self.shapes.values()))
+        return f"{self.order}, such as {self.form.format(**first.sizes)}"
+
+    def parse(self, text: str) -> Shape | None:
+        """Sizes as a user writes them; None for text of another form.  BadInputError for impossible sizes."""
+        match = re.fullmatch(re.sub(r"{\w+}", r"(\\d{1,5})", self.form), text)
+        if match is None:
+            return None
+        shape = self.shape(text, *map(int, match.groups()))
+        called, order = dict(zip(self.names, re.split(" [x/] ", self.order), strict=False)), f"Order: {self.order}."
+        divisor, multiple = self.divides or (self.names[0],) * 2
+        if not all(shape.sizes[name] for name in called) or shape.sizes[multiple] % shape.sizes[divisor]:
+            rule = f", and {called[divisor]} must divide {called[multiple]}" if self.divides else ""
+            raise BadInputError(f"{text} is impossible: sizes must be positive{rule}.", order)
+        if any(shape.sizes[name] > most for name, most in self.largest.items()):
+            limits = ", ".join(f"{called[name]} at most {most}" for name, most in self.largest.items())
+            raise BadInputError(f"{text} is not measured: {limits.replace(' at', ' is at', 1)}.", order)
+        return shape
+
 
 # --- for the operators' own generators
-
-
-def shapes(words: str, names: Sequence[str], by_model: Mapping[str, tuple[int, ...]]) -> dict[str, Shape]:
-    """words: of the sizes, such as "{nheads}x{headdim}".  by_model: their values in the order of `names`."""
-    found = {model: dict(zip(names, values, strict=False)) for model, values in by_model.items()}
-    return {model: Shape(model, words.format(**sizes), sizes) for model, sizes in found.items()}
 
 
 def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
@@ -174,6 +206,12 @@ def positions(cell: Cell) -> tuple[int, int, list[int] | None]:
         return tokens.sequences, tokens.seqlen, None
     bounds = boundaries(tokens, SEED)
     return 1, bounds[-1], bounds
+
+
+def cu_seqlens(cell: Cell, device: torch.device) -> torch.Tensor | None:
+    """The boundaries for the operator; None unless sequences are packed."""
+    bounds = positions(cell)[2]
+    return None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
 def boundaries(tokens: Tokens, seed: int) -> list[int]:

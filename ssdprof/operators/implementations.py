@@ -20,24 +20,16 @@ from functools import reduce
 from importlib import import_module, metadata
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message, nearest
+from ssdprof.kernels import registry
+from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.generate import Library
+from ssdprof.operators.late import torch
 from ssdprof.operators.operator import Operator, Output
-from ssdprof.operators.tensors import LazyModule
-
-if TYPE_CHECKING:
-    import torch
-
-    from ssdprof.kernels import registry
-    from ssdprof.kernels.precision import Precision
-    from ssdprof.kernels.registry import Implementation
-else:
-    torch = LazyModule("torch")
-    registry = LazyModule("ssdprof.kernels.registry")
 
 GROUP = "ssdprof.implementations"
 Kind = Literal["bundled", "library", "own"]
@@ -95,9 +87,11 @@ def _two_checkouts(name: str) -> BadInputError:
 
 def known(operator: Operator[Any]) -> tuple[str, ...]:
     """Every name that can be resolved for the operator, except module:function."""
-    generator = operator.generator
-    libraries = tuple(generator.libraries) if generator else ()
-    return tuple(dict.fromkeys((*kernels.names(operator.name), *libraries, *entry_points())))
+    return tuple(dict.fromkeys((*kernels.names(operator.name), *_libraries(operator), *entry_points())))
+
+
+def _libraries(operator: Operator[Any]) -> Mapping[str, Library]:
+    return operator.generator.libraries if operator.generator else {}
 
 
 def knows(operator: Operator[Any], word: str) -> bool:
@@ -122,8 +116,8 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 
 def kind_of(operator: Operator[Any], word: str) -> Kind:
     """The kind of implementation of a known name, without importing anything."""
-    name, generator = word.partition("=")[0], operator.generator
-    if generator and name in generator.libraries:
+    name = word.partition("=")[0]
+    if name in _libraries(operator):
         return "library"
     return "bundled" if name in kernels.names(operator.name) else "own"
 
@@ -136,15 +130,13 @@ def resolve(operator: Operator[Any], word: str) -> Implementation:
     another operator's inputs.
     """
     name, _, checkout = word.partition("=")
-    generator = operator.generator
-    if generator and name in generator.libraries:
-        return _library(
-            operator.name, name, generator.libraries[name], Path(checkout).expanduser() if checkout else None
-        )
+    libraries = _libraries(operator)
+    if name in libraries:
+        return _library(operator.name, name, libraries[name], Path(checkout).expanduser() if checkout else None)
     if checkout:
         raise BadInputError(
             f"{name!r} is not a library of {operator.name}, and only libraries are loaded from a checkout.",
-            f"Libraries are: {', '.join(generator.libraries) if generator else 'none'}.",
+            f"Libraries are: {', '.join(libraries) or 'none'}.",
         )
     if name in kernels.names(operator.name):
         return kernels.get(operator.name, name)
@@ -160,14 +152,13 @@ def resolve(operator: Operator[Any], word: str) -> Implementation:
 
 
 def _library(operator: str, name: str, source: Library, checkout: Path | None) -> Implementation:
-    if source.from_checkout and checkout is None:
-        raise BadInputError(
-            f"No package contains the {name} kernel.", f"Give a checkout of {source.where}: {name}=DIRECTORY."
-        )
-    if checkout is not None and not source.from_checkout:
+    if source.repository and checkout is None:
+        where = f"Give a checkout of {source.repository}: {name}=DIRECTORY."
+        raise BadInputError(f"No package contains the {name} kernel.", where)
+    if checkout is not None and not source.repository:
         raise BadInputError(f"{name} is taken as installed, not from {checkout}.", f"Give the name alone: {name}.")
     if checkout is not None and not checkout.is_dir():
-        raise BadInputError(f"There is no folder {checkout}.", f"Give a checkout of {source.where}.")
+        raise BadInputError(f"There is no folder {checkout}.", source.hint)
     try:
         return replace(source.load(checkout), kind="library", needs_gpu=source.needs_gpu)
     except ImportError as error:
@@ -254,7 +245,7 @@ def own_implementation(operator: Operator[Any], name: str, function: Callable[..
         raise BadInputError(f'{name} declares operand_precision {declared!r}; it can be "tf32" only.')
     has_precision = "precision" in _parameters(function)
 
-    def run(inputs: Any, precision: Precision) -> Output:
+    def run(inputs: Any, precision: kernels.Precision) -> Output:
         index = inputs.device.index  # Triton launches on the current GPU; -1 is none
         try:
             with torch.cuda.device(-1 if index is None else index):

@@ -23,25 +23,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 from ssdprof import kernels
 from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
+from ssdprof.kernels import registry
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
-from ssdprof.operators.tensors import LazyModule
+from ssdprof.operators.generate import InputGenerator
+from ssdprof.operators.late import precision, rounding, torch
 
 if TYPE_CHECKING:
-    import torch
-
-    from ssdprof.kernels import precision, registry
     from ssdprof.kernels.oracle import OutputBlock
-    from ssdprof.kernels.precision import Precision
-    from ssdprof.operators import rounding
-    from ssdprof.operators.generate import InputGenerator
-    from ssdprof.operators.rounding import Gate, Rounded, Span
     from ssdprof.operators.tuning import Tuning
-else:
-    torch = LazyModule("torch")
-    precision = LazyModule("ssdprof.kernels.precision")
-    registry = LazyModule("ssdprof.kernels.registry")
-    rounding = LazyModule("ssdprof.operators.rounding")
 
 I = TypeVar("I")
 P = TypeVar("P")
@@ -98,6 +88,13 @@ class Stages:
     sources: Mapping[str, KnownSource] = field(default_factory=dict)
 
     @classmethod
+    def of(cls, operator: str, words: dict[str, str], *order: str, **launches: tuple[str, ...]) -> Stages:
+        """The stages of an operator.  launches: the kernels that each bundled implementation launches."""
+        kernels = {kernel: name for name, launched in launches.items() for kernel in launched}
+        sources = known_sources(operator)
+        return cls(order=order, words=_WORDS | words, ahead=frozenset({"ahead"}), kernels=kernels, sources=sources)
+
+    @classmethod
     def together(cls, several: Sequence[Stages]) -> Stages:
         """The stages of several operators, concatenated."""
         return cls(
@@ -109,9 +106,10 @@ class Stages:
         )
 
 
-def kernels_of(**implementations: tuple[str, ...]) -> dict[str, str]:
-    """The kernels that each implementation launches -> `Stages.kernels`."""
-    return {kernel: name for name, launched in implementations.items() for kernel in launched}
+_WORDS = {
+    "setup.load": "loading the initial state", "setup.store": "storing the final state",
+    "waiting.chunk": "for a chunk and its gates", "ahead": "roles that are ahead",
+}  # fmt: skip
 
 
 # --- binding
@@ -196,8 +194,8 @@ class OracleSpec(Generic[I]):
     """
 
     blocks: Callable[[I, int], Iterable[OutputBlock]]
-    gate: Callable[[I, Span], Gate]
-    chunks: Callable[[I, Rounded, Span, Gate], torch.Tensor]
+    gate: Callable[[I, rounding.Span], rounding.Gate]
+    chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], torch.Tensor]
     bytes_per_position: Callable[[I], int]
     chunk_size: Callable[[I], int]
     sizes: Callable[[I], dict[str, int]]
@@ -209,7 +207,7 @@ class OracleSpec(Generic[I]):
         states = Form(shape=inputs.states_shape, dtype=torch.float32)
         return Form(shape=tuple(inputs.values.shape), dtype=inputs.values.dtype), states
 
-    def rounded(self, inputs: Any, precision: Precision) -> Rounded:
+    def rounded(self, inputs: Any, precision: kernels.Precision) -> rounding.Rounded:
         """The same operator with every rounding that the precision allows."""
         return rounding.Rounded(inputs, precision, partial(self.chunks, inputs))
 
@@ -244,7 +242,6 @@ class Operator(Generic[I]):
     name: in stored records and on the command line.  title: for people.  layers: "Mamba-2", "a Mamba-2 layer".
     load_inputs: the type that implementations take.
     mixer_sizes: sizes of a checkpoint's layer, name -> attribute of its mixers in transformers.  words: of these sizes.
-    largest: those sizes beyond which no bundled implementation runs.
     refusal: (sizes by the names of `Dims`, ranks) -> why tensor-parallel ranks cannot divide the heads, in a sentence;
         empty if they can.
     divided: the tensors of which each rank has a part -> the dimension of their heads or groups.
@@ -258,7 +255,6 @@ class Operator(Generic[I]):
     binding: CallBinding[I]
     mixer_sizes: Mapping[str, str] = field(default_factory=dict)
     words: str = ""
-    largest: Mapping[str, int] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
     oracle: OracleSpec[I] | None = None
     generator: InputGenerator[I] | None = None
@@ -270,6 +266,11 @@ class Operator(Generic[I]):
     @property
     def inputs(self) -> type[I]:
         return self.load_inputs()
+
+    @property
+    def largest(self) -> Mapping[str, int]:
+        """Sizes beyond which no bundled implementation runs."""
+        return self.generator.largest if self.generator else {}
 
     @property
     def judged(self) -> OracleSpec[I]:
@@ -328,10 +329,7 @@ def run_kernels(operator: str, inputs: Any, device: torch.device) -> Output:
     """
     refusals = []
     with torch.cuda.device(device):
-        for name in ("fused", "unfused"):
-            if name not in kernels.names(operator):
-                refusals.append(f"{name}: there is none")
-                continue
+        for name in [one for one in ("fused", "unfused") if one in kernels.names(operator)]:
             try:
                 out, final_states = kernels.get(operator, name).run(inputs, precision.Precision())
             except registry.UnsupportedError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -12,117 +11,44 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
 from ssdprof.core.base import DType, PrecisionRecord, precisions_for
-from ssdprof.errors import BadInputError
 from ssdprof.operators import generate, tensors
-from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library, Shape
-from ssdprof.operators.operator import (
-    BoundCall,
-    CallBinding,
-    Operator,
-    OracleSpec,
-    Scalar,
-    Stages,
-    computed,
-    from_call,
-    kernels_of,
-    known_sources,
-)  # fmt: skip
-from ssdprof.operators.tensors import LazyModule
+from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library
+from ssdprof.operators.late import LazyModule, rounding, torch
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Scalar, Stages, computed, from_call
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from ssdprof.kernels.ssd import adapters, reference
-    from ssdprof.kernels.ssd.inputs import SSDInputs
-    from ssdprof.operators import rounding, ssd_tuning
-    from ssdprof.operators.rounding import Gate, Rounded, Span
+    from ssdprof.operators import ssd_tuning
 else:
-    torch = LazyModule("torch")
-    reference = LazyModule("ssdprof.kernels.ssd.reference")
-    rounding = LazyModule("ssdprof.operators.rounding")
+    adapters, reference = (LazyModule(f"ssdprof.kernels.ssd.{name}") for name in ("adapters", "reference"))
     ssd_tuning = LazyModule("ssdprof.operators.ssd_tuning")
-    adapters = LazyModule("ssdprof.kernels.ssd.adapters")
 
-
-STAGES = Stages(
-    order=(
-        "setup", "setup.load", "setup.store", "ticket", "loads", "chunk_cumsum", "bmm_chunk", "waiting",
-        "waiting.chunk", "waiting.scores", "waiting.half", "waiting.gates", "chunk_state", "chunk_state.first_pass",
-        "state_passing", "state_passing.wait", "state_passing.load", "state_passing.store", "chunk_scan",
-        "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual", "recurrence", "step_state", "step_output",
-        "ahead",
-    ),
-    words={
-        "setup.load": "loading the initial state",
-        "setup.store": "storing the final state",
-        "waiting.chunk": "for a chunk and its gates",
-        "waiting.scores": "for the scores",
-        "waiting.half": "for the other half of N",
-        "waiting.gates": "for the gates",
-        "chunk_state.first_pass": "first pass",
-        "state_passing.wait": "waiting for the segment before",
-        "state_passing.load": "loading the state",
-        "state_passing.store": "storing the state",
-        "chunk_scan.previous": "previous state",
-        "chunk_scan.current": "current chunk",
+STAGES = Stages.of(
+    "ssd", {
+        "waiting.scores": "for the scores", "waiting.half": "for the other half of N", "waiting.gates": "for the gates",
+        "chunk_state.first_pass": "first pass", "state_passing.wait": "waiting for the segment before",
+        "state_passing.load": "loading the state", "state_passing.store": "storing the state",
+        "chunk_scan.previous": "previous state", "chunk_scan.current": "current chunk",
         "chunk_scan.residual": "residual and store",
-        "ahead": "roles that are ahead",
     },
-    ahead=frozenset({"ahead"}),
-    kernels=kernels_of(
-        fused=("_fused_hopper_kernel", "_fused_kernel"),
-        unfused=(
-            "_chunk_table_kernel", "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel",
-            "_bmm_chunk_kernel", "_chunk_scan_kernel",
-        ),
-        recurrent=("_ssd_recurrent_kernel",),
-        unfused_step=("_ssd_step_state_kernel", "_ssd_step_output_kernel"),
+    "setup", "setup.load", "setup.store", "ticket", "loads", "chunk_cumsum", "bmm_chunk", "waiting", "waiting.chunk",
+    "waiting.scores", "waiting.half", "waiting.gates", "chunk_state", "chunk_state.first_pass", "state_passing",
+    "state_passing.wait", "state_passing.load", "state_passing.store", "chunk_scan", "chunk_scan.previous",
+    "chunk_scan.current", "chunk_scan.residual", "recurrence", "step_state", "step_output", "ahead",
+    fused=("_fused_hopper_kernel", "_fused_kernel"), recurrent=("_ssd_recurrent_kernel",),
+    unfused=(
+        "_chunk_table_kernel", "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel",
+        "_bmm_chunk_kernel", "_chunk_scan_kernel",
     ),
-    sources=known_sources("ssd"),
+    unfused_step=("_ssd_step_state_kernel", "_ssd_step_output_kernel"),
 )  # fmt: skip
-
-
-# --- shapes of models
-
-GRAMMAR = "heads x P x N x groups, such as 80x64x128x1"
-LARGEST_N = 256
-_ORDER = "Order: heads x P x N x groups."
-_NAMES = ("nheads", "headdim", "dstate", "ngroups")
-_WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
-SHAPES = generate.shapes(_WORDS, _NAMES, {  # as in the models' configs
-    "mamba2-2.7b": (80, 64, 128, 1),
-    "granite-4.0-h-small": (128, 64, 128, 1),
-    "granite-4.0-h-1b": (48, 64, 128, 1),
-    "nemotron-3-nano": (64, 64, 128, 8),
-    "nemotron-nano-9b-v2": (128, 80, 128, 8),
-    "codestral-mamba-7b": (128, 64, 128, 8),
-    "falcon-h1-3b": (32, 128, 256, 1),
-    "zamba2-2.7b": (80, 64, 64, 1),
-    "zamba2-7b": (112, 64, 64, 2),
-})  # fmt: skip
-
-
-def parse(text: str) -> Shape | None:
-    """ "80x64x128x1": heads x P x N x groups; None if it has another form.  BadInputError for impossible sizes."""
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})x(\d{1,5})x(\d{1,5})", text)
-    if match is None:
-        return None
-    nheads, _, dstate, ngroups = values = tuple(map(int, match.groups()))
-    if not min(values) or nheads % ngroups:
-        raise BadInputError(
-            f"{text} is not an SSD shape: sizes must be positive, and groups must divide heads.", _ORDER
-        )
-    if dstate > LARGEST_N:
-        raise BadInputError(f"{text} is not measured: N is at most {LARGEST_N}.", _ORDER)
-    return generate.shapes(_WORDS, _NAMES, {text: values})[text]
 
 
 # --- how a model calls it
 
 
 def bind(
-    mixer: nn.Module,
+    mixer: torch.nn.Module,
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -140,7 +66,7 @@ def bind(
     return inputs, return_final_states, _limit_remark(mixer, inputs.dt_limit)
 
 
-def _limit_remark(mixer: nn.Module, passed: tuple[float, float]) -> str:
+def _limit_remark(mixer: torch.nn.Module, passed: tuple[float, float]) -> str:
     """A sentence if the config's limits of dt differ from those that the model passes; else empty."""
     stated = getattr(getattr(mixer, "config", None), "time_step_limit", None)
     if stated is None or tuple(map(float, stated)) == passed:
@@ -153,7 +79,7 @@ def _limit_remark(mixer: nn.Module, passed: tuple[float, float]) -> str:
 
 
 def bind_step(
-    mixer: nn.Module,
+    mixer: torch.nn.Module,
     state: torch.Tensor,
     x: torch.Tensor,
     dt: torch.Tensor,
@@ -172,18 +98,11 @@ def bind_step(
     arguments: a model applies them to prompts only.
     """
     inputs = kernels.SSDInputs(
-        x=x[:, None],
-        dt=_of_heads("dt", dt, 2)[:, None],
-        A=_of_heads("A", A, 1),
-        B=B[:, None],
-        C=C[:, None],
-        chunk_size=getattr(mixer, "chunk_size", kernels.SSDInputs.chunk_size),
-        z=None if z is None else z[:, None],
-        dt_softplus=dt_softplus,
-        initial_states=state,
-        D=None if D is None else _of_heads("D", D, 1),
+        x=x[:, None], dt=_of_heads("dt", dt, 2)[:, None], A=_of_heads("A", A, 1), B=B[:, None], C=C[:, None],
+        chunk_size=getattr(mixer, "chunk_size", kernels.SSDInputs.chunk_size), z=None if z is None else z[:, None],
+        dt_softplus=dt_softplus, initial_states=state, D=None if D is None else _of_heads("D", D, 1),
         dt_bias=None if dt_bias is None else _of_heads("dt_bias", dt_bias, 1),
-    )
+    )  # fmt: skip
     return inputs, False, ""
 
 
@@ -199,7 +118,7 @@ def _of_heads(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
     return first
 
 
-def scalars(inputs: SSDInputs) -> dict[str, Scalar]:
+def scalars(inputs: kernels.SSDInputs) -> dict[str, Scalar]:
     """The scalars in JSON, which has no infinity: None means no limit of dt."""
     found = tensors.scalars(inputs)
     low, high = (limit if math.isfinite(limit) else None for limit in found.pop("dt_limit"))
@@ -233,7 +152,7 @@ BINDING = CallBinding(
 # --- the oracle, and the operator in one precision
 
 
-def bytes_per_position(inputs: SSDInputs) -> int:
+def bytes_per_position(inputs: kernels.SSDInputs) -> int:
     """The rounded form holds about six fp32 rows of scores (h, chunk_size); the oracle and the sums hold about ten fp64
     rows of (h, p + 64 + p n / 64), as `ssd_blocks` explains."""
     h, p = inputs.x.shape[2:]
@@ -241,7 +160,7 @@ def bytes_per_position(inputs: SSDInputs) -> int:
     return h * (6 * 4 * q + 10 * 8 * (p + 64 + p * n // 64))
 
 
-def gate(inputs: SSDInputs, span: Span) -> Gate:
+def gate(inputs: kernels.SSDInputs, span: rounding.Span) -> rounding.Gate:
     """dt and the running sum of dt A in each chunk, (c, h, q).
 
     The last chunk is padded with dt = 0, which neither decays nor adds.
@@ -256,7 +175,9 @@ def gate(inputs: SSDInputs, span: Span) -> Gate:
     return rounding.Gate(exponents=rounding.running_sum(dt * A[:, None]), dt=dt)
 
 
-def rounded_chunks(inputs: SSDInputs, low: Rounded, span: Span, gate: Gate) -> torch.Tensor:
+def rounded_chunks(
+    inputs: kernels.SSDInputs, low: rounding.Rounded, span: rounding.Span, gate: rounding.Gate
+) -> torch.Tensor:
     """out of a span: the `lo` of the comparison (docs/measuring.md).
 
     It is the chunked algorithm of Dao and Gu 2024 (arXiv:2405.21060), section 6, in plain torch, at the chunk size
@@ -338,15 +259,11 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
 
 
 ORACLE = OracleSpec(
-    blocks=lambda inputs, length: reference.ssd_blocks(inputs, torch.float64, block=length),
-    gate=gate,
-    chunks=rounded_chunks,
-    bytes_per_position=bytes_per_position,
-    chunk_size=lambda inputs: inputs.power_of_two_chunk,
-    sizes=lambda inputs: dict(zip(_NAMES, (*inputs.x.shape[2:], *reversed(inputs.B.shape[2:])), strict=True)),
-    words=words,
-    flops=flops,
-)
+    blocks=lambda inputs, length: reference.ssd_blocks(inputs, torch.float64, block=length), gate=gate,
+    chunks=rounded_chunks, bytes_per_position=bytes_per_position, chunk_size=lambda inputs: inputs.power_of_two_chunk,
+    sizes=lambda inputs: dict(zip(GENERATOR.names, (*inputs.x.shape[2:], *reversed(inputs.B.shape[2:])), strict=True)),
+    words=words, flops=flops,
+)  # fmt: skip
 
 
 # --- random inputs
@@ -356,13 +273,13 @@ EDGE_LIMITS = (0.01, 0.1)  # of dt
 CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
 
 
-def draw(cell: Cell, device: torch.device) -> SSDInputs:
+def draw(cell: Cell, device: torch.device) -> kernels.SSDInputs:
     """x, raw dt, B, C, D ~ N(0, 1); A uniform; dt_bias the inverse softplus of a log-uniform step; softplus on.
 
     "contiguous" tensors, or "views" as a model passes them: x, B and C as slices of one tensor, dt as a slice of
     the input projection.  Packed and very short sequences have initial states ~ N(0, 1) too.
     """
-    h, p, n, g = (cell.shape.sizes[name] for name in _NAMES)
+    h, p, n, g = (cell.shape.sizes[name] for name in GENERATOR.names)
     generator = torch.Generator(device).manual_seed(generate.SEED)
     normal = partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     dt_bias = generate.gate_bias(h, generator)
@@ -371,28 +288,19 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     dt = generate.empty([(before + h,)], cell, device)[0][..., before:]
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
-    bounds = generate.positions(cell)[2]
     return kernels.SSDInputs(
-        x=x,
-        dt=dt,
-        A=generate.uniform(h, FASTEST, SLOWEST, generator),
-        B=B,
-        C=C,
-        chunk_size=CHUNK_SIZES[0],
-        D=normal(h),
-        dt_bias=dt_bias,
-        dt_softplus=True,
+        x=x, dt=dt, A=generate.uniform(h, FASTEST, SLOWEST, generator), B=B, C=C, chunk_size=CHUNK_SIZES[0],
+        D=normal(h), dt_bias=dt_bias, dt_softplus=True,
         initial_states=normal(cell.tokens.sequences, h, p, n) if cell.tokens.states else None,
-        cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=device),
-    )
+        cu_seqlens=generate.cu_seqlens(cell, device),
+    )  # fmt: skip
 
 
-def edges(like: SSDInputs) -> Iterator[SSDInputs]:
+def edges(like: kernels.SSDInputs) -> Iterator[kernels.SSDInputs]:
     """P = N, groups, initial states, D, z, and limits of dt that bind; then without the last two; then like `like`."""
     p, n, device = like.x.shape[3], like.B.shape[3], like.x.device
     for width, groups, more in ((n, 2, True), (n, 2, False), (p, 1, False)):
-        shape = generate.shapes(_WORDS, _NAMES, {"edges": (4, width, n, groups)})["edges"]
-        drawn = draw(generate.edge_cell(shape, like.x), device)
+        drawn = draw(generate.edge_cell(GENERATOR.shape("edges", 4, width, n, groups), like.x), device)
         drawn = replace(
             drawn, chunk_size=like.chunk_size, initial_states=generate.states(2, 4, width, n, device=device)
         )
@@ -416,14 +324,14 @@ def _published_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return precisions_for(dtype, "all", ("fp32", "fp16")) if dtype == "fp16" else _exact("fp32")
 
 
-_MAMBA_SSM_HINT = "pip install mamba-ssm, or leave it out."
 LIBRARIES = {
     "mamba_ssm": generate.installed(
-        lambda: adapters.load_mamba_ssm(), lambda: adapters.mamba_ssm_version(), _mamba_ssm_precisions, _MAMBA_SSM_HINT
+        "mamba-ssm", lambda: adapters.mamba_ssm_version(), _mamba_ssm_precisions,
+        lambda: adapters.load_mamba_ssm(),
     ),
     "selective_state_update": generate.installed(
-        lambda: adapters.load_selective_state_update(), lambda: adapters.mamba_ssm_version(),
-        lambda _dtype: _exact("fp32"), _MAMBA_SSM_HINT,
+        "mamba-ssm", lambda: adapters.mamba_ssm_version(), lambda _dtype: _exact("fp32"),
+        lambda: adapters.load_selective_state_update(),
     ),
     "published": Library(
         load=lambda checkout: replace(
@@ -432,24 +340,30 @@ LIBRARIES = {
             precisions=_published_precisions,
         ),
         hint="Give a checkout of github.com/RishiAstra/mamba.",
-        from_checkout=True,
-        where="github.com/RishiAstra/mamba",
+        repository="github.com/RishiAstra/mamba",
     ),
 }  # fmt: skip
 
-
-GENERATOR = InputGenerator(
-    shapes=SHAPES,
-    parse=parse,
-    grammar=GRAMMAR,
+_WORDS = "{nheads}x{headdim}, N {dstate}, G {ngroups}"
+GENERATOR: InputGenerator[kernels.SSDInputs] = InputGenerator(
+    form="{nheads}x{headdim}x{dstate}x{ngroups}",
+    order="heads x P x N x groups",
+    words=_WORDS,
+    models={  # as in their configs
+        "mamba2-2.7b": (80, 64, 128, 1), "granite-4.0-h-small": (128, 64, 128, 1), "granite-4.0-h-1b": (48, 64, 128, 1),
+        "nemotron-3-nano": (64, 64, 128, 8), "nemotron-nano-9b-v2": (128, 80, 128, 8),
+        "codestral-mamba-7b": (128, 64, 128, 8), "falcon-h1-3b": (32, 128, 256, 1), "zamba2-2.7b": (80, 64, 64, 1),
+        "zamba2-7b": (112, 64, 64, 2),
+    },
+    divides=("ngroups", "nheads"),
+    largest={"dstate": 256},
     draw=draw,
     edges=edges,
     chunk_sizes=CHUNK_SIZES,
-    with_chunk_size=lambda inputs, size: replace(inputs, chunk_size=size),
     chunks_itself=frozenset({"fused", "recurrent", "recurrent_in_place", "selective_state_update"}),
     alternatives=("recurrent_in_place",),
     libraries=LIBRARIES,
-)
+)  # fmt: skip
 
 
 # --- tensor-parallel ranks
@@ -471,14 +385,10 @@ OPERATOR = Operator(
     layers="Mamba-2",
     load_inputs=lambda: kernels.SSDInputs,
     mixer_sizes={
-        "nheads": "num_heads",
-        "headdim": "head_dim",
-        "dstate": "ssm_state_size",
-        "ngroups": "n_groups",
+        "nheads": "num_heads", "headdim": "head_dim", "dstate": "ssm_state_size", "ngroups": "n_groups",
         "chunk_size": "chunk_size",
     },
     words=f"{_WORDS}, chunk {{chunk_size}}",
-    largest={"dstate": LARGEST_N},
     stages=STAGES,
     binding=BINDING,
     oracle=ORACLE,
@@ -486,4 +396,4 @@ OPERATOR = Operator(
     load_tuning=lambda: ssd_tuning.TUNING,
     refusal=refusal,
     divided={"x": 2, "dt": 2, "A": 0, "B": 2, "C": 2, "D": 0, "z": 2, "dt_bias": 0, "initial_states": 1},
-)
+)  # fmt: skip

@@ -1,27 +1,12 @@
-"""Access to an operator's inputs, a frozen dataclass of tensors and scalars; modules that are imported late."""
+"""Access to an operator's inputs, a frozen dataclass of tensors and scalars."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import fields
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-
-class LazyModule:
-    """Stands for a module until one of its attributes is used: the command line knows the operators without torch."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self._name), attribute)
-
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = LazyModule("torch")
+from ssdprof.operators.late import torch
 
 
 def tensors(inputs: Any) -> dict[str, torch.Tensor]:

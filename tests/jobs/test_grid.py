@@ -6,7 +6,7 @@ import torch
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.request import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
 from ssdprof.operators.generate import Cell, Shape, Tokens
-from ssdprof.operators.ssd import GENERATOR, SHAPES, draw
+from ssdprof.operators.ssd import GENERATOR, draw
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_shapes_by_model_and_by_sizes() -> None:
         Shape("mamba2-2.7b", "80x64, N 128, G 1", {"nheads": 80, "headdim": 64, "dstate": 128, "ngroups": 1}),
         Shape("24x32x64x2", "24x32, N 64, G 2", {"nheads": 24, "headdim": 32, "dstate": 64, "ngroups": 2}),
     )
-    assert [shape.name for shape in parse_shapes(GENERATOR, "all")] == list(SHAPES)
+    assert [shape.name for shape in parse_shapes(GENERATOR, "all")] == list(GENERATOR.models)
 
 
 @pytest.mark.parametrize("words", ["mamba3", "80x64x128", "80x64x128x3", "0x64x128x1", ""])

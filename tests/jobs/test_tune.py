@@ -38,7 +38,7 @@ from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.timing import Recording
-from ssdprof.operators.gdn import draw, parse
+from ssdprof.operators.gdn import GENERATOR, draw
 from ssdprof.operators.gdn_tuning import TUNING as GDN
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import OPERATOR
@@ -65,7 +65,7 @@ def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def gdn_inputs(length: int, *, shape: str = "1/2x16x16", sequences: int = 1, packed: bool = False) -> GDNInputs:
-    found = parse(shape)
+    found = GENERATOR.parse(shape)
     assert found is not None
     tokens = Tokens(sequences=sequences, seqlen=length, shortest=length if packed else None)
     return draw(Cell(shape=found, dtype="bf16", layout="contiguous", tokens=tokens), CPU)

@@ -22,8 +22,8 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.timing import CaptureError, Recording
 from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.ssd import GENERATOR, draw
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.operators.ssd import draw, parse
 from ssdprof.operators.tuning import Config
 
 GPU = Gpu(
@@ -37,7 +37,7 @@ COMMITTED = {
 
 
 def cell(seqlen: int, shape: str = "2x16x16x1", sequences: int = 1) -> Cell:
-    found = parse(shape)
+    found = GENERATOR.parse(shape)
     assert found is not None
     return Cell(shape=found, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=sequences, seqlen=seqlen))
 

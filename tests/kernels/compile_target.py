@@ -138,19 +138,13 @@ def _resources(kernel: Any) -> Compiled:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return Compiled(
-        kernel=kernel.metadata.name,
-        registers=int(found[1]),
-        spilled_bytes=int(found[2]),
-        shared_bytes=kernel.metadata.shared,
-        num_warps=kernel.metadata.num_warps,
-        racy_writes=len(racy_writes(code)),
-        lost_addresses=_lost_addresses(code),
-        idle_barriers=_idle_barriers(kernel.asm["ttgir"]),
-        fuses=kernel.metadata.enable_fp_fusion,
-        parameters=sections.count("EIATTR_KPARAM_INFO"),
+        kernel=kernel.metadata.name, registers=int(found[1]), spilled_bytes=int(found[2]),
+        shared_bytes=kernel.metadata.shared, num_warps=kernel.metadata.num_warps, racy_writes=len(racy_writes(code)),
+        lost_addresses=_lost_addresses(code), idle_barriers=_idle_barriers(kernel.asm["ttgir"]),
+        fuses=kernel.metadata.enable_fp_fusion, parameters=sections.count("EIATTR_KPARAM_INFO"),
         counted_parameters=parameter_count(kernel.asm["ptx"]),
         code=hashlib.sha256(instructions(code).encode()).hexdigest()[:16],
-    )
+    )  # fmt: skip
 
 
 def instructions(sass: str) -> str:

@@ -131,20 +131,13 @@ def inputs_of(draw: Draw, *, for_hopper: bool) -> SSDInputs:
 
     states = fp32(sequences, heads, headdim, dstate)
     return SSDInputs(
-        x=columns(heads, headdim),
-        dt=draw.tensor(batch, seqlen, heads, dtype=draw(dtype, torch.float32)),
-        A=draw(fp32(heads), fp32(heads, 2)[:, 0]),
-        B=columns(groups, dstate),
-        C=columns(groups, dstate),
-        D=draw(None, fp32(heads), fp32(heads, headdim)),
-        z=None if for_hopper else draw(None, columns(heads, headdim)),
-        dt_bias=draw(None, fp32(heads)),
-        dt_softplus=draw(True, False),
-        dt_limit=draw((0.0, float("inf")), (0, 1)),
+        x=columns(heads, headdim), dt=draw.tensor(batch, seqlen, heads, dtype=draw(dtype, torch.float32)),
+        A=draw(fp32(heads), fp32(heads, 2)[:, 0]), B=columns(groups, dstate), C=columns(groups, dstate),
+        D=draw(None, fp32(heads), fp32(heads, headdim)), z=None if for_hopper else draw(None, columns(heads, headdim)),
+        dt_bias=draw(None, fp32(heads)), dt_softplus=draw(True, False), dt_limit=draw((0.0, float("inf")), (0, 1)),
         initial_states=draw(None, states, states.transpose(2, 3).contiguous().transpose(2, 3)),
-        cu_seqlens=torch.empty(sequences + 1, dtype=draw(torch.int32, torch.int64)) if packed else None,
-        chunk_size=32,
-    )
+        cu_seqlens=torch.empty(sequences + 1, dtype=draw(torch.int32, torch.int64)) if packed else None, chunk_size=32,
+    )  # fmt: skip
 
 
 def main(name: str) -> None:

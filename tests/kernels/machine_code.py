@@ -1,15 +1,13 @@
 """The machine code of the shipped kernels, and what a change of their source does to it.
 
     python tests/kernels/machine_code.py --record           after an intended change, about ten minutes
-    python tests/kernels/machine_code.py FOLDER [WORD]      before and after the change, into two folders
-    python tests/kernels/machine_code.py --compare FOLDER FOLDER
+    python tests/kernels/machine_code.py FOLDER [WORD]      before and after the change, into two folders; then diff -r
 
 Compiles every launch of the TABLES of `compile_cases.py` for sm_90, without a GPU.  `--record` writes the resources and
 a hash of the instructions of each kernel to `data/compiled.json`, which tests marked `compiler` compare, and a hash for
 each operator to `ssdprof/kernels/machine_code.json`, which results name.  With FOLDER, the instructions themselves are
-written, a file for each kernel; with WORD, only launches with WORD in their table's name or label.  `--compare` names
-every kernel whose instructions differ, and exits with 1 if there is one.  A launch's label and index identify a kernel,
-so that it may be renamed.
+written, a file for each kernel; with WORD, only launches with WORD in their table's name or label.  A launch's label
+and index identify a kernel, so that it may be renamed.
 """
 
 from __future__ import annotations
@@ -84,24 +82,8 @@ def record(folder: Path, word: str) -> None:
             (folder / f"{name}.sass").write_text(str(code))
 
 
-def compare(before: Path, after: Path) -> int:
-    """1 if a kernel differs or is missing on one side, else 0."""
-    names = sorted({file.name for folder in (before, after) for file in folder.glob("*.sass")})
-    different = 0
-    for name in names:
-        sides = [(folder / name).read_text() if (folder / name).exists() else "" for folder in (before, after)]
-        if sides[0] != sides[1]:
-            different += 1
-            lengths = " -> ".join(str(side.count("\n")) for side in sides)
-            print(f"differs: {name} ({lengths} lines)")
-    print(f"{len(names) - different} of {len(names)} kernels are equal")
-    return int(different > 0 or not names)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "--record":
         record_hashes()
-        sys.exit()
-    if sys.argv[1] == "--compare":
-        sys.exit(compare(*map(Path, sys.argv[2:4])))
-    record(Path(sys.argv[1]), *(sys.argv[2:] or [""]))
+    else:
+        record(Path(sys.argv[1]), *(sys.argv[2:] or [""]))

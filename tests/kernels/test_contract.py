@@ -192,6 +192,7 @@ NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "z", "q", "
 
 @subjects(
     "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", emulated=("ssd hopper, fine", "ssd hopper, alone"),
+    emulated_slow=("ssd hopper, short", "ssd hopper, uneven"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny"),
 )  # fmt: skip
 def test_nan_is_not_swallowed(kernel: Subject) -> None:
@@ -235,6 +236,17 @@ def test_steps_of_any_size(kernel: Subject) -> None:
 def test_steps_of_any_size_in_bf16(kernel: Subject, precision: Precision) -> None:
     inputs = steps_of_any_size(kernel, dtype=BF16)
     assert_passes(kernel(inputs, precision), inputs, precision)
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0])
+@pytest.mark.parametrize("step", [1e-6, 1e-5])
+@subjects(emulated_slow=["ssd hopper, alone"], emulated=["ssd hopper, short"], gpu=SSD_EVERY)
+def test_small_steps_of_large_numbers_in_fp16(kernel: Subject, step: float, scale: float) -> None:
+    """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
+    sizes = dict(seqlen=82, dstate=64) if kernel.device == "emulator" else dict(seqlen=13)
+    inputs = with_steps(kernel.case(**sizes, skip="", dtype=FP16).inputs(), step)
+    inputs.x.mul_(scale)
+    assert_passes(kernel(inputs), inputs, EXACT)
 
 
 @subjects("ssd reference", "ssd tiny", "ssd unfused", gpu=(*SSD_EVERY, "ssd unfused"))

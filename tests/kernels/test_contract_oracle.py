@@ -221,13 +221,8 @@ def right() -> list[Any]:
     add(listed("gdn recurrent by 4"), GDN_SHORT)
     add(listed("gdn step"), GDN_STEPS)
     for p, n, h, g in (
-        (32, 128, 2, 1),
-        (64, 16, 2, 2),
-        (64, 256, 1, 1),
-        (80, 64, 2, 1),
-        (96, 128, 1, 1),
-        (128, 128, 2, 2),
-    ):
+        (32, 128, 2, 1), (64, 16, 2, 2), (64, 256, 1, 1), (80, 64, 2, 1), (96, 128, 1, 1), (128, 128, 2, 2),
+    ):  # fmt: skip
         add(listed("ssd fused"), [SSDCase(seqlen=20, headdim=p, dstate=n, heads=h, groups=g, dtype=BF16)])
     for k, v in ((60, 60), (96, 192), (100, 16), (16, 100), (120, 40), (192, 16), (256, 16), (16, 256)):
         sizes = dict(key_dim=k, value_dim=v, values_per_key=2, seqlen=80, initial_states=True)

@@ -14,13 +14,11 @@ from kernel_cases import BF16, FP16, GDNCase, assert_close, changed, head_errors
 from subjects import GDN_CUT, GDN_ON_HOPPER, GDN_PARTS, OLMO, ON_HOPPER, WHOLE_PAST, gdn_hopper_by
 
 from ssdprof.kernels import Precision, get
-from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import MOST_PARTS, MOST_WAVES, WORTH_PARTS, GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.hopper.slices import unsupported
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
-from ssdprof.kernels.launch import Launcher
 
 SMALL = GDNCase(**GDN_ON_HOPPER | dict(seqlen=130))
 LEADING = replace(GDN_CUT, first_segment_extra=True)
@@ -226,39 +224,6 @@ def test_refuses_what_cannot_be_divided(case: GDNCase, config: GDNHopperConfig, 
         run(case.inputs(), config)
 
 
-def test_parts_are_combined_as_the_recurrence_of_matrices() -> None:
-    """Ignores rows of segments that are not slow.  A known state before a row is the initial one, or negligible."""
-    pairs, boundaries, parts, dim, segment = 3, 4, 2, 128, 5
-    generator = torch.Generator().manual_seed(0)
-    backs = torch.tensor([[-1, 3, -1], [-1, -1, 10], [5, -1, -1], [-1, -1, -1]], dtype=torch.int32)
-    ends, transitions = torch.randn(2, boundaries, pairs, parts, dim, dim, generator=generator)
-    transitions /= dim**0.5
-    initial = torch.randn(1, pairs, dim, dim, generator=generator)
-    for matrices in (ends, transitions):
-        matrices[backs >= 0] = torch.nan
-    high = transitions.bfloat16()
-    moves = torch.stack([high, (transitions - high.float()).bfloat16()], -3)
-    entering = torch.full((boundaries, pairs, dim, dim), 7.0)
-    options = {"HEADS": pairs, "PARTS": parts, "BOUNDARIES": 4, "DIM": dim, "BLOCK_V": 16, "AHEAD": 3}
-    tensors = [t.to("cuda" if torch.cuda.is_available() else "cpu") for t in (ends, moves, backs, initial, entering)]
-    scalars = (initial.stride(), pairs, boundaries, segment)
-    Launcher(_combine_kernel, scalars, options)(pairs * dim // 16, *tensors)
-    entering = tensors[4].cpu()
-    for pair in range(pairs):
-        state = initial[0, pair].double().mT
-        for boundary in range(boundaries):
-            before = backs[boundary - 1, pair] if boundary else 0
-            if before >= 0:
-                state = initial[0, pair].double().mT * (before == boundary * segment)
-            if backs[boundary, pair] >= 0:
-                assert (entering[boundary, pair] == 7.0).all()
-                continue
-            for part in range(parts):
-                N, M = (matrices[boundary, pair, part].double() for matrices in (ends, transitions))
-                state = state @ M + N
-            assert (entering[boundary, pair] - state).norm() / state.norm() < 1e-5
-
-
 # --- choices, which depend only on shapes
 
 
@@ -295,12 +260,6 @@ def test_a_cut_keeps_sms_busy_without_needless_segments(seqlen: int, heads: int)
     if waves > 1:
         assert waves * config.segment < one_wave
     assert (count - 1) * heads * config.transition_parts <= MOST_PARTS
-
-
-def test_a_first_segment_is_longer_only_where_that_is_possible_and_segments_are_not_short() -> None:
-    leads = [chosen(shapes(seqlen, 16, 32)).first_segment_extra for seqlen in (512, 1024, 2048, 4096, 65536)]
-    assert leads == [False, False, True, True, False]
-    assert chosen(shapes(65536, 16, 32), batch_invariant=True).first_segment_extra  # no parts
 
 
 # --- slices: K and V other than 128

@@ -5,7 +5,6 @@ import math
 import time
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from ssdprof.kernels.ssd.hopper.config import (
     COSTS,
     UNFUSED_CHUNK,
     SSDHopperConfig,
-    program_count,
     rounded_twice,
     shared_bytes,
     unsupported,
@@ -29,37 +27,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.tensors import row_stride
 
 H200 = 132  # multiprocessors
-LAYER = dict(heads=80, headdim=1, dstate=16)
-
-
 MEASURED_LAYER = SSDCase(seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
-
-
-def chosen(*, batch_invariant: bool = False, **sizes: Any) -> SSDHopperConfig:
-    return SSDHopperConfig.choose(SSDCase(**LAYER | sizes).inputs(), H200, batch_invariant=batch_invariant)
-
-
-def test_a_short_sequence_is_one_wave_of_programs_of_which_none_waits_for_another() -> None:
-    """40 pairs of heads: three segments are 120 programs."""
-    config = chosen(seqlen=1024)
-    assert config.recompute
-    assert config.count(16) == 3
-    assert chosen(seqlen=1024, batch=32, batch_invariant=True) == config
-
-
-def test_of_a_batch_that_fills_the_gpu_every_multiprocessor_has_an_equal_share() -> None:
-    for seqlen, batch in ((1024, 32), (4096, 8), (4096, 4)):
-        config = chosen(seqlen=seqlen, batch=batch)
-        assert config.shares == H200
-        assert config.count(seqlen // 64) == 1
-        assert "equal shares" in config.reason
-
-
-def test_packed_sequences_are_cut_by_one_rule_into_more_segments_if_they_have_few_heads() -> None:
-    """As one shard of a model on eight GPUs.  The number and the lengths of the sequences have no effect."""
-    for lengths in ((100, 900), (4096,), (64,) * 9):
-        assert chosen(lengths=lengths).segment == 64
-        assert chosen(lengths=lengths, heads=10).segment == 8
 
 
 # --- what the kernel takes
@@ -119,14 +87,6 @@ def test_shared_memory_is_what_the_compiler_takes() -> None:
         assert 0 <= kernel.shared_bytes - shared_bytes(ring, score_ring, dstate) < 1024
 
 
-def test_with_256_state_dimensions_a_program_owns_one_unit() -> None:
-    """falcon-h1-3b has 64 units: 32 heads of two slices each."""
-    for dstate, ring, programs in ((128, 3, 32), (256, 2, 64)):
-        inputs = MEASURED_LAYER.but(batch=1, heads=32, headdim=128, dstate=dstate).inputs()
-        assert program_count(inputs) == programs
-        assert SSDHopperConfig.choose(inputs, H200, batch_invariant=False).ring == ring
-
-
 SLOT = 64 * 128  # elements of a state
 WORKSPACES = [
     # a state and flags for each segment but the last
@@ -162,19 +122,6 @@ def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
         lengths = segments.lengths(nchunks)
         assert sum(lengths) == nchunks
         assert min(lengths) > 0
-
-
-def test_long_segments_come_first_where_a_gpu_has_several_waves_of_work() -> None:
-    """The first wave is 3 long segments of 40 pairs, on 132 multiprocessors; short segments balance the end."""
-    segments = cut(2048, MAMBA2_2_7B, H200, COST)
-    assert segments.long_count == 3
-    assert segments.long_segment >= 4 * segments.segment
-    assert not segments.recompute
-
-
-def test_a_first_pass_over_all_that_went_before_is_for_short_sequences() -> None:
-    assert cut(16, MAMBA2_2_7B, H200, COST).recompute
-    assert not cut(256, MAMBA2_2_7B, H200, COST).recompute
 
 
 @pytest.mark.parametrize("nchunks", LENGTHS)

@@ -1,32 +1,35 @@
-"""Processes that share a GPU: the GPU switches contexts in the middle of launches, at any instruction."""
+"""Processes that share a GPU: the GPU switches contexts in the middle of launches, at any instruction.
+
+    python test_shared_gpu.py
+
+is one of them: it repeats calls, requires the same bits each time, and prints "right".
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_cases import BF16, GDNCase, SSDCase
+from subjects import GDN_ON_HOPPER, GDN_ONE, ON_HOPPER, SUBJECTS, gdn_hopper_by
 
-TARGET = Path(__file__).with_name("shared_gpu_target.py")
-PROCESSES = 8
-PATIENCE_S = 300
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
+from ssdprof.kernels.precision import Precision
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU"
-    ),
-]
+PROCESSES, PATIENCE_S, ROUNDS = 8, 300, 40
 
 
+@pytest.mark.gpu
+@ON_HOPPER
 def test_every_process_has_the_bits_of_its_first_calls() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(TARGET)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, __file__], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for _ in range(PROCESSES)
     ]
@@ -36,3 +39,35 @@ def test_every_process_has_the_bits_of_its_first_calls() -> None:
         for process in processes:
             process.kill()
     assert [words.strip().splitlines()[-1:] for words in said] == PROCESSES * [["right"]], "\n\n".join(said)
+
+
+def main() -> None:
+    slow = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, seqlen=8192, gate=1e-4), device="cuda").inputs()
+    short = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, seqlen=500, gate=1e-4), batch=8, device="cuda").inputs()
+    ssd = SSDCase(heads=80, headdim=64, dstate=128, dtype=BF16, device="cuda", seqlen=8192).inputs()
+    configs = [
+        GDNHopperConfig(segment=32, transition_parts=2, longest_first_pass=31), GDNHopperConfig(segment=32),
+        GDNHopperConfig(segment=32, first_segment_extra=True),
+    ]  # fmt: skip
+    calls: list[Callable[[], tuple[torch.Tensor, ...]]] = [lambda: SUBJECTS["ssd hopper, fine"](ssd)]
+    for inputs, config in [*((slow, one) for one in configs), (short, GDN_ONE)]:
+        run = gdn_hopper_by(config)
+        calls.append(lambda run=run, inputs=inputs: run(inputs, Precision()))  # type: ignore[misc]
+    first = [call() for call in calls]
+    matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(ROUNDS):
+        with torch.cuda.stream(theirs):
+            for _ in range(10):
+                matrix @ matrix
+        with torch.cuda.stream(ours):
+            found = [call() for call in calls]
+        torch.cuda.synchronize()
+        wrong = [i for i, output in enumerate(found) if not all(map(torch.equal, output, first[i]))]
+        assert not wrong, wrong
+    print("right")
+
+
+if __name__ == "__main__":
+    main()

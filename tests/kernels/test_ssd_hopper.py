@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from gluon_emulator import emulate
-from kernel_cases import BF16, EXACT, FP16, RELAXED, SSDCase, assert_bitwise, with_steps
+from kernel_cases import BF16, EXACT, RELAXED, SSDCase, assert_bitwise
 from subjects import H200, ON_HOPPER, SSD_ON_HOPPER, ssd_hopper
 from test_contract_oracle import CUTS, PACKED, RAGGED
 
@@ -51,11 +52,28 @@ def test_every_cut_in_any_order(monkeypatch: pytest.MonkeyPatch, cut: str, resid
         passes(RAGGED.inputs(), CUTS[cut])
 
 
-@pytest.mark.parametrize("before", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("dstate", [64, 256])
-def test_a_first_pass_over_any_number_of_chunks(device: str, dstate: int, before: int) -> None:
-    """With N = 256 it processes two chunks at once."""
-    passes(slowly(SMALL.but(dstate=dstate, seqlen=64 * before + 50, device=device).inputs()), recompute(before))
+MANY = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)  # more packed sequences than are looked at side by side
+STATEFUL: dict[str, Any] = dict(seqlen=520, initial_states=True)
+# sizes, the cut, the factor of the decays, and slots of the ring that tuning may find
+FIRST_PASSES: list[Any] = [
+    # over any number of chunks; with N = 256 two at once
+    *((dict(dstate=n, seqlen=64 * k + 50), recompute(k), 0.01, 0) for n in (64, 256) for k in range(1, 6)),
+    *(
+        (STATEFUL | dict(seqlen=300, dstate=256, heads=1), CUTS[cut], 0.1, 0)
+        for cut in ("long ones first", "none waits")
+    ),
+    *(
+        pytest.param(STATEFUL | dict(dstate=n), CUTS["long ones first"], 0.1, ring, marks=SLOW)
+        for ring, n in ((2, 64), (4, 64), (2, 256))
+    ),
+    pytest.param(dict(lengths=MANY, initial_states=True), CUTS["a chunk each"], 1.0, 0, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("sizes", "cut", "factor", "ring"), FIRST_PASSES)
+def test_first_passes(device: str, sizes: dict[str, Any], cut: Cut, factor: float, ring: int) -> None:
+    assert len(MANY) > SEQUENCE_BLOCK.value
+    passes(slowly(SMALL.but(**sizes, device=device).inputs(), factor), cut, ring=ring)
 
 
 @pytest.mark.slow
@@ -79,20 +97,6 @@ def test_a_first_pass_ends_when_both_heads_have_forgotten(device: str, rates: tu
     inputs.A.copy_(torch.tensor(rates))
     inputs.dt.fill_(1.0)
     passes(inputs, recompute(before))
-
-
-@pytest.mark.slow
-def test_more_packed_sequences_than_are_looked_at_side_by_side(device: str) -> None:
-    lengths = (1, 0, 0, 0, 0, 0) * 22 + (70, 0, 65)
-    assert len(lengths) > SEQUENCE_BLOCK.value
-    passes(SMALL.but(lengths=lengths, initial_states=True, device=device).inputs(), CUTS["a chunk each"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ring", "dstate"), [(2, 64), (4, 64), (2, 256)])
-def test_rings_that_tuning_may_find(device: str, ring: int, dstate: int) -> None:
-    inputs = SMALL.but(dstate=dstate, seqlen=520, initial_states=True, device=device).inputs()
-    passes(slowly(inputs, 0.1), CUTS["long ones first"], ring=ring)
 
 
 @pytest.mark.parametrize(
@@ -130,40 +134,12 @@ def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
         assert_bitwise(passes(inputs, Cut(segment=nchunks, shares=shares), precision), whole)
 
 
-@pytest.mark.parametrize("cut", ["long ones first", "none waits"])
-def test_a_first_pass_over_an_odd_number_of_chunks(device: str, cut: str) -> None:
-    inputs = SMALL.but(dstate=256, heads=1, seqlen=300, initial_states=True, device=device).inputs()
-    passes(slowly(inputs, 0.1), CUTS[cut])
-
-
-@pytest.mark.parametrize("cut", ["one segment", "even", "none waits"])
-@pytest.mark.parametrize(
-    ("step", "scale"),
-    [(1e-6, 100.0), *(pytest.param(*one, marks=SLOW) for one in ((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0)))],
-)
-def test_small_steps_of_large_numbers_in_fp16(device: str, step: float, scale: float, cut: str) -> None:
-    """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
-    inputs = with_steps(SMALL.but(dstate=64, dtype=FP16, seqlen=330, skip="", device=device).inputs(), step)
-    inputs.x.mul_(scale)
-    passes(inputs, CUTS[cut])
-
-
 def test_states_lose_less_than_their_operands_do(device: str) -> None:
     """Rounding x times its weight to bf16 would cost 1.6e-3; the kernel adds the rounding error back."""
     inputs = SMALL.but(seqlen=384, device=device).inputs()
     states = passes(inputs, CUTS["one segment"]).final_states.double()
     exact = ssd_chunked(inputs, torch.float64).final_states
     assert (states - exact).norm() / exact.norm() < 2**-14
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", ["one segment", "even", "long ones first"])
-def test_nan_in_an_initial_state_reaches_every_segment(device: str, cut: str) -> None:
-    """Also for heads whose product of decays underflows to zero."""
-    inputs = SMALL.but(heads=4, seqlen=300, initial_states=True, dt_limit=(0.0, 0.1), device=device).inputs()
-    inputs.initial_states.fill_(torch.nan)
-    config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **vars(CUTS[cut]))
-    assert ssd_hopper(config)(inputs, EXACT).out.isnan().all()
 
 
 # --- on a GPU

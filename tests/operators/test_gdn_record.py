@@ -70,6 +70,8 @@ def test_sizes_as_a_user_writes_them() -> None:
     shape = OPERATOR.generated.parse("16/32x128x64")
     assert str(shape) == "16/32 heads, K 128, V 64"
     assert OPERATOR.generated.parse("16x32x128") is None
+    assert str(OPERATOR.generated.parse("2/4x256x256")) == "2/4 heads, K 256, V 256"
+    assert OPERATOR.generated.grammar == "key heads / value heads x K x V, such as 16/32x128x128"
     assert str(OPERATOR.generated.shapes["olmo-hybrid-7b"]) == "30/30 heads, K 96, V 192"
 
 

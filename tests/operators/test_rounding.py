@@ -88,12 +88,9 @@ def test_in_fp32_it_is_ssd(make_inputs: Make, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["plain", "initial state", "not normalised", "scale", "no gate", "all forgotten"])
 def test_in_fp32_it_is_gdn(variant: str) -> None:
     changes: dict[str, Any] = {
-        "plain": {},
-        "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
-        "not normalised": {"k": torch.randn(2, 150, 2, 32) / 32**0.5, "use_qk_l2norm": False},
-        "scale": {"scale": 3.0},
-        "no gate": {"gate": 0.0},
-        "all forgotten": {"g": torch.full((2, 150, 4), -torch.inf)},
+        "plain": {}, "initial state": {"initial_state": torch.randn(2, 4, 32, 24)},
+        "not normalised": {"k": torch.randn(2, 150, 2, 32) / 32**0.5, "use_qk_l2norm": False}, "scale": {"scale": 3.0},
+        "no gate": {"gate": 0.0}, "all forgotten": {"g": torch.full((2, 150, 4), -torch.inf)},
     }[variant]  # fmt: skip
     assert max(errors(make_gdn(batch=2, **changes), Precision())) < 2e-6
 

@@ -9,7 +9,6 @@ docs/adding-an-operator.md walks through this file.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +20,7 @@ from ssdprof.kernels.oracle import OutputBlock
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.operators.dtypes import dtype_named
-from ssdprof.operators.generate import Cell, InputGenerator, Shape, shapes
+from ssdprof.operators.generate import Cell, InputGenerator
 from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output
 from ssdprof.operators.rounding import Gate, Rounded, Span
 
@@ -120,11 +119,6 @@ BINDING = CallBinding(
 # --- bench
 
 
-def parse(text: str) -> Shape | None:
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
-    return match and Shape(text, text, {"heads": int(match[1]), "width": int(match[2])})
-
-
 def draw(cell: Cell, device: torch.device) -> ToyInputs:
     sizes = (cell.tokens.sequences, cell.tokens.seqlen, cell.shape.sizes["heads"])
     generator = torch.Generator(device).manual_seed(0)
@@ -133,10 +127,7 @@ def draw(cell: Cell, device: torch.device) -> ToyInputs:
 
 
 GENERATOR = InputGenerator(
-    shapes=shapes("{heads}x{width}", ("heads", "width"), {"toy-1b": (2, 8)}),
-    parse=parse,
-    grammar="heads x width, such as 2x8",
-    draw=draw,
+    form="{heads}x{width}", order="heads x width", words="{heads}x{width}", models={"toy-1b": (2, 8)}, draw=draw
 )
 
 

@@ -18,14 +18,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # several programs per head, and blocks that do not divide a state
 DIAGONAL: dict[str, ic.Kernel] = {
     "loop, read back": partial(ic.loop, resident=False, num_stages=1),
-    "loop, rounded": partial(ic.loop, resident=True, rounded=True),
-    "loop, fp32": partial(ic.loop, resident=True),
+    "loop, rounded": partial(ic.loop, resident=True, rounded=True), "loop, fp32": partial(ic.loop, resident=True),
     "loop, whole": partial(ic.loop, resident=True, rows=32),
-    "one launch a chunk": partial(ic.one_launch_a_chunk, rows=16),
-    "chained": ic.chained,
-    "associative": partial(ic.associative, block_c=4),
-    "look-back": partial(ic.look_back, rows=16, segment=3),
-}
+    "one launch a chunk": partial(ic.one_launch_a_chunk, rows=16), "chained": ic.chained,
+    "associative": partial(ic.associative, block_c=4), "look-back": partial(ic.look_back, rows=16, segment=3),
+}  # fmt: skip
 LOW_RANK: dict[str, ic.Kernel] = {
     f"{where}, {how}": partial(
         ic.low_rank, resident=where != "read back", rounded=where == "rounded", tensor_cores=how == "tensor cores",

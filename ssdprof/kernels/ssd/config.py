@@ -135,13 +135,10 @@ class SSDPortableConfig:
         wide = inputs.x.dtype == torch.float32
         row = first_fit(PORTABLE, major=capability[0], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
         config = replace(
-            row.take,
-            min_chunks=_MIN_SEGMENT // row.take.chunk,
-            max_chunks=_MAX_SEGMENT // row.take.chunk,
-            block_p=min(whole_block(headdim), row.take.block_p),
-            block_n=min(whole_block(dstate), row.take.block_n),
+            row.take, min_chunks=_MIN_SEGMENT // row.take.chunk, max_chunks=_MAX_SEGMENT // row.take.chunk,
+            block_p=min(whole_block(headdim), row.take.block_p), block_n=min(whole_block(dstate), row.take.block_n),
             reason=row.why,
-        )
+        )  # fmt: skip
         return config.fitted(inputs)
 
     def fitted(self, inputs: SSDInputs) -> SSDPortableConfig:

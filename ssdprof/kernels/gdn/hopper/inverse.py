@@ -52,11 +52,8 @@ def by_column(heads, warps):
     half, *whole = [[heads - 1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]] if warps == 4 else [[0, 1, 0, 0], [0, 2, 0, 0]]
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
-        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], half],
-        whole,
-        [],
-        [heads, 4, 16, 16],
-    )
+        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], half], whole, [], [heads, 4, 16, 16],
+    )  # fmt: skip
 
 
 @aggregate

@@ -58,16 +58,12 @@ def allocate(dtype: gl.constexpr, KEY_DEPTH: gl.constexpr, DEPTH: gl.constexpr):
     """Allocate all rings.  The barriers are not initialised yet."""
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Rings(
-        keys=allocate_ring(dtype, KEY_DEPTH, DIM),
-        values=allocate_ring(dtype, DEPTH, DIM),
-        queries=allocate_ring(dtype, DEPTH, DIM),
-        inverses=allocate_ring(dtype, DEPTH, CHUNK),
-        updates=allocate_ring(dtype, DEPTH, DIM),
-        weights=allocate_ring(dtype, DEPTH, CHUNK),
+        keys=allocate_ring(dtype, KEY_DEPTH, DIM), values=allocate_ring(dtype, DEPTH, DIM),
+        queries=allocate_ring(dtype, DEPTH, DIM), inverses=allocate_ring(dtype, DEPTH, CHUNK),
+        updates=allocate_ring(dtype, DEPTH, DIM), weights=allocate_ring(dtype, DEPTH, CHUNK),
         outputs=allocate_ring(dtype, 1, DIM),
-        vectors=gl.allocate_shared_memory(gl.float32, [KEY_DEPTH * VECTORS, CHUNK], vector),
-        turns=barriers(2),
-    )
+        vectors=gl.allocate_shared_memory(gl.float32, [KEY_DEPTH * VECTORS, CHUNK], vector), turns=barriers(2),
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -31,15 +31,10 @@ L2NORM_EPS = tl.constexpr(1e-6)
 LEAF = tl.constexpr(16)  # least rows of a product
 
 STAGES = {
-    "first_slot": "setup",
-    "piece_of_slot": "setup",
-    "between_halves": "solve_tril",
-    "leaf_inverses": "solve_tril",
-    "unit_lower_inverse": "solve_tril",
-    "_gdn_factors_kernel": "setup",
-    "load_rows": "caller",
+    "first_slot": "setup", "piece_of_slot": "setup", "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
+    "unit_lower_inverse": "solve_tril", "_gdn_factors_kernel": "setup", "load_rows": "caller",
     "log2_decays": "gate_cumsum",
-}
+}  # fmt: skip
 
 
 # --- division of sequences into pieces: chunks, or segments of several chunks.

@@ -41,13 +41,9 @@ NEGLIGIBLE = tl.constexpr(-24.0)  # log2 of the factor below which a state is ne
 LOOK_BACK = tl.constexpr(128)  # chunks per iteration
 
 STAGES = {
-    "chunks_to_forget": "warm_up",
-    "take_state": "setup",
-    "state_product": "caller",
-    "residual": "chunk_state.residual",
-    "next_state": "chunk_state.update",
-    "_gdn_scan_kernel": "setup",
-}
+    "chunks_to_forget": "warm_up", "take_state": "setup", "state_product": "caller", "residual": "chunk_state.residual",
+    "next_state": "chunk_state.update", "_gdn_scan_kernel": "setup",
+}  # fmt: skip
 
 
 @triton.jit

@@ -43,10 +43,7 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
     options = config.qk_l2norm_options(key_dim)
     y, rows = torch.empty(x.shape, device=x.device, dtype=dtype), batch * length * heads
     launch(
-        _gdn_qk_l2norm_kernel,
-        triton.cdiv(rows, options["BLOCK_ROWS"]),
-        (x, y),
-        ((x.stride(),), length, heads, rows),
+        _gdn_qk_l2norm_kernel, triton.cdiv(rows, options["BLOCK_ROWS"]), (x, y), ((x.stride(),), length, heads, rows),
         KEY_DIM=key_dim, UNIT=strides_unit(x), BLOCK_K=triton.next_power_of_2(key_dim), **options,
     )  # fmt: skip
     return y

@@ -116,33 +116,19 @@ def allocate(dtype: gl.constexpr, S: gl.constexpr):
     first = FirstPass(
         weights=gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2 * CHUNK], vector),
         decay=gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2], vector),
-        continue_flag=gl.allocate_shared_memory(gl.int32, [WORDS, 1], vector),
-        full=barriers(FIRST_DEPTH),
-        empty=barriers(FIRST_DEPTH),
-        continue_barrier=barriers(WORDS),
-        DEPTH=FIRST_DEPTH,
-        TURN=N_SPLIT,
-        WORDS=WORDS,
-    )
+        continue_flag=gl.allocate_shared_memory(gl.int32, [WORDS, 1], vector), full=barriers(FIRST_DEPTH),
+        empty=barriers(FIRST_DEPTH), continue_barrier=barriers(WORDS), DEPTH=FIRST_DEPTH, TURN=N_SPLIT, WORDS=WORDS,
+    )  # fmt: skip
     return Shared(
-        first=first,
-        rows=gl.allocate_shared_memory(dtype, [2 * DEPTH * N_SPLIT, CHUNK, WIDTH], wide),
+        first=first, rows=gl.allocate_shared_memory(dtype, [2 * DEPTH * N_SPLIT, CHUNK, WIDTH], wide),
         x=gl.allocate_shared_memory(dtype, [FIRST_DEPTH * UNITS, CHUNK, SLICE], square),
         scores=gl.allocate_shared_memory(dtype, [SCORE_DEPTH * UNITS, CHUNK, CHUNK], square),
         out=gl.allocate_shared_memory(dtype, [2, CHUNK // N_SPLIT, SLICE], narrow),
         gates=gl.allocate_shared_memory(gl.float32, [DEPTH * 4, 2 * CHUNK], vector),
-        decay=gl.allocate_shared_memory(gl.float32, [DEPTH, 2], vector),
-        full=barriers(DEPTH),
-        empty=barriers(DEPTH),
-        scored=barriers(SCORE_DEPTH),
-        unscored=barriers(SCORE_DEPTH),
-        written=barriers(2),
-        unwritten=barriers(2),
-        DEPTH=DEPTH,
-        SCORE_DEPTH=SCORE_DEPTH,
-        N_SPLIT=N_SPLIT,
-        UNITS=UNITS,
-    )
+        decay=gl.allocate_shared_memory(gl.float32, [DEPTH, 2], vector), full=barriers(DEPTH), empty=barriers(DEPTH),
+        scored=barriers(SCORE_DEPTH), unscored=barriers(SCORE_DEPTH), written=barriers(2), unwritten=barriers(2),
+        DEPTH=DEPTH, SCORE_DEPTH=SCORE_DEPTH, N_SPLIT=N_SPLIT, UNITS=UNITS,
+    )  # fmt: skip
 
 
 @gluon.jit

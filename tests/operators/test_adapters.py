@@ -1,0 +1,550 @@
+"""Adapters of libraries that are not installed here.
+
+Stand-ins replace them.  Most compute the operator by the recurrence, with the library's conventions: an adapter that
+follows these conventions agrees with the oracle.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from inspect import getclosurevars
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pytest
+import torch
+import triton
+from fakes import CELL
+from kernel_cases import BF16, FP16, FP32, GDNCase
+from torch.nn import functional as F
+from triton.runtime import Autotuner, _async_compile
+
+from ssdprof import operators
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.errors import MissingCapabilityError
+from ssdprof.jobs.request import BenchRequest
+from ssdprof.kernels.adapters import Tunings, package_version, span
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, UnsupportedError
+from ssdprof.kernels.ssd.adapters import published_version
+from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators.generate import Cell
+from ssdprof.operators.implementations import own_precisions, required, resolve
+
+SSD, GDN = operators.get("ssd"), operators.get("gdn")
+GDN_LIBRARIES = ("fla", "fla_recurrent", "flash_qla", "flashinfer", "flashinfer_mtp")
+TRITON, FLA = "mamba_ssm.ops.triton", "fla.ops.gated_delta_rule"
+Calls = list[dict[str, Any]]
+Load = Callable[[str], Implementation]
+
+
+# --- inputs
+
+
+def of_ssd(dtype: torch.dtype = BF16, *, size: tuple[int, ...] = (1, 8), **fields: Any) -> SSDInputs:
+    """size: batch, length, and heads and groups if they are not 2 and 1."""
+    batch, length, heads, groups = (*size, 2, 1)[:4]
+    x, B = torch.zeros(batch, length, heads, 16, dtype=dtype), torch.zeros(batch, length, groups, 16, dtype=dtype)
+    made: dict[str, Any] = dict(x=x, dt=x[..., 0], A=-torch.ones(heads), B=B, C=B, chunk_size=128)
+    return SSDInputs(**made | fields)
+
+
+def far(rows: int, stride: int) -> SSDInputs:
+    """More than 2^31 elements from the first to the last one, on the meta device."""
+    x = torch.empty_strided((1, rows, 2, 16), (0, stride, 16, 1), dtype=FP16, device="meta")
+    B = torch.empty(1, rows, 1, 16, dtype=FP16, device="meta")
+    return of_ssd(x=x, dt=x[..., 0], A=torch.empty(2, device="meta"), B=B, C=B)
+
+
+def a_step(length: int = 1, **fields: Any) -> SSDInputs:
+    torch.manual_seed(0)
+    B, C = torch.randn(2, 2, length, 2, 16)
+    made: dict[str, Any] = dict(
+        x=torch.randn(2, length, 4, 8), dt=torch.randn(2, length, 4), A=-torch.rand(4), B=B, C=C, D=torch.randn(4),
+        dt_bias=torch.randn(4), dt_softplus=True, initial_states=torch.randn(2, 4, 8, 16), chunk_size=16,
+    )  # fmt: skip
+    return SSDInputs(**made | fields)
+
+
+def of_gdn(*, dim: int = 128, dtype: torch.dtype = FP16, packed: bool = False, length: int = 6) -> GDNInputs:
+    sizes: dict[str, Any] = dict(values_per_key=2, key_dim=dim, value_dim=dim, dtype=dtype, initial_states=True)
+    lengths: dict[str, Any] = dict(lengths=(2, 0, length - 2)) if packed else dict(batch=2, seqlen=length)
+    return GDNCase(**sizes | lengths).inputs()
+
+
+# --- stand-ins
+
+
+def as_mamba_ssm(calls: Calls) -> Callable[..., Any]:
+    def forward(
+        *arguments: Any, D: Any, z: Any, dt_bias: Any, initial_states: Any, dt_softplus: bool, dt_limit: Any
+    ) -> Any:
+        given = dict(zip(("x", "dt", "A", "B", "C", "chunk_size"), arguments, strict=True))
+        given |= {"D": D, "z": z, "dt_bias": dt_bias, "initial_states": initial_states}
+        calls.append(given | {"dt_softplus": dt_softplus, "dt_limit": dt_limit})
+        return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
+
+    return forward
+
+
+def step(
+    state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, dt_bias: Any = None,
+    dt_softplus: bool = False,
+) -> Any:  # fmt: skip
+    """mamba_ssm's decoding kernel.
+
+    state (b, h, p, n), overwritten; x, dt, z (b, h, p); A (h, p, n); B, C (b, g, n); D, dt_bias (h, p).
+    """
+    assert A.stride()[1:] == (0, 0), "one number a head, which the kernel's fast path wants to see"
+    dt = F.softplus(dt + dt_bias) if dt_softplus else dt + dt_bias
+    B, C = (one.repeat_interleave(x.shape[1] // one.shape[1], 1) for one in (B, C))
+    state.mul_(torch.exp(dt[..., None] * A)).add_((dt * x)[..., None] * B[:, :, None])
+    out = (state * C[:, :, None]).sum(-1) + D * x
+    return out if z is None else out * F.silu(z)
+
+
+def as_fla(calls: Calls) -> Callable[..., Any]:
+    """q and k are normalised inside if requested."""
+
+    def function(
+        *, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool, cu_seqlens: Any,
+    ) -> Any:  # fmt: skip
+        calls.append({"q": q, "output_final_state": output_final_state})
+        inputs = GDNInputs(
+            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            use_qk_l2norm=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+        return gdn_recurrence(inputs)
+
+    return function
+
+
+def as_flashinfer(calls: Calls) -> Callable[..., Any]:
+    """The chunked kernels: packed tokens, decays, V-first states."""
+
+    def function(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
+        cu_seqlens: Any, use_qk_l2norm_in_kernel: bool, backend: str,
+    ) -> Any:  # fmt: skip
+        calls.append({"q": q, "beta": beta, "cu_seqlens": cu_seqlens, "backend": backend})
+        assert output_final_state
+        assert all(one.is_contiguous() for one in (q, k, v, g, beta, initial_state))
+        inputs = GDNInputs(
+            q=q[None], k=k[None], v=v[None], g=g[None].log(), beta=beta[None], scale=scale,
+            initial_state=initial_state.mT, cu_seqlens=cu_seqlens, use_qk_l2norm=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+        out, states = gdn_recurrence(inputs)
+        return out[0], states.mT.contiguous()
+
+    return function
+
+
+def as_flashinfer_mtp(calls: Calls) -> Callable[..., Any]:
+    """The kernel for a few tokens: raw gates, a pool of V-first states."""
+
+    def function(
+        q: Any, k: Any, v: Any, pool: Any, read: Any, A_log: Any, a: Any, dt_bias: Any, b: Any, *, scale: float,
+        disable_state_update: bool, use_qk_l2norm: bool, output_state_indices: Any, output: Any,
+    ) -> Any:  # fmt: skip
+        calls.append({"q": q})
+        assert not disable_state_update
+        assert pool.is_contiguous()
+        g, states = -A_log.exp() * F.softplus(a + dt_bias), pool[read].mT
+        result = gdn_recurrence(
+            GDNInputs(
+                q=q, k=k, v=v, g=g, beta=b.sigmoid(), scale=scale, initial_state=states, use_qk_l2norm=use_qk_l2norm
+            )
+        )
+        pool[output_state_indices] = result.final_states.mT.float()
+        return output.copy_(result.out), pool
+
+    return function
+
+
+KERNEL = """
+from mamba_ssm.ops.triton.softplus import softplus
+def _fused5_ssd(x, dt, A, B, C, D, **options):
+    return x, None, None, (softplus, options), None, None
+"""
+TUNED = """
+from mamba_ssm.ops.triton.softplus import softplus
+import triton
+@triton.autotune([triton.Config({"N": 1}), triton.Config({"N": 2})], key=["N"])
+@triton.heuristics({})
+@triton.jit
+def inner(N):
+    pass
+outer = triton.heuristics({})(inner)
+def _fused5_ssd(x, dt, A, B, C, D, **options):
+    known = list(inner.cache.values())
+    inner.cache["key"] = f"tuned for {list(x.shape[:2])}"
+    return x, None, None, known, None, None
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Of the published kernel."""
+    folder = tmp_path / "mamba_ssm" / "ops" / "triton"
+    folder.mkdir(parents=True)
+    (folder / "softplus.py").write_text("softplus = 'of the checkout'\n")
+    (folder / "ssd_fused5.py").write_text(KERNEL)
+    return tmp_path
+
+
+def kernel_file(checkout: Path) -> Path:
+    return checkout / "mamba_ssm/ops/triton/ssd_fused5.py"
+
+
+def put(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """Installs a module of this name with `members`."""
+    module = ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    """The arguments of calls of the stand-ins."""
+    return []
+
+
+@pytest.fixture
+def load(calls: Calls, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """A library's implementation by its name.  The adapter must set fla's variable before it imports its operator."""
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "")  # undoes the adapter's change after the test
+    monkeypatch.delenv("FLA_DISABLE_BACKEND_DISPATCH")
+    monkeypatch.delitem(sys.modules, FLA, raising=False)
+    for name, members in {
+        "mamba_ssm": dict(__version__="9.9"), "fla": dict(__version__="9.9"), "flashinfer": {},
+        f"{TRITON}.ssd_combined": dict(_mamba_chunk_scan_combined_fwd=as_mamba_ssm(calls)),
+        f"{TRITON}.selective_state_update": dict(selective_state_update=step),
+        "flash_qla": dict(chunk_gated_delta_rule=as_fla(calls)), "flashinfer.gdn_kernels.qk_l2norm": {},
+        "flashinfer.gdn_prefill": dict(chunk_gated_delta_rule=as_flashinfer(calls)),
+        "flashinfer.gdn_decode": dict(gated_delta_rule_mtp=as_flashinfer_mtp(calls)),
+    }.items():  # fmt: skip
+        put(monkeypatch, name, **members)
+
+    def import_module(module: str) -> ModuleType:
+        if module == FLA:
+            assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"
+            functions = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+            put(monkeypatch, module, **dict.fromkeys(functions, as_fla(calls)))
+        return sys.modules[module]
+
+    def of(name: str) -> Implementation:
+        word = f"published={checkout}" if name == "published" else name
+        return required(resolve(GDN if name in GDN_LIBRARIES else SSD, word))
+
+    monkeypatch.setattr("ssdprof.operators.gdn.import_module", import_module)
+    return of
+
+
+# --- laws of all
+
+EXACT, OF_BF16, OF_FP16 = Precision(), Precision(state_dtype=BF16), Precision(state_dtype=FP16)
+RELAXED, RELAXED_FP16 = Precision(intermediates="relaxed"), Precision(intermediates="relaxed", state_dtype=FP16)
+Z = torch.randn(2, 1, 4, 8)
+TERMS: list[tuple[str, Any]] = [(name, packed) for name in GDN_LIBRARIES for packed in (False, True)][:-1]
+TERMS += [("selective_state_update", a_step(z=Z)), ("selective_state_update", a_step(initial_states=None))]
+
+
+@pytest.mark.parametrize(("name", "given"), TERMS)
+def test_a_librarys_terms_are_met(name: str, given: Any, load: Load, calls: Calls) -> None:
+    """Twice: a call leaves its inputs as they were.  Only FlashInfer gets other inputs than ours."""
+    ssd, precision = name not in GDN_LIBRARIES, OF_FP16 if name == "fla" else EXACT
+    inputs: Any = given if ssd else of_gdn(packed=given)
+    before = None if inputs.initial is None else inputs.initial.clone()
+    expected: Any = (ssd_recurrence if ssd else gdn_recurrence)(inputs)
+    implementation = load(name)
+    for _ in range(2):
+        out, states = implementation.run(inputs, precision)
+        assert out.shape == inputs.values.shape
+        torch.testing.assert_close(out.double(), expected.out.double(), rtol=1e-5, atol=1e-5 if ssd else 1e-3)
+        torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-4)
+    assert before is None or torch.equal(inputs.initial, before)
+    assert len(calls) == (0 if ssd else 2)
+    if name in GDN_LIBRARIES[:3]:
+        assert calls[0] == {"q": inputs.q, "output_final_state": True}
+    assert implementation.plan(inputs, precision).reason
+
+
+PACK, ODD = dict(cu_seqlens=torch.tensor([0, 8])), dict(chunk_size=24)
+REFUSED: list[tuple[str, Any, Precision, str]] = [
+    ("mamba_ssm", {}, RELAXED, "exact intermediates only"), ("mamba_ssm", {}, EXACT, "this version"),
+    ("mamba_ssm", PACK, OF_BF16, "packed sequence"), ("mamba_ssm", far(8, 2**29), OF_FP16, "32-bit offsets"),
+    ("mamba_ssm", ODD, OF_BF16, "chunk_size must be a power of two, not 24"),
+    ("published", {}, OF_BF16, "fp32 and fp16 states only"), ("published", {}, OF_FP16, "go with fp16 inputs"),
+    ("published", {}, RELAXED_FP16, "go with fp16 inputs"), ("published", PACK, EXACT, "no packed sequences"),
+    ("published", ODD, EXACT, "chunk_size must be a power of two, not 24"),
+    ("published", far(2**27, 32), EXACT, "32-bit offsets"),
+    ("selective_state_update", a_step(2), EXACT, "one token of each sequence"),
+    ("selective_state_update", a_step(), OF_FP16, "fp32 states only"),
+    ("selective_state_update", a_step(dt_limit=(0.0, 1.0)), EXACT, "no dt_limit"),
+    ("fla", of_gdn(), RELAXED_FP16, "exact intermediates only"),
+    ("fla", of_gdn(), EXACT, "states that enter chunks are torch.float16"),
+    ("fla_recurrent", of_gdn(length=65), EXACT, "sequences of at most 64"),
+    ("flash_qla", of_gdn(dim=64), EXACT, "K and V are 128, not 64 and 64"),
+    ("flashinfer", of_gdn(dim=64), EXACT, "K and V are 128, not 64 and 64"),
+    ("flash_qla", of_gdn(dtype=FP32), EXACT, "fp16 and bf16 inputs only"),
+    ("flashinfer", of_gdn(), OF_FP16, "states stay in fp32"),
+    ("flashinfer_mtp", of_gdn(packed=True), EXACT, "2 to 64 tokens of each sequence"),
+    ("flashinfer_mtp", of_gdn(length=1), EXACT, "2 to 64 tokens of each sequence"),
+    ("flashinfer_mtp", replace(of_gdn(), initial_state=None), EXACT, "with initial states"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "precision", "words"), REFUSED)
+def test_what_they_do_not_do(name: str, given: Any, precision: Precision, words: str, load: Load, calls: Calls) -> None:
+    implementation = load(name)
+    for call in (implementation.run, implementation.plan):
+        with pytest.raises(UnsupportedError, match=f"^{name}: .*{words}"):
+            call(of_ssd(**given) if isinstance(given, dict) else given, precision)
+    assert not calls
+
+
+def test_a_span_reaches_from_the_first_to_the_last_element() -> None:
+    assert span(far(8, 2**29).x) == 7 * 2**29 + 16 + 15 + 1
+
+
+@pytest.mark.parametrize("name", ["mamba_ssm", "fla", "flash_qla", "flashinfer", "flashinfer_mtp"])
+def test_a_library_that_is_not_there_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
+    monkeypatch.setitem(sys.modules, name.removesuffix("_mtp"), None)
+    with pytest.raises(MissingCapabilityError, match=f"{name} cannot be imported"):
+        required(resolve(GDN if name in GDN_LIBRARIES else SSD, name))
+
+
+def test_a_library_from_a_checkout_has_no_version() -> None:
+    assert package_version("torch") == metadata.version("torch")
+    assert package_version("no-such-package") == "unknown"
+
+
+# --- mamba_ssm
+
+
+def test_mamba_ssm_is_called_as_its_users_call_it(load: Load, calls: Calls) -> None:
+    peer = load("mamba_ssm")
+    assert (peer.name, peer.version) == ("mamba_ssm", "9.9")
+    given = of_ssd(D=torch.ones(2), dt_bias=torch.ones(2), dt_softplus=True, dt_limit=(0.0, 1.0))
+    out, states = peer.run(given, OF_BF16)
+    assert all(getattr(given, name) is value for name, value in calls[0].items())
+    assert out is given.x
+    assert bool((states == 1).all())
+    assert [str(precision) for precision in own_precisions(peer, "bf16", ())] == ["exact, bf16 states"]
+    assert [str(one) for one in own_precisions(load("selective_state_update"), "bf16", ())] == ["exact, fp32 states"]
+
+
+def test_a_version_of_mamba_ssm_that_passes_any_states_also_runs_with_fp32_states(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def forward(*arguments: Any, state_dtype: Any = None, **_: Any) -> Any:
+        asked.append(state_dtype)
+        return arguments[0], None, None, None, None, torch.ones(1, 2, 16, 16)
+
+    monkeypatch.setattr(sys.modules[f"{TRITON}.ssd_combined"], "_mamba_chunk_scan_combined_fwd", forward)
+    peer = load("mamba_ssm")
+    found = {dtype: [str(one) for one in own_precisions(peer, dtype, ())] for dtype in ("fp16", "fp32")}
+    assert found == {"fp16": ["exact, fp16 states", "exact, fp32 states"], "fp32": ["exact, fp32 states"]}
+    for states in (FP16, FP32):
+        peer.run(of_ssd(FP16), Precision(state_dtype=states))
+    assert asked == [None, FP32]
+
+
+# --- the published kernel
+
+
+def test_the_published_kernel_is_loaded_by_path_beside_an_installed_library(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    softplus = f"{TRITON}.softplus"
+    load("published")
+    assert softplus not in sys.modules, "where nothing is installed, nothing is"
+    installed = ModuleType(softplus)
+    monkeypatch.setitem(sys.modules, softplus, installed)
+    run = load("published").run
+    assert sys.modules[softplus] is installed
+    found, options = run(of_ssd(FP16), EXACT).final_states
+    assert found == "of the checkout"
+    assert options["chunk_size"] == 128
+
+
+@pytest.mark.parametrize("states", [FP32, FP16])
+@pytest.mark.parametrize("intermediates", ["exact", "relaxed"])
+def test_the_published_kernel_runs_with_all_four_pairs_of_intermediates_and_states(
+    load: Load, intermediates: Literal["exact", "relaxed"], states: torch.dtype
+) -> None:
+    precision, implementation = Precision(intermediates=intermediates, state_dtype=states), load("published")
+    _, options = implementation.run(of_ssd(FP16), precision).final_states
+    assert options["states_in_fp32"] is (states == FP32)
+    assert {options[name] for name in ("cb_store_fp32", "cb_scale_fp32", "cs_acc_fp32")} == {intermediates == "exact"}
+    assert options["cb_comp_fp32"] is True
+    plan = implementation.plan(of_ssd(FP16), precision)
+    assert plan.variant == {"exact": "high", "relaxed": "medium"}[intermediates]
+    of_its_own = (intermediates == "exact") == (states == FP32)
+    assert ("with the states of the other one" in plan.reason) is not of_its_own
+
+
+def test_the_published_kernel_is_named_by_its_content(checkout: Path) -> None:
+    before = published_version(checkout)
+    kernel_file(checkout).write_text(KERNEL + "\n")
+    assert before.startswith("ssd_fused5.py, sha256 ")
+    assert published_version(checkout) != before
+
+
+def test_libraries_line_up_before_ours_at_their_own_precisions(load: Load) -> None:
+    of, sizes = (resolve(SSD, "unfused"), load("published")), SSD.generated.chunk_sizes
+
+    def compared(cell: Cell, *precisions: PrecisionRecord) -> list[tuple[str, str]]:
+        request = BenchRequest(
+            operator=SSD, cells=(), precisions=lambda _: precisions, implementations=of, chunk_sizes=sizes
+        )
+        assert all(request.sizes(one) == sizes for one in of)
+        return [(one.name, str(precision)) for one, precision in request.compared(cell)]
+
+    assert compared(replace(CELL, dtype="fp16"), EXACT_FP32) == [
+        ("published", "exact, fp32 states"), ("published", "exact, fp16 states"), ("published", "relaxed, fp32 states"),
+        ("published", "relaxed, fp16 states"), ("unfused", "exact, fp32 states"),
+    ]  # fmt: skip
+    assert compared(CELL) == [("published", "exact, fp32 states")]
+
+
+# --- GDN's libraries
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
+def test_what_flashinfer_needs_is_prepared_once_and_given_up_with_the_inputs(
+    name: str, load: Load, calls: Calls
+) -> None:
+    run = load(name).run
+    given = replace(of_gdn(), q=of_gdn().q.repeat(1, 1, 1, 2)[..., ::2])
+    run(given, EXACT)
+    run(given, EXACT)
+    assert calls[0]["q"] is calls[1]["q"]
+    first = weakref.ref(calls[0]["q"])
+    run(replace(given, scale=2.0), EXACT)
+    assert calls[2]["q"] is not calls[0]["q"]
+    calls.clear()
+    del given
+    gc.collect()
+    assert first() is None, "those inputs are gone"
+
+
+def test_flashinfers_arguments(load: Load, calls: Calls) -> None:
+    load("flashinfer").run(of_gdn(), EXACT)
+    assert calls[0]["beta"].dtype == FP32
+    assert calls[0]["cu_seqlens"].tolist() == [0, 6, 12]
+    assert calls[0]["backend"] == "flashinfer", "it does not choose another library"
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_mtp"])
+def test_copies_of_the_inputs_are_named(name: str, load: Load) -> None:
+    """So that v and the states can be changed at their addresses, as replays read them."""
+    implementation, given = load(name), of_gdn()
+    before = implementation.run(given, EXACT)
+    for tensor in (given.v, *implementation.copies(given)):
+        tensor.mul_(2)
+    after = implementation.run(given, EXACT)
+    torch.testing.assert_close(after.out, before.out * 2, rtol=0, atol=1e-6)
+
+
+def test_fla_that_may_call_other_libraries_is_not_taken(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(monkeypatch, FLA, chunk_gated_delta_rule=as_fla([]))
+    with pytest.raises(MissingCapabilityError, match="may call other libraries"):
+        load("fla")
+
+
+# --- libraries that tune themselves
+
+
+class Kernel:
+    """A stand-in for a kernel that is compiled on demand.  Records its arguments and the mode of every call."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.modes: list[bool] = []
+
+    def run(self, **arguments: Any) -> None:
+        self.asked.append(arguments)
+        self.modes.append(_async_compile.active_mode.get() is not None)
+
+
+def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
+    def plain(x: Any, BLOCK: int) -> None:
+        pass
+
+    configs = [triton.Config({"BLOCK": block}, num_warps=8) for block in blocks]
+    tuner = triton.autotune(configs, key=["x"])(triton.jit(plain))
+    assert isinstance(tuner, Autotuner)
+    tuner.fn, tuner.nargs = kernel, {"x": 7}
+    module = ModuleType("tuned")
+    module.tuner = tuner  # type: ignore[attr-defined]
+    Tunings([module])
+    return tuner
+
+
+OPTIONS = {"grid": (1,), "warmup": False}
+
+
+def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted tuner can go on later."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    kernel = Kernel()
+    tuner = tuned(kernel, 32, 64)
+    with monkeypatch.context() as patched:
+        patched.setattr(triton.AsyncCompileMode, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tuner.prune_configs(OPTIONS)
+    assert _async_compile.active_mode.get() is None
+    assert tuner.prune_configs(OPTIONS) == tuner.configs
+    assert [(asked["x"], asked["BLOCK"], asked["num_warps"]) for asked in kernel.asked] == 2 * [(7, 32, 8), (7, 64, 8)]
+    assert all(asked["warmup"] for asked in kernel.asked)  # compiles, and launches nothing
+    assert kernel.modes == [True] * 4
+    assert _async_compile.active_mode.get() is None
+
+
+def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(load: Load, checkout: Path) -> None:
+    kernel_file(checkout).write_text(TUNED)
+    call: Any = load("published").run.args[0]  # type: ignore[attr-defined]
+    kernel = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
+    flags = torch.ones(4)
+    kernel.pre_hook({"sync_atomic": flags})
+    assert not flags.any()
+
+
+def test_the_published_kernel_is_tuned_for_each_shape_and_layout_of_tokens(load: Load, checkout: Path) -> None:
+    kernel_file(checkout).write_text(TUNED)
+    run, sizes = load("published").run, [(1, 1024), (1, 2048), (2, 1024), (1, 1024, 4, 1), (1, 1024, 4, 2)]
+    for size in sizes:
+        assert run(of_ssd(FP16, size=size), EXACT).final_states == []
+    for size in sizes:
+        assert run(of_ssd(FP16, size=size), EXACT).final_states == [f"tuned for {list(size[:2])}"]
+
+
+def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
+    load: Load, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = tuned(Kernel(), 32, 64)
+    put(monkeypatch, f"{TRITON}.ssd_chunk_scan", tuner=tuner)
+    run, seen = load("mamba_ssm").run, []
+    for size in ((1, 8), (2, 4096), (1, 8200), (4, 4096), (1, 8)):
+        run(of_ssd(FP16, size=size), OF_FP16)
+        seen.append(list(tuner.cache))
+        tuner.cache[len(calls)] = tuner.configs[0]
+    assert seen == [[], [1], [], [3], [1, 2]]
