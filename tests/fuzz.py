@@ -106,6 +106,16 @@ def in_bytes(draw: random.Random, data: bytes) -> bytes:
     return draw.choice((data[:at], flipped, data[:at] + data[at + 1 :], b"[" * 10**5, b"", b"[]", nested))
 
 
+def in_lines(draw: random.Random, data: bytes) -> bytes:
+    """One line of a stored run: damaged, twice, missing, or where another was."""
+    lines = data.splitlines()
+    at, way = draw.randrange(len(lines)), draw.choice((in_json, in_json, in_bytes))
+    lines[at : at + 1] = draw.choice(([way(draw, lines[at])], [way(draw, lines[at])], [lines[at]] * 2, []))
+    if draw.random() < 0.1:
+        draw.shuffle(lines)
+    return b"".join(line + b"\n" for line in lines)
+
+
 def in_header(draw: random.Random, data: bytes) -> bytes:
     """In the header of a safetensors file."""
     end = 8 + int.from_bytes(data[:8], "little")
@@ -151,13 +161,16 @@ def invoked(*words: str) -> tuple[int, str]:
 
 
 def of_report(draw: random.Random, file: Path) -> str:
-    code, shown = invoked("export", str(file), "--format", "json")
-    if code > 1:
-        return ""
+    """A document, or a file of a stored run."""
+    path = str(file if file.parent == Path() else file.parent)
+    code, shown = invoked("export", path, "--format", "json")
+    listed = invoked("runs")[0] if file.parent != Path() else 0
+    if code > 1 or listed:
+        return f"exit {listed} of the list of runs" if listed else ""
     Path("outputs").unlink(missing_ok=True)
     other = draw.choice((*FORMATS, "accuracy", "compare"))
-    of_others = {"accuracy": ("accuracy", str(file)), "compare": ("compare", str(file), str(file))}
-    second, output = invoked(*of_others.get(other, ("export", str(file), "--format", other)))
+    of_others = {"accuracy": ("accuracy", path), "compare": ("compare", path, path)}
+    second, output = invoked(*of_others.get(other, ("export", path, "--format", other)))
     if "\x1b" in output:
         return f"an escape sequence in {other}"
     if other == "github" and any("=" not in line for line in Path("outputs").read_text().splitlines()):
@@ -221,6 +234,8 @@ Damage = Callable[[random.Random, bytes], bytes]
 JSON = (in_json, in_json, in_json, in_bytes)
 KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, ...]]] = {
     "report": (of_report, "report-*.json", JSON),
+    "stored": (of_report, "runs/stored/*.json", JSON),
+    "lines": (of_report, "runs/stored/*.jsonl", (in_lines, in_lines, in_bytes)),
     "settings": (of_settings, "settings.toml", (in_words, in_words, in_bytes)),
     "config": (of_folder, "mamba2/config.json", JSON),
     "tokenizer": (of_folder, "mamba2/tokenizer*.json", JSON),
@@ -232,6 +247,13 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, 
 }
 
 
+def reports() -> None:
+    small = cases.report(layers=(0,), precisions=(cases.EXACT_FP32,), seqlens=(64,))
+    for number, one in enumerate((small, cases.bench(), cases.prefill(), cases.answers(), cases.in_calls(small))):
+        Path(f"report-{number}.json").write_text(dump(one))
+    Path("good.json").write_text(dump(small))
+
+
 def prepare() -> None:
     """Undamaged files in the current folder, and a limit for each command."""
 
@@ -240,10 +262,7 @@ def prepare() -> None:
 
     signal.signal(signal.SIGALRM, ring)
     os.environ |= {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "GITHUB_OUTPUT": "outputs", "GITHUB_STEP_SUMMARY": "summary"}
-    small = cases.report(layers=(0,), precisions=(cases.EXACT_FP32,), seqlens=(64,))
-    for number, one in enumerate((small, cases.bench(), cases.prefill(), cases.answers(), cases.in_calls(small))):
-        Path(f"report-{number}.json").write_text(dump(one))
-    Path("good.json").write_text(dump(small))
+    reports()
     Path("settings.toml").write_text(SETTINGS)
     model = tiny_models.shared("mamba2")
     model.save_pretrained("mamba2", max_shard_size="100KB")
@@ -258,11 +277,11 @@ def prepare() -> None:
     assert invoked("capture", "mamba2", "--prompt", "random", *RUN[:4], "--out", "captures")[0] == 0
     for folder in ("mamba2", "whole", "pickle"):
         assert invoked("run", folder, "--prompt", "random", *RUN, "--dry-run")[0] == 0
+    assert invoked("run", "mamba2", "--prompt", "random", *RUN, "--out", "runs/stored")[0] == 0
 
 
-def tried(kind: str, seed: int) -> str:
+def tried(kind: str, draw: random.Random) -> str:
     """What is wrong with how one damaged input of a kind ends; empty if nothing is."""
-    draw = random.Random(f"{kind} {seed}")
     given, pattern, ways = KINDS[kind]
     file = draw.choice(sorted(Path().glob(pattern)))
     whole = file.read_bytes()
@@ -288,7 +307,7 @@ def main() -> None:
         while time.monotonic() < ends:
             for kind in kinds:
                 counts[kind] += 1
-                if wrong := tried(kind, seed):
+                if wrong := tried(kind, random.Random(f"{kind} {seed}")):
                     counts[f"{kind}: {wrong.split(':')[0]}"] += 1
                     print(kind, seed, wrong, flush=True)
             seed += 1

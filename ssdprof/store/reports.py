@@ -272,8 +272,9 @@ def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> st
         if made is not None and not any(b'{"case":' in file.read_bytes() for file in files):
             for file in (*files, writer.folder / HEADER):
                 file.unlink(missing_ok=True)
-            if made and not any(writer.folder.iterdir()):
-                writer.folder.rmdir()
+            if made:
+                with suppress(OSError):  # it has other files, or was removed
+                    writer.folder.rmdir()
         return "Nothing had been compared yet, and no report is kept."
     why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
     if isinstance(error, SsdprofError):

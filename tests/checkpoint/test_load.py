@@ -430,6 +430,13 @@ def in_archive(program: bytes) -> Callable[[Path], object]:
     return write
 
 
+def flip_a_bit(file: Path) -> None:
+    """Of a weight."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
     return lambda file: torch.save(original_state() | {A_LOG: change(original_state()[A_LOG])}, file)
 
@@ -443,6 +450,7 @@ def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
         (changed(lambda tensor: tensor.to("meta")), "stored without its data"),
         (changed(torch.Tensor.to_sparse), "stored as a sparse tensor"),
         (changed(lambda tensor: [tensor]), "holds no table of tensors"),
+        (flip_a_bit, r"truncated or corrupt .*: the checksum of pytorch_model/data/\d+ differs"),
         (lambda file: file.write_bytes(file.read_bytes()[:5000]), "truncated or corrupt"),
         (lambda file: file.write_bytes(pickle.dumps(Malicious(file))), "truncated or corrupt"),
         *(

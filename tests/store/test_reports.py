@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -225,17 +226,19 @@ def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work() -> None:
         pytest.fail("the folder was handed out")
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["new", "an empty folder of the user"])
+@pytest.mark.parametrize("folder", ["new", "an empty one of the user", "removed meanwhile"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MissingCapabilityError("no memory")])
-def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseException, there: bool) -> None:
+def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseException, folder: str) -> None:
     before, out = store("before"), Path("out")
-    if there:
+    if folder == "an empty one of the user":
         out.mkdir()
     with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, header(), Unwatched()) as writer:
         writer.note("Each key head was taken once.")
+        if folder == "removed meanwhile":
+            shutil.rmtree(out)
         raise error
-    assert out.exists() == there
-    assert not there or not any(out.iterdir())
+    assert out.exists() == (folder == "an empty one of the user")
+    assert not out.exists() or not any(out.iterdir())
     assert latest("run") == before
 
 
