@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from triton.runtime.interpreter import interpreter_builder
 
 from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord, Probe
@@ -51,7 +52,7 @@ class Entry:
 
     case: what is known before it runs.  baseline: whose output it is also compared with; None: nobody's.
     turns: entries with equal ones are timed together.
-    probes: (seconds of a call) -> the laws that it obeys, tested after it was found correct.
+    probes: (whether Triton's interpreter ran it) -> the laws that it obeys, tested after it was found correct.
     bits: the fingerprint of its first output.
     """
 
@@ -59,7 +60,7 @@ class Entry:
     call: Call
     baseline: Entry | None = None
     turns: Hashable = None
-    probes: Callable[[float], tuple[Probe, ...]] = lambda _: ()
+    probes: Callable[[bool], tuple[Probe, ...]] = lambda _: ()
     bits: tuple[int, ...] = ()
 
     @property
@@ -132,7 +133,7 @@ class Comparer:
 
     def _verified(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None) -> dict[Entry, Case]:
         """Run the entries, whose outputs fit in memory together, and compare them with the oracle in one pass."""
-        runs: dict[Entry, tuple[Output | None, dict[str, Any], float]] = {}
+        runs: dict[Entry, tuple[Output | None, dict[str, Any], bool]] = {}
         with self.watcher.step(f"{label}: running", len(entries), unit="cases") as advance:
             for entry in entries:
                 runs[entry] = self._first_run(entry)
@@ -147,20 +148,21 @@ class Comparer:
         cases = {
             entry: Case(**(entry.case.own | fields | found.get(entry, {}))) for entry, (_, fields, _) in runs.items()
         }
-        seconds = {entry: took for entry, (_, _, took) in runs.items()}
+        interpreted = {entry: one for entry, (_, _, one) in runs.items()}
         if verdicts is None:
             del outputs, runs  # the probes need memory
             with self.watcher.step(f"{label}: testing laws", len(cases), unit="cases") as advance:
                 for entry, case in cases.items():
                     with while_it_runs(case):
-                        if case.result == "passed" and (probes := entry.probes(seconds[entry])):
+                        if case.result == "passed" and (probes := entry.probes(interpreted[entry])):
                             cases[entry] = case.changed(probes=probes)
                     advance(1)
         return cases
 
-    def _first_run(self, entry: Entry) -> tuple[Output | None, dict[str, Any], float]:
-        """The output, fields of the case, and the seconds that the call took."""
+    def _first_run(self, entry: Entry) -> tuple[Output | None, dict[str, Any], bool]:
+        """The output, fields of the case, and whether Triton's interpreter ran a kernel."""
         call = entry.call
+        interpreter_builder.grid_idx = None  # of the program that runs
         try:
             with while_it_runs(entry.case):
                 output, fields = call.first_run(self.deadline.seconds)
@@ -168,7 +170,7 @@ class Comparer:
             if self.deadline.exhausted:
                 raise BudgetSpent(f" in the first call of {call.label}") from None
             reason = f"its first call was stopped after {self.deadline.most:g} s"
-            return None, {"status": "failed", "reason": reason}, 0.0
+            return None, {"status": "failed", "reason": reason}, False
         first = fields.pop("first_call", None)
         if output is not None and entry.case.kind == "library":
             # a library that tunes itself has launches and allocations of its own, and may leave any values behind
@@ -177,7 +179,7 @@ class Comparer:
             limits = SMLimits.of(call.device)
             launches = tuple(with_occupancy(launch, limits) for launch in fields.get("launches", ()))
             fields |= {"first_call": first, "launches": launches}
-        return output, fields, first.seconds if first else 0.0
+        return output, fields, interpreter_builder.grid_idx is not None
 
     def _accuracies(self, outputs: Mapping[Entry, Output], label: str) -> dict[Entry, dict[str, Any]]:
         """Fields of the cases."""

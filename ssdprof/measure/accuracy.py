@@ -317,38 +317,6 @@ class HeadNorms:
         return (self.square_sum / elements).sqrt()
 
 
-class SliceSums:
-    """Running sums of squares of an error and of the reference, in slices of the positions.
-
-    For a tensor without positions, nothing is kept.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._squares: torch.Tensor | None = None  # (2, slices), fp64
-
-    def add(self, error: torch.Tensor, other: torch.Tensor, place: Region) -> None:
-        """Blocks of `place`: (h, elements), fp64."""
-        if place.positions is None:
-            return
-        length, (start, stop) = place.shape[1], place.positions
-        slices = min(SLICES, length)
-        if self._squares is None:
-            self._squares = torch.zeros(2, slices, dtype=torch.float64, device=self._device)
-        index = torch.arange(start, stop, device=self._device) * slices // length
-        in_slice = torch.arange(slices, device=self._device)[:, None] == index
-        for sums, block in zip(self._squares, (error, other), strict=True):
-            squares = block.square().view(len(block), stop - start, -1).sum((0, 2))
-            sums += torch.where(in_slice, squares, 0.0).sum(1)  # index_add_ has no fixed order of additions
-
-    def ratios(self) -> tuple[float | None, ...]:
-        """The RMS ratio in each slice; None for an infinite one.  Waits for the device."""
-        if self._squares is None:
-            return ()
-        error, other = self._squares
-        return tuple(_finite(ratio) for ratio in rms_ratio(error, other).tolist())
-
-
 class RunningDeviation:
     """Accumulates a `Deviation`."""
 
@@ -357,7 +325,7 @@ class RunningDeviation:
         self.shape = shape
         self.error = HeadNorms(heads, device)
         self.other = HeadNorms(heads, device)
-        self._along = SliceSums(device)
+        self._squares: torch.Tensor | None = None  # of error and other in slices of the positions: (2, slices), fp64
         self._worst_index = torch.zeros(heads, dtype=torch.int64, device=device)
         self._matches = torch.zeros(len(TOLERANCES), dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
@@ -382,7 +350,8 @@ class RunningDeviation:
         self._worst_index = torch.where(worse, place.flat(head, block_argmax), self._worst_index)
         self.error.add(error)
         self.other.add(other_finite)
-        self._along.add(error, other_finite, place)
+        if place.positions is not None:
+            self._add_slices(error, other_finite, *place.positions)
 
         equal = ours == other
         for i, tolerance in enumerate(TOLERANCES):
@@ -394,6 +363,16 @@ class RunningDeviation:
         self._first_nonfinite = torch.minimum(self._first_nonfinite, first)
         self._nonfinite += bad.sum()
         self.elements += ours.numel()
+
+    def _add_slices(self, error: torch.Tensor, other: torch.Tensor, start: int, stop: int) -> None:
+        slices, device = min(SLICES, self.shape[1]), error.device
+        if self._squares is None:
+            self._squares = torch.zeros(2, slices, dtype=torch.float64, device=device)
+        index = torch.arange(start, stop, device=device) * slices // self.shape[1]
+        in_slice = torch.arange(slices, device=device)[:, None] == index
+        for sums, block in zip(self._squares, (error, other), strict=True):
+            squares = block.square().view(len(block), stop - start, -1).sum((0, 2))
+            sums += torch.where(in_slice, squares, 0.0).sum(1)  # index_add_ has no fixed order of additions
 
     def result(self) -> Deviation:
         """worst_head: the one with the largest RMS ratio of its own; worst_position: that of max_abs, in any head.
@@ -414,7 +393,7 @@ class RunningDeviation:
             nonfinite=nonfinite,
             first_nonfinite=unravel(int(self._first_nonfinite), self.shape) if nonfinite else None,
             scale_max_abs=float(self.other.max.max()),
-            along=self._along.ratios(),
+            along=() if self._squares is None else tuple(map(_finite, rms_ratio(*self._squares).tolist())),
         )
 
     def position_of_max(self, head: int) -> tuple[int, ...]:

@@ -31,7 +31,6 @@ from ssdprof.operators.rounding import Span
 
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 MOST_SEQUENCES = 3
-SLOW = 0.3  # seconds of a call without a GPU, as in Triton's interpreter; the laws make about a hundred
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
 OF_THE_SAME_FORM = (REPEATS, "inputs unchanged", "causality", "doubling", "loud past")
@@ -59,11 +58,11 @@ class Prober:
         self.kinds: set[str] = {"own", "library"} if INTERPRETED and not thorough else {"own", "library", "bundled"}
 
     def probe(
-        self, implementation: Implementation, inputs: Any, precision: PrecisionRecord, seconds: float = 0.0
+        self, implementation: Implementation, inputs: Any, precision: PrecisionRecord, interpreted: bool = False
     ) -> tuple[Probe, ...]:
         """Empty if nothing was to be done.
 
-        inputs: of a call that the implementation computed correctly.  seconds: that it took.
+        inputs: of a call that the implementation computed correctly.  interpreted: slowly, by Triton's interpreter.
         Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
         dims = operators.get(inputs.operator).judged.dims(inputs)
@@ -76,8 +75,8 @@ class Prober:
         spans = [replace(one, stop=min(one.stop, one.start + longest)) for one in _spans(inputs) if one.length]
         short = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
         laws = _Laws(implementation, short, precision, self._isolated)
-        if seconds > SLOW and not self._thorough and inputs.device.type == "cpu":
-            why = f"a call takes {seconds:.2g} s here; --thorough tests it"
+        if interpreted and not self._thorough:
+            why = "Triton's interpreter runs it; --thorough tests it"
             return tuple(Probe(name=name, holds="not applicable", detail=why) for name in laws.tests)
         if implementation.kind == "own":
             self._isolated.prepare(implementation, list(laws.forms()), precision)

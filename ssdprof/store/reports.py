@@ -279,11 +279,9 @@ def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> st
     why = "interrupted" if isinstance(error, KeyboardInterrupt) else library_message(error)
     if isinstance(error, SsdprofError):
         why = error.message.rstrip(".")
-    try:
+    with suppress(SsdprofError):  # the disk may be what ended it
         writer.update(ended=why)
         writer.flush()
-    except SsdprofError:  # the disk may be what ended it
-        pass
     report = writer.kept()
     if not report.cases:
         return "What was done could not be kept."

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, device_times, wanted_pairs
-from ssdprof.kernels import UnsupportedError
+from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.first_run import Call, CallRejected, Deadline
 
@@ -96,6 +97,24 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
     assert [tensor.tensor for tensor in good.accuracy] == ["out", "final_states"]
     assert (good.variant, good.samples, good.workspace_bytes, good.reason) == ("good", (), None, "")
     assert [launch.kernel for launch in good.launches] == ["good"]
+
+
+def test_laws_are_told_whether_the_interpreter_ran_the_call() -> None:
+    def interpreted(output: SSDOutput) -> SSDOutput:
+        get("ssd", "unfused").run(inputs(), Precision())
+        return output
+
+    told: dict[str, bool] = {}
+
+    def note(name: str, was_interpreted: bool) -> tuple[()]:
+        told[name] = was_interpreted
+        return ()
+
+    several = entries("plain"), entries("triton", spoil=interpreted), entries("plain again")
+    for (entry,) in several:
+        entry.probes = partial(note, entry.case.implementation)
+    compared(*several)
+    assert told == {"plain": False, "triton": True, "plain again": False}
 
 
 def test_an_oracle_without_memory_is_said_of_every_case(monkeypatch: pytest.MonkeyPatch) -> None:

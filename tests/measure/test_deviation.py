@@ -21,24 +21,18 @@ def deviation_of(ours: torch.Tensor, other: torch.Tensor, block: int = 2) -> Dev
     return running.result()
 
 
-def match_pcts(deviation: Deviation) -> list[float]:
-    return list(deviation.matches)
-
-
 def test_tolerance_is_absolute_plus_relative() -> None:
     other = torch.full(SHAPE, 2.0)
+    other[1, 0, 0, 0] = -9
     ours = other.clone()
     ours[0, 0, 0] += torch.tensor([0.0, 2.9e-3, 3.1e-3, 3.1e-2])  # 1e-3 (1 + 2) and 1e-2 (1 + 2) are the limits
     percent = 100 / other.numel()
     expected = [100 - 3 * percent, 100 - 2 * percent, 100 - percent]
-    assert match_pcts(deviation_of(ours, other)) == pytest.approx(expected)
-
-
-def test_zero_tolerance_means_equal_values() -> None:
+    result = deviation_of(ours, other)
+    assert (list(result.matches), result.scale_max_abs) == (pytest.approx(expected), 9)
     ours, other = torch.zeros(SHAPE), torch.zeros(SHAPE)
-    ours[0, 0, 0, 0] = -0.0
-    ours[1, 4, 2, 3] = 1e-45
-    assert match_pcts(deviation_of(ours, other))[0] == pytest.approx(100 - 100 / other.numel())
+    ours[0, 0, 0, 0], ours[1, 4, 2, 3] = -0.0, 1e-45  # a tolerance of 0 means equal values
+    assert deviation_of(ours, other).matches[0] == pytest.approx(100 - percent)
 
 
 def test_what_is_not_finite_matches_only_the_same_infinity() -> None:
@@ -47,7 +41,7 @@ def test_what_is_not_finite_matches_only_the_same_infinity() -> None:
     ours[1, 2, 1] = torch.tensor([inf, inf, 0.0, nan])
     other[1, 2, 1] = torch.tensor([inf, -inf, inf, nan])
     result = deviation_of(ours, other)
-    assert match_pcts(result) == pytest.approx([100 - 300 / other.numel()] * 3)
+    assert list(result.matches) == pytest.approx([100 - 300 / other.numel()] * 3)
     assert (result.nonfinite, result.first_nonfinite) == (4, (1, 2, 1, 0))
     assert (result.rms_ratio, result.max_abs) == (0, 0)
 
@@ -108,12 +102,6 @@ def test_sums_are_the_same_bits_each_time() -> None:
 def test_unravel_inverts_the_row_major_index() -> None:
     index = torch.arange(math.prod(SHAPE)).reshape(SHAPE)
     assert unravel(int(index[1, 3, 2, 1]), SHAPE) == (1, 3, 2, 1)
-
-
-def test_the_scale_is_the_other_tensors_largest_magnitude() -> None:
-    other = torch.ones(SHAPE)
-    other[0, 1, 0, 0] = -9
-    assert deviation_of(torch.full(SHAPE, 20.0), other).scale_max_abs == 9
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])

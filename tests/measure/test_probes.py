@@ -190,12 +190,13 @@ def test_each_kind_of_layer_is_probed_once_unless_thorough() -> None:
     assert probed(oracle_output, ssd(seqlen=20, heads=4), once)
 
 
-def test_a_kernel_that_takes_seconds_without_a_gpu_is_probed_if_thorough() -> None:
+def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:
     implementation, given = own_implementation(operators.get("ssd"), "mine:slow", oracle_output), ssd(seqlen=20)
-    found = Prober(Here()).probe(implementation, given, EXACT_FP32, 7.2)
-    assert {one.detail for one in found} == {"a call takes 7.2 s here; --thorough tests it"}
+    found = Prober(Here()).probe(implementation, given, EXACT_FP32, interpreted=True)
+    assert {one.detail for one in found} == {"Triton's interpreter runs it; --thorough tests it"}
     assert {one.holds for one in found} == {"not applicable"}
-    assert "yes" in {one.holds for one in Prober(Here(), thorough=True).probe(implementation, given, EXACT_FP32, 7.2)}
+    thorough = Prober(Here(), thorough=True).probe(implementation, given, EXACT_FP32, interpreted=True)
+    assert "yes" in {one.holds for one in thorough}
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import cycle
 
 import numpy as np
+import pytest
 
 from ssdprof.core.case import Samples
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
@@ -89,10 +90,22 @@ def test_each_recording_is_set_up_after_the_samplers_of_the_last_are_gone() -> N
     sample_in_turns(set_up, plan())
 
 
-def test_steady_samples_end_after_the_fewest_recordings() -> None:
+DISAGREEING = [value for value in (100.0, 104, 98, 103, 99, 105) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "given", "recordings"),
+    [
+        ([100.0], [50.0], SamplingPlan(), 5),  # steady: the fewest
+        (DISAGREEING, [100.0], plan(max_recordings=12), 12),
+        ([1.0, 2.0], [1.0], plan(seconds=0), 3),  # the fewest, although no time is left
+    ],
+)
+def test_recordings_that_disagree_are_followed_by_more(
+    a: list[float], b: list[float], given: SamplingPlan, recordings: int
+) -> None:
     clock = Clock()
-    samples = sample_in_turns(clock.set_up(a=[100], b=[50]), SamplingPlan(), now=clock.now)
-    assert shape(samples[A]) == [4] * 5
+    assert shape(sample_in_turns(clock.set_up(a=a, b=b), given, now=clock.now)[A]) == [4] * recordings
 
 
 def test_noisy_rounds_make_recordings_longer_and_not_more() -> None:
@@ -125,13 +138,6 @@ def test_rounds_that_drift_together_are_not_noisy() -> None:
     assert shape(sample_in_turns(set_up, plan())[A]) == [4, 4, 4]
 
 
-def test_recordings_that_disagree_are_followed_by_more() -> None:
-    clock = Clock()
-    disagreeing = [value for value in (100, 104, 98, 103, 99, 105) for _ in range(4)]
-    samples = sample_in_turns(clock.set_up(a=disagreeing, b=[100]), plan(max_recordings=12), now=clock.now)
-    assert shape(samples[A]) == [4] * 12
-
-
 def test_call_times_are_not_compared_with_device_times() -> None:
     """Each is steady relative to times of its own kind, while the two kinds drift apart."""
     drift = iter(np.linspace(1, 2, 1000))
@@ -145,14 +151,12 @@ def test_call_times_are_not_compared_with_device_times() -> None:
     assert shape(samples["call", "a"]) == [4, 4, 4]
 
 
-def test_the_time_budget_ends_the_sampling_but_not_below_the_fewest_recordings() -> None:
+def test_the_time_budget_ends_the_sampling() -> None:
     clock = Clock()
     shaky = [value for value in (20_000, 60_000, 35_000) for _ in range(4)]
     samples = sample_in_turns(clock.set_up(a=shaky, b=[1000]), plan(seconds=1.0), now=clock.now)
     assert 3 < len(samples[A]) == len(samples[B]) < 20
     assert 0.7 < clock.seconds <= 1.0
-    clock = Clock()
-    assert shape(sample_in_turns(clock.set_up(a=[1, 2], b=[1]), plan(seconds=0), now=clock.now)[A]) == [4, 4, 4]
 
 
 def test_what_a_later_recording_leaves_out_is_given_up() -> None:
