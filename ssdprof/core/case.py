@@ -440,11 +440,6 @@ class Case(Record):
         """Microseconds of each recording of all processes; empty if there are none."""
         return tuple(own for one in self.samples if one.clock == clock for own in one.us)
 
-    @property
-    def of_one_process(self) -> bool:
-        """Whether all samples are of one process: call times of another may differ by more than their interval."""
-        return len({one.process for one in self.samples}) == 1
-
     def by_clock(self, clock: Clock) -> Estimate | None:
         """The time in microseconds."""
         if found := self.rounds(clock):

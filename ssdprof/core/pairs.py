@@ -20,7 +20,7 @@ from ssdprof.core.report import Condition, Report, Verdict
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.errors import BadInputError
 
-TotalBy = Literal["device time", "call time", "speedup"]
+TotalBy = Literal["device time", "call time", "speedup", "call speedup"]
 TotalOver = Literal["layer", "call", "length"]
 _TIMED = (*SLOWER, "time", "speedup")  # metrics of times
 
@@ -293,7 +293,9 @@ def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
 
     def key(pair: Pair) -> tuple[str, TotalOver, str, PrecisionRecord, TotalBy]:
         case = pair.case
-        by: TotalBy = "speedup" if not pair.time else "call time" if case.prefill else "device time"
+        by: TotalBy = "device time" if pair.time else "speedup"
+        if case.prefill:
+            by = "call time" if pair.time else "call speedup"
         return *_calls(case), case.implementation, case.precision, by
 
     for (where, over, name, precision, by), own in grouped((one for one in pairs if one.judged_by), key).items():
@@ -367,4 +369,5 @@ def _slower(condition: Condition, pair: Pair) -> str | None:
     if change.verdict(condition.limit / 100) != "slower":
         return ""
     what, times = ("speedup", change) if by_speedup else ("time", change.inverse)
-    return f"{times.value:.4g} times BASE's {what} [{times.low:.4g}, {times.high:.4g}]"
+    by_call = condition.at == "call" or pair.case.prefill
+    return f"{times.value:.4g} times BASE's {what}{'' if by_call else f' [{times.low:.4g}, {times.high:.4g}]'}"

@@ -29,9 +29,12 @@ def ratio(value: float | None) -> str:
     return MISSING if value is None else f"{_ratio(value)}x"
 
 
-def speedup(found: Estimate | None) -> str:
-    """A ratio and its interval: "1.52x [1.49, 1.55]"."""
-    return MISSING if found is None else f"{ratio(found.value)} [{_ratio(found.low)}, {_ratio(found.high)}]"
+def speedup(found: Estimate | None, *, by_call: bool = False) -> str:
+    """A ratio and its interval: "1.52x [1.49, 1.55]".  by_call: without it, because another process's may not overlap
+    with it."""
+    if found is None or by_call:
+        return ratio(found.value if found else None)
+    return f"{ratio(found.value)} [{_ratio(found.low)}, {_ratio(found.high)}]"
 
 
 def counts(smallest_difference: float) -> str:

@@ -51,7 +51,7 @@ SPEED: tuple[Column[Series], ...] = (
     Column("verdict", _verdict),
     *lifted(
         _timed,
-        Column("speedup,\ncall", lambda row: fmt.ratio(one.value if (one := row.speedup("call")) else None)),
+        Column("speedup,\ncall", lambda row: fmt.speedup(row.speedup("call"), by_call=True)),
         Column("device\ntime", lambda row: fmt.duration(row.us["device"])),
         Column("baseline,\ndevice", lambda row: fmt.duration(baseline_us(row))),
         Column("% of\nroofline", lambda row: fmt.percent(row.floor_pct, 1)),

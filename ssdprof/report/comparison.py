@@ -32,7 +32,7 @@ _TOTALS: tuple[Column[Total], ...] = (
     words(PRECISION, lambda one: one.precision.short),
     words("where", lambda one: one.where),
     words("verdict", lambda one: one.verdict),
-    Column("BASE / NEW", lambda one: fmt.speedup(one.change)),
+    Column("BASE / NEW", lambda one: fmt.speedup(one.change, by_call=one.by.startswith("call"))),
     words("by", lambda one: one.by),
     words("mean of", lambda one: fmt.plural(one.cases, one.over)),
 )
@@ -129,9 +129,9 @@ def _sections(comparison: Comparison, stalls: Sequence[StageChange], every: bool
     columns: tuple[Column[Pair], ...] = (
         *_NAMES,
         words("verdict", lambda pair: pair.verdict),
-        Column("time,\nBASE / NEW", lambda pair: fmt.speedup(pair.time)),
-        Column("call time,\nBASE / NEW", lambda pair: fmt.speedup(pair.call)),
-        Column("speedup,\nNEW / BASE", lambda pair: fmt.speedup(pair.over_baseline)),
+        Column("time,\nBASE / NEW", lambda pair: fmt.speedup(pair.time, by_call=bool(pair.case.prefill))),
+        Column("call time,\nBASE / NEW", lambda pair: fmt.speedup(pair.call, by_call=True)),
+        Column("speedup,\nNEW / BASE", lambda pair: fmt.speedup(pair.over_baseline, by_call=bool(pair.case.prefill))),
         Column("time,\nBASE", lambda pair: us(pair.base)),
         Column("time,\nNEW", lambda pair: us(pair.new)),
         Column("speedup,\nBASE", lambda pair: speedup(comparison.base, pair.base)),

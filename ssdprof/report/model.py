@@ -151,7 +151,7 @@ def _times(report: Report, rows: Sequence[_Row]) -> Table | None:
         text("convolution\nand norm", lambda row: row[1].conv_and_norm),
         text("implementation", lambda row: _name(row[0])),
         Column("call", lambda row: fmt.duration(row[0].call_us.value) if row[0].call_us else _untimed(row[0])),
-        Column("speedup", lambda row: fmt.speedup(report.speedup(row[0]))),
+        Column("speedup", lambda row: fmt.speedup(report.speedup(row[0]), by_call=True)),
         Column("verdict", lambda row: report.faster(row[0]) or fmt.MISSING),
         Column("predicted", lambda row: fmt.ratio(report.predicted(row[0]) if report.speedup(row[0]) else None)),
         Column("operator's\nshare", lambda row: fmt.share(share(*row), 1)),

@@ -56,7 +56,7 @@ def test_prefill_times_and_where_they_go() -> None:
     assert document.title == "ssdprof prefill, ibm-granite/granite-4.0-h-small, NVIDIA H200"
     assert [label for label, _ in document.origin] == ["weights", "GPU", "when"]
     assert of_title(found, "Prefill time, all 40 layers").rows[1] == (
-        "1,024", "model", "fused hopper", "1.00 ms", "2.00x [1.98, 2.02]", "faster",
+        "1,024", "model", "fused hopper", "1.00 ms", "2.00x", "faster",
         "1.18x",  # 1 / (1 - 60 (10 - 5) / 2000)
         "30.0%", "5.00 µs", "1.00 GiB", "0.05",
     )  # fmt: skip
@@ -66,7 +66,7 @@ def test_prefill_times_and_where_they_go() -> None:
     (left,) = (block for one in document.sections for block in one.blocks if one.title == "Left to the model")
     assert left == ("unfused at 1,024 tokens: the model itself computed the norm.",)
     for text in (printed(terminal.render(document)), markdown.render(document).replace("\u00a0", " ")):
-        assert "2.00x [1.98, 2.02]" in text
+        assert "2.00x" in text
 
 
 def test_prefills_that_were_not_timed_are_named() -> None:
