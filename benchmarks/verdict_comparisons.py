@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,32 +22,32 @@ from ssdprof.measure.timing import Timer, time_in_turns
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.operator import Output
 
-OPERATOR = "ssd"
-CHUNK_SIZE = 256  # for unfused
-DIFFERENCE = 0.03
+CHUNK_SIZE = 256  # for unfused SSD
+DIFFERENCE = 0.02
 SHORT_WAIT = 1000  # cycles
 SHORT_WAIT_US = 1.0
 Row = dict[str, Any]
-Place = tuple[str, int, str]  # shape, tokens, implementation
+Place = tuple[str, str, int, str]  # operator, shape, tokens, implementation
 
 
 @cache
-def inputs_of(shape: str, seqlen: int) -> Any:
-    generator = operators.get(OPERATOR).generated
+def inputs_of(operator: str, shape: str, seqlen: int) -> Any:
+    generator = operators.get(operator).generated
     cell = Cell(
         shape=parse_shapes(generator, shape)[0],
         dtype="bf16",
         layout="contiguous",
         tokens=Tokens(sequences=1, seqlen=seqlen),
     )
-    return generator.with_chunk_size(generator.draw(cell, torch.device("cuda")), CHUNK_SIZE)
+    inputs = generator.draw(cell, torch.device("cuda"))
+    return replace(inputs, chunk_size=CHUNK_SIZE) if generator.chunk_sizes else inputs
 
 
 @cache
 def run_of(place: Place) -> Run:
     """A call whose kernels are compiled."""
-    shape, seqlen, implementation = place
-    call: Run = partial(kernels.get(OPERATOR, implementation).run, inputs_of(shape, seqlen), Precision())
+    *inputs, implementation = place
+    call: Run = partial(kernels.get(place[0], implementation).run, inputs_of(*inputs), Precision())
     call()
     return call
 
@@ -82,8 +83,7 @@ def compare(timer: Timer, place: Place, runs: tuple[Run, Run], seed: int) -> Row
 
 
 def named(place: Place) -> Row:
-    shape, seqlen, implementation = place
-    return {"shape": shape, "tokens": seqlen, "implementation": implementation}
+    return dict(zip(("operator", "shape", "tokens", "implementation"), place, strict=True))
 
 
 def told(ratio: Estimate, smallest_difference: float) -> Row:
