@@ -36,8 +36,8 @@ from ssdprof.core.base import PlacementKind
 from ssdprof.environment import machine
 from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
+from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import load
-from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Unwatched
@@ -50,9 +50,9 @@ Captures = list[dict[str, torch.Tensor]]
 Row = dict[str, Any]
 
 
-def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> CaptureRequest:
-    return CaptureRequest(
-        model=str(folder), text="random", seqlens=(seqlen,), segment_length=seqlen // 4, placement=kind
+def request_of(folder: Path, seqlen: int, kind: PlacementKind) -> ServedModelOptions:
+    return ServedModelOptions(
+        model=str(folder), prompt="random", seqlens=(seqlen,), segment_length=seqlen // 4, placement=kind
     )
 
 

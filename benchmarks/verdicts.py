@@ -31,7 +31,7 @@ from verdict_comparisons import DIFFERENCE, Place, Row, different, same
 
 from ssdprof import __version__
 from ssdprof.environment.machine import collect, kernels_hash
-from ssdprof.jobs.request import COMPARED
+from ssdprof.jobs.options import COMPARED
 from ssdprof.measure.timing import CudaTimer
 
 SHAPES = {

@@ -1,6 +1,6 @@
 """The command line: the list of commands, and the handling of their errors.
 
-A command's options are a class of `commands.options`; modules with its functions are imported when it runs.
+A command's options are a class of `jobs.options`; modules with its functions are imported when it runs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import typer
 from typer.core import TyperGroup
 
 from ssdprof import __version__
-from ssdprof.commands import options, terminal
+from ssdprof.commands import terminal
 from ssdprof.environment import child
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, masked, printable
+from ssdprof.jobs import options
 
 INTERNAL_ERROR = 70  # differs from the exit code of a failed gate
 INTERRUPTED = 130  # Ctrl-C, as shells count it, and SIGTERM
@@ -114,7 +115,7 @@ def runs(
     json: options.Json = False,
 ) -> None:
     """List the runs, newest first: time, model, tokens, GPU and verdict."""
-    _module("stored").runs(folder, as_json=json)
+    _module("commands.stored").runs(folder, as_json=json)
 
 
 def models(json: options.Json = False) -> None:
@@ -122,7 +123,7 @@ def models(json: options.Json = False) -> None:
 
     Other checkpoints of a listed model type work too.
     """
-    _module("stored").models(as_json=json)
+    _module("commands.stored").models(as_json=json)
 
 
 def doctor(json: options.Json = False) -> None:
@@ -130,34 +131,34 @@ def doctor(json: options.Json = False) -> None:
 
     Without a GPU, everything works except timing.
     """
-    _module("machine").doctor(as_json=json)
+    _module("commands.machine").doctor(as_json=json)
 
 
 def schemas(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Which schema; without it, list them.")] = None,
 ) -> None:
     """Print the JSON schema of what a command prints with --json."""
-    _module("stored").schemas(name)
+    _module("commands.stored").schemas(name)
 
 
 def _module(name: str) -> Any:
-    return import_module(f"ssdprof.commands.{name}")
+    return import_module(f"ssdprof.{name}")
 
 
-# A command, or its options -> functions in `ssdprof.commands`, each called with the options and the result of the one
+# A command, or its options -> functions, each called with the options and the result of the one
 # before.
 _COMMANDS: dict[Any, tuple[str, ...]] = {
-    options.RunOptions: ("requests:run", "model:run"),
+    options.RunOptions: ("jobs.subject:run", "commands.model:run"),
     runs: (),
-    options.CaptureOptions: ("requests:capture", "model:capture"),
-    options.AccuracyOptions: ("stored:accuracy",),
-    options.AnswersOptions: ("requests:answers", "model:answers"),
-    options.ExportOptions: ("stored:export",),
-    options.CompareOptions: ("stored:compare",),
-    options.PrefillOptions: ("requests:prefill", "model:prefill"),
-    options.StallsOptions: ("requests:stalls", "kernels:stalls"),
-    options.BenchOptions: ("requests:bench", "kernels:bench"),
-    options.TuneOptions: ("requests:tune", "kernels:tune"),
+    options.CaptureOptions: ("jobs.subject:capture", "commands.model:capture"),
+    options.AccuracyOptions: ("commands.stored:accuracy",),
+    options.AnswersOptions: ("jobs.subject:answers", "commands.model:answers"),
+    options.ExportOptions: ("commands.stored:export",),
+    options.CompareOptions: ("commands.stored:compare",),
+    options.PrefillOptions: ("jobs.subject:prefill", "commands.model:prefill"),
+    options.StallsOptions: ("jobs.subject:stalls", "commands.kernels:stalls"),
+    options.BenchOptions: ("jobs.subject:bench", "commands.kernels:bench"),
+    options.TuneOptions: ("jobs.subject:tune", "commands.kernels:tune"),
     models: (),
     doctor: (),
     schemas: (),
@@ -168,7 +169,7 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     def command(**given: Any) -> None:
         values: tuple[Any, ...] = (kind(**given),)
         if _Process.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
-            _module("stored").after_child(names, ended, as_json=getattr(values[0], "json", False))
+            _module("commands.stored").after_child(names, ended, as_json=getattr(values[0], "json", False))
             return
         for name in functions:
             module, _, function = name.partition(":")

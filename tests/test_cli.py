@@ -87,8 +87,8 @@ def test_a_percentage_with_or_without_its_sign(text: str, value: float) -> None:
 
 
 def test_another_run_in_the_same_folder() -> None:
-    header = reports.draft("bench", "demo", (), environment=collect(), baseline="unfused")
-    with reports.opened(Path("shared"), header, Unwatched()):
+    header: Any = {"kind": "bench", "subject": "demo", "environment": collect(), "baseline": "unfused"}
+    with reports.opened(Path("shared"), Unwatched(), **header):
         assert "Another run is writing into shared" in refused(2, "run", "demo", "--out", "shared", "--seq", "16")
     assert reports.load("shared")[1].complete
 

@@ -9,8 +9,8 @@ from command_line import Answer
 
 from ssdprof.core.outcome import outcome
 from ssdprof.jobs import limits
+from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Chooser
-from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import find
 from ssdprof.report import html
 from ssdprof.store import reports
@@ -21,7 +21,7 @@ PLAIN = ("run", "demo", "--seq", "24", "--dtypes", "exact", "--states", "fp32")
 @pytest.fixture(autouse=True)
 def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     """An empty folder, and memory for the computation and 60 % of the demo's weights."""
-    request = CaptureRequest(model="demo", seqlens=(24,))
+    request = ServedModelOptions(model="demo", seqlens=(24,))
     subject = find(request)
     free = Chooser(subject).least_beside() + int(0.6 * subject.weight_bytes)
     monkeypatch.setattr(limits, "free_bytes", lambda: free)

@@ -39,7 +39,8 @@ NARROW = {
 
 
 def notes_of(ref: CheckpointRef) -> tuple[str, ...]:
-    return draft("run", "m", (), model=ref, environment=environment(), prompts=(PROMPT,), baseline="unfused").notes
+    header = draft(kind="run", subject="m", model=ref, environment=environment(), prompts=(PROMPT,), baseline="unfused")
+    return header.notes
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,76 +16,14 @@ from torch.distributed import HashStore
 from torchrun import Start, ranks_of, starting, wait_for
 
 from ssdprof.core.report import Report
-from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.jobs.request import CaptureRequest, ReplayRequest
+from ssdprof.errors import BadInputError
+from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.run import check
 from ssdprof.jobs.subject import find_to_replay
 from ssdprof.store import reports
-from ssdprof.store.ranks import Ranks, first_tells, follows, join, started
+from ssdprof.store.ranks import Ranks, started
 
-OF_TORCHRUN = {  # its variables for the first of two ranks
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
 FAST = ("--dtypes", "exact", "--states", "fp32")
-
-
-@pytest.fixture
-def two() -> tuple[Ranks, Ranks]:
-    store = HashStore()
-    store.set("0/process", str(os.getpid()))
-    return Ranks(0, 2, store), Ranks(1, 2, store)
-
-
-def test_every_item_falls_to_one_rank(two: tuple[Ranks, Ranks]) -> None:
-    assert [ranks.share("abcde") for ranks in two] == [("a", "c", "e"), ("b", "d")]
-
-
-def test_a_rank_waits_for_what_another_tells_unless_that_one_dies(two: tuple[Ranks, Ranks]) -> None:
-    first, second = two
-    first.tell("folder", "run")
-    assert second.told("folder", 0) == "run"
-    first.require_alive(1)  # it has not joined yet
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    first.store.set("1/process", str(process.pid))
-    with pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\."):
-        first.told("1/open", 1)  # as a zombie: its exit code has not been read
-    process.wait()
-    with pytest.raises(MissingCapabilityError):
-        first.told("1/open", 1)
-    second.require_alive(0)
-
-
-def test_a_process_that_ends_while_it_is_looked_at_is_gone(
-    two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone(_: Path) -> str:
-        raise ProcessLookupError
-
-    monkeypatch.setattr(Path, "read_text", gone)
-    with pytest.raises(MissingCapabilityError):
-        two[1].require_alive(0)
-
-
-def test_who_may_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of a cluster may set WORLD_SIZE without the other variables."""
-    assert join({}) is None
-    assert join({"WORLD_SIZE": "1", "RANK": "0"}) is None
-    with pytest.raises(BadInputError, match="several machines"):
-        join({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "RANK": "0"})
-    for absent in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        with pytest.raises(BadInputError, match=f"asks for 2 ranks, but {absent} is not set") as refused:
-            join({name: value for name, value in OF_TORCHRUN.items() if name != absent})
-        assert "unset WORLD_SIZE" in refused.value.hint
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(MissingCapabilityError, match="2 ranks need 2 GPUs") as caught:
-        join(OF_TORCHRUN)
-    assert "--nproc-per-node 1" in caught.value.hint
 
 
 def test_a_world_size_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,11 +56,11 @@ def test_what_ranks_cannot_share_is_refused(
     assert answer.err == f"error: 2 ranks cannot share {what}. hint: Start a single process, without torchrun."
 
 
-def test_more_ranks_than_layers_are_refused(two: tuple[Ranks, Ranks]) -> None:
-    found = find_to_replay(CaptureRequest(model="demo", layers="first:1"))
+def test_more_ranks_than_layers_are_refused() -> None:
+    found = find_to_replay(asked := RunOptions(model="demo", layers="first:1"))
     with pytest.raises(BadInputError, match=r"^2 ranks cannot share 1 layer\."):
-        check(found, ReplayRequest(), two[0])
-    check(found, ReplayRequest())
+        check(found, asked, Ranks(0, 2, HashStore()))
+    check(found, asked)
 
 
 @pytest.mark.parametrize("words", [("run", "demo", "--seq", "much"), ("run", "demo", "--sek", "64")])
@@ -146,18 +82,6 @@ def test_what_is_wrong_in_every_rank_is_told_by_the_first(
         answer = Answer(*words)
         assert answer.code == 2
         assert bool(answer.err) == told
-
-
-def test_what_goes_wrong_once_work_is_divided_is_told_by_every_rank(
-    two: tuple[Ranks, Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Ranks, "divided", False)
-    environment = {"WORLD_SIZE": "2", "RANK": "1"}
-    assert follows(environment)
-    two[1].share("ab")
-    assert not follows(environment)
-    assert not first_tells(environment)
-    assert not follows({})
 
 
 # --- whole runs

@@ -20,7 +20,7 @@ from ssdprof.environment import doctor, machine, toolchain
 from ssdprof.environment.toolchain import Need, needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
-from ssdprof.jobs.request import CaptureRequest
+from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.run import capture
 from ssdprof.jobs.subject import find
 from ssdprof.progress import Unwatched
@@ -183,7 +183,7 @@ def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypat
 
 
 def capture_demo(folder: Path) -> None:
-    request = CaptureRequest(model="demo")
+    request = ServedModelOptions(model="demo")
     capture(find(request), folder / "captures", overwrite=False, watcher=Unwatched())
 
 

@@ -108,7 +108,8 @@ def work(*_):
         return  # a command is two functions
     unfused, own = cases.case("unfused"), cases.case("k:f", kind="own")
     requested = tuple(map(cases.requested, (unfused, own)))
-    with opened(Path("out"), cases.of_cases("run", requested=requested).changed(processes=()), Unwatched()) as writer:
+    header = dict(kind="run", subject="m", model=cases.checkpoint(), environment=cases.environment())
+    with opened(Path("out"), Unwatched(), **header, baseline="unfused", requested=requested) as writer:
         writer.case(unfused)
         child.tell("case " + own.model_dump_json(exclude_defaults=True))
         {deed}
@@ -121,7 +122,7 @@ class Module:
 
 child._SILENT_S = 2.0
 real = cli._module
-cli._module = lambda name: real(name) if name == "stored" else Module()
+cli._module = lambda name: real(name) if name == "commands.stored" else Module()
 sys.argv = ["ssdprof", "run", "demo", "--impl", "unfused,k:f", "--out", "out"]
 cli.main()
 """

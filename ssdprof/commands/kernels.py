@@ -9,7 +9,6 @@ import typer
 
 from ssdprof import files, operators
 from ssdprof.commands import output, terminal
-from ssdprof.commands.options import BenchOptions, StallsOptions, TuneOptions
 from ssdprof.core.base import Intermediates
 from ssdprof.core.tuned import TuneReport
 from ssdprof.environment.toolchain import require_gpu
@@ -18,7 +17,8 @@ from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs import stall_files
 from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs import tune as tune_job
-from ssdprof.jobs.request import BenchRequest, StallRequest
+from ssdprof.jobs.options import BenchOptions, StallsOptions, TuneOptions
+from ssdprof.jobs.request import BenchRequest
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import ImplementationCache, required
 from ssdprof.progress import Unwatched, Watcher
@@ -76,7 +76,9 @@ def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | 
         sources = tune_job.drawn(operator, cells, device)
     else:
         sources = tune_job.captured(operator, options.where, seqlens, device)
-    wanted: tuple[Intermediates, ...] = ("exact", "relaxed") if options.dtypes == "all" else (options.dtypes,)
+    wanted: tuple[Intermediates, ...] = (
+        ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
+    )
     if options.dry_run:
         searches = tuple(tune_job.planned(operator, sources, wanted))
         if options.json:
@@ -109,7 +111,7 @@ def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | 
         terminal.out().print(render(tuning.compose(report), rest="--json"))
 
 
-def stalls(options: StallsOptions, request: StallRequest) -> None:
+def stalls(options: StallsOptions, request: StallsOptions) -> None:
     folder = None
     if options.files:
         report = analyse([read(path) for path in options.files])

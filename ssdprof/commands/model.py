@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +11,8 @@ import torch
 import typer
 
 from ssdprof.commands import output, terminal
-from ssdprof.commands.options import AnswersOptions, CaptureOptions, PrefillOptions, RunOptions
 from ssdprof.commands.output import TerminalWatcher
-from ssdprof.core.base import Record
+from ssdprof.core.base import Record, Text
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Condition, Report
 from ssdprof.core.subject import CaptureManifest
@@ -23,8 +22,8 @@ from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import prefill as prefill_job
 from ssdprof.jobs import run as run_job
 from ssdprof.jobs import stall_files
+from ssdprof.jobs.options import AnswersOptions, CaptureOptions, ModelOptions, PrefillOptions, RunOptions
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.request import COMPARED, AnswersRequest, CaptureRequest, PrefillRequest, ReplayRequest
 from ssdprof.jobs.run import resolve_implementations
 from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
 from ssdprof.jobs.subject import Stored, Subject
@@ -40,11 +39,11 @@ from ssdprof.store.tuned import use_saved
 class StoredCapture(Record):
     """The result of `ssdprof capture`."""
 
-    folder: str
+    folder: Text
     manifest: CaptureManifest
 
 
-def run(options: RunOptions, asked: tuple[ReplayRequest, Subject | Stored, Ranks | None]) -> None:
+def run(options: RunOptions, asked: tuple[RunOptions, Subject | Stored, Ranks | None]) -> None:
     wanted, found, ranks = asked
     reports = ranks is None or ranks.first  # the first rank reports for all
 
@@ -71,9 +70,9 @@ def run(options: RunOptions, asked: tuple[ReplayRequest, Subject | Stored, Ranks
     output.show(report, shown, as_json=options.json, note=output.kept(folder))
     codes = []
     if options.prefill:
-        codes.append(_prefill(found.request, wanted.smallest_difference, folder, as_json=options.json))
+        codes.append(_prefill(wanted, folder))
     if options.stalls:
-        codes.append(_stalls(found.request, folder, report, tuned, as_json=options.json))
+        codes.append(_stalls(wanted, folder, report, tuned))
     output.end(report)
     if code := max(codes, default=ExitCode.OK):
         raise typer.Exit(code)
@@ -103,43 +102,44 @@ def _judged_here(conditions: tuple[Condition, ...], options: RunOptions) -> tupl
     return tuple(one for one in conditions if one not in of_times)
 
 
-def _prefill(request: CaptureRequest, smallest_difference: float, folder: Path, *, as_json: bool) -> ExitCode:
+def _prefill(options: RunOptions, folder: Path) -> ExitCode:
     """Time and show prefills, a report in the run's folder.  If this machine cannot time them, prints why.
 
     Returns the exit code of `ssdprof prefill`.
     """
     try:
         require_gpu(*prefill_job.NEEDS_GPU)
-        subject = prefill_job.find(request)
-        wanted = PrefillRequest(
-            model=request,
-            resolved=resolve_implementations(COMPARED, COMPARED[0], subject.layers),
-            smallest_difference=smallest_difference,
+        wanted = PrefillOptions(
+            **{one.name: getattr(options, one.name) for one in fields(ModelOptions) if one.name != "conditions"},
+            smallest_difference=options.smallest_difference,
             out=folder / "prefill",
-            command=terminal.command_line(),
+        )
+        subject = prefill_job.find(wanted)
+        wanted = replace(
+            wanted, resolved=resolve_implementations(wanted.implementations, wanted.baseline, subject.layers)
         )
         with terminal.only_data_on_stdout():
             place, report = prefill_job.time_prefills(wanted, subject, TerminalWatcher())
     except SsdprofError as error:
         terminal.say(f"No prefill times: {error.message}  {error.hint}")
         return error.exit_code
-    if not as_json:
+    if not options.json:
         terminal.out().print("", tables.render(compose(report)), sep="\n")
     terminal.say(f"Prefill times are in {place}.")
     return ExitCode.OK if outcome(report).passed else ExitCode.GATE_FAILED
 
 
-def _stalls(request: CaptureRequest, folder: Path, report: Report, tuned: Path | None, *, as_json: bool) -> ExitCode:
+def _stalls(options: RunOptions, folder: Path, report: Report, tuned: Path | None) -> ExitCode:
     """Profile, show and store stalls.  If this machine cannot profile, prints why and leaves the run.
 
     Returns the exit code of `ssdprof stalls`.
     """
     try:
-        found = profile_run(request, folder, report, TerminalWatcher(), tuned=tuned)
+        found = profile_run(options, folder, report, TerminalWatcher(), tuned=tuned)
     except SsdprofError as error:
         terminal.say(f"No stalls: {error.message}  {error.hint}")
         return error.exit_code
-    if not as_json:
+    if not options.json:
         lines = map(tables.verdict, verdict_lines(report))
         terminal.out().print(tables.render(stalls.compose(found)), *lines, sep="\n")
     terminal.say(f"Stalls are in {folder / stall_files.FOLDER}.")
@@ -159,7 +159,7 @@ def capture(options: CaptureOptions, subject: Subject) -> None:
         print(folder)
 
 
-def answers(options: AnswersOptions, asked: tuple[AnswersRequest, Subject]) -> None:
+def answers(options: AnswersOptions, asked: tuple[AnswersOptions, Subject]) -> None:
     wanted, subject = asked
     subject = answers_job.loaded_as(subject, wanted)
     if options.dry_run:
@@ -174,13 +174,12 @@ def answers(options: AnswersOptions, asked: tuple[AnswersRequest, Subject]) -> N
     output.finish(report, shown, as_json=options.json, note=output.kept(folder))
 
 
-def prefill(options: PrefillOptions, asked: tuple[PrefillRequest, tuple[str, ...]]) -> None:
-    request, names = asked
+def prefill(options: PrefillOptions, request: PrefillOptions) -> None:
     require_gpu(*prefill_job.NEEDS_GPU)
-    subject = prefill_job.find(request.model)
+    subject = prefill_job.find(request)
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    resolved = resolve_implementations(names, options.baseline, subject.layers)
+    resolved = resolve_implementations(request.implementations, request.baseline, subject.layers)
     request = replace(request, resolved=resolved, command=terminal.command_line())
     with terminal.only_data_on_stdout():
         folder, report = prefill_job.time_prefills(request, subject, TerminalWatcher())

@@ -15,17 +15,16 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from ssdprof import files, operators, settings
 from ssdprof.checkpoint.names import FAMILIES
-from ssdprof.commands import options, output, terminal
-from ssdprof.commands.requests import both
+from ssdprof.commands import output, terminal
 from ssdprof.core import pairs
-from ssdprof.core.base import Record, precisions_for
+from ssdprof.core.base import Record, Text, precisions_for
 from ssdprof.core.conditions import of_options, parse, parse_percent
 from ssdprof.core.report import Report
 from ssdprof.core.words import MISSING
 from ssdprof.environment.child import Forked
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
-from ssdprof.jobs import stall_files
-from ssdprof.jobs.request import parse_implementations, parse_states
+from ssdprof.jobs import options, stall_files
+from ssdprof.jobs.request import both, parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.document import compose
 from ssdprof.report.table import Table
@@ -50,18 +49,18 @@ class ListedRun(Record):
     gpu: None on a machine without one.
     """
 
-    name: str
-    kind: str = ""
-    created: str = ""  # ISO 8601, UTC
-    model: str = ""
+    name: Text
+    kind: Text = ""
+    created: Text = ""  # ISO 8601, UTC
+    model: Text = ""
     random_weights: bool = False
     seqlens: tuple[int, ...] = ()  # of the prompts
     layers: int = 0  # replayed ones
     cases: int = 0
-    gpu: str | None = None
-    verdict: str
+    gpu: Text | None = None
+    verdict: Text
     state: Literal["complete", "partial"] | None = None
-    reason: str = ""
+    reason: Text = ""
 
 
 def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
@@ -136,8 +135,8 @@ def accuracy(options: options.AccuracyOptions) -> None:
     kept = [one for one in report.conditions if one.metric not in {limit.metric for limit in limits}]
     report = report.changed(conditions=(*kept, *limits))
     states = parse_states(options.states)
-    table = brief.accuracy_table(report, options.dtypes, states, every_state=options.states != "all")
-    shown = report.restricted(precisions=precisions_for("fp32", options.dtypes, states))
+    table = brief.accuracy_table(report, options.intermediates, states, every_state=options.states != "all")
+    shown = report.restricted(precisions=precisions_for("fp32", options.intermediates, states))
     output.finish(shown, table, as_json=options.json, note=f"From {folder}.")
 
 

@@ -7,7 +7,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ssdprof.core.base import SLICES, TOLERANCES, Count, DType, NotNegative, Percent, Position, Record, Size, TensorName
+from ssdprof.core.base import (
+    SLICES,
+    TOLERANCES,
+    Count,
+    DType,
+    NotNegative,
+    Percent,
+    Position,
+    Record,
+    Size,
+    TensorName,
+    Text,
+)
 
 
 class Deviation(Record):
@@ -19,7 +31,7 @@ class Deviation(Record):
         without a position axis, and in a bench.
     """
 
-    against: str  # "fp64 oracle", "unfused exact, fp16 states", ...
+    against: Text  # "fp64 oracle", "unfused exact, fp16 states", ...
     elements: Size
     matches: tuple[Percent, Percent, Percent]
     rms_ratio: NotNegative | None  # rms(out - other) / rms(other); None: it is infinite

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ssdprof.errors import HARMFUL, escaped
 
@@ -59,25 +59,14 @@ def _time(text: str) -> str:
 
 
 Time = Annotated[str, AfterValidator(_time)]
-
-
-def texts_made_harmless(value: Any) -> Any:
-    """The texts in a value, its lists and its dicts made harmless; records in it are so already."""
-    if isinstance(value, str):
-        return HARMFUL.sub(escaped, value)
-    if type(value) in (list, tuple) and value and isinstance(value[0], str | list | tuple):
-        return type(value)(map(texts_made_harmless, value))
-    if type(value) is dict:
-        return {texts_made_harmless(name): texts_made_harmless(one) for name, one in value.items()}
-    return value
+# a text from anywhere, which is harmless in every output; pydantic itself refuses lone surrogates
+Text = Annotated[str, BeforeValidator(lambda text: HARMFUL.sub(escaped, text) if isinstance(text, str) else text)]
 
 
 class Record(BaseModel):
-    """Base of every stored record.  Its texts, which may come from anywhere, are harmless in every output."""
+    """Base of every stored record.  Its texts are `Text`, never `str`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    _harmless = model_validator(mode="before")(staticmethod(texts_made_harmless))
 
     def changed(self, **fields: Any) -> Self:
         """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""
@@ -147,9 +136,9 @@ class Probe(Record):
     detail: the first place that broke it, or why the law is not applicable.
     """
 
-    name: str
+    name: Text
     holds: Holds
-    detail: str = ""
+    detail: Text = ""
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -27,6 +27,7 @@ from ssdprof.core.base import (
     Size,
     Status,
     TensorName,
+    Text,
     unique,
 )  # fmt: skip
 from ssdprof.core.statistics import Estimate
@@ -43,13 +44,13 @@ class Drawn(Record):
     checked: tokens of the sequence on which the outputs were compared; None: on all.
     """
 
-    shape: str
-    shape_words: str
-    tokens: str
+    shape: Text
+    shape_words: Text
+    tokens: Text
     sequences: Size
     packed: bool = False
     layout: Literal["contiguous", "views"] = "contiguous"
-    ways: tuple[str, ...] = ()
+    ways: tuple[Text, ...] = ()
     checked: Size | None = None
 
 
@@ -67,7 +68,7 @@ class Samples(Record):
     us: microseconds of each round of each recording; implementations of one process have their turns in common.
     """
 
-    process: str
+    process: Text
     clock: Clock
     us: Annotated[tuple[Annotated[tuple[Microseconds, ...], Field(min_length=1)], ...], Field(min_length=2)]
 
@@ -93,8 +94,8 @@ class Summary(Record):
 class Launch(Record):
     """One kernel as it ran."""
 
-    kernel: str
-    config: dict[str, int | str | bool]
+    kernel: Text
+    config: dict[Text, int | Text | bool]
     registers: Count | None = None
     spills: Count | None = None
     shared_bytes: Count | None = None
@@ -106,7 +107,7 @@ class FirstCall(Record):
     """From the call to the end of the GPU's work.  compiled: seconds of each kernel that was not in Triton's cache."""
 
     seconds: NotNegative
-    compiled: dict[str, NotNegative] = Field(default_factory=dict)
+    compiled: dict[Text, NotNegative] = Field(default_factory=dict)
 
 
 class ChunkTrial(Record):
@@ -114,7 +115,7 @@ class ChunkTrial(Record):
 
     chunk_size: Size
     result: Result
-    reason: str = ""
+    reason: Text = ""
     device_us: Microseconds | None = None  # of a few replays, which select the fastest size
     first_call: FirstCall | None = None
 
@@ -169,13 +170,13 @@ class Answers(Record):
     generated: number of greedy tokens after the prompt.  first_difference: the first that differs from the reference's.
     """
 
-    reference: str
-    remark: str = ""
+    reference: Text
+    remark: Text = ""
     weights: DType
     own_weights: bool = True
     layers: tuple[int, ...]
     segment_length: Size
-    change: str = ""
+    change: Text = ""
     alone: int | None = None
     bands: tuple[AnswerBand, ...] = ()
     nonfinite: Count | None = None
@@ -194,7 +195,7 @@ class PartTime(Record):
     name: PartName
     gpu_us: NotNegative
     launches: Count
-    kernels: dict[str, NotNegative] = Field(default_factory=dict)
+    kernels: dict[Text, NotNegative] = Field(default_factory=dict)
 
 
 class Prefill(Record):
@@ -218,14 +219,14 @@ class Prefill(Record):
     operator_calls: Size
     segment_length: Size
     alone: LayerRef
-    attention: str
-    convolution: str
+    attention: Text
+    convolution: Text
     alone_us: NotNegative | None = None
     parts: tuple[PartTime, ...] = ()
     peak_bytes: Count | None = None
     logits_rms: NotNegative | None = None
     same_token: bool | None = None
-    left_to_model: tuple[str, ...] = ()
+    left_to_model: tuple[Text, ...] = ()
 
     @property
     def busy_us(self) -> float:
@@ -264,18 +265,18 @@ class Case(Record):
     dims: Dims | None = None
     batch: Length
     seqlen: Length
-    inputs: str = ""
-    implementation: str
+    inputs: Text = ""
+    implementation: Text
     kind: Literal["bundled", "library", "own"] = "bundled"
-    version: str = ""
-    variant: str = ""
+    version: Text = ""
+    variant: Text = ""
     precision: PrecisionRecord
-    baseline: str = ""
+    baseline: Text = ""
     status: Status
-    reason: str = ""
-    later_fault: str = ""
+    reason: Text = ""
+    later_fault: Text = ""
     nonfinite: bool = False
-    plan: str = ""
+    plan: Text = ""
     accuracy: tuple[Accuracy, ...] = ()
     probes: tuple[Probe, ...] = ()
     samples: tuple[Samples, ...] = ()

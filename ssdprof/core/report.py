@@ -17,6 +17,7 @@ from ssdprof.core.base import (
     Processes,
     Record,
     Size,
+    Text,
     Time,
     unique,
 )
@@ -38,12 +39,12 @@ class Condition(Record):
     spelling: the option as the user gave it, "min-speedup 1.5"; it is what reports show.
     """
 
-    metric: str
-    at: str = ""
+    metric: Text
+    at: Text = ""
     limit: NotNegative
     percent: bool = False
     to_base: bool = False
-    spelling: str = ""
+    spelling: Text = ""
 
     @model_validator(mode="after")
     def _is_known(self) -> Condition:
@@ -59,9 +60,9 @@ class Verdict(Record):
     """holds: None if it cannot be judged.  case: its name; empty: the condition judged no case.  found: in words."""
 
     condition: Condition
-    case: str
+    case: Text
     holds: bool | None
-    found: str = ""
+    found: Text = ""
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.condition.spelling, self.case, self.found) if part)
@@ -70,9 +71,9 @@ class Verdict(Record):
 class LeftOut(Record):
     """Requested cases that were not begun.  place: of the cases, or their common beginning."""
 
-    place: str
-    implementations: tuple[str, ...] = ()  # empty: all
-    reason: str
+    place: Text
+    implementations: tuple[Text, ...] = ()  # empty: all
+    reason: Text
 
 
 class ProcessLine(Record):
@@ -85,25 +86,25 @@ class ProcessLine(Record):
     complete: it reached its end.
     """
 
-    process: str = ""
+    process: Text = ""
     captured: tuple[LayerRef, ...] = ()
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
     peak_bytes: Count | None = None
     seconds: NotNegative = 0.0
-    steps: dict[str, NotNegative] = Field(default_factory=dict)
+    steps: dict[Text, NotNegative] = Field(default_factory=dict)
     left_out: tuple[LeftOut, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Text, ...] = ()
     complete: bool = False
-    ended: str = ""
+    ended: Text = ""
 
 
 class Requested(NamedTuple):
     """A case that was asked for: its place, implementation and precision."""
 
-    place: str
-    implementation: str
-    precision: str
+    place: Text
+    implementation: Text
+    precision: Text
 
     @property
     def name(self) -> str:
@@ -128,17 +129,17 @@ class Report(Record):
 
     version: Literal[3]  # `base.VERSION`
     kind: Literal["run", "bench", "prefill", "answers", "tune"]
-    id: str
+    id: Text
     created: Time
-    command: tuple[str, ...]
-    ssdprof_version: str
-    subject: str
+    command: tuple[Text, ...]
+    ssdprof_version: Text
+    subject: Text
     model: CheckpointRef | None = None
     environment: Environment
     requested: tuple[Requested, ...] = ()
     conditions: tuple[Condition, ...] = ()
-    baseline: str
-    matched_with: str = ""
+    baseline: Text
+    matched_with: Text = ""
     smallest_difference: Annotated[float, Field(ge=0, lt=1)] = SMALLEST_DIFFERENCE
     prompts: tuple[Prompt, ...] = ()
     segment_length: Size | None = None
@@ -147,9 +148,9 @@ class Report(Record):
     ranks: Processes = 1
     capture_complete: bool = True  # False: the replayed capture was interrupted
     placement: Placement | None = None  # of the weights; None for stored captures
-    kernels: str = ""
-    absent: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()  # for the reader, in sentences
+    kernels: Text = ""
+    absent: tuple[Text, ...] = ()
+    notes: tuple[Text, ...] = ()  # for the reader, in sentences
     cases: tuple[Case, ...] = ()
     processes: tuple[ProcessLine, ...] = ()
 

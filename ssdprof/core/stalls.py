@@ -9,20 +9,20 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from ssdprof.core.base import PrecisionRecord, Record
+from ssdprof.core.base import PrecisionRecord, Record, Text
 from ssdprof.core.case import Launch
 from ssdprof.core.subject import Dims, Environment, LayerRef
 
 STALLS_VERSION: Final = 3
 
-Samples = dict[str, int]  # stall reason -> warp samples, the most frequent first
+Samples = dict[Text, int]  # stall reason -> warp samples, the most frequent first
 
 
 class Launched(Record):
     """The launches of one call of an implementation."""
 
-    implementation: str
-    variant: str
+    implementation: Text
+    variant: Text
     precision: PrecisionRecord  # at which it ran
     launch_count: int  # of Triton kernels
     launches: tuple[Launch, ...]  # each kernel once, with the resources that Triton reports
@@ -31,11 +31,11 @@ class Launched(Record):
 class Line(Record):
     """A source line of a kernel with its samples."""
 
-    file: str  # without folders
+    file: Text  # without folders
     line: int
-    function: str  # "" if unknown
-    stage: str
-    text: str  # as recorded with the report; "" if it was not
+    function: Text  # "" if unknown
+    stage: Text
+    text: Text  # as recorded with the report; "" if it was not
     samples: Samples
 
     @property
@@ -46,16 +46,16 @@ class Line(Record):
 class SelfCheck(Record):
     """A condition for valid tables."""
 
-    name: str
+    name: Text
     status: Literal["ok", "failed", "not checked"]
-    detail: str
+    detail: Text
 
 
 class KernelStalls(Record):
     """One launch of one kernel, alone on the GPU with cold caches: not comparable with the times of a run."""
 
-    kernel: str
-    implementation: str  # "" for other kernels
+    kernel: Text
+    implementation: Text  # "" for other kernels
     grid: tuple[int, int, int] | None = None
     block: int | None = None  # threads
     registers: int | None = None  # per thread, at launch
@@ -64,7 +64,7 @@ class KernelStalls(Record):
     waves: float | None = None  # of blocks per SM
     occupancy_pct: float | None = None  # achieved: active warps of those that an SM can hold
     occupancy_limit_pct: float | None = None  # theoretical
-    limited_by: tuple[str, ...] = ()  # the resources with the fewest blocks per SM
+    limited_by: tuple[Text, ...] = ()  # the resources with the fewest blocks per SM
     duration_us: float | None = None
     compute_pct: float | None = None  # of the speed of light
     memory_pct: float | None = None
@@ -83,16 +83,16 @@ class KernelStalls(Record):
     tensor_peak_tflops: float | None = None
     sample_count: int | None = None  # None: no warp was sampled
     samples: Samples = Field(default_factory=dict)
-    average: dict[str, float] = Field(default_factory=dict)  # without samples: reason -> waiting warps per issuing one
-    stages: dict[str, Samples] = Field(default_factory=dict)  # by the algorithm's order; "stage" or "stage.part"
-    idle: tuple[str, ...] = ()  # stages whose warps are idle, which costs no time
+    average: dict[Text, float] = Field(default_factory=dict)  # without samples: reason -> waiting warps per issuing one
+    stages: dict[Text, Samples] = Field(default_factory=dict)  # by the algorithm's order; "stage" or "stage.part"
+    idle: tuple[Text, ...] = ()  # stages whose warps are idle, which costs no time
     lines: tuple[Line, ...] = ()  # hottest first; idle warps included
     from_neighbours: int = 0  # samples on lines without a stage (libraries, helpers, the compiler's own)
-    unlabelled: tuple[str, ...] = ()  # files without known stages: their functions are the stages
-    not_collected: tuple[str, ...] = ()
+    unlabelled: tuple[Text, ...] = ()  # files without known stages: their functions are the stages
+    not_collected: tuple[Text, ...] = ()
     checks: tuple[SelfCheck, ...] = ()
     # evidence and advice -> percent of the busy samples that it is about; None: about the whole kernel
-    hints: dict[str, float | None] = Field(default_factory=dict)
+    hints: dict[Text, float | None] = Field(default_factory=dict)
 
     @property
     def busy_samples(self) -> int:
@@ -107,20 +107,20 @@ class StallReport(Record):
     """
 
     stalls_version: Literal[3] = STALLS_VERSION
-    ssdprof_version: str
-    sources: dict[str, str]  # ncu report's file name -> sha256
-    gpu: str  # "" if unknown
+    ssdprof_version: Text
+    sources: dict[Text, Text]  # ncu report's file name -> sha256
+    gpu: Text  # "" if unknown
     kernels: tuple[KernelStalls, ...]
-    words: dict[str, str] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
+    words: dict[Text, Text] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
     checks: tuple[SelfCheck, ...] = ()
-    model: str = ""  # repository or folder, and whether its weights are random
+    model: Text = ""  # repository or folder, and whether its weights are random
     layer: LayerRef | None = None
     dims: Dims | None = None
     precision: PrecisionRecord | None = None  # as requested
     launched: tuple[Launched, ...] = ()
-    left_out: tuple[str, ...] = ()  # a sentence for each library that could not be profiled
-    created: str = ""  # ISO 8601, UTC
-    command: tuple[str, ...] = ()  # as typed, without tokens
+    left_out: tuple[Text, ...] = ()  # a sentence for each library that could not be profiled
+    created: Text = ""  # ISO 8601, UTC
+    command: tuple[Text, ...] = ()  # as typed, without tokens
     environment: Environment | None = None
-    ncu: str = ""  # version; "" if it could not run
-    missing: str = ""  # why there are no stalls; then `launched` has the resources that Triton reports
+    ncu: Text = ""  # version; "" if it could not run
+    missing: Text = ""  # why there are no stalls; then `launched` has the resources that Triton reports

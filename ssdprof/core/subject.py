@@ -20,6 +20,7 @@ from ssdprof.core.base import (
     Record,
     Size,
     StoredDType,
+    Text,
     unique,
 )
 
@@ -29,8 +30,8 @@ DECODED_ON_LOAD = frozenset({"fp8", "mxfp8"})
 
 class LayerRef(Record):
     index: Annotated[int, Field(ge=0, lt=1 << 16)]  # position among the model's decoder layers
-    name: str  # module path in the full model, "model.layers.3.mamba"
-    operator: str  # its name: see ssdprof.operators
+    name: Text  # module path in the full model, "model.layers.3.mamba"
+    operator: Text  # its name: see ssdprof.operators
 
 
 class Dims(Record):
@@ -41,13 +42,13 @@ class Dims(Record):
     dtype: of the inputs with a position axis.
     """
 
-    operator: str
+    operator: Text
     batch: Length
     seqlen: Length
     chunk_size: Length | None
     dtype: DType
-    sizes: dict[str, Size]
-    words: str
+    sizes: dict[Text, Size]
+    words: Text
 
     def __str__(self) -> str:
         chunk = "" if self.chunk_size is None else f", chunk {self.chunk_size}"
@@ -136,23 +137,23 @@ def split_prompt(seqlen: int, segment_length: int) -> list[tuple[int, int]]:
 
 
 class Gpu(Record):
-    name: str
-    compute_capability: str  # "9.0"
+    name: Text
+    compute_capability: Text  # "9.0"
     sm_count: Size
     memory_bytes: Size
     l2_bytes: Count
-    driver: str
-    cuda: str
+    driver: Text
+    cuda: Text
 
 
 class Environment(Record):
     """The machine and the versions behind a number.  Holds no host name, user name, path or token."""
 
     gpu: Gpu | None
-    cpu: str
-    platform: str
-    python: str
-    packages: dict[str, str]  # distribution name -> version, for those installed
+    cpu: Text
+    platform: Text
+    python: Text
+    packages: dict[Text, Text]  # distribution name -> version, for those installed
 
 
 class Clocks(Record):
@@ -161,7 +162,7 @@ class Clocks(Record):
     sm_mhz: tuple[Count, Count]
     memory_mhz: tuple[Count, Count]
     temperature_c: tuple[int, int]
-    throttle_reasons: tuple[str, ...]  # empty: not throttled
+    throttle_reasons: tuple[Text, ...]  # empty: not throttled
 
 
 class Ceilings(Record):
@@ -174,7 +175,7 @@ class Ceilings(Record):
 class Held(Record):
     """The weights in one place.  place: "cuda:0", "cpu" or "disk".  layers: decoder layers that begin there."""
 
-    place: str
+    place: Text
     layers: Count
     weight_bytes: Count
 
@@ -192,7 +193,7 @@ class Placement(Record):
     """
 
     kind: PlacementKind
-    device: str
+    device: Text
     held: tuple[Held, ...]
     predicted_peak_bytes: Count | None
     streamed_layer_bytes: Count = 0
@@ -209,15 +210,15 @@ class Placement(Record):
 
 
 class CheckpointRef(Record):
-    requested: str  # what the user typed
+    requested: Text  # what the user typed
     source: Literal["hub", "local", "demo"]
-    repo_id: str  # hub id, folder name, "demo" or "demo-gdn"
-    revision: str | None  # commit hash on the hub
-    model_type: str
+    repo_id: Text  # hub id, folder name, "demo" or "demo-gdn"
+    revision: Text | None  # commit hash on the hub
+    model_type: Text
     layers: tuple[LayerRef, ...]  # those with an operator that ssdprof knows
     layer_count: Size  # all decoder layers
-    siblings: tuple[str, ...] = ()  # other members when `requested` was a family name
-    quantization: str | None = None  # quant_method; its error is then part of the captured values
+    siblings: tuple[Text, ...] = ()  # other members when `requested` was a family name
+    quantization: Text | None = None  # quant_method; its error is then part of the captured values
     trained_context: Size | None = None
     random_weights: bool = False  # according to the config
 
@@ -235,11 +236,11 @@ class CheckpointRef(Record):
 
 class Prompt(Record):
     kind: Literal["default", "file", "random"]
-    source: str  # the text, in words, without a path
-    tokenizer: str
+    source: Text  # the text, in words, without a path
+    tokenizer: Text
     seqlen: Length  # of each sequence; of all packed sequences together
     batch: Length = 1
-    token_sha256: str  # of the little-endian int64 ids
+    token_sha256: Text  # of the little-endian int64 ids
     serving: Serving = Serving()
 
     @model_validator(mode="after")
@@ -268,7 +269,7 @@ class TensorRecord(Record):
     shape: tuple[Count, ...]
     dtype: StoredDType
     model_strides: tuple[int, ...]  # as the model passed it; the stored values are token-major
-    sha256: str  # of the stored bytes
+    sha256: Text  # of the stored bytes
 
 
 class LayerCapture(Record):
@@ -283,11 +284,11 @@ class LayerCapture(Record):
     layer: LayerRef
     seqlen: Length  # of the call
     call: CallRef | None = None
-    file: str  # safetensors file in the manifest's folder
-    tensors: dict[str, TensorRecord]
-    remark: str = ""
-    scalars: dict[str, int | float | bool | str | None]
-    scalars_sha256: str
+    file: Text  # safetensors file in the manifest's folder
+    tensors: dict[Text, TensorRecord]
+    remark: Text = ""
+    scalars: dict[Text, int | float | bool | Text | None]
+    scalars_sha256: Text
 
     @property
     def whole(self) -> bool:
@@ -327,7 +328,7 @@ def scalars_hash(scalars: Mapping[str, int | float | bool | str | None]) -> str:
 
 
 class PlannedFile(Record):
-    name: str
+    name: Text
     size_bytes: int
     cached: bool  # it need not be downloaded
 
@@ -342,17 +343,17 @@ class DryRun(Record):
 
     checkpoint: CheckpointRef
     layers: tuple[LayerRef, ...]
-    dims: str
+    dims: Text
     seqlens: tuple[int, ...]
     batch: int = 1
     serving: Serving = Serving()
     tensor_parallel: int = 1
     files: tuple[PlannedFile, ...]
     weight_bytes: int
-    device: str
+    device: Text
     free_bytes: int
     placement: Placement | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Text, ...] = ()
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ssdprof.core.base import Intermediates, Record
+from ssdprof.core.base import Intermediates, Record, Text
 from ssdprof.core.case import Interval
 from ssdprof.core.subject import Environment
 
-Value = int | float | bool | str
+Value = int | float | bool | Text
 
 
 class TunedCalls(Record):
     """The calls to which a find applies: those of `kernel` with these sizes, by the operator's own names."""
 
-    operator: str
-    kernel: str
+    operator: Text
+    kernel: Text
     intermediates: Intermediates
-    sizes: dict[str, Value]
+    sizes: dict[Text, Value]
 
 
 class KernelSettings(Record):
     """A configuration of a kernel, field by field, without its reason."""
 
-    kernel: str
-    values: dict[str, Value]
+    kernel: Text
+    values: dict[Text, Value]
 
 
 class TunedConfig(Record):
@@ -38,7 +38,7 @@ class TunedConfig(Record):
     settings: KernelSettings
     device_ratio: float
     device_interval: Interval
-    created: str
+    created: Text
 
     @property
     def reason(self) -> str:
@@ -54,8 +54,8 @@ class TunedConfigs(Record):
 
     version: Literal[3] = 3
     kind: Literal["ssdprof tuned"] = "ssdprof tuned"
-    ssdprof_version: str
-    kernels: dict[str, str]
+    ssdprof_version: Text
+    kernels: dict[Text, Text]
     environment: Environment
     finds: tuple[TunedConfig, ...]
 
@@ -68,10 +68,10 @@ class Trial(Record):
     device_ratio: the committed one's time over this one's, sampled in turns with it.
     """
 
-    change: str
+    change: Text
     settings: KernelSettings
     verdict: Literal["committed", "faster", "no difference", "slower", "wrong", "does not run"]
-    why: str = ""
+    why: Text = ""
     device_us: float | None = None
     device_ratio: float | None = None
     device_interval: Interval | None = None
@@ -80,22 +80,22 @@ class Trial(Record):
 class SearchOutcome(Record):
     """One search.  tokens: in words, "1 x 8,192".  find: None if the committed one stays; `why`: the reason."""
 
-    shape: str
-    tokens: str
+    shape: Text
+    tokens: Text
     calls: TunedCalls
     committed: KernelSettings
     trials: tuple[Trial, ...]
     find: TunedConfig | None
-    why: str
+    why: Text
 
 
 class PlannedSearch(Record):
     """The first candidates of a search.  candidates: the changes in the committed configuration."""
 
-    shape: str
-    tokens: str  # in words, "1 x 8,192"
+    shape: Text
+    tokens: Text  # in words, "1 x 8,192"
     intermediates: Intermediates
-    candidates: tuple[str, ...]
+    candidates: tuple[Text, ...]
 
 
 class TuneReport(Record):
@@ -103,11 +103,11 @@ class TuneReport(Record):
 
     version: Literal[3] = 3
     kind: Literal["tune"] = "tune"
-    operator: str
-    ssdprof_version: str
-    created: str  # ISO 8601, UTC
-    command: tuple[str, ...]
+    operator: Text
+    ssdprof_version: Text
+    created: Text  # ISO 8601, UTC
+    command: tuple[Text, ...]
     seconds: float = 0.0
     environment: Environment
     outcomes: tuple[SearchOutcome, ...] = ()
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[Text, ...] = ()

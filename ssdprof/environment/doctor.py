@@ -18,7 +18,7 @@ from huggingface_hub import constants, is_offline_mode
 from packaging.requirements import Requirement
 from triton import knobs
 
-from ssdprof.core.base import Record
+from ssdprof.core.base import Record, Text
 from ssdprof.core.words import size_words
 from ssdprof.environment.machine import current_uuid, gpu, gpu_memory, installed_version, read_clocks
 from ssdprof.environment.toolchain import find_ncu, needs, others_on_gpu, unusable_gpu
@@ -36,10 +36,10 @@ _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 class Check(Record):
     """ok: works.  warn: works with a restriction.  missing: features that need it do not work here."""
 
-    name: str
+    name: Text
     status: Status
-    detail: str
-    hint: str = ""  # empty if ok
+    detail: Text
+    hint: Text = ""  # empty if ok
 
 
 def _check(name: str, status: Status, detail: str, hint: str = "") -> Check:

@@ -7,7 +7,7 @@ reference -> noise -> every implementation and precision -> every layer alone, i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -19,14 +19,14 @@ from ssdprof import operators
 from ssdprof.capture.forward import PromptRun, check_ids, greedy, hidden_states, logits
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.checkpoint.meta import find_mixers
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord
+from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
 from ssdprof.core.case import Answers, Case
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import collect
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
+from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.plan import Loaded, load
-from ssdprof.jobs.request import AnswersRequest
 from ssdprof.jobs.subject import Subject
 from ssdprof.jobs.substitute import Compute, by_layer, implemented
 from ssdprof.measure.accuracy import oracle_output
@@ -37,22 +37,30 @@ from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required, resolve
 from ssdprof.progress import Watcher
-from ssdprof.store.reports import Writer, draft, opened
+from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
 
+Precisions = Callable[[DType], tuple[PrecisionRecord, ...]]
 
-def answers(subject: Subject, wanted: AnswersRequest, watcher: Watcher) -> tuple[Path, Report]:
+
+def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple[Path, Report]:
     """Compare the answers of a whole model on each prompt.
 
     subject: the whole model, the result of `loaded_as`.  Returns the report's folder and the report.
     """
+
+    def precisions(dtype: DType) -> tuple[PrecisionRecord, ...]:
+        return precisions_for("bf16" if dtype == "fp32" else dtype, wanted.intermediates, wanted.states)
+
     wanted = replace(wanted, weights=_weights(wanted))
     check(subject, wanted)
     loaded = load(subject, watcher)
-    report = draft(
-        "answers",
-        subject.ref.repo_id,
-        wanted.command,
+    with opened(
+        wanted.out,
+        watcher,
+        kind="answers",
+        subject=subject.ref.repo_id,
+        command=wanted.command,
         model=subject.ref,
         environment=collect(),
         prompts=loaded.prompts,
@@ -60,18 +68,17 @@ def answers(subject: Subject, wanted: AnswersRequest, watcher: Watcher) -> tuple
         baseline="unfused",
         segment_length=max(loaded.segment_lengths),
         placement=loaded.placement,
-    )
-    with opened(wanted.out, report, watcher) as writer:
-        compare_answers(loaded, wanted, watcher, writer)
+    ) as writer:
+        compare_answers(loaded, wanted, precisions, watcher, writer)
     return load_report(writer.folder)
 
 
-def loaded_as(subject: Subject, wanted: AnswersRequest) -> Subject:
+def loaded_as(subject: Subject, wanted: AnswersOptions) -> Subject:
     """The subject in the dtype that its weights are loaded in."""
     return replace(subject, dtype="float32") if _weights(wanted) == "fp32" else subject
 
 
-def check(subject: Subject, wanted: AnswersRequest) -> None:
+def check(subject: Subject, wanted: AnswersOptions) -> None:
     """Raise the reason if this machine cannot compare the answers.  Loads nothing; `--dry-run` calls it too."""
     cache = ImplementationCache(limits.device())
     for operator in {layer.operator for layer in subject.layers}:
@@ -80,15 +87,19 @@ def check(subject: Subject, wanted: AnswersRequest) -> None:
     limits.check_replay(subject.seqlens)
 
 
-def _weights(wanted: AnswersRequest) -> Literal["own", "fp32"]:
+def _weights(wanted: AnswersOptions) -> Literal["own", "fp32"]:
     """fp32 without a GPU, because no model is served in 16 bit there: only the operators' error remains."""
     if wanted.weights == "auto":
         return "own" if limits.device().type == "cuda" else "fp32"
     return wanted.weights
 
 
-def compare_answers(loaded: Loaded, request: AnswersRequest, watcher: Watcher, writer: Writer) -> None:
+def compare_answers(
+    loaded: Loaded, request: AnswersOptions, precisions: Precisions, watcher: Watcher, writer: Writer
+) -> None:
     """Compare the answers on every prompt of a whole model.
+
+    precisions: of implementations, by the dtype of the model.
 
     Raises the errors of the reference; errors of a case are recorded in the case.
     """
@@ -101,7 +112,7 @@ def compare_answers(loaded: Loaded, request: AnswersRequest, watcher: Watcher, w
             check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
             ids, layers = ids.to(loaded.model.device), loaded.subject.layers
             run = PromptRun(loaded.model, ids, segment_length, sites, ref.model_type, layers)
-            PromptAnswers(run, loaded, request, writer, prompt.token_sha256).run(watcher)
+            PromptAnswers(run, loaded, request, precisions, writer, prompt.token_sha256).run(watcher)
 
 
 @dataclass
@@ -110,7 +121,8 @@ class PromptAnswers:
 
     prompt: PromptRun
     loaded: Loaded
-    request: AnswersRequest
+    request: AnswersOptions
+    precisions: Precisions
     writer: Writer
     inputs: str
 
@@ -170,7 +182,7 @@ class PromptAnswers:
         computes = {
             (name, one): implemented(name, one, sites)
             for name in request.implementations
-            for one in own_precisions(resolve(operator, name), dtype, request.precisions(dtype))
+            for one in own_precisions(resolve(operator, name), dtype, self.precisions(dtype))
         }
         for wanted, compute in computes.items():
             yield case(*wanted), compute, layers

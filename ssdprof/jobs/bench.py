@@ -26,7 +26,7 @@ from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
-from ssdprof.store.reports import draft, load, opened
+from ssdprof.store.reports import load, opened
 
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
@@ -47,10 +47,10 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
     """
     device = require_gpu(*NEEDS_GPU)
     operator = request.operator
-    header = draft(
-        "bench",
-        operator.name,
-        request.command,
+    header = dict[str, Any](
+        kind="bench",
+        subject=operator.name,
+        command=request.command,
         environment=collect(),
         requested=tuple(
             Requested(_place(cell), implementation.name, str(precision))
@@ -66,7 +66,7 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
     )
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget
-    with opened(request.out, header, watcher, ranks) as writer, ClockWatch() as clocks:
+    with opened(request.out, watcher, ranks, **header) as writer, ClockWatch() as clocks:
         writer.update(ceilings=measure_ceilings(device))
         mine = ranks.share(request.cells) if ranks else request.cells
         comparer = Comparer(

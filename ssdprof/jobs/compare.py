@@ -11,32 +11,43 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from triton.runtime.interpreter import interpreter_builder
 
+from ssdprof import operators
+from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core import statistics
 from ssdprof.core.base import DType, PrecisionRecord, Probe
 from ssdprof.core.case import Case, ChunkTrial
-from ssdprof.core.subject import Ceilings
+from ssdprof.core.subject import CallRef, Ceilings
+from ssdprof.core.words import words
 from ssdprof.environment import child
+from ssdprof.environment.machine import ClockWatch
+from ssdprof.jobs import limits
+from ssdprof.jobs.options import RunOptions
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
-from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, blaming, completed, first_line, refuse_if_lost
+from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
-from ssdprof.measure.roofline import SMLimits, with_occupancy
-from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.sampling import Samples as Recordings
-from ssdprof.measure.timing import Recording, Timer, time_in_turns
+from ssdprof.measure.probes import Prober
+from ssdprof.measure.roofline import SMLimits, measure_ceilings, with_occupancy
+from ssdprof.measure.sampling import SamplingPlan
+from ssdprof.measure.timing import CudaTimer, Timer, device_times, time_in_turns
 from ssdprof.operators import tensors
+from ssdprof.operators.dtypes import dtype_named, precision_of
 from ssdprof.operators.operator import Output
 from ssdprof.progress import Unwatched, Watcher
+from ssdprof.store.reports import Writer
 
-K = TypeVar("K")
+Pair = tuple[Implementation, PrecisionRecord, PrecisionRecord]  # what runs, at which precision, that of its baseline
+Pairs = Callable[[str, DType, CallRef | None], Sequence[Pair]]  # of a call of an operator; baselines first
 Verdicts = Mapping[Hashable, Case]  # by `Entry.key`, of the same entries on other inputs
 NOT_TIMED = "interrupted before it was timed"  # stands in a case until it is timed: an end of any kind leaves it
 TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)
@@ -414,85 +425,125 @@ def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
     return [*batches, current] if current else batches
 
 
-# --- who is compared with whom
+# --- captured layers
 
 
-def wanted_pairs(
-    precisions: Sequence[PrecisionRecord],
-    implementations: Sequence[str],
-    baseline: str,
-    fixed: Mapping[str, Sequence[PrecisionRecord]] = {},
-) -> list[tuple[str, PrecisionRecord, PrecisionRecord]]:
-    """(implementation, precision, the baseline's precision) of every case; baselines first, requested or not.
+@contextmanager
+def replaying(
+    writer: Writer, wanted: RunOptions, pairs: Pairs, cast_to: DType | None, watcher: Watcher, calls: int
+) -> Iterator[OnLayer]:
+    """The context's value compares implementations on a layer.
 
-    The baseline runs at exact intermediates and equal states.
-    fixed: implementations with precisions of their own.  If the baseline is one of them and lacks the states of a
-        case, it runs at the first of its own precisions.
+    cast_to: see `cast_inputs`.  calls: expected number.
     """
-    wanted = [(name, one) for one in precisions for name in implementations if name not in fixed]
-    wanted += [(name, one) for name in implementations for one in fixed.get(name, ())]
-    own = fixed.get(baseline)
+    gpu = limits.device() if limits.device().type == "cuda" else None
+    isolated = IsolatedFirstCall(wanted.first_call_s)
+    prober = Prober(isolated, thorough=wanted.thorough)
+    inputs_of = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in writer.report.prompts}
+    with (
+        limits.memory_errors(),
+        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in any case.
+        np.errstate(invalid="ignore", over="ignore"),
+        ClockWatch() as clocks,
+        watcher.step("Replaying", calls, unit="calls") as advance,
+    ):
+        if gpu:
+            writer.update(ceilings=measure_ceilings(gpu))
+            forget_peak(gpu)
+        comparer = Comparer(
+            timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
+            ceilings=writer.report.ceilings,
+            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
+            process=writer.process,
+            isolated=isolated,
+            watcher=watcher,
+        )
 
-    def first(state_dtype: DType) -> PrecisionRecord:
-        exact = PrecisionRecord(intermediates="exact", state_dtype=state_dtype)
-        return exact if own is None or exact in own else own[0]
+        def replay(captured: CapturedLayer) -> None:
+            layer, call = captured.layer, captured.call
+            inputs, lost = cast_inputs(first_rank(captured.inputs, wanted.tensor_parallel), cast_to)
+            where = f"{layer.name}, {call}" if call else layer.name
+            writer.note(captured.remark)
+            writer.note(lost and f"{where}: {lost}")
+            if zero := zeros(inputs):
+                writer.note(f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may pass.")
+            judged = operators.get(inputs.operator).judged
+            dims, work = judged.cost(inputs)
+            prompt = (dims.seqlen, dims.batch)
+            if call is not None:
+                prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
+            common = {
+                "layer": layer, "call": call, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen,
+                "inputs": inputs_of.get(prompt, ""), **work,
+            }  # fmt: skip
+            entries = entries_of(inputs, common, pairs(layer.operator, dims.dtype, call), prober)
+            for case in comparer.compare(entries, layer.name):
+                writer.case(case)
+                if case.samples:
+                    clocks.poll()
+            del inputs
+            if gpu:
+                writer.update(clocks=clocks.clocks)
+                writer.peaked(peak_bytes(gpu))
+            advance(1)
 
-    groups: dict[PrecisionRecord, dict[tuple[str, PrecisionRecord], None]] = {}
-    for one in precisions:
-        group = first(one.state_dtype)
-        groups.setdefault(group, {(baseline, group): None})
-    for name, precision in wanted:
-        group = first(precision.state_dtype)
-        groups.setdefault(group, {(baseline, group): None})[name, precision] = None
-    return [(name, precision, group) for group, cases in groups.items() for name, precision in cases]
+        yield replay
 
 
-# --- times without a check
+def entries_of(inputs: Any, common: Mapping[str, Any], pairs: Sequence[Pair], prober: Prober) -> list[Entry]:
+    """An entry for each pair; those with one baseline are timed together.
 
-
-def device_times(
-    calls: Mapping[K, Sequence[Call]],
-    timer: Timer,
-    plan: SamplingPlan,
-    *,
-    on_untimed: Callable[[K, Exception], object] = lambda _key, _error: None,
-) -> dict[K, Recordings]:
-    """Device times in turns, in microseconds; for each key the geometric mean over its calls.
-
-    Keys with a call that cannot be recorded are left out, and passed to `on_untimed`.
+    common: the fields that all cases have in common.
     """
-    numbered = {str(number): key for number, key in enumerate(calls)}
-    untimed: set[str] = set()
-
-    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
-        timer.reallocate(generator)
-        samplers: dict[Name, Sampler] = {}
-        for number, key in numbered.items():
-            if number in untimed:
-                continue
-            label = calls[key][0].label
-            try:
-                kept = [blaming(timer.device, call.label, partial(_recorded, call, timer)) for call in calls[key]]
-            except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
-                refuse_if_lost(timer.device, label, error)
-                untimed.add(number)
-                on_untimed(key, error)
-            else:
-                samplers["device", number] = partial(blaming, timer.device, label, partial(_mean_us, timer, kept))
-        return samplers
-
-    return {numbered[number]: samples for (_, number), samples in sample_in_turns(set_up, plan).items()}
+    baseline = pairs[0][0].name
+    entries: dict[tuple[str, PrecisionRecord], Entry] = {}
+    for one, precision, group in pairs:
+        first = entries.get((baseline, group))
+        own = dict(common, implementation=one.name, kind=one.kind, version=one.version, precision=precision)
+        case = Case(**own, baseline=baseline if first else "", status="ran")
+        label = f"{one.name} {precision}"
+        call = Call(implementation=one, inputs=inputs, precision=precision_of(precision), label=label)
+        entry = Entry(case=case, call=call, baseline=first, turns=group)
+        if one.kind in prober.kinds:
+            entry.probes = partial(prober.probe, one, inputs, precision)
+        entries[one.name, precision] = entry
+    return list(entries.values())
 
 
-def _recorded(call: Call, timer: Timer) -> Recording:
-    """The call as a recording without its output, whose memory the next recording reuses."""
-
-    def run() -> Output:
-        out, final_states = call.run()
-        return out.new_empty(0), final_states.new_empty(0)
-
-    return timer.record(run)
+def first_rank(inputs: Any, ranks: int) -> Any:
+    """The first rank's share of an operator's inputs, in the layout of the rank's own projection."""
+    if ranks == 1:
+        return inputs
+    return token_major(operators.get(inputs.operator).first_rank(inputs, ranks))
 
 
-def _mean_us(timer: Timer, recordings: Sequence[Recording]) -> float:
-    return math.prod(timer.device_us(recording) for recording in recordings) ** (1 / len(recordings))
+def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
+    """The inputs with the model's activations in dtype `to`, in the layout that a model of that dtype would give them.
+
+    Activations are the tensors with a position that the model computed in its own dtype.  Tensors of the
+    whole call (A, D, dt_bias, initial states), and those that every model computes in fp32, are not changed.
+    The second value is a sentence for the report on elements that `to` cannot represent; empty if there are none.
+    to: None changes nothing.
+    """
+    if to is None:
+        return inputs, ""
+    given = operators.get(inputs.operator).binding.activations(inputs)
+    changed = {name: tensor.to(dtype_named(to)) for name, tensor in given.items()}
+    lost = [phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)]
+    remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
+    return token_major(replace(inputs, **changed)), remark
+
+
+def zeros(inputs: Any) -> list[str]:
+    """The activations that are 0 everywhere."""
+    return [name for name in operators.get(inputs.operator).binding.views if not getattr(inputs, name).any()]
+
+
+def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
+    """A phrase on numbers that became infinite or 0."""
+    infinite = int((before.isfinite() & ~after.isfinite()).sum())
+    zero = int(((before != 0) & (after == 0)).sum())
+    if infinite:
+        yield f"{infinite:,} of {name} became infinite"
+    if zero:
+        yield f"{zero:,} of {name} became 0"

@@ -485,14 +485,14 @@ def build_prompts(subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
     """Token ids and their record, for each length.  Downloads the tokenizer.  Raises what `build_prompt` raises."""
     tokenizer = fetch_tokenizer(subject.located)
     vocabulary = subject.located.vocab_size
-    text = subject.request.text
+    request = subject.request
     built = []
     for seqlen in subject.seqlens:
         ids, prompt = build_prompt(
             tokenizer.folder if tokenizer else None,
             seqlen,
-            kind="file" if isinstance(text, Path) else text,
-            file=text if isinstance(text, Path) else None,
+            kind="file" if request.prompt_file else request.prompt,
+            file=request.prompt_file,
             vocab_size=vocabulary,
             batch=subject.batch,
             packed=subject.serving.packed,

@@ -25,7 +25,7 @@ from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
 from ssdprof.capture.memory import choose_segment_length
 from ssdprof.checkpoint.meta import Mixer, find_mixers
 from ssdprof.core import statistics
-from ssdprof.core.base import KernelOrigin
+from ssdprof.core.base import KernelOrigin, PrecisionRecord
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import LeftOut, Report, Requested
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
@@ -34,9 +34,8 @@ from ssdprof.environment.machine import ClockWatch, collect, installed_version
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
-from ssdprof.jobs.compare import device_times
+from ssdprof.jobs.options import ModelOptions, PrefillOptions
 from ssdprof.jobs.plan import load
-from ssdprof.jobs.request import CaptureRequest, PrefillRequest
 from ssdprof.jobs.subject import Subject, refuse_large
 from ssdprof.jobs.subject import find as find_layers
 from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked
@@ -45,12 +44,12 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, blaming, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.timing import CudaTimer, Timer, record
+from ssdprof.measure.timing import CudaTimer, Timer, device_times, record
 from ssdprof.measure.trace import Trace, traced, work
 from ssdprof.operators.dtypes import dtype_name, precision_of
 from ssdprof.operators.implementations import own_precisions
 from ssdprof.progress import StepClock, Watcher
-from ssdprof.store.reports import Writer, draft, opened
+from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report
 
 NEEDS_GPU = (
@@ -61,14 +60,14 @@ ALONE = SamplingPlan(min_recordings=3, max_recordings=3, min_rounds=3, max_round
 Profile = Callable[[Callable[[], object]], Trace]
 
 
-def find(request: CaptureRequest) -> Subject:
+def find(request: ModelOptions) -> Subject:
     """The model, with its head and all of its layers, or those up to the last one that was chosen."""
     subject = find_layers(request, whole=request.layers == "all", head=True)
     refuse_large(subject)
     return subject
 
 
-def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -> tuple[Path, Report]:
+def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -> tuple[Path, Report]:
     """Time every length with the first origin of convolution and norm, the shortest first, then with the next.
 
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
@@ -85,19 +84,20 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
         # Otherwise moving weights or activations would be part of the time.
         loaded = load(replace(subject, request=replace(subject.request, placement="one-gpu")), watcher)
     sites = find_mixers(loaded.whole)
-    bundled = ConvAndNorm(sites if "bundled" in request.conv_and_norm else ())
+    kinds: tuple[KernelOrigin, ...] = ("model",) if request.conv_and_norm == "model" else ("model", "bundled")
+    bundled = ConvAndNorm(sites if "bundled" in kinds else ())
     timer, profile = CudaTimer(device), partial(traced, device=device)
     isolated = IsolatedFirstCall(request.first_call_s)
     prompts = {ids.shape[1]: (ids.to(device), prompt) for ids, prompt in zip(loaded.ids, loaded.prompts, strict=True)}
     lengths = []
-    for kind, seqlen in product(request.conv_and_norm, sorted(prompts)):
+    for kind, seqlen in product(kinds, sorted(prompts)):
         ids, prompt = prompts[seqlen]
         one = _Length(
             request=request,
             model=loaded.whole,
-            ids=ids.expand(request.batch, -1),
-            segment_length=request.model.segment_length
-            or choose_segment_length(loaded.whole, seqlen, subject.layers, batch=request.batch),
+            ids=ids.expand(request.copies, -1),
+            segment_length=request.segment_length
+            or choose_segment_length(loaded.whole, seqlen, subject.layers, batch=request.copies),
             sites=sites,
             layer=subject.layers[len(subject.layers) // 2],
             bundled=bundled,
@@ -106,10 +106,10 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
         )
         one.contenders += _contenders(one, subject, prompt, kind, isolated)
         lengths.append(one)
-    report = draft(
-        "prefill",
-        subject.ref.repo_id,
-        request.command,
+    report = dict[str, Any](
+        kind="prefill",
+        subject=subject.ref.repo_id,
+        command=request.command,
         model=subject.ref,
         environment=collect(),
         prompts=loaded.prompts,
@@ -123,7 +123,7 @@ def time_prefills(request: PrefillRequest, subject: Subject, watcher: Watcher) -
         smallest_difference=request.smallest_difference,
         absent=request.resolved.absent,
     )
-    with opened(request.out, report, watcher) as writer, ClockWatch() as clocks, limits.memory_errors():
+    with opened(request.out, watcher, **report) as writer, ClockWatch() as clocks, limits.memory_errors():
         writer.update(steps=dict(steps))
         for length in lengths:
             what = f"{tokens_of(length.ids.shape[1])}, {length.contenders[0].conv_and_norm}"
@@ -153,6 +153,7 @@ def _contenders(
     request, model, config = length.request, length.model, length.model.config.get_text_config()
     resolved, dtype = request.resolved, dtype_name(model.get_input_embeddings().weight.dtype)
     batch, seqlen = length.ids.shape
+    wanted = PrecisionRecord(intermediates=request.intermediates, state_dtype=request.state_dtype)
     convolution = installed_version("causal-conv1d")
     prefill = Prefill(
         conv_and_norm=kind,
@@ -171,7 +172,7 @@ def _contenders(
     for name in dict.fromkeys((resolved.baseline, *resolved.present)):
         found = {operator: resolved.cache.get(operator, name) for operator in {site.operator for site in length.sites}}
         one = next(iter(found.values()))
-        if one.kind == "library" and name != resolved.baseline and kind != request.conv_and_norm[0]:
+        if one.kind == "library" and name != resolved.baseline and kind != "model":
             continue
         case = Case(
             prefill=prefill,
@@ -181,7 +182,7 @@ def _contenders(
             implementation=one.name,
             kind=one.kind,
             version=one.version if one.kind == "library" else "",
-            precision=own_precisions(one, dtype, (request.precision,))[0],
+            precision=own_precisions(one, dtype, (wanted,))[0],
             baseline="" if one.name == resolved.baseline else resolved.baseline,
             status="ran",
         )
@@ -269,7 +270,7 @@ class _Length:
     contenders: all with the same convolution and norm.  seen: those whose prefill has begun.
     """
 
-    request: PrefillRequest
+    request: PrefillOptions
     model: Any
     ids: torch.Tensor
     segment_length: int

@@ -1,4 +1,4 @@
-"""The user's request, as plain values.  Options are checked here, without knowledge of models and machines."""
+"""Reads what was typed as words, without knowledge of models and machines; and the request of a bench."""
 
 from __future__ import annotations
 
@@ -11,168 +11,22 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ssdprof import kernels
-from ssdprof.core.base import (
-    EXACT_FP32,
-    LONGEST_SEQLEN,
-    SMALLEST_DIFFERENCE,
-    DType,
-    KernelOrigin,
-    PlacementKind,
-    PrecisionRecord,
-    precisions_for,
-)
+from ssdprof.core.base import EXACT_FP32, LONGEST_SEQLEN, SMALLEST_DIFFERENCE, DType, PrecisionRecord
 from ssdprof.core.report import Condition
-from ssdprof.core.subject import Cast
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.options import COMPARED
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Layout, Shape, Tokens
 from ssdprof.operators.implementations import own_precisions, resolve
 from ssdprof.operators.operator import Operator
 
 K = TypeVar("K")
-Dtypes = Literal["exact", "relaxed", "all"]
-Reference = Literal["auto", "oracle", "unfused"]
-Weights = Literal["auto", "own", "fp32"]
-COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
 STEPS = ("unfused_step", "recurrent")  # of decode steps; always exact with fp32 states
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
 BY_TOKEN = "recurrent"  # of a bench; runs if sequences have only a few tokens
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size supports these
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaptureRequest:
-    """The layers to capture, the model, the prompt, and how it is served (`docs/serving.md`).
-
-    model: hub id, folder, family name, "demo" or "demo-gdn".  revision, tokenizer: None takes the model's own.
-    text: "default", "random" or a file.  seqlens: tokens of each prompt; None: depends on the machine.
-    batch: number of prompts.  packed: packed sequences of random lengths, instead of prompts.
-    chunk: tokens per call of a chunked prefill.  decode: tokens to generate after each prompt.
-    layers: "all", "first:N", "3,7" or "every:K".  segment_length: tokens per forward call; None: chosen by capture.
-    placement: where the weights are; None: depends on the machine.
-    """
-
-    model: str
-    revision: str | None = None
-    tokenizer: str | None = None
-    text: Path | Literal["default", "random"] = "default"
-    seqlens: tuple[int, ...] | None = None
-    batch: int = 1
-    packed: Tokens | None = None
-    chunk: int | None = None
-    decode: int = 0
-    layers: str = "all"
-    segment_length: int | None = None
-    placement: PlacementKind | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayRequest:
-    """What to compare, the conditions on it, and how the run is stored.
-
-    states: dtypes of the inter-chunk states; None: the defaults of `core.base.precisions_for`.
-    implementations, baseline: names, as `operators.implementations` resolves them.
-    first_call_s: time limit of the first call of a user's kernel.
-    thorough: test the laws in every case, and not once for each kind of layer.
-    smallest_difference: the smallest relative difference of times that counts.
-    cast: the dtype in which captured inputs are replayed; None: the model's own.
-    tensor_parallel: ranks among which the heads are divided; the first one's share is replayed.
-    out: the run's folder; None: a new one under runs/.  command: as typed.
-    """
-
-    intermediates: Dtypes = "all"
-    states: tuple[DType, ...] | None = None
-    implementations: tuple[str, ...] = COMPARED
-    baseline: str = COMPARED[0]
-    first_call_s: float = 180.0
-    thorough: bool = False
-    smallest_difference: float = SMALLEST_DIFFERENCE
-    cast: DType | None = None
-    tensor_parallel: int = 1
-    conditions: tuple[Condition, ...] = ()
-    out: Path | None = None
-    save_captures: bool = False
-    command: tuple[str, ...] = ()
-
-    def cast_from(self, dtype: DType) -> Cast | None:
-        """The cast of inputs of this dtype; None if there is none."""
-        return Cast(source=dtype, to=self.cast) if self.cast not in (None, dtype) else None
-
-    def precisions(self, dtype: DType) -> tuple[PrecisionRecord, ...]:
-        """dtype: of the operators' inputs."""
-        return precisions_for(dtype, self.intermediates, self.states)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswersRequest:
-    """The implementations that replace a model's operators, and their reference.
-
-    precisions: the requested ones, by dtype of the model.
-    reference: "auto" is the fp64 oracle unless it takes too long, then unfused exact.
-    weights: the dtype that the model runs in; "auto" is its own on a GPU and fp32 without one.
-    per_layer: each layer alone, too.  generate: greedy tokens after the prompt.
-    out, command: as of `ReplayRequest`.
-    """
-
-    precisions: Callable[[DType], tuple[PrecisionRecord, ...]]
-    implementations: tuple[str, ...] = COMPARED
-    reference: Reference = "auto"
-    weights: Weights = "auto"
-    per_layer: bool = False
-    generate: int = 0
-    conditions: tuple[Condition, ...] = ()
-    out: Path | None = None
-    command: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillRequest:
-    """batch: equal rows of the prompt.  precision: of implementations without their own.
-
-    conv_and_norm: one set of prefills for each kind and length.
-    resolved: the `run.Resolved` implementations; other libraries run only with the first kind.
-    first_call_s: time limit of the first call of a user's kernel.
-    seconds: of sampling for each set.  budget: seconds of wall clock, loading included; steps that do not fit are left
-        out.
-    """
-
-    model: CaptureRequest
-    batch: int = 1
-    precision: PrecisionRecord = EXACT_FP32
-    conv_and_norm: tuple[KernelOrigin, ...] = ("model",)
-    resolved: Any = None
-    first_call_s: float = 180.0
-    seconds: float = 20.0
-    budget: float | None = None
-    smallest_difference: float = SMALLEST_DIFFERENCE
-    conditions: tuple[Condition, ...] = ()
-    out: Path | None = None
-    command: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class StallRequest:
-    """where: a run, a model or a folder of captures; None: the latest run.
-
-    layer, seqlen: None: the middle layer, the longest prompt.
-    implementations: names, as `operators.implementations` resolves them.
-    out: the folder for the results; None: the run's, or a new one under runs/.
-    overwrite: replace existing stalls.  tuned: a file with configurations for the kernels.
-    command: as typed.
-    """
-
-    where: str | None = None
-    layer: int | None = None
-    seqlen: int | None = None
-    implementations: tuple[str, ...] = COMPARED
-    precision: PrecisionRecord = EXACT_FP32
-    timeout_s: float = 300.0
-    out: Path | None = None
-    overwrite: bool = False
-    tuned: Path | None = None
-    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +89,11 @@ class BenchRequest:
 
 
 # --- options
+
+
+def both(one: str, other: str, why: str = "", hint: str = "Give one of them.") -> BadInputError:
+    """The error for two options of which a user may give one."""
+    return BadInputError(f"{one} and {other} cannot be combined{why and f': {why}'}.", hint)
 
 
 def parse_seq(seq: str) -> int:

@@ -6,57 +6,49 @@ locate -> fetch -> build prompts -> load -> capture each layer -> compare on it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
-from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.capture.manifest import read_manifest
-from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord
-from ssdprof.core.case import Case, call_size
+from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
+from ssdprof.core.case import call_size
 from ssdprof.core.report import Report, Requested
-from ssdprof.core.subject import CallRef, CaptureManifest, CheckpointRef, LayerRef, Prompt, split_prompt
+from ssdprof.core.subject import CallRef, CaptureManifest, Cast, CheckpointRef, LayerRef, Prompt, split_prompt
 from ssdprof.core.words import plural, words
-from ssdprof.environment.machine import ClockWatch, collect
+from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
-from ssdprof.jobs.answers import compare_answers
-from ssdprof.jobs.compare import Comparer, Entry, wanted_pairs
+from ssdprof.jobs.answers import Precisions, compare_answers
+from ssdprof.jobs.compare import Pair, Pairs, replaying
+from ssdprof.jobs.options import COMPARED, AnswersOptions, RunOptions
 from ssdprof.jobs.plan import load, stored_dims
-from ssdprof.jobs.request import COMPARED, STEPS, AnswersRequest, ReplayRequest
+from ssdprof.jobs.request import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
-from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.first_run import Call, forget_peak, peak_bytes
-from ssdprof.measure.isolate import IsolatedFirstCall
-from ssdprof.measure.probes import Prober
-from ssdprof.measure.roofline import measure_ceilings
-from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaTimer
-from ssdprof.operators.dtypes import dtype_name, dtype_named, precision_of
+from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
-from ssdprof.store.reports import Writer, draft, opened
 from ssdprof.store.reports import load as load_report
+from ssdprof.store.reports import opened
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
     """The implementations of a job, by name.
 
+    names, baseline_name: as they were typed.
     found: of each operator, in the requested order.  baselines: of each operator.
     """
 
     cache: ImplementationCache
+    names: tuple[str, ...]
+    baseline_name: str
     found: tuple[Implementation, ...]
     baselines: tuple[Implementation, ...]
 
@@ -75,11 +67,9 @@ class Resolved:
         """Names of the available implementations; the baseline only if it was named among them."""
         return tuple(dict.fromkeys(one.name for one in self.found if not one.absent))
 
-    def pairs(
-        self, operator: str, dtype: DType, replay: ReplayRequest, call: CallRef | None
-    ) -> list[tuple[Implementation, PrecisionRecord, PrecisionRecord]]:
+    def pairs(self, precisions: Precisions, operator: str, dtype: DType, call: CallRef | None) -> list[Pair]:
         """`wanted_pairs` of a call of an operator, with the implementations: decode steps have their own."""
-        names, baseline, wanted = replay.implementations, replay.baseline, replay.precisions(dtype)
+        names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
         if call is not None and call.kind == "decode":  # computed in fp32, whatever the precision of the prompt
             names, baseline, wanted = STEPS, STEPS[0], (EXACT_FP32,)
         compared = [one for one in (self.cache.get(operator, name) for name in names) if not one.absent]
@@ -103,7 +93,9 @@ def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequenc
     compared = [one for one in found if one.name != baselines[0].name]
     for one in baselines if any(not one.absent for one in compared) else [*baselines, *compared]:
         required(one)
-    return Resolved(cache=cache, found=tuple(found), baselines=tuple(baselines))
+    return Resolved(
+        cache=cache, names=tuple(names), baseline_name=baseline, found=tuple(found), baselines=tuple(baselines)
+    )
 
 
 def unsupported_reason(operator: str, implementations: Sequence[str] = COMPARED) -> str:
@@ -114,7 +106,7 @@ def unsupported_reason(operator: str, implementations: Sequence[str] = COMPARED)
     return f"there is no {' or '.join(map(repr, missing))} implementation of {operator}" if missing else ""
 
 
-def check(found: Subject | Stored, replay: ReplayRequest, ranks: Ranks | None = None) -> Resolved:
+def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = None) -> Resolved:
     """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run` calls it too.
 
     ranks: processes that share the layers.
@@ -163,7 +155,7 @@ def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int
 
 
 def run(
-    found: Subject | Stored, replay: ReplayRequest, watcher: Watcher, ranks: Ranks | None = None
+    found: Subject | Stored, replay: RunOptions, watcher: Watcher, ranks: Ranks | None = None
 ) -> tuple[Path, Report]:
     """Capture a model's layers on each prompt, or open stored captures, and compare implementations on them.
 
@@ -186,15 +178,20 @@ def run(
         fields = {"segment_length": max(loaded.segment_lengths), "placement": loaded.placement}
         mine = replace(loaded, subject=replace(found, layers=layers))
         calls = mine.subject.calls
-    cast = replay.cast_from(dtype)
-    report = draft(
-        "run",
-        found.ref.repo_id,
-        replay.command,
+    precisions = partial(precisions_for, intermediates=replay.intermediates, states=replay.states)
+    pairs = partial(resolved.pairs, precisions)
+    cast = Cast(source=dtype, to=replay.cast) if replay.cast not in (None, dtype) else None
+    with opened(
+        replay.out,
+        watcher,
+        ranks,
+        kind="run",
+        subject=found.ref.repo_id,
+        command=replay.command,
         model=found.ref,
         environment=collect(),
         prompts=tuple(prompts),
-        requested=tuple(_requested(found.layers, prompts, replay, resolved, cast.to if cast else dtype)),
+        requested=tuple(_requested(found.layers, prompts, pairs, cast.to if cast else dtype)),
         conditions=replay.conditions,
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
@@ -203,9 +200,8 @@ def run(
         tensor_parallel=replay.tensor_parallel,
         absent=resolved.absent,
         **fields,
-    )
-    with opened(replay.out, report, watcher, ranks) as writer:
-        with _replaying(writer, replay, resolved, cast.to if cast else None, watcher, calls) as on_layer:
+    ) as writer:
+        with replaying(writer, replay, pairs, cast.to if cast else None, watcher, calls) as on_layer:
             if isinstance(found, Stored):
                 for capture in found.chosen:
                     if capture.layer in layers:
@@ -218,20 +214,20 @@ def run(
         # with --decode the model is whole, but none are compared
         if isinstance(found, Subject) and found.whole and not found.serving.decode:
             names = tuple(dict.fromkeys(one.name for one in resolved.found if one.kind != "library"))
-            wanted = AnswersRequest(precisions=replay.precisions, implementations=names, weights="own")
-            compare_answers(loaded, wanted, watcher, writer)
+            wanted = AnswersOptions(model=replay.model, implementations=names, weights="own")
+            compare_answers(loaded, wanted, precisions, watcher, writer)
     return load_report(writer.folder)
 
 
 def _requested(
-    layers: Sequence[LayerRef], prompts: Sequence[Prompt], replay: ReplayRequest, resolved: Resolved, dtype: DType
+    layers: Sequence[LayerRef], prompts: Sequence[Prompt], pairs: Pairs, dtype: DType
 ) -> Iterator[Requested]:
     """Every implementation at every precision, in every call of every layer, on every prompt."""
     for prompt in prompts:
         for layer in layers:
             for call in prompt.serving.calls(prompt.seqlen, prompt.batch):
                 size = call_size(_seqlen(prompt, call), prompt.batch, call)
-                for implementation, precision, _ in resolved.pairs(layer.operator, dtype, replay, call):
+                for implementation, precision, _ in pairs(layer.operator, dtype, call):
                     yield Requested(f"layer {layer.index}, {size}", implementation.name, str(precision))
 
 
@@ -246,130 +242,34 @@ def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
     return stop - start
 
 
-@contextmanager
-def _replaying(
-    writer: Writer, wanted: ReplayRequest, resolved: Resolved, cast_to: DType | None, watcher: Watcher, calls: int
-) -> Iterator[OnLayer]:
-    """The context's value compares implementations on a layer.  calls: expected number."""
-    gpu = limits.device() if limits.device().type == "cuda" else None
-    isolated = IsolatedFirstCall(wanted.first_call_s)
-    prober = Prober(isolated, thorough=wanted.thorough)
-    inputs_of = {(prompt.seqlen, prompt.batch): prompt.token_sha256 for prompt in writer.report.prompts}
-    with (
-        limits.memory_errors(),
-        # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in any case.
-        np.errstate(invalid="ignore", over="ignore"),
-        ClockWatch() as clocks,
-        watcher.step("Replaying", calls, unit="calls") as advance,
-    ):
-        if gpu:
-            writer.update(ceilings=measure_ceilings(gpu))
-            forget_peak(gpu)
-        comparer = Comparer(
-            timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
-            ceilings=writer.report.ceilings,
-            sampling=SamplingPlan(smallest_difference=wanted.smallest_difference),
-            process=writer.process,
-            isolated=isolated,
-            watcher=watcher,
-        )
+def wanted_pairs(
+    precisions: Sequence[PrecisionRecord],
+    implementations: Sequence[str],
+    baseline: str,
+    fixed: Mapping[str, Sequence[PrecisionRecord]] = {},
+) -> list[tuple[str, PrecisionRecord, PrecisionRecord]]:
+    """(implementation, precision, the baseline's precision) of every case; baselines first, requested or not.
 
-        def replay(captured: CapturedLayer) -> None:
-            layer, call = captured.layer, captured.call
-            inputs, lost = cast_inputs(first_rank(captured.inputs, wanted.tensor_parallel), cast_to)
-            where = f"{layer.name}, {call}" if call else layer.name
-            writer.note(captured.remark)
-            writer.note(lost and f"{where}: {lost}")
-            if zero := zeros(inputs):
-                writer.note(f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may pass.")
-            judged = operators.get(inputs.operator).judged
-            dims, work = judged.cost(inputs)
-            prompt = (dims.seqlen, dims.batch)
-            if call is not None:
-                prompt = (call.prompt_seqlen, 1 if call.kind == "packed" else call.sequences)
-            common = {
-                "layer": layer, "call": call, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen,
-                "inputs": inputs_of.get(prompt, ""), **work,
-            }  # fmt: skip
-            pairs = resolved.pairs(layer.operator, dims.dtype, wanted, call)
-            for case in comparer.compare(entries_of(inputs, common, pairs, prober), layer.name):
-                writer.case(case)
-                if case.samples:
-                    clocks.poll()
-            del inputs
-            if gpu:
-                writer.update(clocks=clocks.clocks)
-                writer.peaked(peak_bytes(gpu))
-            advance(1)
-
-        yield replay
-
-
-def entries_of(
-    inputs: Any,
-    common: Mapping[str, Any],
-    pairs: Sequence[tuple[Implementation, PrecisionRecord, PrecisionRecord]],
-    prober: Prober,
-) -> list[Entry]:
-    """An entry for each pair of `Resolved.pairs`; those with one baseline are timed together.
-
-    common: the fields that all cases have in common.
+    The baseline runs at exact intermediates and equal states.
+    fixed: implementations with precisions of their own.  If the baseline is one of them and lacks the states of a
+        case, it runs at the first of its own precisions.
     """
-    baseline = pairs[0][0].name
-    entries: dict[tuple[str, PrecisionRecord], Entry] = {}
-    for one, precision, group in pairs:
-        first = entries.get((baseline, group))
-        own = dict(common, implementation=one.name, kind=one.kind, version=one.version, precision=precision)
-        case = Case(**own, baseline=baseline if first else "", status="ran")
-        label = f"{one.name} {precision}"
-        call = Call(implementation=one, inputs=inputs, precision=precision_of(precision), label=label)
-        entry = Entry(case=case, call=call, baseline=first, turns=group)
-        if one.kind in prober.kinds:
-            entry.probes = partial(prober.probe, one, inputs, precision)
-        entries[one.name, precision] = entry
-    return list(entries.values())
+    wanted = [(name, one) for one in precisions for name in implementations if name not in fixed]
+    wanted += [(name, one) for name in implementations for one in fixed.get(name, ())]
+    own = fixed.get(baseline)
 
+    def first(state_dtype: DType) -> PrecisionRecord:
+        exact = PrecisionRecord(intermediates="exact", state_dtype=state_dtype)
+        return exact if own is None or exact in own else own[0]
 
-# --- what is done to captured inputs
-
-
-def first_rank(inputs: Any, ranks: int) -> Any:
-    """The first rank's share of an operator's inputs, in the layout of the rank's own projection."""
-    if ranks == 1:
-        return inputs
-    return token_major(operators.get(inputs.operator).first_rank(inputs, ranks))
-
-
-def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
-    """The inputs with the model's activations in dtype `to`, in the layout that a model of that dtype would give them.
-
-    Activations are the tensors with a position that the model computed in its own dtype.  Tensors of the
-    whole call (A, D, dt_bias, initial states), and those that every model computes in fp32, are not changed.
-    The second value is a sentence for the report on elements that `to` cannot represent; empty if there are none.
-    to: None changes nothing.
-    """
-    if to is None:
-        return inputs, ""
-    given = operators.get(inputs.operator).binding.activations(inputs)
-    changed = {name: tensor.to(dtype_named(to)) for name, tensor in given.items()}
-    lost = [phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)]
-    remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
-    return token_major(replace(inputs, **changed)), remark
-
-
-def zeros(inputs: Any) -> list[str]:
-    """The activations that are 0 everywhere."""
-    return [name for name in operators.get(inputs.operator).binding.views if not getattr(inputs, name).any()]
-
-
-def _lost(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[str]:
-    """A phrase on numbers that became infinite or 0."""
-    infinite = int((before.isfinite() & ~after.isfinite()).sum())
-    zero = int(((before != 0) & (after == 0)).sum())
-    if infinite:
-        yield f"{infinite:,} of {name} became infinite"
-    if zero:
-        yield f"{zero:,} of {name} became 0"
+    groups: dict[PrecisionRecord, dict[tuple[str, PrecisionRecord], None]] = {}
+    for one in precisions:
+        group = first(one.state_dtype)
+        groups.setdefault(group, {(baseline, group): None})
+    for name, precision in wanted:
+        group = first(precision.state_dtype)
+        groups.setdefault(group, {(baseline, group): None})[name, precision] = None
+    return [(name, precision, group) for group, cases in groups.items() for name, precision in cases]
 
 
 # --- captures without a comparison

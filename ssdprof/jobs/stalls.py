@@ -16,15 +16,15 @@ import torch
 
 from ssdprof import files, operators
 from ssdprof.capture.manifest import is_capture, read_manifest
-from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.base import PrecisionRecord
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
 from ssdprof.core.subject import LayerCapture
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
+from ssdprof.jobs.options import ModelOptions, ServedModelOptions, StallsOptions
 from ssdprof.jobs.plan import stored_dims
-from ssdprof.jobs.request import CaptureRequest, StallRequest
 from ssdprof.jobs.run import capture
 from ssdprof.jobs.subject import find
 from ssdprof.operators.implementations import kind_of, knows
@@ -35,7 +35,7 @@ from ssdprof.stalls.read import read
 from ssdprof.store.reports import CAPTURES, HEADER, RUNS, load, new_folder
 
 
-def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]:
+def profile(request: StallsOptions, watcher: Watcher) -> tuple[Path, StallReport]:
     """Collect stalls for one layer.  Returns the folder with ncu's reports, and the stall report.
 
     If ncu cannot run, the report has the reason (`missing`) and the resources that Triton reports.
@@ -46,7 +46,7 @@ def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]
     if where is None or any((path / HEADER).is_file() for path in (Path(where), RUNS / where)):
         run = load(where, "run")  # else it names a model or captures
     out = request.out or (run[0] if run else new_folder(where or "model"))
-    with _made(out / stall_files.FOLDER, overwrite=request.overwrite) as folder:
+    with _made(out / stall_files.FOLDER, overwrite=request.force) as folder:
         if run is None:
             place = Path(where or "").expanduser()
             return folder, _profile([place], lambda: _of_model(request), request, folder, watcher)
@@ -55,26 +55,26 @@ def profile(request: StallRequest, watcher: Watcher) -> tuple[Path, StallReport]
 
 
 def profile_run(
-    asked: CaptureRequest, folder: Path, report: Report, watcher: Watcher, *, tuned: Path | None = None
+    asked: ModelOptions, folder: Path, report: Report, watcher: Watcher, *, tuned: Path | None = None
 ) -> StallReport:
     """Stalls of the middle layer of a run that has just ended, on its longest prompt, into the run's folder.
 
     The tensors are those that the run read or stored, else newly captured ones.
-    asked: the request of the run.  tuned: see `StallRequest`.  Raises what `profile` raises.
+    asked: the request of the run.  tuned: see `StallsOptions`.  Raises what `profile` raises.
     """
     require_gpu_for_stalls()
     layer = report.captured[len(report.captured) // 2].index
     longest = max(prompt.seqlen for prompt in report.prompts)
     # the prompt as one call of every operator, without decode steps; a pack is drawn with the same lengths
     whole = replace(asked, layers=str(layer), seqlens=None if asked.packed else (longest,), chunk=None, decode=0)
-    request = StallRequest(layer=layer, precision=EXACT_FP32, tuned=tuned, command=report.command)
+    request = StallsOptions(layer=layer, tuned=tuned, command=report.command)
     places = [Path(asked.model).expanduser(), folder / CAPTURES]
     with _made(folder / stall_files.FOLDER, overwrite=False) as out:
         return _profile(places, lambda: whole, request, out, watcher)
 
 
 def _profile(
-    places: Sequence[Path], wanted: Callable[[], CaptureRequest], request: StallRequest, folder: Path, watcher: Watcher
+    places: Sequence[Path], wanted: Callable[[], ModelOptions], request: StallsOptions, folder: Path, watcher: Watcher
 ) -> StallReport:
     """Launch, profile, read and write: `folder` gets an ncu report per implementation, and the stall report.
 
@@ -106,7 +106,7 @@ def _profile(
             model=f"{checkpoint.repo_id}, random weights" if checkpoint.random_weights else checkpoint.repo_id,
             layer=layer.layer,
             dims=stored_dims(layer),
-            precision=request.precision,
+            precision=_precision(request),
             left_out=left_out,
             created=created,
             command=request.command,
@@ -118,7 +118,7 @@ def _profile(
 
 
 def _launch(
-    captures: Path, layer: LayerCapture, request: StallRequest, cache: Path, watcher: Watcher, advance: Advance
+    captures: Path, layer: LayerCapture, request: StallsOptions, cache: Path, watcher: Watcher, advance: Advance
 ) -> tuple[dict[ncu.Job, Launched], tuple[str, ...]]:
     """Each implementation's launches, and a sentence for each library that cannot be profiled.
 
@@ -133,7 +133,7 @@ def _launch(
             layer=layer.layer.index,
             seqlen=layer.seqlen,
             implementation=name,
-            precision=request.precision,
+            precision=_precision(request),
             tuned=request.tuned,
         )
         try:
@@ -156,6 +156,10 @@ def _launch(
     return launched, tuple(left_out)
 
 
+def _precision(request: StallsOptions) -> PrecisionRecord:
+    return PrecisionRecord(intermediates=request.intermediates, state_dtype=request.state_dtype)
+
+
 def require_gpu_for_stalls() -> None:
     """MissingCapabilityError without a GPU."""
     if limits.device().type != "cuda":
@@ -170,7 +174,7 @@ def require_gpu_for_stalls() -> None:
 
 @contextmanager
 def _captured(
-    places: Sequence[Path], wanted: Callable[[], CaptureRequest], request: StallRequest, watcher: Watcher
+    places: Sequence[Path], wanted: Callable[[], ModelOptions], request: StallsOptions, watcher: Watcher
 ) -> Iterator[tuple[Path, LayerCapture]]:
     """A folder of captures and one layer in it: stored, else captured anew, which exists while the context is open."""
     stored = next((place for place in places if is_capture(place)), None)
@@ -186,7 +190,7 @@ def _captured(
         yield folder, _choose(folder, request)
 
 
-def _choose(folder: Path, request: StallRequest) -> LayerCapture:
+def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
     """The requested layer, or the middle one; the requested length, or the longest."""
     every = read_manifest(folder).layers
     found = [
@@ -222,7 +226,7 @@ def _refuse_changed(report: Report) -> None:
         )
 
 
-def _of_run(report: Report, request: StallRequest) -> CaptureRequest:
+def _of_run(report: Report, request: StallsOptions) -> ModelOptions:
     """One layer and prompt of a run, to be captured again."""
     assert report.model is not None
     prompts = [prompt for prompt in report.prompts if request.seqlen in (None, prompt.seqlen)]
@@ -243,18 +247,18 @@ def _of_run(report: Report, request: StallRequest) -> CaptureRequest:
         raise BadInputError(
             "The run's sequences were packed, and the run did not store them.", "Run it with --save-captures."
         )
-    return CaptureRequest(
+    return ServedModelOptions(
         model=report.model.requested,
         revision=report.model.revision,
-        text=prompt.kind,
+        prompt=prompt.kind,
         seqlens=(prompt.seqlen,),
         batch=prompt.batch,
         layers=str(layers[len(layers) // 2].index),
     )
 
 
-def _of_model(request: StallRequest) -> CaptureRequest:
-    return CaptureRequest(
+def _of_model(request: StallsOptions) -> ModelOptions:
+    return ServedModelOptions(
         model=request.where or "",
         seqlens=None if request.seqlen is None else (request.seqlen,),
         layers="first:1" if request.layer is None else str(request.layer),

@@ -1,22 +1,72 @@
-"""Finds the subject of a request.  Runs before torch is imported, so that a wrong name or layer is refused at once."""
+"""Options -> what a command is asked to do, and its subject.
+
+Runs before torch is imported, so that wrong options, names and layers are refused at once.  Every function raises
+BadInputError; those that find a model, ModelUnavailableError if it is not there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
-from ssdprof import operators
+from ssdprof import operators, settings
 from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
-from ssdprof.checkpoint.names import select_indices
-from ssdprof.core.base import LONGEST_SEQLEN
+from ssdprof.checkpoint.names import check_layers, select_indices
+from ssdprof.core.base import LONGEST_SEQLEN, precisions_for
+from ssdprof.core.conditions import of_options, parse_percent
+from ssdprof.core.report import Condition
 from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
+from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.request import CaptureRequest
-from ssdprof.operators.generate import boundaries
+from ssdprof.files import check_target
+from ssdprof.jobs.options import (
+    AnswersOptions,
+    BenchOptions,
+    CaptureOptions,
+    ModelOptions,
+    PrefillOptions,
+    RunOptions,
+    ServedModelOptions,
+    StallsOptions,
+    TuneOptions,
+)
+from ssdprof.jobs.request import (
+    BenchRequest,
+    both,
+    expand,
+    lengths,
+    parse_chunk_sizes,
+    parse_dtypes,
+    parse_implementations,
+    parse_packed,
+    parse_seq,
+    parse_seqs,
+    parse_shapes,
+    parse_states,
+    parse_tokens,
+    parse_ways,
+)
+from ssdprof.operators.generate import Cell, Tokens, boundaries
+from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
+from ssdprof.store.ranks import Ranks, follows, join
+from ssdprof.store.reports import check_folder
 
+Options = TypeVar("Options")
+_READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `options.words`
+    "seqlens": parse_seqs,
+    "seqlen": parse_seq,
+    "segment_length": parse_seq,
+    "packed": parse_packed,
+    "chunk": parse_seq,
+    "states": parse_states,
+    "implementations": partial(parse_implementations, "--impl"),
+    "smallest_difference": partial(parse_percent, "--smallest-difference"),
+}
 SEED = 0  # of the lengths of packed sequences
 _WITHOUT_OPERATOR = ("attention", "full_attention", "sliding_attention", "mlp", "moe")  # of a config's layer_types
 
@@ -31,7 +81,7 @@ class Subject:
     dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
     """
 
-    request: CaptureRequest
+    request: ModelOptions
     located: Model
     layers: tuple[LayerRef, ...]
     seqlens: tuple[int, ...]
@@ -67,7 +117,7 @@ class Subject:
 class Stored:
     """The subject of a request for stored captures: the selected layers of each prompt."""
 
-    request: CaptureRequest
+    request: ModelOptions
     folder: Path
     manifest: CaptureManifest
     chosen: tuple[LayerCapture, ...]
@@ -96,13 +146,13 @@ class Stored:
         return self.manifest.prompts[0].serving
 
 
-def captures_of(request: CaptureRequest) -> Path | None:
+def captures_of(request: ModelOptions) -> Path | None:
     """The folder of stored captures, if the request names one."""
     folder = Path(request.model).expanduser()
     return folder if is_capture(folder) else None
 
 
-def find(request: CaptureRequest, *, whole: bool = False, head: bool = False) -> Subject:
+def find(request: ModelOptions, *, whole: bool = False, head: bool = False) -> Subject:
     """Locate the model and select its layers; downloads small files.  whole, head: see `Subject`."""
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
     kinds = located.config.get("layer_types")
@@ -135,7 +185,7 @@ def _refuse_too_many(tokens: int) -> None:
         )
 
 
-def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whole: bool = False) -> Subject | Stored:
+def find_to_replay(request: RunOptions) -> Subject | Stored:
     """As `find`, or the wanted layers of stored captures.
 
     BadInputError for options that do not apply to stored captures, and for a model whose layers are too large for
@@ -143,12 +193,13 @@ def find_to_replay(request: CaptureRequest, *, save_captures: bool = False, whol
     """
     folder = captures_of(request)
     if folder is None:
-        subject = find(request, whole=whole)
+        subject = find(request, whole=request.answers)
         refuse_large(subject)
         return subject
-    if whole:
+    if request.answers:
         raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
-    if request != CaptureRequest(model=request.model, layers=request.layers) or save_captures:
+    given = {one.name for one in fields(ServedModelOptions) if getattr(request, one.name) != one.default}
+    if given - {"model", "layers", "conditions"} or request.save_captures:
         raise BadInputError(
             f"{folder} holds stored captures: their model, prompt and segments cannot be changed.",
             "--layers is the only model option that applies to stored captures.",
@@ -178,3 +229,191 @@ def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int])
                 f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels take at most {most}.",
                 "Choose a model with smaller layers.",
             )
+
+
+# --- options
+
+
+def read(options: Options) -> Options:
+    """The options with the values of what was typed as words, and with their conditions.
+
+    Refuses options of a model that exclude each other.
+    """
+    declared = {one.name: one.metadata for one in fields(options)}  # type: ignore[arg-type]
+    typed = {name: getattr(options, name) for name, metadata in declared.items() if "typed" in metadata}
+    if isinstance(options, ModelOptions):
+        if options.prompt_file is not None and options.prompt == "random":
+            raise both("--prompt random", "--prompt-file")
+        check_layers(options.layers)
+    values: dict[str, Any] = {name: _READ[name](word) for name, word in typed.items() if isinstance(word, str)}
+    if "conditions" in declared:
+        values["conditions"] = _conditions(options)
+    found: Options = replace(options, **values)  # type: ignore[type-var]
+    if isinstance(found, ServedModelOptions):
+        _refuse_contradictions(found)
+    return found
+
+
+def _conditions(options: Any) -> tuple[Condition, ...]:
+    """Those of the command line, then those of the settings file, if the command reads it."""
+    names = ("min_speedup", "max_rms_ratio", "max_kl", "min_top1", "max_perplexity_increase")
+    limits = {name: getattr(options, name, None) for name in names}
+    given = of_options(
+        **limits, min_match=getattr(options, "min_match", None) or (), gates=getattr(options, "gate", None) or ()
+    )
+    if not hasattr(options, "config"):
+        return given
+    return settings.gates(options.config, given, prefill=isinstance(options, PrefillOptions))
+
+
+def _refuse_contradictions(options: ServedModelOptions) -> None:
+    """Of how a server runs the prompt."""
+    if options.packed is not None:
+        for option, given in (
+            ("--seq", options.seqlens is not None),
+            ("--batch", options.batch > 1),
+            ("--chunked-prefill", options.chunk is not None),
+            ("--decode", options.decode > 0),
+        ):
+            if given:
+                why = "packed sequences are one call of their own lengths"
+                raise both("--packed", option, why, f"Leave out {option}, or give --batch instead of --packed.")
+    if options.chunk is not None and options.segment_length is not None:
+        raise both("--chunked-prefill", "--segment", "the chunks are the segments", "Leave out --segment.")
+    if options.chunk == 1:
+        raise BadInputError(
+            "--chunked-prefill 1 would be decoding: models compute single tokens by another function.",
+            "Give 2 or more tokens, such as 8k, or use --decode.",
+        )
+
+
+def refuse_ranks(*what: str) -> None:
+    """BadInputError if torchrun started several processes.  what: the options or command that they cannot share."""
+    if what and (count := started()) > 1:
+        raise BadInputError(
+            f"{count} ranks cannot share {' and '.join(what)}.", "Start a single process, without torchrun."
+        )
+
+
+# --- the commands
+
+
+def run(options: RunOptions) -> tuple[RunOptions, Subject | Stored, Ranks | None]:
+    asked = read(options)
+    given = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
+    if asked.cast is not None and given:
+        raise both("--cast", given[0], "--cast changes the inputs of the replay alone")
+    if asked.stalls and asked.tensor_parallel > 1:
+        raise both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
+    served = (asked.batch, asked.packed, asked.chunk, asked.decode, asked.tensor_parallel) != (1, None, None, 0, 1)
+    if served and (asked.answers or asked.prefill):
+        raise BadInputError(
+            f"{given[0]} runs one whole sequence through all heads of the model.",
+            "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
+        )
+    if asked.prefill and (folder := captures_of(asked)) is not None:
+        raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
+    refuse_ranks(*given, *(["--save-captures"] if asked.save_captures else []))
+    ranks = join()
+    if ranks is None or ranks.first:
+        check_folder(asked.out)
+    return asked, find_to_replay(asked), ranks
+
+
+def capture(options: CaptureOptions) -> Subject:
+    refuse_ranks("ssdprof capture")
+    return find(read(options))
+
+
+def answers(options: AnswersOptions) -> tuple[AnswersOptions, Subject]:
+    refuse_ranks("ssdprof answers")
+    asked = read(options)
+    check_folder(asked.out)
+    subject = find(asked, whole=True)
+    refuse_large(subject)
+    return asked, subject
+
+
+def prefill(options: PrefillOptions) -> PrefillOptions:
+    refuse_ranks("ssdprof prefill")
+    asked = read(options)
+    more = parse_implementations("--impl", options.against) if options.against else ()
+    names = tuple(dict.fromkeys((*asked.implementations, *more)))
+    check_folder(asked.out)
+    refuse_unknown("--impl", names)
+    refuse_unknown("--baseline", (asked.baseline,))
+    return replace(asked, implementations=names)
+
+
+def bench(options: BenchOptions) -> tuple[BenchRequest, tuple[str, ...], tuple[Tokens, ...]]:
+    """The request, the names of all implementations, other libraries first, and cells that --max-tokens leaves out."""
+    asked, operator = read(options), operators.get(options.operator)
+    most = parse_seq(options.max_tokens)
+    tokens, too_large = parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
+    shapes = parse_shapes(operator.generated, options.shape)
+    against = [word.strip() for word in options.against.split(",") if word.strip()]
+    if options.published is not None:  # gives one of them its checkout
+        against = [*(name for name in against if name != "published"), f"published={options.published}"]
+    libraries = tuple(dict.fromkeys(against))
+    also = parse_implementations("--also", options.also) if options.also else ()
+    sizes = parse_chunk_sizes(options.chunk_size)
+    if not follows():
+        check_folder(options.out)
+    if sizes and not operator.generated.chunk_sizes:
+        raise BadInputError(
+            f"--chunk-size does not apply to {operator.name}: its kernels choose their own.", "Leave it out."
+        )
+    drawn = parse_ways(operator, options.draw)
+    request = BenchRequest(
+        operator=operator,
+        cells=expand(shapes, parse_dtypes(options.dtype), tokens, options.layout, drawn),
+        precisions=lambda dtype: precisions_for(dtype, asked.intermediates, asked.states),
+        baseline=options.baseline or next(iter(libraries), operator.baseline),
+        match_with=options.match_with or operator.baseline,
+        chunk_sizes=sizes or operator.generated.chunk_sizes,
+        check=options.check,
+        budget=options.budget,
+        first_call=options.first_call,
+        smallest_difference=asked.smallest_difference,
+        conditions=asked.conditions,
+        out=options.out,
+    )
+    return request, (*libraries, *asked.implementations, *also), too_large
+
+
+def tune(options: TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
+    """The cells of drawn inputs, or none and the lengths of captured ones."""
+    refuse_ranks("ssdprof tune")
+    if options.clear:
+        return (), None
+    if options.out is not None:
+        check_target(options.out, replace=options.force)
+    known = operators.get(options.operator).generated
+    if options.where is not None:
+        if options.shape is not None or options.batch is not None or options.dtype is not None:
+            raise BadInputError(
+                "Captured inputs have their own shape, batch and dtype.", "Leave out --shape, --batch and --dtype."
+            )
+        return (), None if options.seq is None else lengths(options.seq)
+    tokens, _ = parse_tokens(options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31)
+    dtypes = parse_dtypes(options.dtype or "bf16")
+    return expand(parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
+
+
+def stalls(options: StallsOptions) -> StallsOptions:
+    refuse_ranks("ssdprof stalls")
+    if options.where is not None and not options.where.strip():
+        raise BadInputError(
+            "The name is empty.", "Name a run, a model or captures, or leave it out for the latest run."
+        )
+    if options.markdown is not None:
+        check_target(options.markdown, replace=options.force)
+    asked = read(options)
+    if asked.files and any(one is not None for one in (asked.where, asked.layer, asked.seqlen, asked.out)):
+        raise BadInputError(
+            "--from reads existing reports and profiles nothing.",
+            "Leave out the run or model, --layer, --seq and --out.",
+        )
+    refuse_two_checkouts(asked.implementations)
+    refuse_unknown("--impl", asked.implementations, besides=("reference",))
+    return asked

@@ -27,14 +27,13 @@ from ssdprof.core.tuned import PlannedSearch, SearchOutcome, Trial, TunedCalls, 
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.compare import device_times
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.first_run import Call, first_line, type_and_message
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaTimer, Timer
+from ssdprof.measure.timing import CudaTimer, Timer, device_times
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.operator import Operator, Output

@@ -30,7 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof import operators
-from ssdprof.core.base import PrecisionRecord, Record, Status
+from ssdprof.core.base import PrecisionRecord, Record, Status, Text
 from ssdprof.core.case import Case
 from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
@@ -199,7 +199,7 @@ class FirstCallVerdict(Record):
     """The result of a first call.  status: "ran" means that the call may be made here."""
 
     status: Status
-    reason: str = ""
+    reason: Text = ""
 
 
 class IsolatedFirstCall:

@@ -9,7 +9,8 @@ Both start with a cold L2.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +23,22 @@ from ssdprof.core.base import Clock
 from ssdprof.core.case import Samples
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.launch import no_garbage_collection
-from ssdprof.measure.first_run import Run, blaming, first_line, refuse_if_interrupted, type_and_message
+from ssdprof.measure.first_run import (
+    Call,
+    Run,
+    blaming,
+    first_line,
+    refuse_if_interrupted,
+    refuse_if_lost,
+    type_and_message,
+)
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.trace import busy_us, traced, work
 from ssdprof.operators.operator import Output
 
 T = TypeVar("T")
+K = TypeVar("K")
 # taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no time
 _Event, _current_stream, _synchronize = torch.cuda.Event, torch.cuda.current_stream, torch.cuda.synchronize
 _record, _wait, _elapsed_ms = _Event.record, _Event.synchronize, _Event.elapsed_time
@@ -285,3 +295,54 @@ def time_in_turns(
             else:
                 sampled[key] = Sampled(call=samples["call", key], device=samples["device", key])
     return Session(sampled=sampled, untimed=untimed, failed_later=failed_later)
+
+
+# --- times without a check
+
+
+def device_times(
+    calls: Mapping[K, Sequence[Call]],
+    timer: Timer,
+    plan: SamplingPlan,
+    *,
+    on_untimed: Callable[[K, Exception], object] = lambda _key, _error: None,
+) -> dict[K, Recordings]:
+    """Device times in turns, in microseconds; for each key the geometric mean over its calls.
+
+    Keys with a call that cannot be recorded are left out, and passed to `on_untimed`.
+    """
+    numbered = {str(number): key for number, key in enumerate(calls)}
+    untimed: set[str] = set()
+
+    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
+        timer.reallocate(generator)
+        samplers: dict[Name, Sampler] = {}
+        for number, key in numbered.items():
+            if number in untimed:
+                continue
+            label = calls[key][0].label
+            try:
+                kept = [blaming(timer.device, call.label, partial(_recorded, call, timer)) for call in calls[key]]
+            except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
+                refuse_if_lost(timer.device, label, error)
+                untimed.add(number)
+                on_untimed(key, error)
+            else:
+                samplers["device", number] = partial(blaming, timer.device, label, partial(_mean_us, timer, kept))
+        return samplers
+
+    return {numbered[number]: samples for (_, number), samples in sample_in_turns(set_up, plan).items()}
+
+
+def _recorded(call: Call, timer: Timer) -> Recording:
+    """The call as a recording without its output, whose memory the next recording reuses."""
+
+    def run() -> Output:
+        out, final_states = call.run()
+        return out.new_empty(0), final_states.new_empty(0)
+
+    return timer.record(run)
+
+
+def _mean_us(timer: Timer, recordings: Sequence[Recording]) -> float:
+    return math.prod(timer.device_us(recording) for recording in recordings) ** (1 / len(recordings))

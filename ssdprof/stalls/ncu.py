@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssdprof.core.base import PrecisionRecord, Record
+from ssdprof.core.base import PrecisionRecord, Record, Text
 from ssdprof.core.stalls import Launched
 from ssdprof.environment import child
 from ssdprof.environment.toolchain import find_ncu
@@ -85,7 +85,7 @@ class Job(Record):
     cache: Path
     layer: int
     seqlen: int
-    implementation: str
+    implementation: Text
     precision: PrecisionRecord
     tuned: Path | None = None
 

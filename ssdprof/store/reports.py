@@ -129,18 +129,13 @@ class Writer:
             raise unwritable(self.folder, error) from error
 
 
-def draft(kind: str, subject: str, command: tuple[str, ...], **fields: Any) -> Report:
-    """The header of a report that is about to start, with notes on its model.  Its id is set by `opened`."""
-    report = Report(
-        version=VERSION,
-        kind=kind,  # type: ignore[arg-type]
-        id="",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=command,
-        ssdprof_version=__version__,
-        subject=subject,
-        **fields,
-    )
+def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
+    """The header of a report that is about to start, with notes on its model.  Its id is set by `opened`.
+
+    fields: of `Report`: kind, subject, environment and baseline, and others.
+    """
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    report = Report(version=VERSION, id="", created=created, command=command, ssdprof_version=__version__, **fields)
     return report.changed(notes=(*report.notes, *_notes(report, report.model))) if report.model else report
 
 
@@ -211,17 +206,17 @@ def check_folder(out: Path | None) -> None:
 
 
 @contextmanager
-def opened(out: Path | None, header: Report, watcher: Watcher, ranks: Ranks | None = None) -> Iterator[Writer]:
+def opened(out: Path | None, watcher: Watcher, ranks: Ranks | None = None, **fields: Any) -> Iterator[Writer]:
     """Keep a report while the context is open.
 
     out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the first one makes the
-    folder, and waits at the end for the others.
+    folder, and waits at the end for the others.  fields: see `draft`.
     After an exception what was done stays, and the user is told where it is; without a case the files are removed.
 
     Raises BadInputError if `out` has a report, or another process is writing into it; MissingCapabilityError if it
     cannot be written, or if a rank died.
     """
-    first = ranks is None or ranks.first
+    first, header = ranks is None or ranks.first, draft(**fields)
     if first:
         path = out or new_folder(header.subject)
     else:

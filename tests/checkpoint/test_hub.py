@@ -22,8 +22,8 @@ from ssdprof.checkpoint.load import LocalCheckpoint, fetch, fetch_tokenizer, loa
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.weights import INDEX
 from ssdprof.errors import ExitCode, MissingCapabilityError, ModelUnavailableError, SsdprofError
+from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import find
 
 Save = Callable[[str], Path]
@@ -227,7 +227,7 @@ def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
 
 
 def test_too_little_disk_is_said_before_the_download(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = find(CaptureRequest(model="org/tiny", seqlens=(64,), text="random"))
+    subject = find(ServedModelOptions(model="org/tiny", seqlens=(64,), prompt="random"))
     planned = plan(subject)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=planned.download_bytes))
     check_start(planned, subject)

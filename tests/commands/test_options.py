@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from ssdprof.cli import _COMMANDS, _command
-from ssdprof.commands.options import argument, flag, option, options, parameters
+from ssdprof.jobs.options import argument, derived, flag, option, options, parameters, words
 
 
 @options
@@ -27,6 +27,8 @@ class Tagged(Shelf):
     tags: list[Path] | None = option(None, "", "A tag.  Repeatable.", "--tag")
     on: bool = flag("--on", "Switch it on.")
     where: str | None = argument(None, "WHERE", "The room.", shown="all rooms")
+    sizes: tuple[int, ...] = words("N[,N...]", "Sizes.", "--size", default=(1, 2), typed="1,2")
+    full: bool = derived(False)
 
 
 def invoke(*words: str, code: int = 0) -> tuple[list[Any], str]:
@@ -46,10 +48,11 @@ def invoke(*words: str, code: int = 0) -> tuple[list[Any], str]:
 
 
 def test_every_option_reaches_its_field() -> None:
-    assert invoke("top")[0] == [Tagged(name="top", books=4, label=None, tags=None, on=False, where=None)]
-    words = ["top", "hall", "--books", "7", "--title", "novels", "--tag", "a", "--tag", "b", "--on"]
+    assert invoke("top")[0] == [Tagged(name="top", books=4, label=None, tags=None, on=False, where=None, sizes="1,2")]
+    words = ["top", "hall", "--books", "7", "--title", "novels", "--tag", "a", "--tag", "b", "--on", "--size", "3"]
     tags = [Path("a"), Path("b")]
-    assert invoke(*words)[0] == [Tagged(name="top", books=7, label="novels", tags=tags, on=True, where="hall")]
+    made = Tagged(name="top", books=7, label="novels", tags=tags, on=True, where="hall", sizes="3")  # type: ignore[arg-type]
+    assert invoke(*words)[0] == [made]
 
 
 def test_what_is_wrong_is_refused_by_its_name() -> None:
@@ -59,8 +62,9 @@ def test_what_is_wrong_is_refused_by_its_name() -> None:
 
 def test_help_shows_the_fields_in_order_those_of_the_base_class_first() -> None:
     shown = invoke("--help")[1]
-    for words in ("Which shelf.", "How many tagged books.", "[default: 4]", "(blank)", "(all rooms)"):
-        assert words in shown
+    for said in ("Which shelf.", "How many tagged books.", "[default: 4]", "(blank)", "(all rooms)", "[default: 1,2]"):
+        assert said in shown
+    assert "--full" not in shown
     assert shown.index("--books") < shown.index("--label") < shown.index("--tag ") < shown.index("--on")
 
 

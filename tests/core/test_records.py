@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import cases
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ssdprof.core.accuracy import BudgetUse
-from ssdprof.core.base import PrecisionRecord, first_fault, precisions_for
-from ssdprof.core.case import Case, Samples
+from ssdprof.core.base import PrecisionRecord, Record, first_fault, precisions_for
+from ssdprof.core.case import Case, Launch, Samples
 from ssdprof.core.report import ProcessLine, Report, Requested
 from ssdprof.core.subject import CallRef, Ceilings
 
@@ -144,6 +145,15 @@ PROMPT = cases.prompt(40)
 def test_what_contradicts_itself_is_refused(made: Any, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         made.changed(**fields)
+
+
+def test_every_text_is_harmless() -> None:
+    of_records = ((kind, *one) for kind in Record.__subclasses__() for one in kind.__annotations__.items())
+    bare = [f"{kind.__name__}.{name}" for kind, name, words in of_records if re.search(r"\bstr\b", str(words))]
+    assert bare == []
+    assert Launch(kernel="a\x1b[2J", config={"b\x07": "\ud800", "c": 1}) == Launch(
+        kernel="a\\x1b[2J", config={"b\\x07": "\\ud800", "c": 1}
+    )
 
 
 def test_a_fault_names_its_place() -> None:

@@ -11,11 +11,10 @@ import torch
 from fakes import inputs
 
 from ssdprof.capture.intercept import OperatorCall
-from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.conditions import broken, of_options
 from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
-from ssdprof.jobs.request import AnswersRequest, CaptureRequest
+from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.subject import find
 from ssdprof.kernels import registry
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -38,9 +37,11 @@ def plain_baseline(registries_of_its_own: None, monkeypatch: pytest.MonkeyPatch)
 
 
 def answered(seqlen: int = 24, **wanted: Any) -> Report:
-    request = CaptureRequest(model="demo", text="random", seqlens=(seqlen,), layers="first:1")
-    asked = AnswersRequest(precisions=lambda _: (EXACT_FP32,), **({"weights": "fp32"} | wanted))
-    subject = job.loaded_as(find(request, whole=True), asked)
+    asked = AnswersOptions(
+        model="demo", prompt="random", seqlens=(seqlen,), layers="first:1", intermediates="exact", states=("fp32",),
+        **({"weights": "fp32"} | wanted),
+    )  # fmt: skip
+    subject = job.loaded_as(find(asked, whole=True), asked)
     folder, report = job.answers(subject, asked, Unwatched())
     assert load(folder)[1] == report
     return report

@@ -13,7 +13,7 @@ from ssdprof.capture.layers import token_major
 from ssdprof.cli import app
 from ssdprof.core.pairs import compare
 from ssdprof.core.subject import Cast
-from ssdprof.jobs.run import cast_inputs
+from ssdprof.jobs.compare import cast_inputs
 from ssdprof.operators.tensors import tensors
 from ssdprof.store.reports import load
 

@@ -18,10 +18,12 @@ from ssdprof.core.case import Case, FirstCall
 from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
-from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, device_times, wanted_pairs
+from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry
+from ssdprof.jobs.run import wanted_pairs
 from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.first_run import Call, CallRejected, Deadline
+from ssdprof.measure.timing import device_times
 
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
 HALF_STATES = PrecisionRecord(intermediates="exact", state_dtype="bf16")

@@ -18,8 +18,8 @@ from ssdprof.core.words import size_words
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
+from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import choose
-from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import find
 
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
@@ -85,7 +85,7 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
 ) -> None:
     """One layer is in memory at a time, so the number of layers does not matter."""
     model = write_without_values(CONFIGS[name](), tmp_path)
-    request = CaptureRequest(model=str(tmp_path), text="random", seqlens=(16384,))
+    request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
     subject = find(request)
     layer = max(sum(weight.nbytes for weight in one.parameters()) for one in model.base_model.layers)
     embedding = model.get_input_embeddings().weight.nbytes
@@ -123,7 +123,7 @@ def test_what_would_fit_is_advised(
 ) -> None:
     """In addition to the memory for the computation."""
     write_without_values(CONFIGS[name](), tmp_path)
-    request = CaptureRequest(model=str(tmp_path), text="random", seqlens=(seqlen,))
+    request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(seqlen,))
     gpu_with(monkeypatch, int(free * 2**30))
     with pytest.raises(MissingCapabilityError, match="layer by layer") as caught:
         choose(find(request))

@@ -26,7 +26,7 @@ def test_a_sequence_beyond_the_trained_context_is_noted(seqlen: int, serving: Se
     checkpoint = make_checkpoint(trained_context=2048, siblings=())
     prompts = [make_prompt(seqlen, serving=serving)]
     told = {"model": checkpoint, "environment": environment(), "prompts": tuple(prompts), "baseline": "unfused"}
-    said = draft("run", "m", (), **told).notes
+    said = draft(kind="run", subject="m", **told).notes
     if longest is None:
         assert said == ()
     else:

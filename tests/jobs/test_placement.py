@@ -29,8 +29,8 @@ from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs import plan as placement
+from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Placed, check_start, choose, load, plan
-from ssdprof.jobs.request import CaptureRequest
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Unwatched
@@ -54,7 +54,7 @@ def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(folder: Path, kind: PlacementKind | None = None, *, seqlen: int = 96, **options: Any) -> Subject:
-    return find(CaptureRequest(model=str(folder), text="random", seqlens=(seqlen,), placement=kind, **options))
+    return find(ServedModelOptions(model=str(folder), prompt="random", seqlens=(seqlen,), placement=kind, **options))
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, gpus: list[int], host: int) -> None:

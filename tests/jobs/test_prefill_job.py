@@ -18,8 +18,8 @@ from ssdprof.core.conditions import broken, of_options
 from ssdprof.core.report import Report
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import prefill as job
+from ssdprof.jobs.options import COMPARED, PrefillOptions
 from ssdprof.jobs.prefill import find, time_prefills
-from ssdprof.jobs.request import COMPARED, CaptureRequest, PrefillRequest
 from ssdprof.jobs.run import resolve_implementations
 from ssdprof.kernels import registry
 from ssdprof.measure import isolate
@@ -55,12 +55,10 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def timed(
     *seqlens: int, layers: str = "all", names: tuple[str, ...] = COMPARED, baseline: str = "unfused", **fields: Any
 ) -> Report:
-    model = CaptureRequest(model="demo", seqlens=seqlens, layers=layers)
-    subject = find(model)
+    asked = PrefillOptions(model="demo", seqlens=seqlens, layers=layers, **({"seconds": 0.01} | fields))
+    subject = find(asked)
     resolved = resolve_implementations(names, baseline, subject.layers)
-    folder, report = time_prefills(
-        PrefillRequest(model=model, resolved=resolved, **({"seconds": 0.01} | fields)), subject, Unwatched()
-    )
+    folder, report = time_prefills(replace(asked, resolved=resolved), subject, Unwatched())
     assert load(folder)[1] == report
     return report
 
@@ -72,7 +70,7 @@ def results(report: Report) -> list[tuple[int, str, str]]:
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_every_length_is_timed_the_shortest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    report = timed(12, 8, batch=2, names=(*COMPARED, "mamba_ssm"))
+    report = timed(12, 8, copies=2, names=(*COMPARED, "mamba_ssm"))
     assert report.absent[0].startswith("mamba_ssm cannot be imported")
     assert any(note.startswith("Not compared: mamba_ssm cannot be imported") for note in report.notes)
     assert (report.complete, report.missing, report.baseline) == (True, (), "unfused")
@@ -135,7 +133,7 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
     library = replace(kernels.get("ssd", "reference"), name="library", kind="library", version="1")
     known = implementations.resolve
     monkeypatch.setattr(implementations, "resolve", lambda of, word: library if word == "library" else known(of, word))
-    report = timed(8, 12, names=(*COMPARED, "library"), conv_and_norm=("model", "bundled"))
+    report = timed(8, 12, names=(*COMPARED, "library"), conv_and_norm="bundled")
     assert [case.name for case in report.cases] == [
         f"prefill, {kind} convolution and norm, {size} tokens, {name}, exact, fp32 states"
         for kind, names in (("model", (*COMPARED, "library")), ("bundled", COMPARED))
@@ -162,7 +160,7 @@ def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsew
     (users_folder / "own_of_prefill.py").write_text(text)
     relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
     names = ("fused", "own_of_prefill:first", "own_of_prefill:second")
-    report = timed(8, names=names, baseline="fused", precision=relaxed)
+    report = timed(8, names=names, baseline="fused", intermediates="relaxed", state_dtype="bf16")
     assert report.baseline == "fused"
     assert [(case.implementation, case.result, case.why, case.precision) for case in report.cases] == [
         ("fused", "passed", "", relaxed),

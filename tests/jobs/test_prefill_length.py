@@ -22,8 +22,8 @@ from ssdprof.core.base import EXACT_FP32, KernelOrigin
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.options import PrefillOptions
 from ssdprof.jobs.prefill import _Contender, _Length, sampling_plan
-from ssdprof.jobs.request import CaptureRequest, PrefillRequest
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.isolate import IsolatedFirstCall
@@ -107,7 +107,7 @@ def length(
     timer, model = FakeTimer(US), tiny_models.shared("mamba2")
     sites, resolved = find_mixers(model), cast(Any, SimpleNamespace(baseline="unfused"))
     one = _Length(
-        request=PrefillRequest(model=CaptureRequest(model="tiny"), resolved=resolved, seconds=seconds),
+        request=PrefillOptions(model="tiny", resolved=resolved, seconds=seconds),
         model=model,
         ids=tiny_models.prompt(LENGTH),
         segment_length=segment,
@@ -122,7 +122,7 @@ def length(
 
 
 def timed(one: _Length, clock: StepClock | None = None) -> Report:
-    header = draft("prefill", "tiny", (), environment=environment(gpu=False), baseline="unfused")
+    header = draft(kind="prefill", subject="tiny", environment=environment(gpu=False), baseline="unfused")
     writer = Writer(Path("nowhere"), header, None)
     one.run(writer, clock or StepClock())
     return writer.report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from ssdprof.core.base import precisions_for
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
-from ssdprof.jobs import limits
+from ssdprof.jobs import compare, limits
 from ssdprof.jobs import run as job
-from ssdprof.jobs.request import CaptureRequest, ReplayRequest
+from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.subject import find_to_replay
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
@@ -32,7 +34,7 @@ LAYERS = (layer(0), layer(3))
 TOKENS = "5" * 64
 
 
-def captured(*chosen: int) -> CaptureRequest:
+def captured(*chosen: int) -> RunOptions:
     """The request to replay captures, which this stores."""
     ref = checkpoint(layers=LAYERS, layer_count=4)
     of = prompt(40, token_sha256=TOKENS)
@@ -42,14 +44,12 @@ def captured(*chosen: int) -> CaptureRequest:
             strides = {name: tensor.stride() for name, tensor in tensors(given).items()}
             writer.add(CapturedLayer(layer=one, inputs=given, model_strides=strides))
     layers = ",".join(map(str, chosen)) or "all"
-    return CaptureRequest(model="captures", layers=layers)
+    return RunOptions(model="captures", layers=layers)
 
 
 def replayed(*layers: int, **wanted: Any) -> Report:
-    folder, report = job.run(
-        find_to_replay(captured(*layers)), ReplayRequest(**wanted, out=Path("kept"), command=("ssdprof", "run")),
-        Unwatched(),
-    )  # fmt: skip
+    request = replace(captured(*layers), **wanted, out=Path("kept"))
+    folder, report = job.run(find_to_replay(request), replace(request, command=("ssdprof", "run")), Unwatched())
     assert load(folder)[1] == report
     return report
 
@@ -99,8 +99,8 @@ def test_an_interrupted_run_keeps_the_errors_of_what_was_not_timed(monkeypatch: 
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
     # two implementations, two recordings of three rounds: the third group is not reached
-    timer, plain = FakeTimer(stop_at=13), job.Comparer
-    monkeypatch.setattr(job, "Comparer", lambda **own: plain(**(own | {"timer": timer, "sampling": QUICK})))
+    timer, plain = FakeTimer(stop_at=13), compare.Comparer
+    monkeypatch.setattr(compare, "Comparer", lambda **own: plain(**(own | {"timer": timer, "sampling": QUICK})))
     with pytest.raises(KeyboardInterrupt, match="marked as partial: 4 cases of 1 layer"):
         replayed(intermediates="exact", states=("fp32", "fp16"))
     report = load("kept")[1]
@@ -117,10 +117,11 @@ def test_an_interrupted_run_keeps_the_errors_of_what_was_not_timed(monkeypatch: 
 
 
 def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
-    replay = ReplayRequest(implementations=("fused",), intermediates="exact", states=("fp32", "bf16"))
-    resolved = job.resolve_implementations(replay.implementations, replay.baseline, LAYERS[:1])
+    resolved = job.resolve_implementations(("fused",), "unfused", LAYERS[:1])
     of = prompt(50, serving=Serving(chunk=40, decode=1))
-    requested = [one.name for one in job._requested(LAYERS[:1], [of], replay, resolved, "bf16")]
+    precisions = partial(precisions_for, intermediates="exact", states=("fp32", "bf16"))
+    pairs = partial(resolved.pairs, precisions)
+    requested = [one.name for one in job._requested(LAYERS[:1], [of], pairs, "bf16")]
     assert requested == [
         *(
             f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, {states} states"

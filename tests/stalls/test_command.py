@@ -22,7 +22,7 @@ from ssdprof.core.subject import Cast, LayerRef
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import stalls as stalls_job
-from ssdprof.jobs.request import CaptureRequest
+from ssdprof.jobs.options import RunOptions
 from ssdprof.progress import Unwatched
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
@@ -300,7 +300,7 @@ def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, in
     layers = tuple(LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in (2, 5, 7))
     run = run_report()
     run = run.changed(processes=(run.first.changed(captured=layers),))
-    asked = CaptureRequest(model=str(captured))
+    asked = RunOptions(model=str(captured))
     (tmp_path / "run").mkdir()
     report = stalls_job.profile_run(asked, tmp_path / "run", run, Unwatched())
     assert gpu == [("unfused", 5), ("fused", 5)]

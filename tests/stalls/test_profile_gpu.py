@@ -10,10 +10,9 @@ from kernels.kernel_cases import SSDCase
 from stalls.captures import store_layers
 
 import ssdprof
-from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.stalls import StallReport
 from ssdprof.environment.toolchain import find_ncu
-from ssdprof.jobs.request import StallRequest
+from ssdprof.jobs.options import StallsOptions
 from ssdprof.jobs.stalls import profile
 from ssdprof.progress import Unwatched
 
@@ -26,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ncu, pytest.mark.skipif(find_ncu() is
 def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: bool) -> None:
     case = SSDCase(seqlen=16384, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16, gate=gate)
     captures = store_layers(tmp_path / "captures", case)
-    request = StallRequest(where=str(captures), layer=5, precision=EXACT_FP32, out=tmp_path / "run")
+    request = StallsOptions(where=str(captures), layer=5, out=tmp_path / "run")
     folder, report = profile(request, Unwatched())
     assert report.missing == ""
     checks = [*report.checks, *(check for kernel in report.kernels for check in kernel.checks)]
@@ -48,8 +47,8 @@ def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
     pytest.importorskip("mamba_ssm")
     case = SSDCase(seqlen=4096, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16)
     captures = store_layers(tmp_path / "captures", case)
-    request = StallRequest(
-        where=str(captures), layer=5, implementations=("mamba_ssm",), precision=EXACT_FP32, timeout_s=600,
+    request = StallsOptions(
+        where=str(captures), layer=5, implementations=("mamba_ssm",), timeout_s=600,
         out=tmp_path / "run",
     )  # fmt: skip
     _, report = profile(request, Unwatched())

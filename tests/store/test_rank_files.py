@@ -21,7 +21,7 @@ from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.progress import Unwatched
 from ssdprof.store.ranks import POLL_S, Ranks, first_tells, follows, join, started
-from ssdprof.store.reports import Writer, load, opened
+from ssdprof.store.reports import Writer, draft, load, opened
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -57,7 +57,7 @@ def writers(two: tuple[Ranks, Ranks]) -> Iterator[tuple[tuple[ExitStack, Writer]
     requested = tuple(map(cases.requested, MADE))
     stacks = ExitStack(), ExitStack()
     made = [
-        stack.enter_context(opened(Path("run"), header(requested=requested), Unwatched(), ranks))
+        stack.enter_context(opened(Path("run"), Unwatched(), ranks, **header(requested=requested)))
         for stack, ranks in zip(stacks, two, strict=True)
     ]
     yield tuple(zip(stacks, made, strict=True))
@@ -139,11 +139,11 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ra
     ranks, other = two
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\.") as caught,
-        opened(Path("run"), header(), Unwatched(), ranks) as writer,
+        opened(Path("run"), Unwatched(), ranks, **header()) as writer,
     ):
         writer.case(MADE[0])
         other.tell("1/open")
-        killed = Writer(Path("run"), header(), Path("run/cases.1.jsonl").open("wb"))  # noqa: SIM115
+        killed = Writer(Path("run"), draft(**header()), Path("run/cases.1.jsonl").open("wb"))  # noqa: SIM115
         killed.case(MADE[1])
     assert "main memory" in caught.value.hint
     assert (kept().complete, indices(kept())) == (False, [0, 1])
@@ -153,11 +153,11 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ra
 def test_other_ranks_name_a_first_rank_that_died(two: tuple[Ranks, Ranks], error: type[BaseException]) -> None:
     """torchrun interrupts them then."""
     Path("run").mkdir()
-    Path("run/run.json").write_text(header(ranks=2).model_dump_json())
+    Path("run/run.json").write_text(draft(**header(ranks=2)).model_dump_json())
     two[0].tell("folder", "run")
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died before its share was done\."),
-        opened(None, header(), Unwatched(), two[1]) as writer,
+        opened(None, Unwatched(), two[1], **header()) as writer,
     ):
         writer.case(MADE[1])
         two[1].store.set("0/process", dead_process())
@@ -170,7 +170,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
     two[0].store.set("1/process", dead_process())
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died"),
-        opened(Path("run"), header(), Unwatched(), two[0]) as writer,
+        opened(Path("run"), Unwatched(), two[0], **header()) as writer,
     ):
         writer.case(MADE[0])
     assert indices(kept()) == [0]
@@ -178,7 +178,10 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
 
 def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]) -> None:
     two[1].store.set("0/process", dead_process())
-    with pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"), opened(None, header(), Unwatched(), two[1]):
+    with (
+        pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"),
+        opened(None, Unwatched(), two[1], **header()),
+    ):
         pytest.fail("there is no folder")
     two[0].tell("folder", "x")
     assert two[1].told("folder", 0) == "x"
@@ -257,4 +260,5 @@ def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
     assert not first_tells(second)
     monkeypatch.setattr(time, "sleep", interrupted)
     assert [ranks.share("abcde") for ranks in two] == [("a", "c", "e"), ("b", "d")]
+    assert (follows(second), first_tells(second)) == (False, False), "now every rank tells its own"
     assert not first_tells(second)

@@ -20,18 +20,18 @@ from ssdprof.core.report import LeftOut, Report
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Unwatched
-from ssdprof.store.reports import RUNS, draft, dump, latest, listed, load, opened
+from ssdprof.store.reports import RUNS, dump, latest, listed, load, opened
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-def header(kind: str = "run", subject: str = "org/model", **fields: Any) -> Report:
-    known = {"model": cases.checkpoint(), "environment": cases.environment(), "baseline": "unfused"}
-    return draft(kind, subject, ("ssdprof", kind), **(known | fields))
+def header(kind: str = "run", subject: str = "org/model", **fields: Any) -> dict[str, Any]:
+    known = {"kind": kind, "subject": subject, "command": ("ssdprof", kind), "baseline": "unfused"}
+    return known | {"model": cases.checkpoint(), "environment": cases.environment()} | fields
 
 
 def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Path:
-    with opened(RUNS / name if name else None, header(kind, **fields), Unwatched()) as writer:
+    with opened(RUNS / name if name else None, Unwatched(), **header(kind, **fields)) as writer:
         for one in made or (case("unfused"), case()):
             writer.case(one)
     return writer.folder
@@ -43,7 +43,7 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 def test_a_report_is_read_back_as_it_was_written() -> None:
     clocks, left = cases.clocks(), LeftOut(place="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
-    with opened(None, header(requested=requested, notes=("Random weights.",)), Unwatched()) as writer:
+    with opened(None, Unwatched(), **header(requested=requested, notes=("Random weights.",))) as writer:
         for remark in ("Each key head was taken once.", "", "Each key head was taken once."):
             writer.note(remark)
         writer.case(case())
@@ -70,7 +70,7 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
 
 def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
     verified, done = case(), case(samples=timed(50.0, 70.0))
-    with opened(None, header(), Unwatched()) as writer:
+    with opened(None, Unwatched(), **header()) as writer:
         writer.case(verified)
         assert load(writer.folder)[1].cases == (verified,)
         writer.case(done)
@@ -88,7 +88,7 @@ def test_a_later_line_with_other_errors_or_a_fault_counts() -> None:
 
 
 def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it() -> None:
-    with opened(None, header(), Unwatched()) as writer:
+    with opened(None, Unwatched(), **header()) as writer:
         for seconds in range(200):
             writer.update(seconds=float(seconds))
         writer.case(case(samples=(samples("device", 50.0, process=writer.process),)))
@@ -176,7 +176,7 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
 def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
     folder = store("one")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(BadInputError, match="holds a run already"), opened(folder, header(), Unwatched()):
+    with pytest.raises(BadInputError, match="holds a run already"), opened(folder, Unwatched(), **header()):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
@@ -189,7 +189,7 @@ from ssdprof.progress import Unwatched
 from ssdprof.store.reports import opened
 from test_reports import case, header
 try:
-    with opened(Path("shared"), header(), Unwatched()) as writer:
+    with opened(Path("shared"), Unwatched(), **header()) as writer:
         print("got it", flush=True)
         writer.case(case())
         if sys.argv[1:]:
@@ -209,7 +209,7 @@ def second(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_writers_at_once_into_one_folder() -> None:
     """The second one is another process.  It fails, and does not affect the first."""
-    with opened(Path("shared"), header(), Unwatched()) as writer:
+    with opened(Path("shared"), Unwatched(), **header()) as writer:
         held = second()
         assert held.stdout == "Another run is writing into shared.\n", held.stderr
         writer.case(case())
@@ -222,7 +222,7 @@ def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work() -> None:
     assert (killed.returncode, killed.stdout) == (-9, "got it\n"), killed.stderr
     _, report = load("shared")
     assert (report.cases, report.complete) == ((case(),), False)
-    with pytest.raises(BadInputError, match="holds a run already"), opened(Path("shared"), header(), Unwatched()):
+    with pytest.raises(BadInputError, match="holds a run already"), opened(Path("shared"), Unwatched(), **header()):
         pytest.fail("the folder was handed out")
 
 
@@ -232,7 +232,10 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     before, out = store("before"), Path("out")
     if folder == "an empty one of the user":
         out.mkdir()
-    with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, header(), Unwatched()) as writer:
+    with (
+        pytest.raises(type(error), match=r"no report is kept|no memory"),
+        opened(out, Unwatched(), **header()) as writer,
+    ):
         writer.note("Each key head was taken once.")
         if folder == "removed meanwhile":
             shutil.rmtree(out)
@@ -251,7 +254,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     ],
 )
 def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str) -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), header(), Unwatched()) as writer:
+    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), Unwatched(), **header()) as writer:
         for one in made:
             writer.case(one)
         raise KeyboardInterrupt
@@ -264,7 +267,7 @@ def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
     said: list[str] = []
     watcher = Unwatched()
     watcher.say = said.append  # type: ignore[method-assign]
-    with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), header(), watcher) as writer:
+    with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), watcher, **header()) as writer:
         writer.case(case())
         raise MissingCapabilityError("no memory")
     assert said == ["What was done is kept in out, marked as partial: 1 case of 1 layer."]
@@ -278,7 +281,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPa
 
     with (
         pytest.raises(MissingCapabilityError, match="disk is full") as caught,
-        opened(Path("r"), header(), Unwatched()) as writer,
+        opened(Path("r"), Unwatched(), **header()) as writer,
     ):
         writer.case(case())
         monkeypatch.setattr(writer, "_file", Full())
@@ -294,7 +297,7 @@ def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "mkdir", denied)
     with (
         pytest.raises(MissingCapabilityError, match=r"cannot be written: permission denied\."),
-        opened(Path("r"), header(), Unwatched()),
+        opened(Path("r"), Unwatched(), **header()),
     ):
         pytest.fail("the folder was handed out")
 

@@ -1,6 +1,7 @@
-"""The options of every command: a class each, whose docstring is the help, and whose fields are the options.
+"""The options of every command, which are also the requests of the jobs: a class each, whose docstring is the help.
 
-A field is declared by `option`, `flag` or `argument`, or its type is annotated with `info`.
+A field is declared by `option`, `words`, `flag` or `argument`, or its type is annotated with `info`; those of
+`derived` are no options.  `subject.read` turns what was typed as words into values.
 Imports nothing that takes time: the shell's completion and --help read all of it.
 """
 
@@ -12,14 +13,21 @@ from dataclasses import MISSING, dataclass, field, fields
 from importlib import metadata
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 
 from ssdprof.errors import unreadable
 from ssdprof.files import regular
 
+if TYPE_CHECKING:
+    from ssdprof.core.base import DType
+    from ssdprof.core.report import Condition
+    from ssdprof.operators.generate import Tokens
+
 Kind = TypeVar("Kind")
+COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
+_LATER = dict.fromkeys(("DType", "Condition", "Tokens"), Any)  # importing them takes time
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -46,7 +54,7 @@ def existing_file(text: str) -> Path:
 
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
     """The names among a command's options that are, or may be, kernels of the user."""
-    texts = (given.get(name) or "" for name in ("impl", "also", "baseline", "match_with"))
+    texts = (given.get(name) or "" for name in ("implementations", "impl", "also", "baseline", "match_with"))
     words = dict.fromkeys(word.strip() for text in texts for word in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
     return tuple(word for word in words if ":" in word or word in registered)
@@ -62,6 +70,17 @@ def option(default: Any, metavar: str, help: str, *names: str, **more: Any) -> A
     return field(default=default, metadata={"typer": info(metavar, help, *names, **more)})
 
 
+def words(metavar: str, help: str, *names: str, default: Any = None, typed: str | None = None, **more: Any) -> Any:
+    """A field whose value is read from what was typed.  typed: what says the default."""
+    declared = info(metavar, help, *names, **more)
+    return field(default=default, metadata={"typer": declared, "typed": typed})
+
+
+def derived(default: Any) -> Any:
+    """A field that is no option of the command."""
+    return field(default=default, metadata={"derived": True})
+
+
 def flag(name: str, help: str) -> Any:
     return option(False, "", help, name)
 
@@ -73,11 +92,17 @@ def argument(default: Any, metavar: str, help: str, *, shown: bool | str = False
 
 
 def parameters(kind: type) -> Iterator[Parameter]:
-    """The fields of a class of options as parameters of a command, those of its base classes first."""
-    types = get_type_hints(kind, include_extras=True)
+    """The options of a class as parameters of a command, those of its base classes first."""
+    types = get_type_hints(kind, localns=_LATER, include_extras=True)
     for one in fields(kind):
-        declared, default = one.metadata.get("typer"), Parameter.empty if one.default is MISSING else one.default
-        annotation = Annotated[types[one.name], declared] if declared else types[one.name]
+        if "derived" in one.metadata:
+            continue
+        type_, default = types[one.name], Parameter.empty if one.default is MISSING else one.default
+        if "typed" in one.metadata:
+            default = one.metadata["typed"]
+            type_ = str | None if default is None else str
+        declared = one.metadata.get("typer")
+        annotation = Annotated[type_, declared] if declared else type_
         yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -91,19 +116,16 @@ _BATCHES = "Batch sizes, each combined with every length."
 _DTYPES = "Dtypes of the inputs: bf16, fp16, fp32."
 _WAYS = "unfused, fused, another library (mamba_ssm, published=DIR; fla, flash_qla, flashinfer), or your own kernel"
 
-Implementations = Annotated[
-    str, info("I[,I...]", f"Implementations: {_WAYS}: MODULE:FUNCTION.", "--impl", "--implementations")
-]
 Baseline = Annotated[str, info("NAME", "The implementation that the others are compared with.")]
-FirstCall = Annotated[float, info("SECONDS", "Longest first call of your own kernel, compilation included.", min=1)]
+FirstCall = Annotated[
+    float, info("SECONDS", "Longest first call of your own kernel, compilation included.", "--first-call", min=1)
+]
 Dtypes = Annotated[
     Literal["exact", "relaxed", "all"],
-    info("", "Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or both."),
+    info("", "Intermediates in the dtypes of the original kernels (exact), in 16 bit (relaxed), or both.", "--dtypes"),
 ]
-UsualStates = Annotated[str | None, info("D[,D...]", _STATES, shown="fp32 with exact, the inputs' with relaxed")]
-OneDtype = Annotated[Literal["exact", "relaxed"], info("", "Precision of intermediates.")]
-OneState = Annotated[Literal["fp32", "fp16", "bf16"], info("", "Dtype of inter-chunk states.")]
-SmallestDifference = Annotated[str, info("P%", f"Report a kernel {_DIFFERENCE}")]
+OneDtype = Annotated[Literal["exact", "relaxed"], info("", "Precision of intermediates.", "--dtypes")]
+OneState = Annotated[Literal["fp32", "fp16", "bf16"], info("", "Dtype of inter-chunk states.", "--states")]
 MinSpeedup = Annotated[
     float | None, info("X", "Fail unless every case is X times as fast as the baseline, by device time.", min=0)
 ]
@@ -140,13 +162,26 @@ Placement = Annotated[
 ]
 
 
+def _implementations() -> Any:
+    how = f"Implementations: {_WAYS}: MODULE:FUNCTION."
+    return words("I[,I...]", how, "--impl", "--implementations", default=COMPARED, typed="unfused,fused")
+
+
+def _states(shown: str = "fp32 with exact, the inputs' with relaxed") -> Any:
+    return words("D[,D...]", _STATES, shown=shown)
+
+
+def _smallest_difference() -> Any:
+    return words("P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%")
+
+
 @options
 class ModelOptions:
     """The model, its layers, and the prompt."""
 
     model: str = argument(..., "MODEL", _MODEL)
-    seq: str | None = option(
-        None, "N[,N...]", "Tokens of the prompt: 16384, 128k, or several: 1k,16k.", shown="16k on a GPU, 512 without"
+    seqlens: tuple[int, ...] | None = words(
+        "N[,N...]", "Tokens of the prompt: 16384, 128k, or several: 1k,16k.", "--seq", shown="16k on a GPU, 512 without"
     )
     layers: str = option("all", "WHICH", "all, first:N, every:K, or layer numbers: 3,7, 0-3.")
     prompt: Literal["default", "random"] = option(
@@ -155,7 +190,16 @@ class ModelOptions:
     prompt_file: Path | None = option(None, "FILE", "Take the prompt from a UTF-8 text file.", parser=existing_file)
     revision: str | None = option(None, "REV", "Branch, tag or commit on the hub.", shown="the main branch")
     tokenizer: str | None = option(None, "MODEL", "Take the tokenizer from another model.", shown="the model's own")
-    segment: str | None = option(None, "N", "Tokens per forward call of the model: 8192, or 8k.", shown="by length")
+    segment_length: int | None = words(
+        "N", "Tokens per forward call of the model: 8192, or 8k.", "--segment", shown="by length"
+    )
+    placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = derived(None)
+    batch: int = derived(1)
+    packed: Tokens | None = derived(None)
+    chunk: int | None = derived(None)
+    decode: int = derived(0)
+    command: tuple[str, ...] = derived(())  # as typed
+    conditions: tuple[Condition, ...] = derived(())
 
 
 @options
@@ -164,9 +208,11 @@ class ServedModelOptions(ModelOptions):
 
     placement: Placement = None
     batch: int = option(1, "N", "Run N different prompts side by side.", min=1, max=65536)
-    packed: str | None = option(None, "NxA-B", "Run N sequences of A to B tokens, packed into one call: 64x1k-4k.")
-    chunked_prefill: str | None = option(
-        None, "N", "Replay the prompt in chunks of N tokens, each with the states that the previous one left: 8k."
+    packed: Tokens | None = words("NxA-B", "Run N sequences of A to B tokens, packed into one call: 64x1k-4k.")
+    chunk: int | None = words(
+        "N",
+        "Replay the prompt in chunks of N tokens, each with the states that the previous one left: 8k.",
+        "--chunked-prefill",
     )
     decode: int = option(
         0, "N", "Let the model generate N tokens after the prompt, and replay each step.", min=0, max=4096
@@ -187,21 +233,21 @@ class RunOptions(ServedModelOptions):
 
     model: str = argument(..., "MODEL", f"{_MODEL} Or a folder of stored captures.")
     tensor_parallel: int = option(1, "N", "Replay the share of one GPU when N GPUs divide each layer's heads.", min=1)
-    dtypes: Dtypes = "all"
-    states: UsualStates = None
+    intermediates: Dtypes = "all"
+    states: tuple[DType, ...] | None = _states()
     cast: Literal["fp16", "bf16", "fp32"] | None = option(
         None, "", "Replay the captured inputs in this dtype.", shown="the model's"
     )
-    impl: Implementations = "unfused,fused"
+    implementations: tuple[str, ...] = _implementations()
     baseline: Baseline = "unfused"
-    first_call: FirstCall = 180
+    first_call_s: FirstCall = 180
     thorough: bool = flag("--thorough", "Test the laws of the operator in every case: see docs/measuring.md.")
     out: RunFolder = None
     save_captures: bool = flag("--save-captures", "Also store the inputs of the layers, which can take gigabytes.")
     answers: bool = flag("--answers", "Also compare the model's answers: see 'ssdprof answers'.")
     stalls: bool = flag("--stalls", "Also profile one layer with ncu: see 'ssdprof stalls'.")
     prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
-    smallest_difference: SmallestDifference = "1%"
+    smallest_difference: float = _smallest_difference()
     min_speedup: MinSpeedup = None
     min_match: MinMatch = None
     max_rms_ratio: MaxRmsRatio = None
@@ -241,7 +287,7 @@ class AccuracyOptions:
     baseline: str | None = option(
         None, "NAME", "The implementation that the run compared them with.", shown="the run's baseline"
     )
-    dtypes: Dtypes = "all"
+    intermediates: Dtypes = "all"
     states: str = option("all", "D[,D...]", _STATES)
     min_match: MinMatch = None
     max_rms_ratio: MaxRmsRatio = None
@@ -260,9 +306,9 @@ class AnswersOptions(ModelOptions):
     """
 
     placement: Placement = None
-    dtypes: Dtypes = "all"
-    states: str | None = option(None, "D[,D...]", _STATES, shown="fp32 with exact, 16 bit with relaxed")
-    impl: Implementations = "unfused,fused"
+    intermediates: Dtypes = "all"
+    states: tuple[DType, ...] | None = _states("fp32 with exact, 16 bit with relaxed")
+    implementations: tuple[str, ...] = _implementations()
     reference: Literal["auto", "oracle", "unfused"] = option(
         "auto",
         "",
@@ -346,13 +392,13 @@ class PrefillOptions(ModelOptions):
     NVIDIA GPU.  Exit code 1 says that an implementation failed, or that a gate does not hold.
     """
 
-    batch: int = option(1, "B", "Copies of the prompt in one batch.", min=1)
-    dtypes: OneDtype = "exact"
-    states: OneState = "fp32"
-    impl: Implementations = "unfused,fused"
+    copies: int = option(1, "B", "Copies of the prompt in one batch.", "--batch", min=1)
+    intermediates: OneDtype = "exact"
+    state_dtype: OneState = "fp32"
+    implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl.")
     baseline: Baseline = "unfused"
-    first_call: FirstCall = 180
+    first_call_s: FirstCall = 180
     conv_and_norm: Literal["model", "bundled"] = option(
         "model",
         "",
@@ -366,9 +412,10 @@ class PrefillOptions(ModelOptions):
     )
     gate: Gates = None
     config: Config = None
-    smallest_difference: SmallestDifference = "1%"
+    smallest_difference: float = _smallest_difference()
     no_tuned: NoTuned = False
     json: Json = False
+    resolved: Any = derived(None)  # `jobs.run.Resolved`
 
 
 @options
@@ -383,19 +430,21 @@ class StallsOptions:
         None, "RUN|MODEL", "A run, a model, or a folder of stored captures.", shown="the latest run"
     )
     layer: int | None = option(None, "N", "The layer to profile.", shown="the middle one of the run")
-    impl: Implementations = "unfused,fused"
-    seq: str | None = option(None, "N", "Tokens of the prompt.", shown="the longest of the run")
-    dtypes: OneDtype = "exact"
-    states: OneState = "fp32"
+    implementations: tuple[str, ...] = _implementations()
+    seqlen: int | None = words("N", "Tokens of the prompt.", "--seq", shown="the longest of the run")
+    intermediates: OneDtype = "exact"
+    state_dtype: OneState = "fp32"
     files: list[Path] | None = option(
         None, "FILE", "Read a report of ncu (.ncu-rep) instead.  Repeatable.", "--from", parser=path
     )
     markdown: Path | None = option(None, "FILE", "Write Markdown to FILE, and its pictures next to it.", parser=path)
-    timeout: float = option(300, "S", "Time limit of each process, in seconds.", min=1)
+    timeout_s: float = option(300, "S", "Time limit of each process, in seconds.", "--timeout", min=1)
     out: Path | None = option(None, "DIR", "Folder for the results.", shown="the run's", parser=path)
     force: bool = flag("--force", "Replace existing results.")
     no_tuned: NoTuned = False
     json: Json = False
+    tuned: Path | None = derived(None)  # a file with configurations for the kernels
+    command: tuple[str, ...] = derived(())
 
 
 @options
@@ -418,9 +467,9 @@ class BenchOptions:
         "contiguous", "", "Memory layout of the inputs.  views: slices of wide tensors, as in a model."
     )
     draw: str = option("", "W[,W...]", "Other inputs: normalised, slow, quarter-slow, quarter-ungated (GDN).")
-    dtypes: Dtypes = "exact"
-    states: UsualStates = None
-    impl: Implementations = "unfused,fused"
+    intermediates: Dtypes = "exact"
+    states: tuple[DType, ...] | None = _states()
+    implementations: tuple[str, ...] = _implementations()
     against: str = option("", "P[,P...]", "Additional names for --impl; the baseline first.")
     published: Path | None = option(None, "DIR", "The same as --against published=DIR.", exists=True, file_okay=False)
     also: str = option(
@@ -438,7 +487,7 @@ class BenchOptions:
         "Chunk sizes from which implementations that do not choose their own take the fastest.",
         shown="128,256 for SSD",
     )
-    smallest_difference: SmallestDifference = "1%"
+    smallest_difference: float = _smallest_difference()
     check: Literal["full", "short"] = option(
         "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
     )
@@ -454,6 +503,7 @@ class BenchOptions:
     out: Path | None = option(None, "DIR", "Folder of the report.", shown="runs/<time>-<operator>", parser=path)
     no_tuned: NoTuned = False
     json: Json = False
+    conditions: tuple[Condition, ...] = derived(())
 
 
 @options
@@ -470,7 +520,7 @@ class TuneOptions:
     seq: str | None = option(None, "N[,N...]", _LENGTHS, shown="1k,8k,64k; all lengths of captures")
     batch: str | None = option(None, "B[,B...]", _BATCHES, shown="1")
     dtype: str | None = option(None, "D[,D...]", _DTYPES, shown="bf16")
-    dtypes: Dtypes = "exact"
+    intermediates: Dtypes = "exact"
     budget: float | None = option(None, "SECONDS", "Start no new search after this time.", shown="no limit", min=1)
     out: Path | None = option(None, "FILE", "Write all candidates and their times to FILE as JSON.", parser=path)
     force: Force = False
