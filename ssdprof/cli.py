@@ -145,8 +145,7 @@ def _module(name: str) -> Any:
     return import_module(f"ssdprof.{name}")
 
 
-# A command, or its options -> functions, each called with the options and the result of the one
-# before.
+# A command, or its options -> functions: the first is called with the options, the next with what that one returned.
 _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.subject:run", "commands.model:run"),
     runs: (),
@@ -167,13 +166,13 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
 
 def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     def command(**given: Any) -> None:
-        values: tuple[Any, ...] = (kind(**given),)
+        asked = kind(**given)
         if _Process.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
-            _module("commands.stored").after_child(names, ended, as_json=getattr(values[0], "json", False))
+            _module("commands.stored").after_child(names, ended, as_json=getattr(asked, "json", False))
             return
         for name in functions:
             module, _, function = name.partition(":")
-            values = (values[0], getattr(_module(module), function)(*values))
+            asked = getattr(_module(module), function)(*(asked if isinstance(asked, tuple) else (asked,)))
 
     declared = list(options.parameters(kind))
     command.__signature__ = Signature(declared)  # type: ignore[attr-defined]  # Typer reads it, and the annotations

@@ -16,6 +16,7 @@ from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, VERSION, DType, PrecisionRecord
 from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, PartTime, Prefill, Samples
 from ssdprof.core.report import ProcessLine, Report, Requested
+from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import (
     CallRef,
     Ceilings,
@@ -349,3 +350,8 @@ def prompt(seqlen: int, **fields: Any) -> Prompt:
     source, tokenizer = "public-domain prose shipped with ssdprof", "ibm-granite/granite-4.0-h-small"
     own = {"kind": "default", "source": source, "tokenizer": tokenizer, "token_sha256": "9f" * 32}
     return made_of(Prompt, fields, seqlen=seqlen, **own)
+
+
+def value(found: Estimate | None) -> float:
+    assert found
+    return found.value

@@ -32,8 +32,7 @@ from ssdprof.store import tuned
 from ssdprof.store.ranks import join
 
 
-def bench(options: BenchOptions, asked: tuple[BenchRequest, tuple[str, ...], tuple[Tokens, ...]]) -> None:
-    request, names, too_large = asked
+def bench(options: BenchOptions, request: BenchRequest, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
     operator, cache = request.operator, ImplementationCache(torch.device("cuda"))
     found = [cache.get(operator.name, name) for name in names]
     over, matched = (cache.get(operator.name, name) for name in (request.baseline, request.match_with))
@@ -64,12 +63,11 @@ def bench(options: BenchOptions, asked: tuple[BenchRequest, tuple[str, ...], tup
         output.finish(report, render(compose(report)), as_json=options.json, note=output.kept(folder))
 
 
-def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | None]) -> None:
+def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...] | None) -> None:
     if options.clear:
         gone = [f"Removed {file}." for file in tuned.clear()] or [f"There is nothing in {tuned.folder()}."]
         terminal.say("\n".join(gone))
         return
-    cells, seqlens = asked
     device = tune_job.gpu_to_tune()
     operator = operators.get(options.operator)
     if options.where is None:
@@ -111,14 +109,14 @@ def tune(options: TuneOptions, asked: tuple[tuple[Cell, ...], tuple[int, ...] | 
         terminal.out().print(render(tuning.compose(report), rest="--json"))
 
 
-def stalls(options: StallsOptions, request: StallsOptions) -> None:
+def stalls(options: StallsOptions) -> None:
     folder = None
     if options.files:
         report = analyse([read(path) for path in options.files])
     else:
         watcher = output.TerminalWatcher()
         found = None if options.no_tuned else tuned.use_saved(watcher.say)
-        folder, report = stalls_job.profile(replace(request, tuned=found, command=terminal.command_line()), watcher)
+        folder, report = stalls_job.profile(replace(options, tuned=found, command=terminal.command_line()), watcher)
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
     if options.json:

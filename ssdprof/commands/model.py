@@ -43,12 +43,11 @@ class StoredCapture(Record):
     manifest: CaptureManifest
 
 
-def run(options: RunOptions, asked: tuple[RunOptions, Subject | Stored, Ranks | None]) -> None:
-    wanted, found, ranks = asked
+def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> None:
     reports = ranks is None or ranks.first  # the first rank reports for all
 
     def check() -> None:
-        run_job.check(found, wanted, ranks)
+        run_job.check(found, options, ranks)
         if options.prefill:
             require_gpu(*prefill_job.NEEDS_GPU)
         if options.stalls:
@@ -58,21 +57,20 @@ def run(options: RunOptions, asked: tuple[RunOptions, Subject | Stored, Ranks | 
         if reports:
             _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
-    conditions = _judged_here(wanted.conditions, options)
-    wanted = replace(wanted, conditions=conditions, command=terminal.command_line())
+    options = replace(options, conditions=_judged_here(options), command=terminal.command_line())
     watcher = TerminalWatcher() if reports else Unwatched()
     tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
-        folder, report = run_job.run(found, wanted, watcher, ranks)
+        folder, report = run_job.run(found, options, watcher, ranks)
     if not reports:
         return
     shown = tables.render(compose(report), verdict_last=True) if options.full else brief.render(report)
     output.show(report, shown, as_json=options.json, note=output.kept(folder))
     codes = []
     if options.prefill:
-        codes.append(_prefill(wanted, folder))
+        codes.append(_prefill(options, folder))
     if options.stalls:
-        codes.append(_stalls(wanted, folder, report, tuned))
+        codes.append(_stalls(options, folder, report, tuned))
     output.end(report)
     if code := max(codes, default=ExitCode.OK):
         raise typer.Exit(code)
@@ -86,20 +84,20 @@ def _plan(found: Subject | Stored, check: Callable[[], object], *, tensor_parall
     check_start(planned, found)
 
 
-def _judged_here(conditions: tuple[Condition, ...], options: RunOptions) -> tuple[Condition, ...]:
+def _judged_here(options: RunOptions) -> tuple[Condition, ...]:
     """The conditions that this machine can judge: without a GPU nothing is timed.
 
     Raises MissingCapabilityError if a condition on times was given on the command line.
     """
     if torch.cuda.is_available():
-        return conditions
-    of_times = [one for one in conditions if one.metric in ("speedup", "time")]
+        return options.conditions
+    of_times = [one for one in options.conditions if one.metric in ("speedup", "time")]
     for one in of_times:
         option = "--min-speedup" if options.min_speedup is not None else f"--gate {one.spelling}"
         if options.min_speedup is not None or one.spelling in (options.gate or ()):
             require_gpu(f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out.")
         terminal.say(f"{one.spelling.split()[0]} of the settings file is not judged: this machine has no GPU.")
-    return tuple(one for one in conditions if one not in of_times)
+    return tuple(one for one in options.conditions if one not in of_times)
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:
@@ -159,28 +157,27 @@ def capture(options: CaptureOptions, subject: Subject) -> None:
         print(folder)
 
 
-def answers(options: AnswersOptions, asked: tuple[AnswersOptions, Subject]) -> None:
-    wanted, subject = asked
-    subject = answers_job.loaded_as(subject, wanted)
+def answers(options: AnswersOptions, subject: Subject) -> None:
+    subject = answers_job.loaded_as(subject, options)
     if options.dry_run:
-        _plan(subject, partial(answers_job.check, subject, wanted), as_json=options.json)
+        _plan(subject, partial(answers_job.check, subject, options), as_json=options.json)
         return
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    wanted = replace(wanted, command=terminal.command_line())
+    options = replace(options, command=terminal.command_line())
     with terminal.only_data_on_stdout():
-        folder, report = answers_job.answers(subject, wanted, TerminalWatcher())
+        folder, report = answers_job.answers(subject, options, TerminalWatcher())
     shown = tables.render(compose(report), verdict_last=True)
     output.finish(report, shown, as_json=options.json, note=output.kept(folder))
 
 
-def prefill(options: PrefillOptions, request: PrefillOptions) -> None:
+def prefill(options: PrefillOptions) -> None:
     require_gpu(*prefill_job.NEEDS_GPU)
-    subject = prefill_job.find(request)
+    subject = prefill_job.find(options)
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    resolved = resolve_implementations(request.implementations, request.baseline, subject.layers)
-    request = replace(request, resolved=resolved, command=terminal.command_line())
+    resolved = resolve_implementations(options.implementations, options.baseline, subject.layers)
+    options = replace(options, resolved=resolved, command=terminal.command_line())
     with terminal.only_data_on_stdout():
-        folder, report = prefill_job.time_prefills(request, subject, TerminalWatcher())
+        folder, report = prefill_job.time_prefills(options, subject, TerminalWatcher())
     output.finish(report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder))

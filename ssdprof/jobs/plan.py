@@ -130,21 +130,22 @@ def choose(subject: Subject) -> Placed:
     if wanted == "one-gpu":
         limits.check_weights(subject)
         return chooser.one_gpu()
-    if wanted is not None:
-        chooser.refuse_impossible(wanted)
-        if (placed := chooser.placed(wanted)) is None:
-            raise chooser.layer_too_large() or chooser.too_large(wanted)
-        return placed
-    if limits.free_bytes() - subject.weight_bytes >= chooser.least_beside():
+    if wanted is not None and (lacking := chooser.lacks(wanted)):
+        raise MissingCapabilityError(
+            f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.", "Leave out --placement."
+        )
+    if wanted is None and limits.free_bytes() - subject.weight_bytes >= chooser.least_beside():
         return chooser.one_gpu()
-    for kind in KINDS[1:]:
-        if chooser.possible(kind) and (placed := chooser.placed(kind)) is not None:
+    for kind in [wanted] if wanted else [one for one in KINDS[1:] if not chooser.lacks(one)]:
+        if (placed := chooser.placed(kind)) is not None:
             return placed
+    if wanted and (error := chooser.too_large(wanted)):
+        raise error
     # The estimate leaves no room for activations.  Only weights are checked here; the loaded model may still refuse.
     try:
         limits.check_weights(subject)
     except MissingCapabilityError as error:
-        raise chooser.layer_too_large() or error from None
+        raise chooser.too_large(None) or error from None
     return chooser.one_gpu()
 
 
@@ -174,52 +175,42 @@ class Chooser:
         length = next((length for length in self._lengths if self._beside(length) <= beside), self._lengths[-1])
         return Placed(record=self._record("one-gpu", {"": self._main}, length))
 
-    def possible(self, kind: PlacementKind) -> bool:
-        """Whether this machine has the places of `kind` at all."""
+    def lacks(self, kind: PlacementKind) -> str:
+        """What this machine lacks for `kind`; empty if it has its places."""
         if kind == "all-gpus":
-            return len(self._gpus) > 1
-        return kind != "cpu-offload" or self._main != "cpu"
-
-    def refuse_impossible(self, kind: PlacementKind) -> None:
-        if not self.possible(kind):
-            needed = "two NVIDIA GPUs" if kind == "all-gpus" else "an NVIDIA GPU"
-            raise MissingCapabilityError(
-                f"--placement {kind} needs {needed}; {len(self._gpus)} can be used here.", "Leave out --placement."
-            )
+            return "" if len(self.gpus) > 1 else "two NVIDIA GPUs"
+        return "an NVIDIA GPU" if kind == "cpu-offload" and self._main == "cpu" else ""
 
     def placed(self, kind: PlacementKind) -> Placed | None:
         """The placement with the longest segments that leave room for the weights, which each segment streams."""
         for length in self._lengths:
-            room = dict(self._room(kind, self._beside(length)))
-            if (mapped := infer(self._model, room)) is not None:
-                record = self._record(kind, mapped, length)
-                written = self._rewritten(mapped)
+            if (mapped := infer(self._model, dict(self._room(kind, self._beside(length))))) is not None:
+                record, written = self._record(kind, mapped, length), self._rewritten(mapped)
                 return Placed(record=record, device_map=mapped, segment_length=length, rewritten_bytes=written)
         return None
 
-    def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
-        places = [f"{size_words(free)} on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
-        return MissingCapabilityError(
-            f"{self._subject.ref.repo_id} does not fit with --placement {kind}: its weights are "
-            f"{size_words(self._subject.weight_bytes)}, what it computes takes {size_words(self.least_beside())}, and "
-            f"there is room for {' and '.join(places)}.",
-            _FITTING,
-        )
-
-    def layer_too_large(self) -> MissingCapabilityError | None:
-        """The error for a device that cannot hold one layer and the token embedding at a time; None if it can."""
+    def too_large(self, kind: PlacementKind | None) -> MissingCapabilityError | None:
+        """The error for a device that cannot hold one layer and the token embedding at a time, else for this kind."""
         subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
         layer = max(decoder_layer_bytes(self._model).values())
         embedding = self._model.get_input_embeddings().weight.nbytes
-        if layer + embedding + computed <= free:
+        if layer + embedding + computed > free:
+            fits = limits.what_fits(subject, free - computed)
+            shortest = self._needed(SEGMENT_LENGTHS[-1], SEGMENT_LENGTHS[-1])
+            return MissingCapabilityError(
+                f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
+                f"{size_words(layer)} of weights, its token embedding {size_words(embedding)}, what is computed takes "
+                f"{size_words(computed)}, and {size_words(free)} are free.",
+                f"Use a shorter --seq.  {fits}" if layer + embedding + shortest <= free else fits,
+            )
+        if kind is None:
             return None
-        fits = limits.what_fits(subject, free - computed)
-        shortest = self._needed(SEGMENT_LENGTHS[-1], SEGMENT_LENGTHS[-1])
+        places = [f"{size_words(free)} on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
         return MissingCapabilityError(
-            f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
-            f"{size_words(layer)} of weights, its token embedding {size_words(embedding)}, what is computed takes "
-            f"{size_words(computed)}, and {size_words(free)} are free.",
-            f"Use a shorter --seq.  {fits}" if layer + embedding + shortest <= free else fits,
+            f"{subject.ref.repo_id} does not fit with --placement {kind}: its weights are "
+            f"{size_words(subject.weight_bytes)}, what it computes takes {size_words(computed)}, and "
+            f"there is room for {' and '.join(places)}.",
+            _FITTING,
         )
 
     def _beside(self, length: int) -> int:
@@ -233,7 +224,7 @@ class Chooser:
         return self._subject.batch * self._need.least(seqlen, (segment_length,))
 
     @cached_property
-    def _gpus(self) -> Mapping[int, int]:
+    def gpus(self) -> Mapping[int, int]:
         """Free bytes of the GPUs of this process, the computing one first; only that one if there are other ranks.
 
         A GPU that CUDA cannot start, because another process has it exclusively, is left out.
@@ -251,7 +242,7 @@ class Chooser:
         """Bytes available for weights at each place, after activations."""
         if self._main == "cpu":
             yield "cpu", limits.free_bytes() - beside
-        for index, free in self._gpus.items():
+        for index, free in self.gpus.items():
             if index == self._main or free > beside:  # others may be filled by other processes
                 yield index, free - beside
         if kind == "cpu-offload":
@@ -265,7 +256,7 @@ class Chooser:
         serving = self._subject.serving
         found = weights_by_place(self._model, mapped)
         layer, module = largest_streamed(self._model, mapped, self._main)
-        activations = None
+        peak = None
         with suppress(Exception), quiet_transformers():  # the model's code may raise any error; a real run reports it
             activations = predict_memory(
                 self._model.base_model,
@@ -276,13 +267,13 @@ class Chooser:
                 on_gpu=self._main != "cpu",
                 serving=serving,
             )
-        resident = found.get(self._main, (0, 0))[1]
+            peak = found.get(self._main, (0, 0))[1] + module + activations
         calls = sum(len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,))
         return Placement(
             kind=kind,
             device=_name(self._main),
             held=tuple(Held(place=_name(place), layers=n, weight_bytes=size) for place, (n, size) in found.items()),
-            predicted_peak_bytes=None if activations is None else resident + module + activations,
+            predicted_peak_bytes=peak,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )

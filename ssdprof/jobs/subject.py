@@ -198,8 +198,9 @@ def find_to_replay(request: RunOptions) -> Subject | Stored:
         return subject
     if request.answers:
         raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
-    given = {one.name for one in fields(ServedModelOptions) if getattr(request, one.name) != one.default}
-    if given - {"model", "layers", "conditions"} or request.save_captures:
+    served = (one for one in fields(ServedModelOptions) if "derived" not in one.metadata)
+    given = {one.name for one in served if getattr(request, one.name) != one.default}
+    if given - {"model", "layers"} or request.save_captures:
         raise BadInputError(
             f"{folder} holds stored captures: their model, prompt and segments cannot be changed.",
             "--layers is the only model option that applies to stored captures.",
@@ -320,9 +321,10 @@ def run(options: RunOptions) -> tuple[RunOptions, Subject | Stored, Ranks | None
     return asked, find_to_replay(asked), ranks
 
 
-def capture(options: CaptureOptions) -> Subject:
+def capture(options: CaptureOptions) -> tuple[CaptureOptions, Subject]:
     refuse_ranks("ssdprof capture")
-    return find(read(options))
+    asked = read(options)
+    return asked, find(asked)
 
 
 def answers(options: AnswersOptions) -> tuple[AnswersOptions, Subject]:
@@ -345,7 +347,7 @@ def prefill(options: PrefillOptions) -> PrefillOptions:
     return replace(asked, implementations=names)
 
 
-def bench(options: BenchOptions) -> tuple[BenchRequest, tuple[str, ...], tuple[Tokens, ...]]:
+def bench(options: BenchOptions) -> tuple[BenchOptions, BenchRequest, tuple[str, ...], tuple[Tokens, ...]]:
     """The request, the names of all implementations, other libraries first, and cells that --max-tokens leaves out."""
     asked, operator = read(options), operators.get(options.operator)
     most = parse_seq(options.max_tokens)
@@ -378,14 +380,14 @@ def bench(options: BenchOptions) -> tuple[BenchRequest, tuple[str, ...], tuple[T
         conditions=asked.conditions,
         out=options.out,
     )
-    return request, (*libraries, *asked.implementations, *also), too_large
+    return asked, request, (*libraries, *asked.implementations, *also), too_large
 
 
-def tune(options: TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ...] | None]:
+def tune(options: TuneOptions) -> tuple[TuneOptions, tuple[Cell, ...], tuple[int, ...] | None]:
     """The cells of drawn inputs, or none and the lengths of captured ones."""
     refuse_ranks("ssdprof tune")
     if options.clear:
-        return (), None
+        return options, (), None
     if options.out is not None:
         check_target(options.out, replace=options.force)
     known = operators.get(options.operator).generated
@@ -394,10 +396,10 @@ def tune(options: TuneOptions) -> tuple[tuple[Cell, ...], tuple[int, ...] | None
             raise BadInputError(
                 "Captured inputs have their own shape, batch and dtype.", "Leave out --shape, --batch and --dtype."
             )
-        return (), None if options.seq is None else lengths(options.seq)
+        return options, (), None if options.seq is None else lengths(options.seq)
     tokens, _ = parse_tokens(options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31)
     dtypes = parse_dtypes(options.dtype or "bf16")
-    return expand(parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
+    return options, expand(parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
 
 
 def stalls(options: StallsOptions) -> StallsOptions:

@@ -70,17 +70,16 @@ def test_help_shows_the_fields_in_order_those_of_the_base_class_first() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind, functions in _COMMANDS.items() if functions])
 def test_the_functions_of_a_command_get_its_options(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each function is called with the options, and with the result of the function before it."""
+    """The first is called with the options, and each with the result of the function before it."""
     calls: list[tuple[Any, ...]] = []
 
     class Module:
         def __getattr__(self, name: str) -> Any:
-            return lambda *given: calls.append(given) or f"{name} {len(calls)}"  # type: ignore[func-returns-value]
+            return lambda *given: calls.append(given) or (name, len(calls))  # type: ignore[func-returns-value]
 
     monkeypatch.setattr("ssdprof.cli.import_module", lambda _: Module())
     needed = {one.name: "x" for one in parameters(kind) if one.default is one.empty}
     given = {one.name: needed.get(one.name, one.default) for one in parameters(kind)}
     _command(kind, _COMMANDS[kind])(**given)
-    assert [len(one) for one in calls] == list(range(1, 1 + len(_COMMANDS[kind])))
-    assert all(one[0] == kind(**given) for one in calls)
-    assert [one[1].partition(" ")[2] for one in calls[1:]] == ["1"] * (len(calls) - 1)
+    names = [name.partition(":")[2] for name in _COMMANDS[kind]]
+    assert calls == [(kind(**given),), *((name, number) for number, name in enumerate(names[:-1], start=1))]

@@ -79,7 +79,7 @@ def test_the_conditions_of_every_command() -> None:
 
 
 def test_the_cells_and_names_of_a_bench() -> None:
-    request, names, too_large = subject.bench(
+    _, request, names, too_large = subject.bench(
         BenchOptions(
             operator="ssd", shape="4x16x16x1", seq="1k,4k", batch="1,128", cells="2x8", max_tokens="256k",
             dtype="fp32", layout="views", against="mamba_ssm,published", published=Path("mamba"),
@@ -129,10 +129,10 @@ def test_what_does_not_go_together(options: dict[str, Any], words: str) -> None:
 
 
 def test_captured_inputs_of_tune_have_their_own_shape() -> None:
-    cells, lengths = subject.tune(TuneOptions(operator="gdn"))
+    _, cells, lengths = subject.tune(TuneOptions(operator="gdn"))
     assert [cell.tokens.seqlen for cell in cells] == [1024, 8192, 65536]
     assert lengths is None
     stored = TuneOptions(operator="gdn", where="captures", seq="1k")
-    assert subject.tune(stored) == ((), (1024,))
+    assert subject.tune(stored) == (stored, (), (1024,))
     with pytest.raises(BadInputError, match="have their own shape"):
         subject.tune(replace(stored, batch="2"))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import value
 from fakes import CELL, RAN, noting, pretend_gpu
 
 from ssdprof import kernels, operators
@@ -73,9 +74,7 @@ def test_every_cell_is_measured_and_kept() -> None:
     assert [case.size for case in report.cases] == ["1 x 40", "1 x 40", "1 x 50", "1 x 50"]
     for unfused, fused in (report.cases[:2], report.cases[2:]):
         assert (unfused.chunk_size, fused.chunk_size, fused.variant) == (16, None, "interpreter")
-        over = report.speedup(fused)
-        assert over is not None
-        assert over.value == 3
+        assert value(report.speedup(fused)) == 3
         assert fused.drawn is not None
         assert (fused.drawn.checked, bool(fused.plan), fused.flops is None) == (None, True, False)
 
@@ -195,14 +194,10 @@ def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
         next(one for one in report.cases if one.implementation.endswith(name)) for name in ("quick", "wrong")
     )
     assert (quick.kind, quick.chunk_size, quick.version) == ("own", None, "own_kernels:quick")
-    over = report.speedup(quick)
-    assert over is not None
-    assert over.value == 6
+    assert value(report.speedup(quick)) == 6
     assert wrong.samples == ()
     other = benched(*cells(40), names=("fused", "own_kernels:quick"), baseline="own_kernels:quick")
-    found = other.speedup(next(one for one in other.cases if one.implementation == "fused"))
-    assert found is not None
-    assert found.value == 0.5
+    assert value(other.speedup(next(one for one in other.cases if one.implementation == "fused"))) == 0.5
 
 
 def test_the_bundled_kernels_pass_on_packed_views() -> None:
@@ -269,9 +264,7 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     theirs, _, fused, by_token = report.cases[:4]
     assert (theirs.version, fused.variant) == ("9.9", "recurrent"), "fused takes that kernel too"
     for other, ratio in (("", 65 / 50), ("unfused", 6)):
-        over = report.speedup(by_token, over=other)
-        assert over is not None
-        assert over.value == pytest.approx(ratio)
+        assert value(report.speedup(by_token, over=other)) == pytest.approx(ratio)
     assert report.speedup(theirs) is None
 
 
@@ -283,9 +276,7 @@ def test_drawn_ways_and_forms_stand_in_the_report(monkeypatch: pytest.MonkeyPatc
     report = benched(cell, names=("unfused", "fused_portable"), operator=operator)
     assert results(report) == [("unfused", "passed"), ("fused_portable", "passed")]
     assert all(case.drawn and case.drawn.ways == cell.drawn for case in report.cases)
-    over = report.speedup(report.cases[1])
-    assert over is not None
-    assert over.value == 2
+    assert value(report.speedup(report.cases[1])) == 2
 
 
 def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:
