@@ -19,6 +19,7 @@ from ssdprof.core.base import (
     Size,
     Text,
     Time,
+    grouped,
     unique,
 )
 from ssdprof.core.case import Case
@@ -219,10 +220,7 @@ class Report(Record):
 
     @cached_property
     def _by_place(self) -> dict[tuple[str, str], list[Case]]:
-        found: dict[tuple[str, str], list[Case]] = {}
-        for case in self.cases:
-            found.setdefault((case.place, case.implementation), []).append(case)
-        return found
+        return grouped(self.cases, lambda case: (case.place, case.implementation))
 
     def rival(self, case: Case, implementation: str = "") -> Case | None:
         """The case's baseline, or another implementation, in the same place: at exact intermediates and equal states if

@@ -13,7 +13,7 @@ from ssdprof import operators
 from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import Mixer, is_attention
-from ssdprof.core.base import PartName, PrecisionRecord
+from ssdprof.core.base import PartName, PrecisionRecord, grouped
 from ssdprof.core.case import PartTime
 from ssdprof.environment import child
 from ssdprof.measure.trace import GpuWork, marked
@@ -95,23 +95,14 @@ def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
 def part_times(work: Sequence[GpuWork]) -> tuple[PartTime, ...]:
     """The time of every part; the sum is the time of all work."""
     names: tuple[PartName, ...] = get_args(PartName)
-    by_part: dict[str, list[GpuWork]] = {name: [] for name in names}
-    for one in work:
-        by_part[one.part if one.part in by_part else "rest"].append(one)
-    return tuple(_part(name, by_part[name]) for name in names if by_part[name])
+    by_part = grouped(work, lambda one: one.part if one.part in names else "rest")
+    return tuple(_part(name, by_part[name]) for name in names if name in by_part)
 
 
 def _part(name: PartName, work: Sequence[GpuWork]) -> PartTime:
-    kernels: dict[str, list[float]] = {}
-    for one in work:
-        kernels.setdefault(one.name, []).append(one.us)
-    longest = sorted(kernels.items(), key=lambda item: -sum(item[1]))[:_SHOWN]
-    return PartTime(
-        name=name,
-        gpu_us=sum(one.us for one in work),
-        launches=len(work),
-        kernels={kernel: sum(us) for kernel, us in longest},
-    )
+    kernels = {kernel: sum(one.us for one in own) for kernel, own in grouped(work, lambda one: one.name).items()}
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:_SHOWN]
+    return PartTime(name=name, gpu_us=sum(one.us for one in work), launches=len(work), kernels=dict(longest))
 
 
 def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +21,7 @@ from ssdprof import __version__
 from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import is_capture
 from ssdprof.core import statistics
-from ssdprof.core.base import Intermediates, precisions_for
-from ssdprof.core.subject import LayerCapture
+from ssdprof.core.base import Intermediates, grouped, precisions_for
 from ssdprof.core.tuned import PlannedSearch, SearchOutcome, Trial, TunedCalls, TunedConfig, TuneReport
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
@@ -59,14 +58,13 @@ class Problem:
     operator: Operator[Any]
     shape: str
     tokens: str
-    intermediates: Intermediates
     calls: TunedCalls
     inputs: tuple[Any, ...]
     precision: Precision
     committed: Config
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.tokens}, {self.intermediates}"
+        return f"{self.shape}, {self.tokens}, {self.calls.intermediates}"
 
     def run(self, inputs: Any, config: Config) -> Output:
         output: Output = self.operator.tunable.run(inputs, self.precision, config)
@@ -81,35 +79,23 @@ def difference(config: Config, committed: Config) -> str:
     )
 
 
-# --- the inputs
+# --- the inputs: of each layer, whose inputs may share a find
+
+Source = tuple[str, str, Callable[[], Any]]  # a shape and tokens in words, and what creates the inputs
+Sources = Mapping[str, Sequence[Source]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Inputs that are created later.  layer: equal for inputs of one layer, which may share a find."""
-
-    shape: str
-    tokens: str
-    layer: str
-    load: Callable[[], Any]
-
-
-def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) -> tuple[Workload, ...]:
+def drawn(operator: Operator[Any], cells: Sequence[Cell], device: torch.device) -> Sources:
     """Random inputs of any shape, as in `ssdprof bench`."""
-    return tuple(
-        Workload(
-            shape=cell.shape.name,
-            tokens=f"{cell.tokens}, {cell.dtype}",
-            layer=f"{cell.shape} {cell.dtype}",
-            load=partial(operator.generated.draw, cell, device),
-        )
-        for cell in cells
-    )
+    return {
+        layer: [
+            (one.shape.name, f"{one.tokens}, {one.dtype}", partial(operator.generated.draw, one, device)) for one in own
+        ]
+        for layer, own in grouped(cells, lambda cell: f"{cell.shape} {cell.dtype}").items()
+    }
 
 
-def captured(
-    operator: Operator[Any], where: str, seqlens: Sequence[int] | None, device: torch.device
-) -> tuple[Workload, ...]:
+def captured(operator: Operator[Any], where: str, seqlens: Sequence[int] | None, device: torch.device) -> Sources:
     """The operator's middle layer in a folder of captures, or in a run with stored captures, at each length.
 
     Decode steps are left out, because the tuned kernels are made for prompts.
@@ -123,70 +109,58 @@ def captured(
                 f"The run {where} has kept no captures.", "Run it with --save-captures, or name a --shape."
             )
     manifest, read = captures.load(folder)
-    by_length: dict[int, list[LayerCapture]] = {}
-    for stored in manifest.layers:
-        if stored.layer.operator == operator.name and not stored.is_step:
-            by_length.setdefault(stored.seqlen, []).append(stored)
+    repo = manifest.checkpoint.repo_id
+    found = (one for one in manifest.layers if one.layer.operator == operator.name and not one.is_step)
+    by_length = grouped(found, lambda stored: stored.seqlen)
     lengths = sorted(by_length.keys() & set(seqlens or by_length))
     if not lengths:
         raise BadInputError(
             f"{folder} holds no {operator.layers} layer of these lengths.",
             f"It holds {', '.join(map(str, sorted(by_length))) or 'none'}.",
         )
-    middle = [by_length[length][len(by_length[length]) // 2] for length in lengths]
-    repo = manifest.checkpoint.repo_id
 
-    def of_layer(stored: LayerCapture) -> Workload:
-        shape, tokens = f"{repo} layer {stored.layer.index}", f"{stored.seqlen:,} tokens"
-        return Workload(shape=shape, tokens=tokens, layer=repo, load=lambda: read(stored, device).inputs)
+    def source(length: int) -> Source:
+        stored = by_length[length][len(by_length[length]) // 2]
+        return f"{repo} layer {stored.layer.index}", f"{length:,} tokens", lambda: read(stored, device).inputs
 
-    return tuple(map(of_layer, middle))
+    return {repo: list(map(source, lengths))}
 
 
-def problems(operator: Operator[Any], sources: Sequence[Workload], intermediates: Intermediates) -> Iterator[Problem]:
+def problems(operator: Operator[Any], sources: Sequence[Source], intermediates: Intermediates) -> Iterator[Problem]:
     """The problems of one layer's sources: one for each, or one for all if they share a find."""
-    waiting: dict[str, list[tuple[Workload, Any]]] = {}
-    for source in sources:
-        inputs = source.load()
+    waiting: dict[str, list[tuple[str, str, Any]]] = {}
+    for shape, tokens, create in sources:
+        inputs = create()
         kernel = operator.tunable.kernel(inputs)
         if operator.tunable.shares_find(kernel):
-            waiting.setdefault(kernel, []).append((source, inputs))
+            waiting.setdefault(kernel, []).append((shape, tokens, inputs))
         else:
-            yield _problem(operator, [(source, inputs)], kernel, intermediates)
+            yield _problem(operator, [(shape, tokens, inputs)], kernel, intermediates)
         del inputs
     for kernel, loaded in waiting.items():
         yield _problem(operator, loaded, kernel, intermediates)
 
 
 def _problem(
-    operator: Operator[Any], loaded: Sequence[tuple[Workload, Any]], kernel: str, intermediates: Intermediates
+    operator: Operator[Any], loaded: Sequence[tuple[str, str, Any]], kernel: str, intermediates: Intermediates
 ) -> Problem:
     tuning, dims = operator.tunable, operator.judged.dims
-    loaded = sorted(loaded, key=lambda one: dims(one[1]).seqlen)
-    longest = loaded[-1][1]
+    loaded = sorted(loaded, key=lambda one: dims(one[2]).seqlen)
+    longest = loaded[-1][2]
     # fp32 states with exact intermediates, the inputs' dtype with relaxed ones, as in a bench
     (wanted,) = precisions_for(dims(longest).dtype, intermediates, None)
     return Problem(
         operator=operator,
-        shape=loaded[0][0].shape,
-        tokens="; ".join(source.tokens for source, _ in loaded),
-        intermediates=intermediates,
+        shape=loaded[0][0],
+        tokens="; ".join(tokens for _, tokens, _ in loaded),
         calls=tuning.calls(longest, intermediates, kernel),
-        inputs=tuple(inputs for _, inputs in loaded),
+        inputs=tuple(inputs for _, _, inputs in loaded),
         precision=precision_of(wanted),
         committed=tuning.committed(longest, kernel),
     )
 
 
 # --- the whole job
-
-
-def _groups(
-    sources: Sequence[Workload], intermediates: Sequence[Intermediates]
-) -> Iterator[tuple[tuple[Workload, ...], Intermediates]]:
-    """Sources grouped by layer; those of a layer share a find if the portable kernel runs them."""
-    for _, same_layer in groupby(sources, key=lambda source: source.layer):
-        yield from product([tuple(same_layer)], intermediates)
 
 
 def gpu_to_tune() -> torch.device:
@@ -198,7 +172,7 @@ def gpu_to_tune() -> torch.device:
 
 def tune(
     operator: Operator[Any],
-    sources: Sequence[Workload],
+    sources: Sources,
     intermediates: Sequence[Intermediates],
     device: torch.device,
     watcher: Watcher,
@@ -212,8 +186,7 @@ def tune(
     budget: seconds of wall clock after which no search begins; None: no limit.
     Searches that do not fit in the GPU's memory or in the budget are left out and named.
     """
-    began = time.monotonic()
-    timer = CudaTimer(device)
+    began, timer = time.monotonic(), CudaTimer(device)
     report = TuneReport(
         ssdprof_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -221,7 +194,7 @@ def tune(
         environment=collect(),
         operator=operator.name,
     )
-    for group, wanted in _groups(sources, intermediates):
+    for group, wanted in product(sources.values(), intermediates):
         try:
             for problem in problems(operator, group, wanted):
                 spent = time.monotonic() - began
@@ -235,29 +208,26 @@ def tune(
                 report = report.changed(outcomes=(*report.outcomes, outcome), seconds=seconds)
                 on_outcome(report)
         except torch.OutOfMemoryError as error:
-            what = "; ".join(f"{source.shape}, {source.tokens}" for source in group)
+            what = "; ".join(f"{shape}, {tokens}" for shape, tokens, _ in group)
             left = f"{what}, {wanted}: not all of it was searched: out of memory: {first_line(error)}"
             report = report.changed(left_out=(*report.left_out, left))
     return report
 
 
 def planned(
-    operator: Operator[Any], sources: Sequence[Workload], intermediates: Sequence[Intermediates]
+    operator: Operator[Any], sources: Sources, intermediates: Sequence[Intermediates]
 ) -> Iterator[PlannedSearch]:
     """The first candidates of the searches that `tune` would run, a record for each varied setting.
 
     Later candidates start from the best one.
     """
-    for group, wanted in _groups(sources, intermediates):
+    for group, wanted in product(sources.values(), intermediates):
         for problem in problems(operator, group, wanted):
             for axis in operator.tunable.axes(problem.committed):
                 options = axis(problem.committed, problem.inputs[-1])
                 changes = (change for option in options if (change := difference(option, problem.committed)))
                 yield PlannedSearch(
-                    shape=problem.shape,
-                    tokens=problem.tokens,
-                    intermediates=problem.calls.intermediates,
-                    candidates=tuple(changes),
+                    shape=problem.shape, tokens=problem.tokens, intermediates=wanted, candidates=tuple(changes)
                 )
 
 

@@ -177,7 +177,8 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence() -> None:
 
 def made(sources: Any = None, intermediates: Any = "exact") -> list[Problem]:
     sources = sources or drawn(OPERATOR, (cell(100), cell(40, sequences=2)), CPU)
-    return list(job.problems(OPERATOR, sources, intermediates))
+    (of_layer,) = sources.values()
+    return list(job.problems(OPERATOR, of_layer, intermediates))
 
 
 def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kernel_one_for_each(

@@ -50,7 +50,7 @@ def ssd_problem(kernel: str, *seqlens: int) -> Problem:
     """Of the Hopper kernel with 1,280 positions: 20 chunks, and the committed configuration has two segments."""
     inputs = tuple(ssd_inputs(seqlen) for seqlen in seqlens)
     return Problem(
-        operator=SSD, shape="tiny", intermediates="exact", tokens="some", inputs=inputs, precision=Precision(),
+        operator=SSD, shape="tiny", tokens="some", inputs=inputs, precision=Precision(),
         calls=SSD.tunable.calls(inputs[-1], "exact", kernel), committed=COMMITTED[kernel],
     )  # fmt: skip
 
