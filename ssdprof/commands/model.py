@@ -24,7 +24,6 @@ from ssdprof.jobs import run as run_job
 from ssdprof.jobs import stall_files
 from ssdprof.jobs.options import AnswersOptions, CaptureOptions, ModelOptions, PrefillOptions, RunOptions
 from ssdprof.jobs.plan import check_start, plan
-from ssdprof.jobs.run import resolve_implementations
 from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
 from ssdprof.jobs.subject import Stored, Subject
 from ssdprof.progress import Unwatched
@@ -113,9 +112,6 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
             out=folder / "prefill",
         )
         subject = prefill_job.find(wanted)
-        wanted = replace(
-            wanted, resolved=resolve_implementations(wanted.implementations, wanted.baseline, subject.layers)
-        )
         with terminal.only_data_on_stdout():
             place, report = prefill_job.time_prefills(wanted, subject, TerminalWatcher())
     except SsdprofError as error:
@@ -176,8 +172,7 @@ def prefill(options: PrefillOptions) -> None:
     subject = prefill_job.find(options)
     if not options.no_tuned:
         use_saved(TerminalWatcher().say)
-    resolved = resolve_implementations(options.implementations, options.baseline, subject.layers)
-    options = replace(options, resolved=resolved, command=terminal.command_line())
+    options = replace(options, command=terminal.command_line())
     with terminal.only_data_on_stdout():
         folder, report = prefill_job.time_prefills(options, subject, TerminalWatcher())
     output.finish(report, tables.render(compose(report)), as_json=options.json, note=output.kept(folder))

@@ -415,7 +415,6 @@ class PrefillOptions(ModelOptions):
     smallest_difference: float = _smallest_difference()
     no_tuned: NoTuned = False
     json: Json = False
-    resolved: Any = derived(None)  # `jobs.run.Resolved`
 
 
 @options

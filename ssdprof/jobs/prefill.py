@@ -36,6 +36,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ModelOptions, PrefillOptions
 from ssdprof.jobs.plan import load
+from ssdprof.jobs.run import Resolved, resolve_implementations
 from ssdprof.jobs.subject import Subject, refuse_large
 from ssdprof.jobs.subject import find as find_layers
 from ssdprof.jobs.substitute import Compute, marking, part_times, parts_marked
@@ -73,6 +74,7 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU.
     """
     device = require_gpu(*NEEDS_GPU)
+    resolved = resolve_implementations(request.implementations, request.baseline, subject.layers)
     steps: dict[str, float] = {}
 
     def on_step(what: str, seconds: float) -> None:
@@ -104,7 +106,7 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
             timer=timer,
             profile=profile,
         )
-        one.contenders += _contenders(one, subject, prompt, kind, isolated)
+        one.contenders += _contenders(one, subject, prompt, kind, resolved, isolated)
         lengths.append(one)
     report = dict[str, Any](
         kind="prefill",
@@ -119,9 +121,9 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
             for one in length.contenders
         ),
         conditions=request.conditions,
-        baseline=request.resolved.baseline,
+        baseline=resolved.baseline,
         smallest_difference=request.smallest_difference,
-        absent=request.resolved.absent,
+        absent=resolved.absent,
     )
     with opened(request.out, watcher, **report) as writer, ClockWatch() as clocks, limits.memory_errors():
         writer.update(steps=dict(steps))
@@ -144,14 +146,19 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
 
 
 def _contenders(
-    length: _Length, subject: Subject, prompt: Prompt, kind: KernelOrigin, isolated: IsolatedFirstCall
+    length: _Length,
+    subject: Subject,
+    prompt: Prompt,
+    kind: KernelOrigin,
+    resolved: Resolved,
+    isolated: IsolatedFirstCall,
 ) -> Iterator[_Contender]:
     """The baseline first, then the others.
 
     Other libraries, except a baseline, run only with the first origin of convolution and norm.
     """
     request, model, config = length.request, length.model, length.model.config.get_text_config()
-    resolved, dtype = request.resolved, dtype_name(model.get_input_embeddings().weight.dtype)
+    dtype = dtype_name(model.get_input_embeddings().weight.dtype)
     batch, seqlen = length.ids.shape
     wanted = PrecisionRecord(intermediates=request.intermediates, state_dtype=request.state_dtype)
     convolution = installed_version("causal-conv1d")
@@ -408,8 +415,9 @@ class _Length:
 
     def _compare_logits(self, contender: _Contender) -> None:
         """With those of the baseline."""
-        passed = (one for one in self.seen if one.passed and one.name == self.request.resolved.baseline)
-        base, own = next((one.logits for one in passed), None), contender.logits
+        name = contender.case.baseline or contender.name
+        base = next((one.logits for one in self.seen if one.passed and one.name == name), None)
+        own = contender.logits
         if contender.passed and own is not None and base is not None:
             difference = float((own - base).norm() / base.norm())
             same = bool((own.argmax(-1) == base.argmax(-1)).all())

@@ -20,7 +20,6 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import prefill as job
 from ssdprof.jobs.options import COMPARED, PrefillOptions
 from ssdprof.jobs.prefill import find, time_prefills
-from ssdprof.jobs.run import resolve_implementations
 from ssdprof.kernels import registry
 from ssdprof.measure import isolate
 from ssdprof.operators import implementations
@@ -55,10 +54,11 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 def timed(
     *seqlens: int, layers: str = "all", names: tuple[str, ...] = COMPARED, baseline: str = "unfused", **fields: Any
 ) -> Report:
-    asked = PrefillOptions(model="demo", seqlens=seqlens, layers=layers, **({"seconds": 0.01} | fields))
-    subject = find(asked)
-    resolved = resolve_implementations(names, baseline, subject.layers)
-    folder, report = time_prefills(replace(asked, resolved=resolved), subject, Unwatched())
+    asked = PrefillOptions(
+        model="demo", seqlens=seqlens, layers=layers, implementations=names, baseline=baseline,
+        **({"seconds": 0.01} | fields),
+    )  # fmt: skip
+    folder, report = time_prefills(asked, find(asked), Unwatched())
     assert load(folder)[1] == report
     return report
 

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import tiny_models
@@ -105,9 +104,9 @@ def length(
     seconds: float = 0.01,
 ) -> tuple[_Length, FakeTimer]:
     timer, model = FakeTimer(US), tiny_models.shared("mamba2")
-    sites, resolved = find_mixers(model), cast(Any, SimpleNamespace(baseline="unfused"))
+    sites = find_mixers(model)
     one = _Length(
-        request=PrefillOptions(model="tiny", resolved=resolved, seconds=seconds),
+        request=PrefillOptions(model="tiny", seconds=seconds),
         model=model,
         ids=tiny_models.prompt(LENGTH),
         segment_length=segment,
