@@ -17,10 +17,11 @@ from cases import case, failed, of_answers, samples, timed
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, Report
+from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Unwatched
-from ssdprof.store.reports import RUNS, dump, latest, listed, load, opened
+from ssdprof.store.reports import RUNS, draft, dump, latest, listed, load, opened
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
@@ -106,6 +107,21 @@ def test_a_printed_document_is_read_as_well(report: Report) -> None:
     file.write_text(dump(report))
     json.loads(file.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert load(file) == (file, report)
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "serving", "longest"),
+    [
+        (2048, Serving(), None), (2049, Serving(), "2,049"), (2048, Serving(decode=4), "2,052"),
+        (3000, Serving(packed=(1000, 2000)), None),  # each runs separately
+        (5000, Serving(packed=(2500, 2500)), "2,500"), (3000, Serving(chunk=1000), "3,000"),
+    ],
+)  # fmt: skip
+def test_a_sequence_beyond_the_trained_context_is_noted(seqlen: int, serving: Serving, longest: str | None) -> None:
+    model = cases.checkpoint(trained_context=2048, siblings=())
+    said = draft(**header(model=model, prompts=(cases.prompt(seqlen, serving=serving),))).notes
+    begins = [f"The model was trained on 2,048 tokens and ran on {longest}: "] if longest else []
+    assert [note[: len(begins[0])] for note in said] == begins
 
 
 # --- folders
