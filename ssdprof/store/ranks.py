@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -87,7 +88,9 @@ def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
 
 def follows(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this rank is not the first, and has so far done the same as the first."""
-    return not Ranks.divided and started(environment) > 1 and int(environment.get("RANK", FIRST)) != FIRST
+    with suppress(BadInputError):  # of variables that torchrun does not set: this rank tells it, as any other error
+        return not Ranks.divided and started(environment) > 1 and int(environment.get("RANK", FIRST)) != FIRST
+    return False
 
 
 def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
