@@ -20,10 +20,9 @@ from torch.nn import functional as F
 
 from ssdprof import operators
 from ssdprof.commands.output import TerminalWatcher
-from ssdprof.core.base import precisions_for
 from ssdprof.errors import SsdprofError
 from ssdprof.jobs.bench import bench
-from ssdprof.jobs.request import BenchRequest
+from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.generate import Cell, Shape, Tokens
@@ -102,18 +101,24 @@ def main() -> None:
     arguments = parser.parse_args()
     gdn = operators.get("gdn")
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
-    request = BenchRequest(
-        operator=replace(gdn, generator=replace(gdn.generated, draw=draw)),
-        cells=tuple(cells()),
-        precisions=lambda dtype: precisions_for(dtype, "exact", None),
-        implementations=tuple(required(resolve(gdn, name)) for name in names),
+    request = BenchOptions(
+        operator="gdn",
+        measured=tuple(cells()),
+        compared=tuple(required(resolve(gdn, name)) for name in names),
         baseline=names[0],
+        match_with="unfused",
         budget=arguments.budget,
         first_call=60,
         out=arguments.folder,
         command=("python", "benchmarks/small_gdn_cases.py", str(arguments.folder)),
     )
-    print(markdown.render(document.compose(bench(request, TerminalWatcher())[1])))
+    print(
+        markdown.render(
+            document.compose(
+                bench(request, replace(gdn, generator=replace(gdn.generated, draw=draw)), TerminalWatcher())[1]
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

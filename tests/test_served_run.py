@@ -13,7 +13,7 @@ from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerCapture, Serving
-from ssdprof.jobs import limits, run
+from ssdprof.jobs import compare, limits
 from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -45,7 +45,7 @@ def test_an_interrupted_capture_says_what_it_keeps(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "cast_inputs", lambda inputs, _: (inputs, "1 of x became 0."))
+    monkeypatch.setattr(compare, "cast_inputs", lambda inputs, _: (inputs, "1 of x became 0."))
     answer = Answer("run", "demo", "--seq", "24", "--chunked-prefill", "12", "--out", "a", *FAST)
     assert answer.code == 0, answer.err
     _, report = reports.load("a")

@@ -18,7 +18,6 @@ from ssdprof.jobs import stall_files
 from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs import tune as tune_job
 from ssdprof.jobs.options import BenchOptions, StallsOptions, TuneOptions
-from ssdprof.jobs.request import BenchRequest
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import ImplementationCache, required
 from ssdprof.progress import Unwatched, Watcher
@@ -32,11 +31,13 @@ from ssdprof.store import tuned
 from ssdprof.store.ranks import join
 
 
-def bench(options: BenchOptions, request: BenchRequest, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
-    operator, cache = request.operator, ImplementationCache(torch.device("cuda"))
+def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
+    operator, cache = operators.get(options.operator), ImplementationCache(torch.device("cuda"))
     found = [cache.get(operator.name, name) for name in names]
-    over, matched = (cache.get(operator.name, name) for name in (request.baseline, request.match_with))
-    if matched.name != operator.baseline and any(one.metric == "match" for one in request.conditions):
+    over, matched = (
+        cache.get(operator.name, name) for name in (options.baseline or "", options.match_with or operator.baseline)
+    )
+    if matched.name != operator.baseline and any(one.metric == "match" for one in options.conditions):
         raise BadInputError(
             f"--min-match compares with {operator.baseline}, but --match-with names {matched.name}.",
             "Leave one of them out.",
@@ -51,14 +52,14 @@ def bench(options: BenchOptions, request: BenchRequest, names: tuple[str, ...], 
     for one in too_large:
         watcher.say(f"{one} is left out: it has more than {options.max_tokens} tokens.")
     request = replace(
-        request,
-        implementations=tuple(compared.values()),
+        options,
+        compared=tuple(compared.values()),
         baseline=over.name,
         match_with=matched.name,
         command=terminal.command_line(),
     )
     with terminal.only_data_on_stdout():
-        folder, report = bench_job.bench(request, watcher, ranks)
+        folder, report = bench_job.bench(request, operator, watcher, ranks)
     if reports:
         output.finish(report, render(compose(report)), as_json=options.json, note=output.kept(folder))
 

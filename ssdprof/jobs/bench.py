@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 
+from ssdprof import kernels
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import LeftOut, Report, Requested
 from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, Verdicts
-from ssdprof.jobs.request import BenchRequest
+from ssdprof.jobs.options import BenchOptions
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, Deadline, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
 from ssdprof.measure.roofline import measure_ceilings
@@ -24,10 +27,13 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.implementations import own_precisions, resolve
+from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import load, opened
 
+BY_TOKEN = "recurrent"  # runs if sequences have only a few tokens
 CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
 LEAST_SECONDS = 0.1
@@ -38,7 +44,9 @@ NEEDS_GPU = (
 )
 
 
-def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -> tuple[Path, Report]:
+def bench(
+    request: BenchOptions, operator: Operator[Any], watcher: Watcher, ranks: Ranks | None = None
+) -> tuple[Path, Report]:
     """Measure every cell.  Returns the report's folder and the report.
 
     ranks: processes that share the cells.  The first one returns the report of all.
@@ -46,7 +54,6 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
     A cell that does not fit in the GPU's memory or in the budget is left out, and the report names it.
     """
     device = require_gpu(*NEEDS_GPU)
-    operator = request.operator
     header = dict[str, Any](
         kind="bench",
         subject=operator.name,
@@ -54,21 +61,21 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
         environment=collect(),
         requested=tuple(
             Requested(_place(cell), implementation.name, str(precision))
-            for cell in request.cells
-            for implementation, precision in request.compared(cell)
+            for cell in request.measured
+            for implementation, precision in compared(request, operator, cell)
         ),
         conditions=request.conditions,
         baseline=request.baseline,
         matched_with=request.match_with,
         smallest_difference=request.smallest_difference,
         kernels=kernels_hash(operator.name),
-        absent=tuple(one.absent for one in request.implementations if one.absent),
+        absent=tuple(one.absent for one in request.compared if one.absent),
     )
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget
     with opened(request.out, watcher, ranks, **header) as writer, ClockWatch() as clocks:
         writer.update(ceilings=measure_ceilings(device))
-        mine = ranks.share(request.cells) if ranks else request.cells
+        mine = ranks.share(request.measured) if ranks else request.measured
         comparer = Comparer(
             timer=CudaTimer(device),
             ceilings=writer.report.ceilings,
@@ -86,7 +93,7 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
                 deadline = Deadline(most=request.first_call, until=end)
                 own = replace(comparer, sampling=sampling, deadline=deadline)
                 try:
-                    for case in measured(request, cell, device, own, verdicts):
+                    for case in measured(request, operator, cell, device, own, verdicts):
                         writer.case(case)
                 except BudgetSpent as error:
                     left = f"the budget of {request.budget:g} s was spent{error}"
@@ -100,13 +107,51 @@ def bench(request: BenchRequest, watcher: Watcher, ranks: Ranks | None = None) -
     return load(writer.folder)
 
 
+def compared(
+    request: BenchOptions, operator: Operator[Any], cell: Cell
+) -> list[tuple[Implementation, PrecisionRecord]]:
+    """Other libraries, then the others, each at its own precisions or at the wanted ones.
+
+    The baseline of the operator runs with exact intermediates only, and with the wanted state dtypes.  Alternative
+    forms run once, with exact intermediates and fp32 states.  So do implementations that go token by token; if the
+    cell's sequences have a few tokens, they take part even if they are not named.
+    """
+    wanted = precisions_for(cell.dtype, request.intermediates, request.states)
+    once = {BY_TOKEN, *operator.generated.alternatives}
+    everyone = sorted((one for one in request.compared if not one.absent), key=lambda one: one.kind != "library")
+    if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
+        everyone.append(resolve(operator, BY_TOKEN))
+
+    def precisions(one: Implementation) -> Sequence[PrecisionRecord]:
+        if one.kind != "bundled":
+            return own_precisions(one, cell.dtype, wanted)
+        if one.name in once:
+            return (EXACT_FP32,)
+        return tuple(dict.fromkeys(own.exact for own in wanted)) if one.name == operator.baseline else wanted
+
+    named = {one.name: one for one in everyone}
+    return [(one, precision) for one in named.values() for precision in precisions(one)]
+
+
+def sizes(request: BenchOptions, operator: Operator[Any], implementation: Implementation) -> Sequence[int | None]:
+    """The chunk sizes from which the implementation takes the fastest; (None,) if it chooses its own."""
+    chunks_itself = operator.generated.chunks_itself
+    fixed = implementation.kind == "own" or implementation.name in chunks_itself or not request.sizes
+    return (None,) if fixed else request.sizes
+
+
 def sampling_seconds(left: float, cells_left: int) -> float:
     """A third of the next cell's share of the remaining time: the cell is also compiled and compared."""
     return min(SECONDS_PER_CELL, max(LEAST_SECONDS, left / cells_left / 3))
 
 
 def measured(
-    request: BenchRequest, cell: Cell, device: torch.device, comparer: Comparer, verdicts: dict[Cell, Verdicts]
+    request: BenchOptions,
+    operator: Operator[Any],
+    cell: Cell,
+    device: torch.device,
+    comparer: Comparer,
+    verdicts: dict[Cell, Verdicts],
 ) -> Iterable[Case]:
     """The cases of a cell: a cell that is left out has none, also if some were verified before.
 
@@ -119,24 +164,25 @@ def measured(
         checked = replace(cell, tokens=Tokens(sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN)))
     if checked != cell:
         if checked not in verdicts:
-            entries = _entries(request, checked, device, None)
+            entries = _entries(request, operator, checked, device, None)
             compared = replace(comparer, timer=None).compare(entries, str(checked))
             found = {(case.name, case.chunk_size): case for case in compared}
             verdicts[checked] = {one.key: found[one.case.name, one.case.chunk_size] for one in entries}
         known = verdicts[checked]
-    entries = _entries(request, cell, device, checked.tokens.seqlen if known else None)
+    entries = _entries(request, operator, cell, device, checked.tokens.seqlen if known else None)
     cases = {case.name: case for case in comparer.compare(entries, str(cell), known)}
     if known:  # later cells find all kernels compiled
         verdicts[checked] = {key: case.changed(first_call=None) for key, case in known.items()}
     return cases.values()
 
 
-def _entries(request: BenchRequest, cell: Cell, device: torch.device, checked: int | None) -> list[Entry]:
+def _entries(
+    request: BenchOptions, operator: Operator[Any], cell: Cell, device: torch.device, checked: int | None
+) -> list[Entry]:
     """An entry for each implementation, precision and chunk size; all of a cell are timed together.
 
     checked: tokens of the cell whose outputs are compared instead; None: its own are.
     """
-    operator = request.operator
     drawn = Drawn(
         shape=cell.shape.name,
         shape_words=str(cell.shape),
@@ -148,7 +194,7 @@ def _entries(request: BenchRequest, cell: Cell, device: torch.device, checked: i
         checked=checked,
     )
     inputs = operator.generated.draw(cell, device)
-    sized = {size: replace(inputs, chunk_size=size) for size in request.chunk_sizes}
+    sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
     inputs = sized[min(sized)] if sized else inputs
     dims, work = operator.judged.cost(inputs)
     words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
@@ -156,10 +202,10 @@ def _entries(request: BenchRequest, cell: Cell, device: torch.device, checked: i
         "drawn": drawn, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, "inputs": words, **work,
     }  # fmt: skip
     entries: list[Entry] = []
-    for one, precision in request.compared(cell):
+    for one, precision in compared(request, operator, cell):
         own = dict(common, implementation=one.name, kind=one.kind, version=one.version, precision=precision)
         own["baseline"] = "" if one.name == request.baseline else request.baseline
-        for size in request.sizes(one):
+        for size in sizes(request, operator, one):
             given, label = sized[size] if size else inputs, f"{one.name} {precision}{f', chunk {size}' if size else ''}"
             call = Call(implementation=one, inputs=given, precision=precision_of(precision), label=label)
             entries.append(Entry(case=Case(**own, chunk_size=size, status="ran"), call=call))

@@ -23,11 +23,12 @@ from ssdprof.files import regular
 if TYPE_CHECKING:
     from ssdprof.core.base import DType
     from ssdprof.core.report import Condition
-    from ssdprof.operators.generate import Tokens
+    from ssdprof.kernels.registry import Implementation
+    from ssdprof.operators.generate import Cell, Tokens
 
 Kind = TypeVar("Kind")
 COMPARED = ("unfused", "fused")  # implementations; the first is the baseline
-_LATER = dict.fromkeys(("DType", "Condition", "Tokens"), Any)  # importing them takes time
+_LATER = dict.fromkeys(("Cell", "Condition", "DType", "Implementation", "Tokens"), Any)  # importing them takes time
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -503,6 +504,12 @@ class BenchOptions:
     no_tuned: NoTuned = False
     json: Json = False
     conditions: tuple[Condition, ...] = derived(())
+    measured: tuple[Cell, ...] = derived(())
+    compared: tuple[Implementation, ...] = derived(
+        ()
+    )  # those that are unavailable are left out, and the report says so
+    sizes: tuple[int, ...] = derived(())  # of chunks, for those that take it from the inputs
+    command: tuple[str, ...] = derived(())
 
 
 @options

@@ -1,94 +1,24 @@
-"""Reads what was typed as words, without knowledge of models and machines; and the request of a bench."""
+"""Reads what was typed as words, without knowledge of models and machines."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import product
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from ssdprof import kernels
-from ssdprof.core.base import EXACT_FP32, LONGEST_SEQLEN, SMALLEST_DIFFERENCE, DType, PrecisionRecord
-from ssdprof.core.report import Condition
+from ssdprof.core.base import LONGEST_SEQLEN, DType
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import COMPARED
-from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Layout, Shape, Tokens
-from ssdprof.operators.implementations import own_precisions, resolve
 from ssdprof.operators.operator import Operator
 
 K = TypeVar("K")
 STEPS = ("unfused_step", "recurrent")  # of decode steps; always exact with fp32 states
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 INPUT_DTYPES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
-BY_TOKEN = "recurrent"  # of a bench; runs if sequences have only a few tokens
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size supports these
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchRequest:
-    """precisions: of our implementations, by dtype of the inputs.  budget: seconds of wall clock; None: no limit.
-
-    check: compare outputs at full length, or "short": on one sequence of at most CHECKED_SEQLEN tokens, once for cells
-        that share it.
-    implementations: unavailable ones are left out, and the report says so.
-    baseline, match_with: names; outputs are matched with those of `match_with`.
-    chunk_sizes: candidates for implementations that take it from the inputs; empty if the operator has none.
-    first_call: time limit of a first call, in seconds.
-    """
-
-    operator: Operator[Any]
-    cells: tuple[Cell, ...]
-    precisions: Callable[[InputDType], tuple[PrecisionRecord, ...]]
-    implementations: tuple[Implementation, ...] = ()
-    baseline: str = COMPARED[0]
-    match_with: str = COMPARED[0]
-    chunk_sizes: tuple[int, ...] = ()
-    check: Literal["full", "short"] = "full"
-    budget: float | None = None
-    first_call: float = math.inf
-    smallest_difference: float = SMALLEST_DIFFERENCE
-    conditions: tuple[Condition, ...] = ()
-    out: Path | None = None
-    command: tuple[str, ...] = ()
-
-    def compared(self, cell: Cell) -> list[tuple[Implementation, PrecisionRecord]]:
-        """Other libraries, then the others, each at its own precisions or at the wanted ones.
-
-        The baseline of the operator runs with exact intermediates only, and with the wanted state dtypes.  Alternative
-        forms run once, with exact intermediates and fp32 states.  So do implementations that go token by token; if the
-        cell's sequences have a few tokens, they take part even if they are not named.
-        """
-        operator, wanted = self.operator, self.precisions(cell.dtype)
-        once = {BY_TOKEN, *operator.generated.alternatives}
-        everyone = sorted(
-            (one for one in self.implementations if not one.absent), key=lambda one: one.kind != "library"
-        )
-        if cell.tokens.steps and BY_TOKEN in kernels.names(operator.name):
-            everyone.append(resolve(operator, BY_TOKEN))
-
-        def precisions(one: Implementation) -> Sequence[PrecisionRecord]:
-            if one.kind != "bundled":
-                return own_precisions(one, cell.dtype, tuple(wanted))
-            if one.name in once:
-                return (EXACT_FP32,)
-            return tuple(dict.fromkeys(own.exact for own in wanted)) if one.name == operator.baseline else wanted
-
-        named = {one.name: one for one in everyone}
-        return [(one, precision) for one in named.values() for precision in precisions(one)]
-
-    def sizes(self, implementation: Implementation) -> Sequence[int | None]:
-        """The chunk sizes from which the implementation takes the fastest; (None,) if it chooses its own."""
-        chunks_itself = self.operator.generated.chunks_itself
-        fixed = implementation.kind == "own" or implementation.name in chunks_itself or not self.chunk_sizes
-        return (None,) if fixed else self.chunk_sizes
-
-
-# --- options
 
 
 def both(one: str, other: str, why: str = "", hint: str = "Give one of them.") -> BadInputError:

@@ -17,7 +17,7 @@ from ssdprof import operators, settings
 from ssdprof.capture.manifest import AGAIN, is_capture, read_manifest
 from ssdprof.checkpoint.model import Model, open_model
 from ssdprof.checkpoint.names import check_layers, select_indices
-from ssdprof.core.base import LONGEST_SEQLEN, precisions_for
+from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.conditions import of_options, parse_percent
 from ssdprof.core.report import Condition
 from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
@@ -36,7 +36,6 @@ from ssdprof.jobs.options import (
     TuneOptions,
 )
 from ssdprof.jobs.request import (
-    BenchRequest,
     both,
     expand,
     lengths,
@@ -347,7 +346,7 @@ def prefill(options: PrefillOptions) -> PrefillOptions:
     return replace(asked, implementations=names)
 
 
-def bench(options: BenchOptions) -> tuple[BenchOptions, BenchRequest, tuple[str, ...], tuple[Tokens, ...]]:
+def bench(options: BenchOptions) -> tuple[BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
     """The request, the names of all implementations, other libraries first, and cells that --max-tokens leaves out."""
     asked, operator = read(options), operators.get(options.operator)
     most = parse_seq(options.max_tokens)
@@ -366,21 +365,13 @@ def bench(options: BenchOptions) -> tuple[BenchOptions, BenchRequest, tuple[str,
             f"--chunk-size does not apply to {operator.name}: its kernels choose their own.", "Leave it out."
         )
     drawn = parse_ways(operator, options.draw)
-    request = BenchRequest(
-        operator=operator,
-        cells=expand(shapes, parse_dtypes(options.dtype), tokens, options.layout, drawn),
-        precisions=lambda dtype: precisions_for(dtype, asked.intermediates, asked.states),
+    request = replace(
+        asked,
+        measured=expand(shapes, parse_dtypes(options.dtype), tokens, options.layout, drawn),
         baseline=options.baseline or next(iter(libraries), operator.baseline),
-        match_with=options.match_with or operator.baseline,
-        chunk_sizes=sizes or operator.generated.chunk_sizes,
-        check=options.check,
-        budget=options.budget,
-        first_call=options.first_call,
-        smallest_difference=asked.smallest_difference,
-        conditions=asked.conditions,
-        out=options.out,
+        sizes=sizes or operator.generated.chunk_sizes,
     )
-    return asked, request, (*libraries, *asked.implementations, *also), too_large
+    return request, (*libraries, *asked.implementations, *also), too_large
 
 
 def tune(options: TuneOptions) -> tuple[TuneOptions, tuple[Cell, ...], tuple[int, ...] | None]:

@@ -79,20 +79,19 @@ def test_the_conditions_of_every_command() -> None:
 
 
 def test_the_cells_and_names_of_a_bench() -> None:
-    _, request, names, too_large = subject.bench(
+    request, names, too_large = subject.bench(
         BenchOptions(
             operator="ssd", shape="4x16x16x1", seq="1k,4k", batch="1,128", cells="2x8", max_tokens="256k",
             dtype="fp32", layout="views", against="mamba_ssm,published", published=Path("mamba"),
             also="recurrent_in_place", chunk_size="64", states=("bf16",), max_rms_ratio=2,
         )
     )  # fmt: skip
-    assert [str(cell.tokens) for cell in request.cells] == ["1 x 1,024", "1 x 4,096", "128 x 1,024", "2 x 8"]
-    assert {(cell.dtype, cell.layout) for cell in request.cells} == {("fp32", "views")}
+    assert [str(cell.tokens) for cell in request.measured] == ["1 x 1,024", "1 x 4,096", "128 x 1,024", "2 x 8"]
+    assert {(cell.dtype, cell.layout) for cell in request.measured} == {("fp32", "views")}
     assert [str(one) for one in too_large] == ["128 x 4,096"]
-    assert (request.baseline, request.match_with) == ("mamba_ssm", "unfused")
+    assert (request.baseline, request.match_with) == ("mamba_ssm", None)
     assert names == ("mamba_ssm", "published=mamba", "unfused", "fused", "recurrent_in_place")
-    assert request.chunk_sizes == (64,)
-    assert [str(one) for one in request.precisions("fp32")] == ["exact, bf16 states"]
+    assert (request.sizes, request.intermediates, request.states) == ((64,), "exact", ("bf16",))
     assert request.conditions == of_options(max_rms_ratio=2)
 
 

@@ -14,13 +14,13 @@ from cases import value
 from fakes import CELL, RAN, noting, pretend_gpu
 
 from ssdprof import kernels, operators
-from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
+from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.jobs import bench as job
 from ssdprof.jobs import compare
 from ssdprof.jobs.bench import bench, sampling_seconds
-from ssdprof.jobs.request import BenchRequest
+from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.reference import gdn_recurrence
@@ -52,13 +52,10 @@ def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
 def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields: Any) -> Report:
     operator = fields.pop("operator", SSD)
     request: dict[str, Any] = {
-        "operator": operator,
-        "cells": of,
-        "precisions": lambda dtype: precisions_for(dtype, "exact", None),
-        "implementations": tuple(resolve(operator, name) for name in names),
-        "chunk_sizes": (16,) if operator is SSD else (),
-    }
-    folder, report = bench(BenchRequest(**(request | fields)), Unwatched())
+        "operator": operator.name, "measured": of, "compared": tuple(resolve(operator, name) for name in names),
+        "sizes": (16,) if operator is SSD else (), "baseline": "unfused", "match_with": "unfused",
+    }  # fmt: skip
+    folder, report = bench(BenchOptions(**(request | fields)), operator, Unwatched())
     assert load(folder)[1] == report
     return report
 
@@ -80,7 +77,7 @@ def test_every_cell_is_measured_and_kept() -> None:
 
 
 def test_outputs_are_matched_with_another_one_than_the_baseline_and_at_several_chunk_sizes() -> None:
-    report = benched(*cells(40), match_with="fused", chunk_sizes=(16, 32))
+    report = benched(*cells(40), match_with="fused", sizes=(16, 32))
     assert (report.baseline, report.matched_with) == ("unfused", "fused")
     unfused, fused = report.cases
     assert [trial.chunk_size for trial in unfused.trials] == [16, 32]
@@ -103,7 +100,7 @@ def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, size
         return whole(self, entries, label, verdicts)
 
     monkeypatch.setattr(job.Comparer, "compare", counting)
-    report = benched(*cells(36, 40), check="short", chunk_sizes=sizes)
+    report = benched(*cells(36, 40), check="short", sizes=sizes)
     assert compared == [(16, True), (36, False), (40, False)]
     assert [case.drawn and case.drawn.checked for case in report.cases] == [16] * 4
     assert {result for _, result in results(report)} == {"passed"}
@@ -113,10 +110,10 @@ def test_short_checks_are_shared_and_named(monkeypatch: pytest.MonkeyPatch, size
 def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = job.measured
 
-    def interrupted(request: BenchRequest, cell: Cell, *rest: Any) -> Any:
+    def interrupted(request: BenchOptions, operator: Any, cell: Cell, *rest: Any) -> Any:
         if cell.tokens.seqlen == 40:
             raise KeyboardInterrupt
-        return measured(request, cell, *rest)
+        return measured(request, operator, cell, *rest)
 
     monkeypatch.setattr(job, "measured", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"What was done is kept in result, marked as partial: 2 cases\."):
@@ -203,7 +200,7 @@ def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
 def test_the_bundled_kernels_pass_on_packed_views() -> None:
     cell = replace(CELL, layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
     names = ("unfused", "fused", "mamba_ssm")
-    report = benched(cell, names=names, precisions=lambda dtype: precisions_for(dtype, "all", None))
+    report = benched(cell, names=names, intermediates="all")
     assert report.absent[0].startswith("mamba_ssm cannot be imported: ")
     assert [(case.implementation, str(case.precision), case.chunk_size) for case in report.cases] == [
         ("unfused", "exact, fp32 states", 16),
@@ -255,7 +252,7 @@ def test_where_sequences_are_a_few_tokens_long_the_kernel_that_goes_token_by_tok
     states = inputs.initial_states if name == "ssd" else inputs.initial_state
     assert states.abs().sum() > 0, "a step begins with a state"
     of = (library(name), *(resolve(operator, one) for one in ("unfused", "fused")))
-    report = benched(short, longer, operator=operator, implementations=of, baseline="library")
+    report = benched(short, longer, operator=operator, compared=of, baseline="library")
     assert report.kernels == kernels_hash(name)
     assert {case.result for case in report.cases} == {"passed"}, [case.why for case in report.cases]
     assert [case.implementation for case in report.cases] == [
@@ -287,13 +284,9 @@ def test_the_budget_is_shared_by_the_cells_that_are_left() -> None:
 
 
 def test_an_alternative_form_runs_once() -> None:
-    request = BenchRequest(
-        operator=SSD,
-        cells=(CELL,),
-        precisions=lambda dtype: precisions_for(dtype, "all", None),
-        implementations=tuple(resolve(SSD, name) for name in ("unfused", "fused", "recurrent_in_place")),
-    )
-    of = [(one.name, precision) for one, precision in request.compared(CELL)]
+    names = ("unfused", "fused", "recurrent_in_place")
+    request = BenchOptions(operator="ssd", intermediates="all", compared=tuple(resolve(SSD, name) for name in names))
+    of = [(one.name, precision) for one, precision in job.compared(request, SSD, CELL)]
     assert [precision for name, precision in of if name == "recurrent_in_place"] == [EXACT_FP32]
     assert len([name for name, _ in of if name == "fused"]) == 2
     relaxed = PrecisionRecord(intermediates="relaxed", state_dtype="bf16")
