@@ -10,10 +10,7 @@ import house
 import pytest
 
 # Numbers that are above their final limit.  They may only be lowered; at the limit, the line is removed.
-CEILINGS = {
-    "package lines": 36_299, "test lines": 35_228, "classes": 268,
-    "call to row": 8, "name to kernel": 33,
-}  # fmt: skip
+CEILINGS = {"package lines": 35_908, "test lines": 34_814, "classes": 260}
 
 
 def above(numbers: house.Numbers) -> dict[str, str]:
