@@ -66,7 +66,7 @@ def bench(
         ),
         conditions=request.conditions,
         baseline=request.baseline,
-        matched_with=request.match_with,
+        matched_with=request.match_with or operator.baseline,
         smallest_difference=request.smallest_difference,
         kernels=kernels_hash(operator.name),
         absent=tuple(one.absent for one in request.compared if one.absent),
@@ -210,7 +210,7 @@ def _entries(
             call = Call(implementation=one, inputs=given, precision=precision_of(precision), label=label)
             entries.append(Entry(case=Case(**own, chunk_size=size, status="ran"), call=call))
     for entry in entries:
-        entry.baseline = matched_with(entry, entries, request.match_with)
+        entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)
     return entries
 
 
