@@ -267,7 +267,7 @@ def _conditions(options: Any) -> tuple[Condition, ...]:
 
 
 def _refuse_contradictions(options: ServedModelOptions) -> None:
-    """Of how a server runs the prompt."""
+    """Options on how a server runs the prompt."""
     if options.packed is not None:
         for option, given in (
             ("--seq", options.seqlens is not None),
