@@ -1,12 +1,15 @@
-"""Wrong inputs are refused once, by the name of the argument."""
+"""Wrong inputs are refused once, by the name of the argument; what is derived from inputs."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from kernel_cases import FP16, GDNCase, SSDCase
+
+from ssdprof.kernels.chunks import Chunks
 
 SSD = SSDCase(batch=2, seqlen=9, heads=4, groups=2, headdim=5, dstate=3, initial_states=True, gate=True)
 NOTHING = dict(D=None, z=None, dt_bias=None, initial_states=None)
@@ -112,3 +115,20 @@ def test_a_signature_says_all_but_place_and_content(case: Any) -> None:
     assert case.inputs().signature == case.but(seed=5).inputs().signature
     signatures = {one.signature for one in (case.inputs(), *OTHERS[case])}
     assert len(signatures) == 1 + len(OTHERS[case])
+
+
+@pytest.mark.parametrize("lengths", [(5,), (0,) * 3 + (1,), (32, 0, 64, 33, 0, 0), (1,) * 130], ids=len)
+def test_chunk_table(lengths: tuple[int, ...]) -> None:
+    inputs = SSDCase(lengths=lengths, heads=1).inputs()
+    chunks, expected, counts = Chunks.of(inputs), [], []
+    for start, stop in pairwise(inputs.cu_seqlens.tolist()):
+        cuts = [[begin, min(begin + 32, stop)] for begin in range(start, stop, 32)]
+        expected += cuts
+        counts.append(len(cuts))
+    assert chunks.spans is not None
+    assert chunks.bounds is not None
+    assert chunks.spans[: len(expected)].tolist() == expected
+    unused = chunks.spans[len(expected) :]
+    assert len(unused) > 0
+    assert torch.equal(unused[:, 0], unused[:, 1]), "a chunk that nobody needs is not empty"
+    assert chunks.bounds.diff().tolist() == counts

@@ -1,4 +1,5 @@
-"""Launches on a GPU: kept launches give the results of newly prepared calls, and profilers see them."""
+"""Launches on a GPU: kept launches give the results of newly prepared calls, and profilers see them.  Every launch of a
+kernel after its first goes through the driver, and writes the same bits as Triton's launch."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernel_cases import EXACT, RELAXED, SSDCase, assert_bitwise
+from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, GDNCase, SSDCase, assert_bitwise
+from subjects import GDN_ON_HOPPER, OLMO
 
-from ssdprof.kernels import SSDInputs
+from ssdprof.kernels import SSDInputs, get
 from ssdprof.kernels import launch as launching
+from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.unfused import run as run_unfused
 
 pytestmark = pytest.mark.gpu
 
-BF16 = torch.bfloat16
 SMALL = dict(heads=4, headdim=64, dstate=64, dtype=BF16, device="cuda")
 CASES = {
     "as it is": SSDCase(**SMALL, seqlen=900), "batch": SSDCase(**SMALL, seqlen=900, batch=3),
@@ -27,8 +29,8 @@ CASES = {
     "initial states": SSDCase(**SMALL, seqlen=900, initial_states=True),
     "D (h, p)": SSDCase(**SMALL, seqlen=900, skip="(h, p)"), "no D": SSDCase(**SMALL, seqlen=900, skip=""),
     "packed": SSDCase(**SMALL, lengths=(700, 0, 200)), "z": SSDCase(**SMALL, seqlen=900, gate=True),
-    "fp16": SSDCase(**SMALL | dict(dtype=torch.float16), seqlen=900),
-    "fp32": SSDCase(**SMALL | dict(dtype=torch.float32), seqlen=300),
+    "fp16": SSDCase(**SMALL | dict(dtype=FP16), seqlen=900),
+    "fp32": SSDCase(**SMALL | dict(dtype=FP32), seqlen=300),
 }  # fmt: skip
 SHIFTED = ("A", "D", "dt_bias", "dt", "x")  # not aligned to 16 bytes, which the compiled kernel assumes
 
@@ -43,6 +45,43 @@ def shifted(inputs: SSDInputs, name: str) -> SSDInputs:
 def variants(seed: int) -> dict[str, SSDInputs]:
     inputs = {name: replace(case, seed=seed).inputs() for name, case in CASES.items()}
     return inputs | {f"{name} shifted": shifted(inputs["as it is"], name) for name in SHIFTED}
+
+
+LAB = GDNCase(**GDN_ON_HOPPER | dict(key_heads=2), device="cuda")
+LARGE = SSDCase(heads=4, headdim=64, dstate=128, dtype=BF16, device="cuda")
+CALLS: dict[str, Any] = {
+    "gdn, long": LAB.but(seqlen=16384, gate=1e-4),
+    "gdn, normalised, initial state": LAB.but(seqlen=1000, l2norm=True, initial_states=True),
+    "gdn, batch": LAB.but(key_heads=16, batch=8, seqlen=300),
+    "gdn, packed": LAB.but(lengths=(70, 0, 900), initial_states=True), "gdn, olmo": LAB.but(**OLMO, seqlen=500),
+    "gdn, 60": LAB.but(key_dim=60, value_dim=60, seqlen=500),
+    "gdn, step": LAB.but(batch=3, seqlen=1, initial_states=True), "ssd, mamba2": LARGE.but(heads=80, seqlen=1024),
+    "ssd, n 256": LARGE.but(heads=8, headdim=128, dstate=256, seqlen=1024),
+    "ssd, packed": LARGE.but(lengths=(70, 0, 900)), "ssd, step": LARGE.but(batch=3, seqlen=1, initial_states=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["fused", "unfused"])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = CALLS[name].inputs()
+    operator = name.split(",")[0]
+    call = get(operator, kernel).run
+    left: list[str] = []
+    launch = Launcher.__call__
+
+    def watched(self: Launcher, programs: int, *tensors: Any) -> None:
+        launch(self, programs, *tensors)
+        if self._direct is None:
+            left.append(self.kernel.fn.__name__)
+
+    monkeypatch.setattr(Launcher, "__call__", watched)
+    with monkeypatch.context() as tritons:
+        tritons.setattr(launching.DirectLaunch, "__call__", lambda *_: False)
+        expected = [call(inputs, EXACT) for _ in range(2)][1]
+    found = [call(inputs, EXACT) for _ in range(3)]  # each at other addresses
+    assert all(all(map(torch.equal, output, expected)) for output in found)
+    assert not left, f"only Triton launches {left}"
 
 
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)

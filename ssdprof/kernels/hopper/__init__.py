@@ -2,6 +2,5 @@
 
 ring.py       ring buffers in shared memory, and their mbarriers
 work.py       arguments of a program's roles
-launch.py     tensors that TMA reads
 schedule.py   the cut of sequences into segments, by a model of the time
 """

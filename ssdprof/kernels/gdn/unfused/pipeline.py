@@ -14,7 +14,6 @@ from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.unfused import stages
-from ssdprof.kernels.gdn.unfused.l2norm import qk_l2norm
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 
@@ -52,7 +51,7 @@ def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
     if inputs.use_qk_l2norm:
         operand = operand_dtype(inputs.q.dtype, precision)
-        normalised = {name: qk_l2norm(getattr(inputs, name), dtype=operand) for name in ("q", "k")}
+        normalised = {name: stages.qk_l2norm(getattr(inputs, name), dtype=operand) for name in ("q", "k")}
         inputs = GDNInputs.unchecked(**vars(inputs) | normalised)
     chunks = Chunks.of(inputs)
     g_cumsum_log2 = stages.gate_cumsum(inputs, chunks)

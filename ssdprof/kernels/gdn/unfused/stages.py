@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The six stages of unfused GDN, a kernel and its launcher each.
+"""The norm of q and k and the six stages of unfused GDN, a kernel and its launcher each.
 
 Launchers run on the current device, with q and k as they enter products.  Block sizes and warps: `../config.py`.
 Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3;
@@ -23,14 +23,47 @@ from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 # 2^-160 is zero in fp32.  A lower g, in particular -inf, would cost differences of later sums their precision.
 FORGOTTEN = tl.constexpr(-160.0)
+L2NORM_EPS = tl.constexpr(1e-6)
 
 STAGES = {
-    "_own_chunk": "setup", "_rows": "caller", "_load": "caller", "_side_by_side": "solve_tril",
-    "_merge_pairs": "solve_tril", "_gdn_gate_cumsum_kernel": "gate_cumsum",
+    "_gdn_qk_l2norm_kernel": "qk_l2norm", "_own_chunk": "setup", "_rows": "caller", "_load": "caller",
+    "_side_by_side": "solve_tril", "_merge_pairs": "solve_tril", "_gdn_gate_cumsum_kernel": "gate_cumsum",
     "_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt", "_gdn_solve_tril_kernel": "solve_tril",
     "_gdn_recompute_w_u_kernel": "recompute_w_u", "_gdn_chunk_state_kernel": "chunk_state",
     "_gdn_chunk_output_kernel": "chunk_output",
 }  # fmt: skip
+
+
+@triton.jit
+def _gdn_qk_l2norm_kernel(tensors, strides, length, heads, rows, S: tl.constexpr):
+    x_ptr, y_ptr = tensors
+    (x_strides,) = strides
+    o_r = tl.program_id(0).to(tl.int64) * S.BLOCK_ROWS + tl.arange(0, S.BLOCK_ROWS)
+    o_k = tl.arange(0, S.BLOCK_K)
+    m = (o_r < rows)[:, None] & (o_k < S.KEY_DIM)[None, :]
+    i_h, i_bt = o_r % heads, o_r // heads
+    index = ((i_bt // length)[:, None], (i_bt % length)[:, None], i_h[:, None], o_k[None, :])
+    offset = ptr_offset(index, in_units(x_strides, S.UNIT))
+    b_x = tl.load(x_ptr + offset, mask=m, other=0.0).to(tl.float32)  # [BLOCK_ROWS, BLOCK_K]
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1) + L2NORM_EPS)[:, None]
+    tl.store(y_ptr + o_r[:, None] * S.KEY_DIM + o_k[None, :], b_y.to(y_ptr.dtype.element_ty), mask=m)
+
+
+def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """Before the stages, if the call normalises q and k: y[t] = x[t] / sqrt(sum_k x[t, k]^2 + 1e-6).
+
+    In:   x (B, T, H, K)
+    Out:  y (B, T, H, K), contiguous, in `dtype`
+    Grid: (blocks of B * T * H rows)
+    """
+    batch, length, heads, key_dim = x.shape
+    options = config.qk_l2norm_options(key_dim)
+    y, rows = torch.empty(x.shape, device=x.device, dtype=dtype), batch * length * heads
+    launch(
+        _gdn_qk_l2norm_kernel, triton.cdiv(rows, options["BLOCK_ROWS"]), (x, y), ((x.stride(),), length, heads, rows),
+        KEY_DIM=key_dim, UNIT=strides_unit(x), BLOCK_K=triton.next_power_of_2(key_dim), **options,
+    )  # fmt: skip
+    return y
 
 
 @triton.jit
