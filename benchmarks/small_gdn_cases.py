@@ -115,7 +115,7 @@ def main() -> None:
     print(
         markdown.render(
             document.compose(
-                bench(request, replace(gdn, generator=replace(gdn.generated, draw=draw)), TerminalWatcher())[1]
+                bench(request, replace(gdn, generated=replace(gdn.generated, draw=draw)), TerminalWatcher())[1]
             )
         )
     )

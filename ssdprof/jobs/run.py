@@ -100,8 +100,6 @@ def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequenc
 
 def unsupported_reason(operator: str, implementations: Sequence[str] = COMPARED) -> str:
     """Why the operator cannot be replayed; empty if it can."""
-    if operators.get(operator).oracle is None:
-        return "ssdprof cannot judge what its kernels compute"
     missing = [name for name in implementations if name not in kernels.names(operator)]
     return f"there is no {' or '.join(map(repr, missing))} implementation of {operator}" if missing else ""
 

@@ -223,7 +223,7 @@ def refuse_large(subject: Subject) -> None:
 
 def refuse_larger(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int]) -> None:
     """BadInputError for a layer with a size above the maximum of the bundled implementations."""
-    for name, most in operators.get(layer.operator).largest.items():
+    for name, most in operators.get(layer.operator).generated.largest.items():
         if sizes[name] > most:
             raise BadInputError(
                 f"{ref.repo_id} has {name} = {sizes[name]} in layer {layer.index}; kernels take at most {most}.",

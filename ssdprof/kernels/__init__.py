@@ -11,6 +11,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ssdprof.kernels import registry
+from ssdprof.kernels.registry import Implementation
+
 if TYPE_CHECKING:
     from ssdprof.kernels.gdn.fused import gdn_fused as gdn_fused
     from ssdprof.kernels.gdn.inputs import GDNInputs as GDNInputs
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
     from ssdprof.kernels.gdn.reference import gdn_reference as gdn_reference
     from ssdprof.kernels.gdn.unfused.pipeline import gdn_unfused as gdn_unfused
     from ssdprof.kernels.precision import Precision as Precision
-    from ssdprof.kernels.registry import Implementation
     from ssdprof.kernels.registry import UnsupportedError as UnsupportedError
     from ssdprof.kernels.ssd.fused import ssd_fused as ssd_fused
     from ssdprof.kernels.ssd.inputs import SSDInputs as SSDInputs
@@ -52,8 +54,6 @@ __all__ = ["get", "names", *_HOME]
 
 def get(operator: str, name: str) -> Implementation:
     """The implementation registered as `name`.  Raises KeyError, whose message lists the registered names."""
-    from ssdprof.kernels import registry
-
     _register_bundled()
     return registry.get(operator, name)
 
@@ -63,8 +63,6 @@ def names(operator: str) -> list[str]:
 
     Imports no torch.
     """
-    from ssdprof.kernels import registry
-
     bundled = _IMPLEMENTATIONS.get(operator, {})
     return [*bundled, *(name for name in registry.names(operator) if name not in bundled)]
 

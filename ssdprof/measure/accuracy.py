@@ -250,7 +250,7 @@ def check_output(output: Output, inputs: Any) -> None:
     for name, tensor, form in zip(_NAMES, output, operators.get(inputs.operator).judged.forms(inputs), strict=True):
         if tuple(tensor.shape) != form.shape or tensor.dtype != form.dtype or tensor.device != device:
             raise ValueError(
-                f"{name} must be {form.dtype} of shape {form.shape} on {device}, "
+                f"{name} must be {form.dtype} of shape {tuple(form.shape)} on {device}, "
                 f"not {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
             )
 

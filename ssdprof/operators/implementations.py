@@ -87,11 +87,7 @@ def _two_checkouts(name: str) -> BadInputError:
 
 def known(operator: Operator[Any]) -> tuple[str, ...]:
     """Every name that can be resolved for the operator, except module:function."""
-    return tuple(dict.fromkeys((*kernels.names(operator.name), *_libraries(operator), *entry_points())))
-
-
-def _libraries(operator: Operator[Any]) -> Mapping[str, Library]:
-    return operator.generator.libraries if operator.generator else {}
+    return tuple(dict.fromkeys((*kernels.names(operator.name), *operator.generated.libraries, *entry_points())))
 
 
 def knows(operator: Operator[Any], word: str) -> bool:
@@ -117,7 +113,7 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 def kind_of(operator: Operator[Any], word: str) -> Kind:
     """The kind of implementation of a known name, without importing anything."""
     name = word.partition("=")[0]
-    if name in _libraries(operator):
+    if name in operator.generated.libraries:
         return "library"
     return "bundled" if name in kernels.names(operator.name) else "own"
 
@@ -130,7 +126,7 @@ def resolve(operator: Operator[Any], word: str) -> Implementation:
     another operator's inputs.
     """
     name, _, checkout = word.partition("=")
-    libraries = _libraries(operator)
+    libraries = operator.generated.libraries
     if name in libraries:
         return _library(operator.name, name, libraries[name], Path(checkout).expanduser() if checkout else None)
     if checkout:

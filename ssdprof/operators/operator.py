@@ -3,8 +3,8 @@
     itself      name, title, sizes, and the share of one tensor-parallel rank
     stages      of its algorithm, as kernels name them
     binding     how models call the operator, and how a captured call is stored
-    oracle      the oracle in pieces, the roundings that a precision allows, sizes and cost of a call
-    generator   shapes of models, and random inputs                  `generate.py`
+    judged      the oracle in pieces, the roundings that a precision allows, sizes and cost of a call
+    generated   shapes of models, and random inputs                  `generate.py`
     tuning      what `ssdprof tune` may vary                         `tuning.py`
 
 Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype, final_states
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from ssdprof.operators.tuning import Tuning
 
 I = TypeVar("I")
-P = TypeVar("P")
 Output: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # out, final_states
 Scalar = int | float | bool | str | None
 
@@ -169,18 +168,6 @@ class CallBinding(Generic[I]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """Required shape and dtype of an output tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
 class OracleSpec(Generic[I]):
     """The oracle, the roundings that a precision allows (docs/measuring.md), and the least work of a call.
 
@@ -202,10 +189,10 @@ class OracleSpec(Generic[I]):
     words: Callable[[dict[str, int]], str]
     flops: Callable[[Mapping[str, int], int], int]
 
-    def forms(self, inputs: Any) -> tuple[Form, Form]:
-        """The forms of out and final_states; the latter is fp32."""
-        states = Form(shape=inputs.states_shape, dtype=torch.float32)
-        return Form(shape=tuple(inputs.values.shape), dtype=inputs.values.dtype), states
+    def forms(self, inputs: Any) -> Output:
+        """out and final_states on the meta device: their shapes and dtypes; the latter is fp32."""
+        values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
+        return values, torch.empty(inputs.states_shape, dtype=torch.float32, device="meta")
 
     def rounded(self, inputs: Any, precision: kernels.Precision) -> rounding.Rounded:
         """The same operator with every rounding that the precision allows."""
@@ -253,11 +240,11 @@ class Operator(Generic[I]):
     layers: str
     load_inputs: Callable[[], type[I]]
     binding: CallBinding[I]
+    judged: OracleSpec[I]
+    generated: InputGenerator[I]
     mixer_sizes: Mapping[str, str] = field(default_factory=dict)
     words: str = ""
     stages: Stages = field(default_factory=Stages)
-    oracle: OracleSpec[I] | None = None
-    generator: InputGenerator[I] | None = None
     load_tuning: Callable[[], Tuning] | None = None
     refusal: Callable[[Mapping[str, int], int], str] | None = None
     divided: Mapping[str, int] = field(default_factory=dict)
@@ -268,29 +255,11 @@ class Operator(Generic[I]):
         return self.load_inputs()
 
     @property
-    def largest(self) -> Mapping[str, int]:
-        """Sizes beyond which no bundled implementation runs."""
-        return self.generator.largest if self.generator else {}
-
-    @property
-    def judged(self) -> OracleSpec[I]:
-        """The oracle.  BadInputError if there is none."""
-        return self._present(self.oracle, "a rule by which its outputs are judged")
-
-    @property
-    def generated(self) -> InputGenerator[I]:
-        """The interface of `bench`.  BadInputError if there is none."""
-        return self._present(self.generator, "inputs that a bench could draw")
-
-    @property
     def tunable(self) -> Tuning:
         """The interface of `tune`.  BadInputError if there is none."""
-        return self._present(self.load_tuning, "configurations that could be tuned")()
-
-    def _present(self, part: P | None, words: str) -> P:
-        if part is None:
-            raise BadInputError(f"ssdprof does not have {words} for {self.layers} layers ({self.name}) yet.")
-        return part
+        if self.load_tuning is None:
+            raise BadInputError(f"ssdprof does not tune kernels of {self.layers} layers ({self.name}) yet.")
+        return self.load_tuning()
 
     def first_rank(self, inputs: Any, ranks: int) -> Any:
         """What the first of several tensor-parallel ranks computes, as views: the first heads with their groups.

@@ -61,9 +61,9 @@ def test_forms_are_those_of_an_output() -> None:
 
 def test_the_largest_sizes_are_those_of_the_kernels() -> None:
     """A config is judged by them before a download.  Kernels take these sizes and refuse larger ones by name."""
-    assert operators.get("ssd").largest == {"dstate": fused.MAX_DSTATE}
+    assert operators.get("ssd").generated.largest == {"dstate": fused.MAX_DSTATE}
     assert fused.MAX_DSTATE == recurrent.MAX_DSTATE == unfused.MAX_DSTATE
-    assert OPERATOR.largest == {"key_dim": MAX_DIM, "value_dim": MAX_DIM}
+    assert OPERATOR.generated.largest == {"key_dim": MAX_DIM, "value_dim": MAX_DIM}
 
 
 def test_sizes_as_a_user_writes_them() -> None:

@@ -133,5 +133,5 @@ GENERATOR = InputGenerator(
 
 OPERATOR = Operator(
     name="toy", title="A gated running sum", layers="toy", load_inputs=lambda: ToyInputs, binding=BINDING,
-    oracle=ORACLE, generator=GENERATOR,
+    judged=ORACLE, generated=GENERATOR,
 )  # fmt: skip
