@@ -105,11 +105,9 @@ def joined(
 def oracle_plan(_inputs: object, _precision: object) -> Plan:
     """How an oracle runs as an implementation."""
     return Plan(
-        variant="torch",
-        launches=0,
-        config={"chunk_size": ORACLE_CHUNK},
+        variant="torch", launches=0, config={"chunk_size": ORACLE_CHUNK},
         reason="fp64, rounded once at the end; torch operations, not kernels of ours",
-    )
+    )  # fmt: skip
 
 
 def segment_sums(steps: torch.Tensor) -> torch.Tensor:

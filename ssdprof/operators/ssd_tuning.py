@@ -114,11 +114,9 @@ def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortabl
     """Segments keep their lengths in positions."""
     for chunk in (16, 32, 64) if inputs.x.dtype == torch.float32 else (32, 64, 128):
         yield replace(
-            config,
-            chunk=chunk,
-            min_chunks=max(1, config.min_chunks * config.chunk // chunk),
+            config, chunk=chunk, min_chunks=max(1, config.min_chunks * config.chunk // chunk),
             max_chunks=max(1, config.max_chunks * config.chunk // chunk),
-        )
+        )  # fmt: skip
 
 
 def _slice_fits(config: SSDPortableConfig, inputs: SSDInputs) -> bool:

@@ -63,11 +63,9 @@ def shape_of(draw: random.Random) -> tuple[int, int, int, torch.Tensor | None]:
 def ssd_inputs(draw: random.Random) -> kernels.SSDInputs:
     b, l, sequences, cu_seqlens = shape_of(draw)
     g, p, n, dtype = (
-        draw.choice((1, 2, 8)),
-        draw.choice((16, 32, 64, 80, 128)),
-        draw.choice((16, 64, 128, 192, 256)),
+        draw.choice((1, 2, 8)), draw.choice((16, 32, 64, 80, 128)), draw.choice((16, 64, 128, 192, 256)),
         draw.choice(DTYPES),
-    )
+    )  # fmt: skip
     h = g * draw.choice((1, 4, 10, 16))
     x, B = meta(b, l, h, p, dtype=dtype), meta(b, l, g, n, dtype=dtype)
     return kernels.SSDInputs.unchecked(
@@ -81,10 +79,8 @@ def gdn_inputs(draw: random.Random) -> kernels.GDNInputs:
     b, t, sequences, cu_seqlens = shape_of(draw)
     h, dtype = draw.choice((1, 2, 4, 16)), draw.choice(DTYPES)
     hv, k, v = (
-        h * draw.choice((1, 2, 3, 4)),
-        draw.choice((16, 32, 64, 96, 128, 192, 256)),
-        draw.choice((16, 64, 128, 256)),
-    )
+        h * draw.choice((1, 2, 3, 4)), draw.choice((16, 32, 64, 96, 128, 192, 256)), draw.choice((16, 64, 128, 256)),
+    )  # fmt: skip
     q = meta(b, t, h, k, dtype=dtype)
     return kernels.GDNInputs.unchecked(
         q=q, k=q, v=meta(b, t, hv, v, dtype=dtype), g=meta(b, t, hv), beta=meta(b, t, hv), scale=None,

@@ -43,12 +43,10 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig
 SSD = [
     SSDCase(batch=2, heads=4, groups=2),
     SSDCase(seqlen=70, headdim=20, groups=2, skip="(h, p)", gate=True, initial_states=True),
-    SSDCase(seqlen=1, skip="", initial_states=True),
-    SSDCase(seqlen=17, headdim=32, gate=True),
+    SSDCase(seqlen=1, skip="", initial_states=True), SSDCase(seqlen=17, headdim=32, gate=True),
     SSDCase(batch=2, seqlen=64, dstate=32, dt_limit=(0.05, 0.1)),
-    SSDCase(lengths=(0, 1, 33, 0, 64, 5, 0), gate=True, initial_states=True),
-    SSDCase(lengths=(16, 40), skip="(h, p)"),
-]
+    SSDCase(lengths=(0, 1, 33, 0, 64, 5, 0), gate=True, initial_states=True), SSDCase(lengths=(16, 40), skip="(h, p)"),
+]  # fmt: skip
 SSD_CHUNKS = [
     SSDCase(seqlen=15, chunk_size=16, initial_states=True),
     SSDCase(batch=2, seqlen=33, heads=4, headdim=20, dstate=24, groups=2, chunk_size=16, initial_states=True),

@@ -99,11 +99,9 @@ def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
             if isinstance(function, JITFunction):
                 function.device_caches.clear()
     with (
-        TemporaryDirectory(prefix="ssdprof-") as folder,
-        triton.knobs.cache.scope(),
-        patch.dict(fused.FUSED.launches._kept, clear=True),
-        patch.dict(launching._kept._kept, clear=True),
-    ):
+        TemporaryDirectory(prefix="ssdprof-") as folder, triton.knobs.cache.scope(),
+        patch.dict(fused.FUSED.launches._kept, clear=True), patch.dict(launching._kept._kept, clear=True),
+    ):  # fmt: skip
         triton.knobs.cache.dir = folder
         _, first = timed_first_call(run, torch.device("cuda"), math.inf)
     return [(kernel, round(seconds, 3)) for kernel, seconds in first.compiled.items()]

@@ -52,11 +52,9 @@ def test_nothing_is_rounded_on_the_way_into_the_state(dtype: torch.dtype, p_rows
 
 
 @given(
-    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=12).filter(any),
-    max_segments=st.integers(1, 9),
-    min_chunks=st.integers(1, 8),
-    more_chunks=st.integers(0, 8),
-)
+    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=12).filter(any), max_segments=st.integers(1, 9),
+    min_chunks=st.integers(1, 8), more_chunks=st.integers(0, 8),
+)  # fmt: skip
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_the_grid_is_large_enough(lengths: list[int], max_segments: int, min_chunks: int, more_chunks: int) -> None:
     config = SSDPortableConfig(

@@ -1,20 +1,23 @@
-"""The implementation of a name, and the error for an unknown name."""
+"""The implementation of a name, and the error for an unknown name; which of ours computes the operator in a model."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.operators import get
 from ssdprof.operators.implementations import (
     ImplementationCache,
@@ -25,6 +28,7 @@ from ssdprof.operators.implementations import (
     required,
     resolve,
 )
+from ssdprof.operators.operator import run_kernels
 
 SSD, GDN = get("ssd"), get("gdn")
 CPU = torch.device("cpu")
@@ -186,13 +190,11 @@ def test_an_own_kernel_is_called_on_the_gpu_of_its_inputs(
         ("leaving_module:f", "The module of leaving_module:f cannot be imported: SystemExit: gone"),
         ("skipping_module:f", "The module of skipping_module:f cannot be imported: could not import 'no_such_library'"),
         ("nowhere:f", "The module of nowhere:f cannot be imported: No module named 'nowhere'"),
-        ("kernels_of_a_user:g", "has no 'g'"),
-        ("kernels_of_a_user:", "'kernels_of_a_user:' names no function."),
-        (":g", "':g' names no module."),
-        ("kernels_of_a_user:number", "is not a function, but of type int"),
+        ("kernels_of_a_user:g", "has no 'g'"), ("kernels_of_a_user:", "'kernels_of_a_user:' names no function."),
+        (":g", "':g' names no module."), ("kernels_of_a_user:number", "is not a function, but of type int"),
         ("kernels_of_a_user:for_gdn", "takes GDNInputs, and these layers are Mamba-2"),
     ],
-)
+)  # fmt: skip
 def test_an_own_kernel_that_cannot_be_had(word: str, message: str) -> None:
     with pytest.raises(BadInputError) as told:
         resolve(SSD, word)
@@ -233,3 +235,51 @@ def test_an_entry_point_of_two_distributions_is_not_chosen_for_the_user(
         resolve(SSD, "mine")
     assert "kernels_of_a_user:plain" in told.value.hint
     assert "kernels_of_a_user:told" in told.value.hint
+
+
+# --- our kernels in a model
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Implementations by name that replace the bundled ones: an exception is raised, another value is the output."""
+    found: dict[str, Any] = {}
+
+    def get(_operator: str, name: str) -> SimpleNamespace:
+        def run(_inputs: Any, _precision: Any) -> Any:
+            if isinstance(found[name], Exception):
+                raise found[name]
+            return found[name], None
+
+        return SimpleNamespace(run=run)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(kernels, "names", lambda _: list(found))
+    monkeypatch.setattr(kernels, "get", get)
+    return found
+
+
+REFUSED = UnsupportedError("K of 7")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"reference": "reference", "unfused": "unfused", "fused": "fused"}, "fused"),
+        ({"unfused": "unfused", "fused": REFUSED}, "unfused"),
+    ],
+)
+def test_fused_is_preferred_and_unfused_computes_what_it_refuses(
+    registered: dict[str, Any], given: dict[str, Any], expected: str
+) -> None:
+    registered.update(given)
+    assert run_kernels("gdn", None, torch.device("cuda")) == (expected, None)
+
+
+def test_what_none_computes_is_refused_with_every_reason_and_other_errors_pass(registered: dict[str, Any]) -> None:
+    registered.update(reference="reference", fused=REFUSED)
+    with pytest.raises(BadInputError, match=r"No GDN .*\(fused: K of 7\)"):
+        run_kernels("gdn", None, torch.device("cuda"))
+    registered.update(fused=RuntimeError("broken"), unfused="unfused")
+    with pytest.raises(RuntimeError, match="broken"):
+        run_kernels("gdn", None, torch.device("cuda"))

@@ -75,13 +75,11 @@ def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
 @pytest.mark.parametrize("variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"])
 def test_in_fp32_it_is_ssd(make_inputs: Make, variant: str) -> None:
     changes = {
-        "plain": {},
-        "gated": {"z": torch.randn(2, 100, 4, 32)},
+        "plain": {}, "gated": {"z": torch.randn(2, 100, 4, 32)},
         "initial states": {"initial_states": torch.randn(2, 4, 32, 16)},
-        "no skip, no bias": {"D": None, "dt_bias": None},
-        "D per channel": {"D": torch.randn(4, 32)},
+        "no skip, no bias": {"D": None, "dt_bias": None}, "D per channel": {"D": torch.randn(4, 32)},
         "limit": {"dt_limit": (1e-3, 1e-2)},
-    }[variant]
+    }[variant]  # fmt: skip
     assert max(errors(make_inputs(dtype=FP32, batch=2, **changes), Precision())) < 2e-6
 
 

@@ -192,19 +192,15 @@ RECURRENT = Variant(
     ),
 )  # fmt: skip
 HOPPER = Variant(
-    name="hopper",
-    unsupported=lambda call: hopper_config.unsupported(call.inputs),
-    configure=hopper_cut,
+    name="hopper", unsupported=lambda call: hopper_config.unsupported(call.inputs), configure=hopper_cut,
     prepare=lambda call, config: GDNHopperLaunch(call.inputs, config, state_v_first=call.state_v_first),
     work=_hopper_work,
-)
+)  # fmt: skip
 SLICES = Variant(
-    name="hopper, slices",
-    unsupported=lambda call: hopper_slices.unsupported(call.inputs),
+    name="hopper, slices", unsupported=lambda call: hopper_slices.unsupported(call.inputs),
     configure=lambda call: hopper_cut(_sliced(call)),
-    prepare=lambda call, config: SlicedLaunch(call.inputs, config, state_v_first=call.state_v_first),
-    work=_sliced_work,
-)
+    prepare=lambda call, config: SlicedLaunch(call.inputs, config, state_v_first=call.state_v_first), work=_sliced_work,
+)  # fmt: skip
 PORTABLE = Variant(
     name="portable",
     configure=portable_config,

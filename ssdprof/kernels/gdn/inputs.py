@@ -109,10 +109,8 @@ class GDNInputs(Inputs):
         """
         return (
             *map(tensor_signature, (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens)),
-            None if self.scale is None else float(self.scale),
-            bool(self.use_qk_l2norm),
-            self.chunk_size,
-        )
+            None if self.scale is None else float(self.scale), bool(self.use_qk_l2norm), self.chunk_size,
+        )  # fmt: skip
 
     @property
     def states_shape(self) -> tuple[int, int, int, int]:

@@ -210,11 +210,9 @@ def _prepare(inputs: GDNInputs, in_place: bool, every_state: bool, wide: bool) -
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:
     refuse_device("recurrent", inputs.q)
     return Plan(
-        variant="interpreter" if INTERPRETED else "portable",
-        launches=1,
-        config=blocks_of(inputs),
+        variant="interpreter" if INTERPRETED else "portable", launches=1, config=blocks_of(inputs),
         reason="one launch, token by token; fp32 throughout" + precision.as_exact,
-    )
+    )  # fmt: skip
 
 
 register(Implementation(operator="gdn", name="recurrent", run=lambda inputs, _: gdn_recurrent(inputs), plan=plan))

@@ -138,12 +138,10 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
     normalised = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
     reason = "what is written, the state and the output in a launch each; fp32 throughout"
     return Plan(
-        variant="interpreter" if INTERPRETED else "portable",
-        launches=3 + 2 * bool(inputs.use_qk_l2norm),
-        config=dict(_config(inputs)),
-        workspace_bytes=4 * (inputs.v.numel() + normalised),
+        variant="interpreter" if INTERPRETED else "portable", launches=3 + 2 * bool(inputs.use_qk_l2norm),
+        config=dict(_config(inputs)), workspace_bytes=4 * (inputs.v.numel() + normalised),
         reason=reason + precision.as_exact,
-    )
+    )  # fmt: skip
 
 
 def _config(inputs: GDNInputs) -> dict[str, int]:

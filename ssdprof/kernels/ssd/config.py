@@ -186,9 +186,7 @@ PORTABLE = (
     Rule(wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT),
     Rule(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
     Rule(
-        majors=FROM_SHARED_MEMORY,
-        headdim=32,
-        take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
+        majors=FROM_SHARED_MEMORY, headdim=32, take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
         why="for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too short for them",
     ),
     Rule(
@@ -216,7 +214,7 @@ PORTABLE = (
         take=SSDPortableConfig(chunk=32, block_p=32, num_warps=8),
         why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
     ),
-)
+)  # fmt: skip
 
 
 # --- the unfused kernels: block sizes and launch options by stage.  Blocks are of heads (h), P, N, positions (q) and

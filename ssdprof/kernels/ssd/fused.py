@@ -146,12 +146,10 @@ RECURRENT = Variant(
     ),
 )  # fmt: skip
 HOPPER = Variant(
-    name="hopper",
-    unsupported=lambda call: hopper_config.unsupported(call.inputs),
-    configure=hopper_cut,
+    name="hopper", unsupported=lambda call: hopper_config.unsupported(call.inputs), configure=hopper_cut,
     prepare=lambda call, config: hopper.hopper_launch(call.inputs, call.precision, config),
     work=lambda call, config: _work(hopper.buffer_sizes(call.inputs, call.precision, config), config.reason),
-)
+)  # fmt: skip
 PORTABLE = Variant(
     name="portable",
     configure=portable_config,

@@ -88,10 +88,8 @@ class SSDInputs(Inputs):
         return (
             *map(tensor_signature, (self.x, self.dt, self.A, self.B, self.C)),
             *map(tensor_signature, (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens)),
-            self.chunk_size,
-            bool(self.dt_softplus),
-            *map(float, self.dt_limit),
-        )
+            self.chunk_size, bool(self.dt_softplus), *map(float, self.dt_limit),
+        )  # fmt: skip
 
     @property
     def power_of_two_chunk(self) -> int:

@@ -278,11 +278,9 @@ def plan(name: str, inputs: SSDInputs, precision: Precision) -> Plan:
     """The launches and configuration of a call.  Launches nothing."""
     _refuse_unsupported(name, inputs)
     return Plan(
-        variant="interpreter" if INTERPRETED else "portable",
-        launches=1 if name == "recurrent" else 2,
-        config=blocks_of(inputs),
-        reason=_REASONS[name] + precision.as_exact,
-    )
+        variant="interpreter" if INTERPRETED else "portable", launches=1 if name == "recurrent" else 2,
+        config=blocks_of(inputs), reason=_REASONS[name] + precision.as_exact,
+    )  # fmt: skip
 
 
 def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:

@@ -25,12 +25,10 @@ BLOCKS = gl.constexpr(4)  # blocks per chunk
 in_blocks = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
-        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        [[1, 0, 0, 0], [2, 0, 0, 0]],
-        [],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]], [[1, 0, 0, 0], [2, 0, 0, 0]], [],
         [4, 16, 4, 16],
     )
-)
+)  # fmt: skip
 of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))  # layout (block, row, column) of the diagonal blocks
 
 STAGES = {

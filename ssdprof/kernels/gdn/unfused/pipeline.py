@@ -73,13 +73,11 @@ def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa
     operand, size = operand_dtype(inputs.q.dtype, precision), inputs.chunk_size
     dims = (key_dim, value_dim, operand)
     chosen = {
-        "gate_cumsum": config.GATE_CUMSUM,
-        "scaled_dot_kkt": config.scaled_dot_kkt_options(key_dim, operand),
-        "solve_tril": config.SOLVE_TRIL,
-        "recompute_w_u": config.recompute_w_u_options(*dims),
+        "gate_cumsum": config.GATE_CUMSUM, "scaled_dot_kkt": config.scaled_dot_kkt_options(key_dim, operand),
+        "solve_tril": config.SOLVE_TRIL, "recompute_w_u": config.recompute_w_u_options(*dims),
         "chunk_state": config.chunk_state_options(*dims, states=inputs.sequences * heads),
         "chunk_output": config.chunk_output_options(*dims),
-    }
+    }  # fmt: skip
     extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
     chunks = batch * inputs.chunk_count * heads
     w_u, states, squares = (chunks * n for n in (size * (key_dim + value_dim), key_dim * value_dim, size * size))

@@ -119,10 +119,8 @@ def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
     g, (batch, length, heads) = inputs.g, inputs.g.shape
     g_cumsum_log2 = torch.empty(batch, chunks.count, heads, chunks.size, device=g.device, dtype=torch.float32)
     launch(
-        _gdn_gate_cumsum_kernel,
-        batch * chunks.count * triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
-        (g, chunks.spans, g_cumsum_log2),
-        ((g.stride(), g_cumsum_log2.stride()), length, heads, chunks.count),
+        _gdn_gate_cumsum_kernel, batch * chunks.count * triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
+        (g, chunks.spans, g_cumsum_log2), ((g.stride(), g_cumsum_log2.stride()), length, heads, chunks.count),
         CHUNK_SIZE=chunks.size, **config.GATE_CUMSUM,
     )  # fmt: skip
     return g_cumsum_log2
@@ -180,9 +178,7 @@ def scaled_dot_kkt(
     batch, length, heads, key_dim = k.shape
     L = torch.empty(*g_cumsum_log2.shape, chunks.size, device=k.device, dtype=torch.float32)
     launch(
-        _gdn_scaled_dot_kkt_kernel,
-        batch * chunks.count * heads,
-        (k, beta, g_cumsum_log2, chunks.spans, L),
+        _gdn_scaled_dot_kkt_kernel, batch * chunks.count * heads, (k, beta, g_cumsum_log2, chunks.spans, L),
         ((k.stride(), beta.stride(), g_cumsum_log2.stride(), L.stride()), length, heads, chunks.count),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUES_PER_KEY=inputs.values_per_key, OPERAND=TL_DTYPE[operand],
         UNIT=strides_unit(k), LEAF=LEAF, **config.scaled_dot_kkt_options(key_dim, operand),
@@ -258,9 +254,7 @@ def solve_tril(inputs: GDNInputs, L: torch.Tensor, chunks: Chunks, precision: Pr
     (batch, _, heads, size, _), operand = L.shape, operand_dtype(inputs.v.dtype, precision)
     A = torch.empty(L.shape, device=L.device, dtype=operand)
     launch(
-        _gdn_solve_tril_kernel,
-        batch * chunks.count * heads,
-        (L, chunks.spans, A),
+        _gdn_solve_tril_kernel, batch * chunks.count * heads, (L, chunks.spans, A),
         ((L.stride(), A.stride()), inputs.length, heads, chunks.count),
         CHUNK_SIZE=size, LEAF=LEAF, MERGES=(size // LEAF).bit_length() - 1, PRODUCTS=inverse_products(operand),
         **config.SOLVE_TRIL,
@@ -338,9 +332,7 @@ def recompute_w_u(
     u = torch.empty(batch, chunks.count, heads, value_dim, chunks.size, device=v.device, dtype=operand)
     tensors = (A, k, v, inputs.beta, g_cumsum_log2)
     launch(
-        _gdn_recompute_w_u_kernel,
-        batch * chunks.count * heads,
-        (*tensors, chunks.spans, w, u),
+        _gdn_recompute_w_u_kernel, batch * chunks.count * heads, (*tensors, chunks.spans, w, u),
         (strides_of_each(*tensors, w, u), length, heads, chunks.count, inputs.values_per_key),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(v.dtype, precision), UNIT=strides_unit(k, v, w),

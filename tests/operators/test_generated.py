@@ -1,4 +1,5 @@
-"""Other inputs of a bench (`--draw`), and forms of the kernels that are not chosen by themselves (`--also`)."""
+"""Random inputs of a bench and their ways (`--draw`); sizes as a user writes them; cost and form of a call; forms of
+kernels that run only when they are named (`--also`)."""
 
 from __future__ import annotations
 
@@ -7,30 +8,97 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import SHAPE
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.request import parse_ways
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.gdn.inputs import MAX_DIM
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
+from ssdprof.kernels.ssd import fused, recurrent, unfused
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import assert_passes
-from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.generate import Cell, Layout, Tokens
 from ssdprof.operators.implementations import resolve
 
 GDN, SSD = operators.get("gdn"), operators.get("ssd")
-SHAPES: dict[str, Any] = {"gdn": operators.get("gdn").generated.parse("2/8x16x16"), "ssd": SHAPE}
+SIZES = {"gdn": (2, 8, 16, 16), "ssd": (2, 16, 16, 1)}
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
 
 
-def drawn(operator: str, *ways: str, seqlen: int = 40) -> Any:
-    tokens = Tokens(sequences=2, seqlen=seqlen)
-    cell = Cell(shape=SHAPES[operator], dtype="bf16", layout="contiguous", tokens=tokens, drawn=ways)
-    return operators.get(operator).generated.draw(cell, torch.device("cpu"))
+def drawn(
+    operator: str, *ways: str, seqlen: int = 40, sequences: int = 2, shortest: int | None = None,
+    sizes: tuple[int, ...] = (), layout: Layout = "contiguous",
+) -> Any:  # fmt: skip
+    tokens = Tokens(sequences=sequences, seqlen=seqlen, shortest=shortest)
+    generated = operators.get(operator).generated
+    shape = generated.shape("small", *(sizes or SIZES[operator]))
+    return generated.draw(
+        Cell(shape=shape, dtype="bf16", layout=layout, tokens=tokens, drawn=ways), torch.device("cpu")
+    )
+
+
+SMALL: dict[str, Any] = dict(sizes=(2, 4, 16, 24, 2))
+
+
+def test_a_batch_is_drawn_as_a_model_passes_it() -> None:
+    inputs = drawn("gdn", layout="views", **SMALL)
+    assert inputs.q.shape == (2, 40, 2, 16)
+    assert inputs.v.stride(1) == 2 * 2 * 16 + 4 * 24, "q, k and v are views of one tensor"
+    assert inputs.use_qk_l2norm
+    assert (inputs.g < 0).all()
+    assert 1 < inputs.beta.max() <= 2
+    assert torch.equal(inputs.q, drawn("gdn", layout="views", **SMALL).q), "the same at every call"
+
+
+def test_packed_sequences_have_their_states_and_forms_are_those_of_an_output() -> None:
+    inputs = drawn("gdn", sequences=3, seqlen=20, shortest=5, **SMALL)
+    assert inputs.cu_seqlens[-1] == inputs.length
+    assert inputs.initial_state.shape == (3, 4, 16, 24)
+    out, final_states = GDN.judged.forms(inputs)
+    assert (out.shape, out.dtype) == (inputs.v.shape, torch.bfloat16)
+    assert (final_states.shape, final_states.dtype) == ((3, 4, 16, 24), torch.float32)
+
+
+def test_dims_and_cost() -> None:
+    inputs, positions = drawn("gdn", **SMALL), 2 * 40
+    dims = GDN.judged.dims(inputs)
+    assert dims.words == "2/4 heads, K 16, V 24"
+    assert GDN.judged.flops(dims.sizes, positions) == positions * (2 * 17 * (2 * 16 + 4 * 24) + 6 * 4 * 16 * 24)
+    bf16, fp32 = 2, 4
+    read = positions * (bf16 * (2 * 2 * 16 + 4 * 24 + 4) + fp32 * 4)
+    written = positions * bf16 * 4 * 24 + fp32 * 2 * 4 * 16 * 24
+    assert GDN.judged.cost(inputs)[1]["bytes_moved"] == read + written
+
+
+# --- sizes
+
+
+def test_the_largest_sizes_are_those_of_the_kernels() -> None:
+    """A config is judged by them before a download.  Kernels take these sizes and refuse larger ones by name."""
+    assert SSD.generated.largest == {"dstate": fused.MAX_DSTATE}
+    assert fused.MAX_DSTATE == recurrent.MAX_DSTATE == unfused.MAX_DSTATE
+    assert GDN.generated.largest == {"key_dim": MAX_DIM, "value_dim": MAX_DIM}
+
+
+def test_sizes_as_a_user_writes_them() -> None:
+    assert str(GDN.generated.parse("16/32x128x64")) == "16/32 heads, K 128, V 64"
+    assert GDN.generated.parse("16x32x128") is None
+    assert str(GDN.generated.parse("2/4x256x256")) == "2/4 heads, K 256, V 256"
+    assert GDN.generated.grammar == "key heads / value heads x K x V, such as 16/32x128x128"
+    assert str(GDN.generated.shapes["olmo-hybrid-7b"]) == "30/30 heads, K 96, V 192"
+
+
+@pytest.mark.parametrize("text", ["3/4x16x16", "0/4x16x16", "2/4x257x16", "2/4x16x300"])
+def test_impossible_sizes_are_refused(text: str) -> None:
+    with pytest.raises(BadInputError, match=text):
+        GDN.generated.parse(text)
+
+
+# --- ways to draw
 
 
 def test_normalised_inputs_have_unit_keys_and_are_not_normalised_again() -> None:
