@@ -45,7 +45,7 @@ _IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     },
     "gdn": {
         "reference": "reference", "unfused": "unfused.pipeline", "fused": "fused", "recurrent": "recurrent",
-        "unfused_step": "unfused_step", "fused_portable": "fused",
+        "unfused_step": "recurrent", "fused_portable": "fused",
     },
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.fused import FUSED, committed_portable
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
+from ssdprof.kernels.gdn.portable import GDNPortableLaunch
 from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied

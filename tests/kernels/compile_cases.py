@@ -18,10 +18,9 @@ from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
-from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of
+from ssdprof.kernels.gdn.portable import GDNPortableLaunch
+from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of, three_stages
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
-from ssdprof.kernels.gdn.unfused_step import three_stages
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision

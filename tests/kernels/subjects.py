@@ -22,7 +22,7 @@ from ssdprof.kernels.gdn.hopper import config as gdn_hopper
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
-from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
+from ssdprof.kernels.gdn.portable import GDNPortableLaunch
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
 from ssdprof.kernels.hopper.schedule import Cut

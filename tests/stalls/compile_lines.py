@@ -23,7 +23,7 @@ from kernel_cases import EXACT, GDNCase, SSDCase
 from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels.gdn.config import GDNPortableConfig
-from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch
+from ssdprof.kernels.gdn.portable import GDNPortableLaunch
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.ssd.config import SSDPortableConfig

@@ -20,7 +20,7 @@ from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, launch_count, workspace
 from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable.scan import GDNPortableLaunch, handed_on
+from ssdprof.kernels.gdn.portable import GDNPortableLaunch, handed_on
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, override, register
