@@ -52,7 +52,7 @@ def draw() -> SSDInputs:
 
 
 def profile(
-    job: ncu.Job, launched: Launched, program: ncu.Program, report: Path, sections: tuple[str, ...] = ncu.SECTIONS
+    job: ncu.Job, launched: Launched, program: str, report: Path, sections: tuple[str, ...] = ncu.SECTIONS
 ) -> None:
     start = time.monotonic()
     ncu.profile(job, launched, program, report, sections=sections)
@@ -62,7 +62,7 @@ def profile(
 
 def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    program = ncu.find()
+    program, _ = ncu.find()
     plain = draw()
     gated = replace(plain, z=torch.randn(plain.x.shape, generator=torch.Generator().manual_seed(1)).bfloat16())
     layers = [LayerRef(index=i, name=f"layers.{i}", operator="ssd") for i in range(2)]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -200,39 +199,6 @@ def damage(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> N
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file)
-
-
-def flip_a_byte(folder: Path) -> None:
-    (file,) = folder.glob("*.safetensors")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def change_the_version(folder: Path) -> None:
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"version": 99}))
-
-
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (flip_a_byte, "bytes of"),
-        (lambda folder: damage(folder, lambda tensors: tensors.pop(min(tensors))), "lacks the tensor"),
-        (change_the_version, "version 99"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "damaged"),
-    ],
-    ids=["flipped byte", "missing tensor", "version", "manifest"],
-)
-@demo_alone
-def test_a_damaged_capture(demo_run: Path, harm: Callable[[Path], Any], words: str) -> None:
-    (captures,) = demo_run.glob("runs/*/captures")
-    shutil.copytree(captures, "captures")
-    harm(Path("captures"))
-    answer = Answer("run", "captures", *ONE_PRECISION)
-    assert (answer.code, answer.out) == (2, ""), answer.err
-    assert words in answer.err
-    assert not list(Path().glob("runs/*"))
 
 
 @demo_alone

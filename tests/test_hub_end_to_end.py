@@ -14,7 +14,6 @@ from ssdprof.core.subject import CheckpointRef
 from ssdprof.store import reports
 
 DEMO = DEMO_FOLDERS["demo"]
-FLAGSHIP = "ibm-granite/granite-4.0-h-small"
 SHORT = ("--seq", "24", "--layers", "0", "--dtypes", "exact", "--states", "fp32")
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -34,7 +33,6 @@ def hub() -> Iterator[MiniHub]:
         server.publish("org/demo", DEMO)
         server.publish("org/gated", DEMO, gated=True)
         server.publish("org/private", DEMO, private=True)
-        server.publish(FLAGSHIP, DEMO)
         yield server
 
 
@@ -84,12 +82,6 @@ def test_a_prompt_that_is_too_short_costs_no_download_of_weights(hub: MiniHub, s
     assert "tokenizer.json" in hub.downloads()
     weights = [request for request in hub.log if request.path.endswith("model.safetensors")]
     assert all(request.range for request in weights if request.method == "GET")  # only the header
-
-
-def test_a_family_name_is_planned_as_its_flagship(ssdprof: Call) -> None:
-    done = ssdprof("run", "ibm-granite/granite-4.0", *SHORT, "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert FLAGSHIP in done.stdout
 
 
 @pytest.mark.parametrize(

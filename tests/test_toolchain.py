@@ -17,7 +17,7 @@ from fake_nvml import FakeNvml
 from triton import knobs
 
 from ssdprof.environment import doctor, machine, toolchain
-from ssdprof.environment.toolchain import Need, needs, others_on_gpu, require_toolchain, unusable_gpu
+from ssdprof.environment.toolchain import Check, needs, others_on_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
@@ -51,12 +51,12 @@ def furnished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def need(name: str) -> Need:
+def need(name: str) -> Check:
     return next(need for need in needs() if need.name == name)
 
 
 def lacking() -> list[str]:
-    return [one.name for one in needs() if not one.found]
+    return [one.name for one in needs() if one.status == "missing"]
 
 
 @pytest.mark.usefixtures("furnished")
@@ -126,21 +126,21 @@ def test_where_they_are_found(furnished: Path, monkeypatch: pytest.MonkeyPatch) 
     (furnished / "elsewhere").mkdir()
     (furnished / "elsewhere" / "libcuda.so.1").touch()
     (furnished / "bin" / "ldconfig").write_text(LINKED.format(furnished / "elsewhere"))
-    assert need("driver library").found == str(furnished / "elsewhere")  # before the environment
+    assert need("driver library").detail == str(furnished / "elsewhere")  # before the environment
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", f"{furnished}/lib")
-    assert need("driver library").found == f"{furnished}/lib"
+    assert need("driver library").detail == f"{furnished}/lib"
     (furnished / "bin" / "gcc").rename(furnished / "bin" / "icx")
     monkeypatch.setenv("CC", "icx")
-    assert need("C compiler").found.endswith("bin/icx")
+    assert need("C compiler").detail.endswith("bin/icx")
     for name in ("TRITON_HOME", "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, str(furnished / name))
-        assert need("Triton's cache").found.startswith(str(furnished / name))
-        assert need("Triton's cache").found == knobs.cache.dir
+        assert need("Triton's cache").detail.startswith(str(furnished / name))
+        assert need("Triton's cache").detail == knobs.cache.dir
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_a_real_compiler_finds_the_c_library() -> None:
-    assert need("C library").found == "dlfcn.h"
+    assert need("C library").detail == "dlfcn.h"
 
 
 def test_who_may_not_install_is_told_who_may(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypat
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{furnished}/root/lib:{furnished}/lib")
     assert lacking() == ["Triton's cache"]
     monkeypatch.setattr(sysconfig, "get_paths", lambda **_: {"include": f"{furnished}/root/include"})
-    assert need("Python headers").found == ""
+    assert need("Python headers").status == "missing"
 
 
 def capture_demo(folder: Path) -> None:

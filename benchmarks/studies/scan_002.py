@@ -243,7 +243,7 @@ def count(watched: Sequence[Mapping[str, Any]], timeout_s: float) -> list[dict[s
 
     Raises MissingCapabilityError if ncu is missing, or has no permission to count.
     """
-    program = ncu.find()
+    program, _ = ncu.find()
     names = [name for one in watched for name in one["kernels"]]
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         plan, report = Path(folder) / "plan.json", Path(folder) / "scan-002.ncu-rep"

@@ -25,20 +25,12 @@ SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
 QUANT_METHODS = DECODED_ON_LOAD | {
     *("compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto")
 }
-_AT_LEAST_ONE = (
-    "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "full_attention_interval", "num_heads", "state_size", "n_groups", "chunk_size", "expand", "mamba_n_heads",
-    "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_chunk_size", "mamba_expand", "mamba_d_ssm",
-    "mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_mamba_heads", "mamba_ngroups", "linear_num_key_heads",
-    "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-)  # fmt: skip
-_MAY_BE_ZERO = (
-    "num_local_experts", "num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size",
-    "shared_expert_intermediate_size", "shared_intermediate_size", "adapter_rank", "num_mem_blocks",
-    "max_position_embeddings",
-)  # fmt: skip
-_STEPS = ("time_step_min", "time_step_max", "time_step_floor")
+# Keys of sizes, whatever the model type.
+_SIZE = re.compile(
+    r"(size|heads|groups|state|dim|expand|interval|d_head|d_ssm)$|(expert|moe|shared)\w*(s|size|per_tok)$|rank$|"
+    r"mem_blocks$|position_embeddings$"
+)
+_MAY_BE_ZERO = re.compile("expert|moe|shared|rank|blocks|position")
 _MULTIPLES = (  # of the second
     *(("num_heads", "n_groups"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups")),
     *(("n_mamba_heads", "mamba_ngroups"), ("linear_num_value_heads", "linear_num_key_heads")),
@@ -93,17 +85,9 @@ def _check_sizes(config: Mapping[str, Any], where: str) -> None:
     if isinstance(kinds, list) and {*map(str, kinds)} <= {"attention", "full_attention"}:
         hint = 'Sizes of such layers mean nothing without one.  Granite\'s hybrid models have an "h" in their name.'
         raise BadInputError(f"{where} has no SSD or gated-delta-rule layer: all are attention.", hint)
-    limits = config.get("time_step_limit", [0, 1])
-    if limits is not None and not (isinstance(limits, list) and len(limits) == 2):
-        raise refuse(where, f"has time_step_limit = {shown(limits)}, which is not two numbers")
-    for key in given.intersection(_STEPS):
-        if not isinstance(config[key], int | float) or config[key] <= 0:
-            raise refuse(where, f"has {key} = {shown(config[key])}, which is not a positive number")
-    for least, keys in ((1, _AT_LEAST_ONE), (0, _MAY_BE_ZERO)):
-        for key in filter(given.__contains__, keys):
-            # A type that nobody listed may have a size for each layer.
-            if not isinstance(config[key], list) or config.get("model_type") in KNOWN_TYPES:
-                integer(config, key, where, least=least)
+    for key in filter(_SIZE.search, given):
+        if isinstance(config[key], int):  # transformers says what is wrong with another type
+            integer(config, key, where, least=0 if _MAY_BE_ZERO.search(key) else 1)
     for heads, groups in _MULTIPLES:
         if {heads, groups} <= given and integer(config, heads, where) % integer(config, groups, where):
             raise refuse(where, f"has {heads} = {config[heads]}, which {groups} = {config[groups]} does not divide")

@@ -133,6 +133,14 @@ def _refused_field(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def accepts(config: Mapping[str, Any]) -> bool:
+    """Whether transformers accepts a config as such."""
+    with quiet_transformers(), suppress(Exception):  # of any class
+        transformers.AutoConfig.for_model(**config)
+        return True
+    return False
+
+
 def _dtype_by_size(model: Model) -> str:
     """The dtype of a pickle, which has no header: its size shows whether a weight takes 4 bytes or 2."""
     parameters = sum(one.numel() for one in model.on_meta.parameters())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ssdprof import operators
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from ssdprof.checkpoint.meta import Mixer
 
-_NEED_ATTENTION = ("olmo_hybrid",)  # types whose definition refuses a config without an attention layer
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo or demo-gdn."
 
 
@@ -69,12 +69,16 @@ class Model:
 
     @cached_property
     def _built(self) -> tuple[PreTrainedModel, tuple[Mixer, ...]]:
+        self._meta.check_known(self.config, self.where)
+        plain = {key: value for key, value in self.cut_config().items() if key != "quantization_config"}
+        model = self._meta.build(plain, self.source.label)
+        return model, self._meta.mixers_of(model)
+
+    @cached_property
+    def _meta(self) -> ModuleType:
         from ssdprof.checkpoint import meta  # imports transformers: a wrong name or layer is refused before that
 
-        meta.check_known(self.config, self.where)
-        plain = {key: value for key, value in self.cut_config().items() if key != "quantization_config"}
-        model = meta.build(plain, self.source.label)
-        return model, meta.mixers_of(model)
+        return meta
 
     @cached_property
     def layers(self) -> tuple[LayerRef, ...]:
@@ -143,10 +147,10 @@ class Model:
                 f"There is no layer {deepest_layer}: the model's layers are 0 to {self.layer_count - 1}.",
                 f"Layers with the operator: {', '.join(str(layer.index) for layer in self.layers)}.",
             )
-        least = 0
-        if self.model_type in _NEED_ATTENTION:
-            least = self.on_meta.config.layer_types.index("full_attention") + 1
-        return max(deepest_layer + 1, least)
+        wanted, kinds = deepest_layer + 1, getattr(self.on_meta.config, "layer_types", None) or []
+        if "full_attention" in kinds[wanted:] and not self._meta.accepts(self.cut_config(wanted)):
+            return int(kinds.index("full_attention")) + 1
+        return wanted
 
     def cut_config(self, depth: int | None = None, dtype: str | None = None) -> dict[str, Any]:
         """The config of the first `depth` decoder layers (all for None), as transformers reads it.

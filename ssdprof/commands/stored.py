@@ -280,7 +280,7 @@ SCHEMAS = {
     "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearch[]"),
     "models": ("models", "ssdprof.checkpoint.names:Family[]"),
     "settings-v1": ("", "ssdprof.settings:ProjectSettings"),
-    "doctor": ("doctor", "ssdprof.environment.doctor:Check[]"),
+    "doctor": ("doctor", "ssdprof.environment.toolchain:Check[]"),
 }
 
 

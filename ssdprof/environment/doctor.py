@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -18,14 +16,12 @@ from huggingface_hub import constants, is_offline_mode
 from packaging.requirements import Requirement
 from triton import knobs
 
-from ssdprof.core.base import Record, Text
 from ssdprof.core.words import size_words
 from ssdprof.environment.machine import current_uuid, gpu, gpu_memory, installed_version, read_clocks
-from ssdprof.environment.toolchain import find_ncu, needs, others_on_gpu, unusable_gpu
+from ssdprof.environment.toolchain import Check, find_ncu, ncu_version, needs, others_on_gpu, unusable_gpu, usable
 from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.device import INTERPRETED
 
-Status = Literal["ok", "warn", "missing"]
 # Triton versions under which matrix products of a chunk scan read registers that are overwritten too early on Hopper:
 # all 8 configurations of mamba_ssm that use WGMMA under 3.6, and by our own kernel 3.7 and 3.8; not 3.9
 _RACY_TRITON = ("3.6.", "3.7.", "3.8.")
@@ -33,16 +29,7 @@ _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 
 
-class Check(Record):
-    """ok: works.  warn: works with a restriction.  missing: features that need it do not work here."""
-
-    name: Text
-    status: Status
-    detail: Text
-    hint: Text = ""  # empty if ok
-
-
-def _check(name: str, status: Status, detail: str, hint: str = "") -> Check:
+def _check(name: str, status: Literal["ok", "warn", "missing"], detail: str, hint: str = "") -> Check:
     return Check(name=name, status=status, detail=detail, hint=hint)
 
 
@@ -92,10 +79,7 @@ def _gpu() -> Iterator[Check]:
     except MissingCapabilityError as error:
         yield _check("gpu memory", "missing", error.message.rstrip("."), error.hint)
     yield from _company(found.name)
-    for need in needs():
-        yield (
-            _check(need.name, "ok", need.found) if need.found else _check(need.name, "missing", need.lacking, need.hint)
-        )
+    yield from needs()
     if read_clocks() is None:
         hint = "Reports will not say whether the GPU was throttled."
         yield _check("clocks", "warn", "NVML does not report the clocks of this GPU", hint)
@@ -142,11 +126,9 @@ def _ncu() -> Check:
     if path is None:
         return _check("ncu", "missing", "not found", "Install Nsight Compute to see warp stalls.")
     try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return _check("ncu", "missing", f"does not run: {error}", "Reinstall Nsight Compute.")
-    version = re.search(r"Version (\S+)", answer)
-    return _check("ncu", "ok", version.group(1) if version else answer.strip())
+        return _check("ncu", "ok", ncu_version(path))
+    except MissingCapabilityError as error:
+        return _check("ncu", "missing", error.message.removeprefix("ncu ").rstrip("."), error.hint)
 
 
 def _counters(parameters: Path) -> Check:
@@ -170,8 +152,8 @@ def _hub() -> Check:
 
 def _cache() -> Check:
     folder = Path(constants.HF_HUB_CACHE)
-    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+    existing = usable(folder)
+    if existing is None:
         hint = "Set HF_HOME to a folder that you can write to."
         return _check("cache", "missing", "the hub's cache is not writable", hint)
     free = shutil.disk_usage(existing).free

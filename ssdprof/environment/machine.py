@@ -7,10 +7,12 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+from operator import or_
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pynvml
 import torch
@@ -107,13 +109,7 @@ def _cpu_model() -> str:
 # --- clocks
 
 
-class Reading(NamedTuple):
-    """The GPU's state: clocks in MHz, temperature in °C, NVML's mask of the reasons for its clocks."""
-
-    sm: int
-    memory: int
-    temperature: int
-    reasons: int
+Reading = tuple[int, int, int, int]  # clocks of SM and memory in MHz, temperature in °C, NVML's mask of reasons
 
 
 class ClockWatch:
@@ -148,15 +144,10 @@ class ClockWatch:
         """The first and the last reading, and all throttle reasons of any reading."""
         if not self._readings:
             return None
-        first, last = self._readings[0], self._readings[-1]
-        return Clocks(
-            sm_mhz=(first.sm, last.sm),
-            memory_mhz=(first.memory, last.memory),
-            temperature_c=(first.temperature, last.temperature),
-            throttle_reasons=tuple(
-                words for bit, words in _THROTTLE_REASONS.items() if any(one.reasons & bit for one in self._readings)
-            ),
-        )
+        sm, memory, temperature, _ = zip(self._readings[0], self._readings[-1], strict=True)
+        reasons = reduce(or_, (mask for *_, mask in self._readings))
+        words = tuple(words for bit, words in _THROTTLE_REASONS.items() if reasons & bit)
+        return Clocks(sm_mhz=sm, memory_mhz=memory, temperature_c=temperature, throttle_reasons=words)
 
 
 def read_clocks() -> Reading | None:
@@ -172,7 +163,7 @@ def _reading(nvml: Any, handle: Any) -> Reading:
         if error.value != nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
             raise
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # its name in drivers before 535
-    return Reading(
+    return (
         nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
         nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
         nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),

@@ -7,17 +7,18 @@ driver's library.  A slim container has none of them.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from ssdprof.core.base import Record, Text
 from ssdprof.environment.machine import ask_nvml, gpu_memory
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.device import INTERPRETED
@@ -31,28 +32,29 @@ _INSTALLERS = {"apt-get": "apt-get update && apt-get install -y", "dnf": "dnf in
 _C_LIBRARY = {"apt-get": "libc6-dev", "dnf": "glibc-devel", "apk": "musl-dev"}
 
 
-@dataclass(frozen=True)
-class Need:
-    """One requirement.  found: the installed one; empty if it is missing.  command: installs it."""
+class Check(Record):
+    """ok: works.  warn: works with a restriction.  missing: features that need it do not work here."""
 
-    name: str
-    found: str
-    lacking: str
-    command: str
-
-    @property
-    def hint(self) -> str:
-        """How to meet it.  Package managers need root; `export` and `unset` do not."""
-        as_root = os.geteuid() != 0 and not self.command.startswith(("export ", "unset "))
-        return f"Run{' as root' if as_root else ''}: {self.command}"
+    name: Text
+    status: Literal["ok", "warn", "missing"]
+    detail: Text
+    hint: Text = ""  # empty if ok
 
 
-def needs() -> Iterator[Need]:
+def _need(name: str, found: str, lacking: str, command: str) -> Check:
+    """A requirement, which `command` meets.  Package managers need root; `export` and `unset` do not."""
+    if found:
+        return Check(name=name, status="ok", detail=found)
+    as_root = os.geteuid() != 0 and not command.startswith(("export ", "unset "))
+    return Check(name=name, status="missing", detail=lacking, hint=f"Run{' as root' if as_root else ''}: {command}")
+
+
+def needs() -> Iterator[Check]:
     """All requirements for compiling a kernel, met or not."""
     compiler = _compiler()
     yield compiler
-    if compiler.found:
-        yield _c_library(compiler.found)
+    if compiler.status == "ok":
+        yield _c_library(compiler.detail)
     yield _headers()
     yield _driver_library()
     yield _cache()
@@ -73,8 +75,8 @@ def require_gpu(what: str, hint: str) -> torch.device:
 def require_toolchain() -> None:
     """Raises MissingCapabilityError for the first unmet requirement, or for a GPU that CUDA cannot start."""
     for need in needs():
-        if not need.found:
-            raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.lacking}.", need.hint)
+        if need.status == "missing":
+            raise MissingCapabilityError(f"Triton cannot compile kernels here: {need.detail}.", need.hint)
     if torch.cuda.is_available():
         gpu_memory()
 
@@ -121,40 +123,51 @@ def find_ncu() -> str | None:
     return next((str(folder / "ncu") for folder in folders if os.access(folder / "ncu", os.X_OK)), None)
 
 
-def _compiler() -> Need:
+def ncu_version(program: str) -> str:
+    """Such as "2025.3.1.0".  MissingCapabilityError if the program does not run, or does not say."""
+    try:
+        answer = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        why = f"does not run: {str(error).rstrip('.')}"
+        raise MissingCapabilityError(f"ncu {why}.", "Reinstall Nsight Compute.") from error
+    if version := re.search(r"Version (\d+\.\d+(\.\d+)*)", answer):
+        return version[1]
+    raise MissingCapabilityError("ncu does not report its version.", "Reinstall Nsight Compute.")
+
+
+def _compiler() -> Check:
     """The C compiler, searched as Triton does."""
     wanted = os.environ.get("CC")
     if wanted is not None:
-        return Need("C compiler", shutil.which(wanted) or "", f"CC={wanted} is not a program", "unset CC")
+        return _need("C compiler", shutil.which(wanted) or "", f"CC={wanted} is not a program", "unset CC")
     found = shutil.which("gcc") or shutil.which("clang") or ""
-    return Need("C compiler", found, "there is no C compiler (gcc or clang)", f"{_installer()} gcc")
+    return _need("C compiler", found, "there is no C compiler (gcc or clang)", f"{_installer()} gcc")
 
 
-def _c_library(compiler: str) -> Need:
+def _c_library(compiler: str) -> Check:
     """The headers of the C library, which may be missing in a slim image with a compiler."""
     package = _C_LIBRARY[_manager()]
+    found = "dlfcn.h"
     try:
         subprocess.run(
             [compiler, "-E", "-xc", "-"], input=b"#include <dlfcn.h>\n", capture_output=True, check=True, timeout=30
         )
     except (OSError, subprocess.SubprocessError):
         found = ""
-    else:
-        found = "dlfcn.h"
-    return Need("C library", found, f"{compiler} finds no dlfcn.h of the C library", f"{_installer()} {package}")
+    return _need("C library", found, f"{compiler} finds no dlfcn.h of the C library", f"{_installer()} {package}")
 
 
-def _headers() -> Need:
+def _headers() -> Check:
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     package = {"apt-get": f"python{version}-dev", "dnf": f"python{version}-devel"}.get(_manager(), "python3-dev")
     found = str(header) if os.path.exists(header) else ""
     lacking = f"Python's headers are not installed ({header} is missing)"
-    return Need("Python headers", found, lacking, f"{_installer()} {package}")
+    return _need("Python headers", found, lacking, f"{_installer()} {package}")
 
 
-def _driver_library() -> Need:
+def _driver_library() -> Check:
     """The driver's library, as Triton finds it: TRITON_LIBCUDA_PATH, else the linker's cache, then LD_LIBRARY_PATH."""
     named, linked = os.environ.get("TRITON_LIBCUDA_PATH"), _linked_folders()
     on_path = os.environ.get("LD_LIBRARY_PATH", "").split(":")
@@ -167,7 +180,7 @@ def _driver_library() -> Need:
         command = f"export TRITON_LIBCUDA_PATH={elsewhere}"
     else:
         command = "unset TRITON_LIBCUDA_PATH" if named else "ldconfig"
-    return Need("driver library", _with_driver_library(folders), lacking, command)
+    return _need("driver library", _with_driver_library(folders), lacking, command)
 
 
 def _with_driver_library(folders: Sequence[str]) -> str:
@@ -193,17 +206,23 @@ def _linked_folders() -> list[str] | None:
     return [os.path.dirname(line.split()[-1]) for line in answer.splitlines() if DRIVER_LIBRARY in line]
 
 
-def _cache() -> Need:
+def _cache() -> Check:
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # stays "~" for a user without a home, as in Triton
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
+    existing = usable(folder)
+    if existing is None:
         lacking = f"its cache {folder} cannot be written"
     elif os.statvfs(existing).f_flag & os.ST_NOEXEC:
         lacking = f"its cache {folder} is on a file system that is mounted noexec, from which no module can be loaded"
     else:
         lacking = ""
-    return Need("Triton's cache", "" if lacking else str(folder), lacking, "export TRITON_CACHE_DIR=/tmp/triton")
+    return _need("Triton's cache", "" if lacking else str(folder), lacking, "export TRITON_CACHE_DIR=/tmp/triton")
+
+
+def usable(folder: Path) -> Path | None:
+    """The folder, or the deepest one above it that exists; None if this user may not write there."""
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    return existing if os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK) else None
 
 
 def _manager() -> str:

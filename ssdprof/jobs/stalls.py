@@ -91,11 +91,11 @@ def _profile(
             launched, left_out = _launch(captures, layer, request, Path(cache), watcher, advance)
             reports = [folder / f"{files.safe_name(one.implementation)}.ncu-rep" for one in launched.values()]
             try:
-                program = ncu.find()
+                program, newest = ncu.find()
                 for (job, one), report in zip(launched.items(), reports, strict=True):
                     ncu.profile(job, one, program, report, timeout_s=request.timeout_s)
                     advance(1)
-                version = program.version
+                version = newest
             except MissingCapabilityError as error:
                 missing = " ".join(part for part in (error.message, error.hint) if part)
         checkpoint = read_manifest(captures).checkpoint

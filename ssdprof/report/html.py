@@ -18,7 +18,7 @@ from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
 from ssdprof.report.facts import when
 from ssdprof.report.groups import Group, groups
-from ssdprof.report.table import Figure, Note, Section, Table, section
+from ssdprof.report.table import Figure, Note, Section, Table, section, tone
 
 _LAYERED = 3  # lengths with a plot of positions; the tables have all
 _UNITS = {
@@ -26,12 +26,6 @@ _UNITS = {
     "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
 }  # fmt: skip
 _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
-_TONES = {
-    "faster": "good", "passed": "good", "yes": "good", "ok": "good",
-    "slower": "bad", "inaccurate": "bad", "nonfinite": "bad", "failed": "bad", "out of memory": "bad",
-}  # fmt: skip
-
-
 _KINDS = {Table: "table", Note: "note", Figure: "figure", tuple: "list"}
 
 Block = tuple[str, object]  # kind, by which the template draws it, and content
@@ -159,8 +153,3 @@ def sort_key(text: str) -> str:
     """The number at the start of a cell, in its smallest unit, if there is one: "12.4 ms" -> "12400.0"."""
     found = _NUMBER.fullmatch(text.strip())
     return repr(float(found[1].replace(",", "")) * _UNITS.get(found[2] or "", 1.0)) if found else ""
-
-
-def tone(text: str) -> str:
-    """ "good", "bad" or none."""
-    return "bad" if text.startswith("NO") else _TONES.get(text, "")

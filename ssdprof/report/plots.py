@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
-from ssdprof.core.statistics import Estimate
-from ssdprof.report.groups import Against, Group, Series, deviation
+from ssdprof.report.groups import Against, Group, deviation
 from ssdprof.report.stalls import kernel_groups, most, summed
 
 if TYPE_CHECKING:
@@ -63,35 +61,16 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
 
 
 def speedups(found: Sequence[Group]) -> str | None:
-    """Speedup by device time, with its interval: over the length of several prompts, else as bars.  None if untimed."""
-    every = (one for group in sorted(found, key=lambda group: group.seqlen) for one in group.others())
-    timed = [(one, ratio) for one in every if (ratio := one.speedup())]
-    if not timed:
+    """Bars of the speedups by device time, with their intervals.  None if nothing was timed."""
+    rows = [(one, ratio) for group in found for one in group.others() if (ratio := one.speedup())][::-1]
+    if not rows:
         return None
 
-    def spread(own: Sequence[tuple[Series, Estimate]]) -> list[list[float]]:
-        """The lengths of the intervals below and above the ratios."""
-        return [[one.value - one.low for _, one in own], [one.high - one.value for _, one in own]]
-
-    def lines(axes: Axes) -> None:
-        for number, (label, own) in enumerate(grouped(timed, lambda one: one[0].label).items()):
-            lengths, ratios = [one.group.seqlen for one, _ in own], [ratio.value for _, ratio in own]
-            marker, color = _MARKERS[number % len(_MARKERS)], _color(number)
-            axes.errorbar(lengths, ratios, yerr=spread(own), label=label, color=color, marker=marker, capsize=2)
-        axes.axhline(1.0, color=GREY, linewidth=1, linestyle=":")
-        ticks = sorted({group.seqlen for group in found})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{one // 1024}k" if one % 1024 == 0 else f"{one:,}" for one in ticks])
-        axes.minorticks_off()
-        axes.set_xlabel("tokens")
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel(f"times as fast as {found[0].baseline}")
-
-    def bars(axes: Axes) -> None:
-        rows = timed[::-1]
+    def paint(axes: Axes) -> None:
         names = [one.label if len(found) == 1 else f"{one.label}, {one.group.size}" for one, _ in rows]
         ratios = [ratio.value for _, ratio in rows]
-        axes.barh(names, ratios, xerr=spread(rows), color=COLORS[0], height=0.6, ecolor=GREY)
+        spread = [[one.value - one.low for _, one in rows], [one.high - one.value for _, one in rows]]
+        axes.barh(names, ratios, xerr=spread, color=COLORS[0], height=0.6, ecolor=GREY)
         for position, ratio in enumerate(ratios):
             axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=8)
         axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
@@ -99,9 +78,7 @@ def speedups(found: Sequence[Group]) -> str | None:
         size = f", {found[0].size}" if len(found) == 1 else ""
         axes.set_xlabel(f"times as fast as {'the baseline' if others else baseline}, by device time{size}")
 
-    if len(found) > 1 and all(group.call is None for group in found):
-        return draw(lines)
-    return draw(bars, (_NARROW[0], 1.2 + 0.35 * len(timed)), legend=0)
+    return draw(paint, (_NARROW[0], 1.2 + 0.35 * len(rows)), legend=0)
 
 
 # --- rooflines: operations per byte and per second
@@ -166,7 +143,8 @@ def _roofline(
             tflops = [min(peak, at * bandwidth / 1e3) for at in corners]
             axes.plot(corners, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s")
         for number, (label, own) in enumerate(points.items()):
-            _markers(axes, number, label, own)
+            xs, ys, marker = [at for at, _ in own], [rate for _, rate in own], _MARKERS[number % len(_MARKERS)]
+            axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
         rates = [rate for _, rate in every]
         axes.set_ylim(min(rates) / 3, (peak if roof else max(rates)) * 2)
@@ -266,9 +244,3 @@ def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequenc
 
 def _color(number: int) -> str:
     return COLORS[number % len(COLORS)]
-
-
-def _markers(axes: Axes, number: int, label: str, points: Sequence[tuple[float, float]], **style: Any) -> None:
-    marker = _MARKERS[number % len(_MARKERS)]
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label, **style)

@@ -1,4 +1,4 @@
-"""A report on stalls: its statements, tables and pictures; and the changes of stages between two of them."""
+"""A report on stalls: its tables and pictures; and the changes of stages between two of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ REASONS = {
     "misc": "something else",
 }
 _UNKNOWN = "a reason that this version does not know"
-_STAGE_PCT = 1.0  # least share of a stage in the statements
 _HINT_PCT = 4.0  # least share of the busy time that a hint on a stage is about
 _KERNEL_PCT = 30.0  # the same of a hint on a whole kernel
 _MOST_HINTS = 6
@@ -173,7 +172,7 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Stage
 
 
 def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Document:
-    """The whole report: statements on the stages, then the tables.  figures: title -> path relative to the document."""
+    """The whole report.  figures: title -> path relative to the document."""
     found = kernel_groups(report)
     parts = ["ssdprof stalls"]
     if report.layer and report.dims:
@@ -193,26 +192,6 @@ def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Do
     )
 
 
-def _statements(found: Sequence[KernelGroup]) -> Iterator[str]:
-    """A sentence per stage: its share of the time, its parts, and its stall reasons."""
-
-    def words(share: Share) -> str:
-        """ "23% (selected 9%, barrier 4%)"."""
-        main = [f"{reason} {pct:.0f}%" for reason, pct in most(share)[:3] if pct >= _STAGE_PCT]
-        return " ".join((f"{sum(share.values()):.0f}%", *([f"({', '.join(main)})"] if main else [])))
-
-    for group in found:
-        for name, whole in group.whole().items():
-            parts = {part: share for part, share in group.parts(name).items() if sum(share.values()) >= _STAGE_PCT}
-            said = [
-                f"{group.part(part) if part != name else 'elsewhere'} {words(share)}" for part, share in parts.items()
-            ]
-            details = f": {', '.join(said)}" if said and list(parts) != [name] else ""
-            if sum(whole.values()) >= _STAGE_PCT:
-                share = f"{sum(whole.values()):.0f}%{details}" if details else words(whole)
-                yield f"{f'{group.name}, ' if len(found) > 1 else ''}{name} {share}."
-
-
 def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mapping[str, str]) -> Iterator[Section]:
     absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
     note = (
@@ -220,7 +199,6 @@ def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mappin
         "at launch, per thread; spills: loads and stores of spilled registers, by warps."
     )
     missing = f"  Not collected: {', '.join(absent)}." if absent else ""
-    yield section("Stages in words", tuple(_statements(found)))
     yield section("Kernel resources", _launched(report) if report.missing else None)
     yield section("Kernels", table("Kernels", _KERNELS, report.kernels, note=note + missing))
     yield section("Figures", *(Figure(title, file) for title, file in figures.items()))

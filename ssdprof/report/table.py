@@ -95,6 +95,13 @@ def strings(title: str, headers: Sequence[str], rows: Iterable[Row], align: str,
     return Table(title=title, headers=tuple(headers), rows=found, align=aligned(align), **fields)
 
 
+def tone(cell: str) -> str:
+    """ "good", "bad" or none: for its colour."""
+    if cell.startswith("NO") or cell in ("slower", "inaccurate", "nonfinite", "failed", "out of memory"):
+        return "bad"
+    return "good" if cell in ("faster", "passed", "yes", "ok") else ""
+
+
 def aligned(letters: str) -> tuple[Align, ...]:
     """ "lr" -> ("left", "right")."""
     return tuple("left" if letter == "l" else "right" for letter in letters)

@@ -13,13 +13,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ssdprof.core.words import MISSING
-from ssdprof.report.table import Document, Figure, Note, Section, Table, VerdictLine
+from ssdprof.report.table import Document, Figure, Note, Section, Table, VerdictLine, tone
 
 WHOLE_REPORT = "ssdprof export --format markdown"
 _GAP = 2  # blanks between columns: one of padding, one of the box
 _LEAST_WRAPPED = 30  # least width of a text column, if possible
 _MOST_ROWS = 60  # of a table with one row per case
-_GOOD, _BAD = ("faster", "passed"), ("slower", "inaccurate", "nonfinite", "failed", "out of memory")
+_STYLES = {"good": "green", "bad": "red", "": ""}
 
 
 def render(document: Document, *, rest: str = WHOLE_REPORT, verdict_last: bool = False) -> RenderableType:
@@ -112,12 +112,8 @@ def _drawn(
     for row in rows:
         if part and all(row[column] == MISSING for column in block[table.keys :]):
             continue
-        drawn.add_row(*(Text(row[column], style=_style(row[column])) for column in block))
+        drawn.add_row(*(Text(row[column], style=_STYLES[tone(row[column])]) for column in block))
     return drawn
-
-
-def _style(cell: str) -> str:
-    return "red" if cell.startswith("NO") or cell in _BAD else "green" if cell in _GOOD else ""
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:

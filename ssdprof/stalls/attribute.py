@@ -138,8 +138,7 @@ class Sources:
 
     def specialized(self, kernel: str) -> bool:
         """Whether some warps of the launched function have no role.  It may be in any of the files."""
-        found = (one.specialized for parsed in self._all() for one in parsed.functions if one.name == kernel)
-        return next(found, False)
+        return any(kernel in parsed.specialized for parsed in self._all())
 
     def implementation(self, kernel: str) -> str:
         """The implementation of the kernel, if its file is a known one of another library; else ""."""
@@ -192,39 +191,22 @@ class LineStage:
 
 
 @dataclass(frozen=True)
-class Function:
-    """A @jit function: lines first .. last, its body from `body` on; `starts` of its stages, by line."""
-
-    name: str
-    first: int
-    body: int
-    last: int
-    stage: str | None
-    specialized: bool  # calls warp_specialize: some warps have no role
-    starts: tuple[tuple[int, str], ...] = ()
-
-
-@dataclass(frozen=True)
 class SourceFile:
-    """functions: of the file, innermost last.  waits: lines that wait, with the stage.
-    fillers: that stage -> functions that end the wait.  labelled: its stages are known, from itself or a table.
+    """places: of every line of a @jit function.  specialized: functions in which some warps have no role.
+    waits: lines that wait, with the stage.  fillers: that stage -> functions that end the wait.
+    labelled: its stages are known, from itself or a table.
     """
 
     text: tuple[str, ...]
-    functions: tuple[Function, ...] = ()
+    places: Mapping[int, LineStage] = field(default_factory=dict)
+    specialized: frozenset[str] = frozenset()
     waits: Mapping[int, str] = field(default_factory=dict)
     fillers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labelled: bool = True
 
     def place(self, line: int) -> LineStage:
-        found = [function for function in self.functions if function.first <= line <= function.last]
-        if not found:  # no code on this line: the compiler named the wrong line or file
-            return LineStage("", UNKNOWN)
-        function = found[-1]
-        if line < function.body or function.stage is None:
-            return LineStage(function.name, None, header=line < function.body)
-        begun = [stage for start, stage in function.starts if start <= line]
-        return LineStage(function.name, self.waits.get(line) or (begun or [function.stage])[-1])
+        """Unknown for a line without code: the compiler named the wrong line or file."""
+        return self.places.get(line, LineStage("", UNKNOWN))
 
 
 def parse(text: str, known: KnownSource | None = None) -> SourceFile:
@@ -237,39 +219,45 @@ def parse(text: str, known: KnownSource | None = None) -> SourceFile:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return SourceFile(lines)
-    stages, waits = known.stages if known else _table(tree, "STAGES"), _table(tree, "WAITS") or {}
+    stages, names = known.stages if known else _table(tree, "STAGES"), _table(tree, "WAITS") or {}
     marks: Mapping[int, str] = {n: mark[1] for n, line in enumerate(lines, start=1) if (mark := _MARK.match(line))}
     functions = [
-        _function(node, stages, known.starts if known else marks, lines)
-        for node in ast.walk(tree)
+        node for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and any(_is_jit(decorator) for decorator in node.decorator_list)
-    ]
+    ]  # fmt: skip
+    waits, places = _waits(tree, names), dict[int, LineStage]()
+    for node in functions:  # those inside of others come later
+        places |= _places(node, stages, known.starts if known else marks, waits, lines)
     return SourceFile(
         text=lines,
-        functions=tuple(sorted(functions, key=lambda f: (f.first, -f.last))),
-        waits=_waits(tree, waits),
-        fillers=_fillers(tree, waits),
+        places=places,
+        specialized=frozenset(
+            node.name for node in functions if any(_called(one) == "warp_specialize" for one in ast.walk(node))
+        ),
+        waits=waits,
+        fillers=_fillers(tree, names),
         labelled=stages is not None or not functions,
     )
 
 
-def _function(
-    node: ast.FunctionDef, stages: Mapping[str, str] | None, marks: Mapping[int, str], lines: Sequence[str]
-) -> Function:
-    last, body = node.end_lineno or node.lineno, node.body[0].lineno
+def _places(
+    node: ast.FunctionDef,
+    stages: Mapping[str, str] | None,
+    starts: Mapping[int, str],
+    waits: Mapping[int, str],
+    lines: Sequence[str],
+) -> Iterator[tuple[int, LineStage]]:
+    """Of the lines of a function.  starts: lines from which on another stage begins."""
+    body = node.body[0].lineno
     # a mark may stand between the header and the first statement
     while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
         body -= 1
     stage = node.name if stages is None else stages.get(node.name, UNKNOWN)
-    return Function(
-        name=node.name,
-        first=min(decorator.lineno for decorator in node.decorator_list),
-        body=body,
-        last=last,
-        stage=None if stage == CALLER else stage,
-        specialized=any(_called(call) == "warp_specialize" for call in ast.walk(node)),
-        starts=tuple((number, begun) for number, begun in sorted(marks.items()) if body <= number <= last),
-    )
+    of_caller = stage == CALLER
+    for number in range(min(one.lineno for one in node.decorator_list), (node.end_lineno or node.lineno) + 1):
+        header = number < body
+        stage = stage if header else starts.get(number, stage)
+        yield number, LineStage(node.name, None if of_caller or header else waits.get(number, stage), header)
 
 
 def _is_jit(decorator: ast.expr) -> bool:

@@ -10,13 +10,12 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ssdprof.core.base import PrecisionRecord, Record, Text
 from ssdprof.core.stalls import Launched
 from ssdprof.environment import child
-from ssdprof.environment.toolchain import find_ncu
+from ssdprof.environment.toolchain import find_ncu, ncu_version
 from ssdprof.errors import ExitCode, MissingCapabilityError, SsdprofError, how_ended
 
 TIMEOUT_S = 300.0
@@ -39,14 +38,6 @@ _PASSED = re.compile(
     r"C_INCLUDE_PATH|XDG_CACHE_HOME|(LC|CUDA|NVIDIA|NV|OMP|CONDA|PYTHON|TORCH|TORCHINDUCTOR|TRITON)_\w*|PYTHON[A-Z]+)"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
-
-
-@dataclass(frozen=True)
-class Program:
-    """An ncu that is new enough."""
-
-    path: Path
-    version: str
 
 
 # a pattern in ncu's output -> the message and the hint for the user
@@ -123,7 +114,7 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
 def profile(
     job: Job,
     launched: Launched,
-    program: Program,
+    program: str,
     report: Path,
     *,
     sections: Sequence[str] = SECTIONS,
@@ -146,33 +137,27 @@ def _environment(job: Job) -> dict[str, str]:
     return clean_environment(os.environ) | child.search_path() | {"TRITON_CACHE_DIR": str(job.cache)}
 
 
-def find() -> Program:
-    """The newest ncu on this machine.  Raises MissingCapabilityError if there is none, or if it is too old."""
+def find() -> tuple[str, str]:
+    """The path and the version of the newest ncu on this machine.  MissingCapabilityError if there is
+    none, or if it is too old.
+    """
     found = find_ncu()
     if found is None:
         raise MissingCapabilityError(
             "ncu is not installed: NVIDIA Nsight Compute is needed to read warp stalls.",
             "Install Nsight Compute, or read a report that was made elsewhere: ssdprof stalls --from FILE.",
         )
-    try:
-        answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as error:
+    version = ncu_version(found)
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
         raise MissingCapabilityError(
-            f"ncu does not run: {str(error).rstrip('.')}.", "Reinstall Nsight Compute."
-        ) from error
-    version = re.search(r"Version ((\d+)\.(\d+)(\.\d+)*)", answer)
-    if version is None:
-        raise MissingCapabilityError("ncu does not report its version.", "Reinstall Nsight Compute.")
-    if (int(version[2]), int(version[3])) < OLDEST:
-        raise MissingCapabilityError(
-            f"ncu {version[1]} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
+            f"ncu {version} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
             "Install a newer Nsight Compute; it need not be that of the CUDA toolkit.",
         )
-    return Program(Path(found), version[1])
+    return found, version
 
 
 def command(
-    ncu: Program,
+    ncu: str,
     report: Path,
     kernels: Sequence[str],
     launches: int,
@@ -186,7 +171,7 @@ def command(
     """
     names = "|".join(re.escape(name) for name in dict.fromkeys(kernels))
     return (
-        str(ncu.path), "--config-file", "off", "-f", "-o", str(report), "--target-processes", "application-only",
+        ncu, "--config-file", "off", "-f", "-o", str(report), "--target-processes", "application-only",
         "--nvtx", "--nvtx-include", f"{RANGE}/",  # the slash marks a push-pop range
         "-k", f"regex:^({names})$", "-c", str(launches),
         *(word for section in sections for word in ("--section", section)),

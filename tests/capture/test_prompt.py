@@ -68,12 +68,6 @@ def test_the_default_text_suffices_for_128k_tokens_of_any_tokenizer_that_splits_
     assert len(text.load().decode().split()) > 131072
 
 
-def test_the_default_text_does_not_repeat_itself() -> None:
-    words = text.load().decode().split()
-    runs = [tuple(words[i : i + 20]) for i in range(len(words) - 20)]
-    assert len(set(runs)) > 0.999 * len(runs)
-
-
 def test_held_out_and_training_parts_are_the_whole_text() -> None:
     assert text.held_out() + text.training() == text.load()
     text.held_out().decode()
@@ -184,11 +178,6 @@ def test_a_file_that_gives_no_text_is_refused(tmp_path: Path, content: bytes | s
     with pytest.raises(BadInputError, match=message) as error:
         build_prompt(DEMO, 4, kind="file", file=file)
     assert error.value.hint
-
-
-def test_leading_white_space_is_not_an_empty_file(tmp_path: Path) -> None:
-    (tmp_path / "late.txt").write_text(" " * 5000 + "words")
-    assert build_prompt(DEMO, 4, kind="file", file=tmp_path / "late.txt")[0].shape == (1, 4)
 
 
 def test_a_file_and_another_kind_exclude_each_other(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ ABSURD = {
     ("change", "named"),
     [
         *(({key: value}, key) for key, values in ABSURD.items() for value in values),
-        ({"num_hidden_layers": 41}, "layer_types"), ({"time_step_limit": [0.0, 1.0, 2.0]}, "time_step_limit"),
+        ({"num_hidden_layers": 41}, "layer_types"),
         ({"layer_types": ["mamba"] * 10**5, "num_hidden_layers": 40}, "layer_types"),
     ],
 )  # fmt: skip

@@ -196,25 +196,6 @@ def test_a_connection_that_keeps_dropping_ends(tiny_hub: MiniHub, monkeypatch: p
         repo.path("model.safetensors.index.json")
 
 
-def test_an_interrupted_fetch_keeps_complete_files(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    located = open_model("org/tiny")
-    shards = [info.name for info in located.files() if info.name.endswith(".safetensors")]
-    path = hub_module.HubRepo.path
-
-    def interrupted(repo: hub_module.HubRepo, name: str) -> Path:
-        if name == shards[-1]:
-            raise KeyboardInterrupt
-        return path(repo, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hub_module.HubRepo, "path", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            fetch(located)
-    tiny_hub.log.clear()
-    fetch(open_model("org/tiny"))
-    assert tiny_hub.downloads() == [shards[-1]]
-
-
 @pytest.mark.usefixtures("tiny_hub")
 def test_what_the_hub_said_of_a_file_does_not_vouch_for_the_copy() -> None:
     located = open_model("org/tiny")
@@ -357,15 +338,6 @@ def test_a_hub_that_does_not_help(
     assert (error.exit_code, words in error.message) == (4, True), error
 
 
-@pytest.mark.usefixtures("tiny_hub")
-def test_what_was_only_looked_at_is_not_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    open_model("org/tiny")  # config.json only
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    error = failure("org/tiny")
-    assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
-    assert "only partly in the cache" in error.message
-
-
 def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client alone would retry for 24 s."""
     hub.close()
@@ -449,20 +421,6 @@ def test_a_warning_of_the_client_is_masked(hub: MiniHub, capsys: pytest.CaptureF
     assert "secret" not in shown
 
 
-def test_a_pasted_address_and_a_revision_behind_an_at(tiny_hub: MiniHub, copied: Save) -> None:
-    commit = tiny_hub.publish("org/tiny", copied("bamba"), revision="v1")
-    for typed in (f"{tiny_hub.url}/org/tiny/tree/v1", "org/tiny@v1"):
-        ref = open_model(typed).ref
-        assert (ref.requested, ref.repo_id, ref.revision) == (typed, "org/tiny", commit)
-
-
-def test_the_tokenizer_of_the_demo_model(saved: Save) -> None:
-    tokenizer = fetch_tokenizer(open_model(str(saved("mamba2")), tokenizer="demo"))
-    assert tokenizer
-    assert tokenizer.label == "demo"
-    assert (tokenizer.folder / "tokenizer.json").is_file()
-
-
 # --- local names
 
 
@@ -473,34 +431,3 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     file.touch()
     assert failure(str(file)).exit_code == ExitCode.BAD_INPUT
     assert "no config.json" in failure(str(tmp_path)).message
-
-
-def test_a_folder_has_no_revisions(saved: Save) -> None:
-    assert failure(str(saved("mamba2")), revision="v1").exit_code == ExitCode.BAD_INPUT
-    assert failure("demo", revision="v1").exit_code == ExitCode.BAD_INPUT
-
-
-# --- the client's settings, in a separate process because it reads them on import
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("offline", [False, True])
-def test_the_clients_variables_count(hub: MiniHub, saved: Save, tmp_path: Path, offline: bool) -> None:
-    hub.publish("org/private", saved("mamba2"), private=True)
-    code = (
-        "from ssdprof import errors\n"
-        "from ssdprof.checkpoint.load import fetch\n"
-        "from ssdprof.checkpoint.model import open_model\n"
-        "try: print(fetch(open_model('org/private')).ref.revision)\n"
-        "except errors.SsdprofError as error: print(int(error.exit_code), error.message)"
-    )
-    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
-    environment = {**os.environ, **settings, "HF_HUB_OFFLINE": "1" if offline else "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    if offline:
-        assert done.stdout.startswith("4 org/private is not in the cache")
-        assert hub.log == []
-    else:
-        assert len(done.stdout.strip()) == 40
-        assert (tmp_path / "home" / "hub" / "models--org--private").is_dir()
-        assert TOKEN not in done.stdout + done.stderr

@@ -10,7 +10,6 @@ import pytest
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import (
     FAMILIES,
-    KNOWN,
     KNOWN_TYPES,
     close_names,
     family_named,
@@ -54,6 +53,7 @@ def test_names_and_addresses(typed: str, repo: str, revision: str | None) -> Non
         *((f"https://hf.co{path}", None, "is not the address of a model") for path in ("", "/org", "/datasets/a/b")),
         ("Demo", None, "ships with ssdprof is demo"), ("demo@v1", None, "ships with ssdprof is demo"),
         ("", None, "name is empty"), ("  ", None, "name is empty"), ("org/name", " ", "revision is empty"),
+        ("demo", "v1", "is local and has no revisions"), (".", "v1", "is local and has no revisions"),
     ],
 )  # fmt: skip
 def test_names_that_are_refused_at_once(typed: str, revision: str | None, words: str) -> None:
@@ -123,13 +123,6 @@ def test_siblings_that_fit_are_the_largest_first_and_without_the_model_itself() 
     assert siblings_that_fit("someone/else", 10**15) == ()
     everything = siblings_that_fit("ibm-granite/granite-4.0-h-small", 10**15)
     assert "ibm-granite/granite-4.0-h-small" not in [member.repo for member in everything]
-
-
-def test_known_checkpoints_say_where_their_size_is_from() -> None:
-    assert all(member.parameters_from for row in FAMILIES for member in row.checkpoints)
-    mamba = KNOWN["state-spaces/mamba2-2.7b"]
-    assert mamba is not None
-    assert (mamba.trained_context, mamba.weight_bytes) == (2048, 5_400_000_000)
 
 
 # --- layers

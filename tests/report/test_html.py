@@ -77,7 +77,7 @@ def test_pictures_belong_to_what_was_measured(pages: dict[str, str]) -> None:
         "lengths": ("Speedup", "Error along the prompt, worst layer, 1,024 tokens"),
         "cpu": ("Error along the prompt",),
         "broken": ("Speedup", "Error along the prompt"),
-        "stalls": ("Warp stalls", "fused: stages and stall reasons", "Stages in words", "scores 75%"),
+        "stalls": ("Warp stalls", "fused: stages and stall reasons", "Stages and stall reasons"),
     }
     for name, wanted in captions.items():
         words = Page(pages[name]).words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,8 @@ import triton
 from stalls import synthetic
 
 import ssdprof
-from ssdprof.operators import operator, records
-from ssdprof.operators.operator import KnownSource, Stages, known_sources
+from ssdprof.operators import records
+from ssdprof.operators.operator import KnownSource, Stages
 from ssdprof.operators.ssd import STAGES as SSD_STAGES
 from ssdprof.report.stalls import compose
 from ssdprof.stalls import target
@@ -24,10 +23,9 @@ from ssdprof.stalls.read import Point, RawKernel
 
 KERNELS = Path(ssdprof.__file__).parent / "kernels"
 STAGES = Stages.together([one.stages for one in records()])
-PROFILED = [file for file in KERNELS.rglob("*.py") if file.stem != "mixer"]  # those have no stages
-FILES = sorted(file for file in PROFILED if re.search(r"^@\w+\.jit", file.read_text(), re.MULTILINE))
-SSD = [file for file in FILES if "ssd" in file.relative_to(KERNELS).parts]
-WITH_BARRIERS = {file.stem: text for file in SSD if "mbarrier.wait(" in (text := file.read_text())}
+PROFILED = sorted(
+    file for file in KERNELS.rglob("*.py") if file.stem != "mixer" and re.search(r"^@\w+\.jit", file.read_text(), re.M)
+)  # mixers have no stages
 
 SOURCE = '''"""A kernel."""
 STAGES = {"helper": "caller", "load": "loads", "_kernel": "setup"}
@@ -142,17 +140,16 @@ def test_a_line_has_the_stage_that_the_source_says(text: str, place: LineStage) 
         # a function that the table lacks
         (SOURCE.replace('"load": "loads", ', ""), line_of("return helper"), LineStage("load", UNKNOWN)),
         ("__global__ void k() {}", 1, LineStage("", UNKNOWN)),  # not Python
+        # a name of the user that stands for something else is no table
+        *(
+            (f"STAGES = {it}\nWAITS = {it}\n@jit\ndef scan(x):\n    return x\n", 5, LineStage("scan", "scan"))
+            for it in ("3", "tl.constexpr(3)", "(1, 2)")
+        ),
     ],
 )
 def test_lines_that_no_table_knows(source: str, line: int, place: LineStage) -> None:
     assert parse(source).place(line) == place
-
-
-@pytest.mark.parametrize("value", ["3", "tl.constexpr(3)", "(1, 2)"])
-def test_a_name_of_the_user_that_stands_for_something_else_is_no_table(value: str) -> None:
-    parsed = parse(f"STAGES = {value}\nWAITS = {value}\n\n@triton.jit\ndef scan(x):\n    return x\n")
-    assert parsed.place(6) == LineStage("scan", "scan")
-    assert not parsed.labelled
+    assert not parse(source.replace("STAGES", "X")).labelled or "jit" not in source
 
 
 def test_lines_of_libraries_and_line_0_belong_to_their_caller() -> None:
@@ -194,72 +191,38 @@ def scores(shared):
 # --- our own kernels
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_jit_function_has_a_stage_that_exists_and_tables_name_nothing_else(file: Path) -> None:
+@pytest.mark.parametrize("file", PROFILED, ids=lambda file: file.name)
+def test_every_line_of_a_kernel_has_a_stage_that_exists_and_tables_and_marks_are_of_kernels(file: Path) -> None:
     text = file.read_text()
-    parsed = parse(text)
-    functions = {function.name for function in parsed.functions}
-    assert functions == set(re.findall(r"^ *@\w+\.jit.*\n *def (\w+)", text, re.M))
+    parsed, lines = parse(text), text.splitlines()
+    functions = set(re.findall(r"^ *@\w+\.jit.*\n *def (\w+)", text, re.M))
+    assert {place.function for place in parsed.places.values()} == functions
     table = re.search(r"^STAGES = (\{.*?\})(?:  # fmt: skip)?$", text, re.MULTILINE | re.DOTALL)
-    assert table is not None
-    assert set(re.findall(r'"(\w+)":', table[1])) == functions
-    for function in parsed.functions:
-        assert function.stage != UNKNOWN, f"{file.name}: STAGES lacks {function.name}"
-        for stage in (function.stage, *(stage for _, stage in function.starts)):
-            assert stage is None or stage in STAGES.order, f"{file.name}: {function.name}: {stage} is no stage"
-    assert set(parsed.waits.values()) <= set(STAGES.order)
+    assert set(re.findall(r'"(\w+)":', table[1]) if table else ()) == functions
+    stages = {place.stage for place in parsed.places.values()} - {None}
+    assert stages <= set(STAGES.order), f"{file.name}: {stages - set(STAGES.order)}"
+    assert {name for name in functions if name.endswith("_kernel")} <= set(STAGES.kernels)
+    marks = {number for number, line in enumerate(lines, 1) if re.match(r"\s*# stage ", line)}
+    assert not any(parsed.place(number).header or parsed.place(number).stage == UNKNOWN for number in marks)
 
 
-def test_every_mark_is_inside_a_kernel() -> None:
-    assert len(FILES) > 8
-    for file in PROFILED:
-        text = file.read_text()
-        marks = {number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*# stage ", line)}
-        starts = {number for function in parse(text).functions for number, _ in function.starts}
-        assert marks == starts, file.name
-
-
-def test_every_wait_of_the_hopper_kernel_has_a_stage_and_is_ended_by_somebody() -> None:
-    assert "role_states" in WITH_BARRIERS
-    for text in WITH_BARRIERS.values():
-        waits = [number for number, line in enumerate(text.splitlines(), 1) if "mbarrier.wait(" in line]
-        assert set(waits) <= set(parse(text).waits)
-    fillers = Sources(WITH_BARRIERS).fillers()
-    assert set(fillers) == {stage for text in WITH_BARRIERS.values() for stage in parse(text).waits.values()}
+def test_every_wait_of_the_hopper_kernels_has_a_stage_and_is_ended_by_somebody() -> None:
+    """In those of GDN at the call that names the ring, because `load_tile` is called for several rings."""
+    stages = dict[str, set[str]]()
+    for operator, call in (("ssd", r"mbarrier\.wait\("), ("gdn", r"(rings|inversion)\.\w+\.wait_(full|empty)\(")):
+        for file in (KERNELS / operator / "hopper").glob("role_*.py"):
+            lines, parsed = file.read_text().splitlines(), parse(file.read_text())
+            assert set(parsed.waits) >= {n for n, line in enumerate(lines, 1) if re.search(call, line)}, file.name
+            stages.setdefault(operator, set()).update(parsed.waits.values())
+    assert stages["gdn"] == {
+        "ahead", "chunk_output", "waiting.chunk", "waiting.inverse", "waiting.weights", "waiting.update",
+    }  # fmt: skip
+    fillers = Sources({file.name: file.read_text() for file in (KERNELS / "ssd").rglob("*.py")}).fillers()
+    assert set(fillers) == stages["ssd"]
     assert set(fillers["waiting.scores"]) == {"decayed_scores"}
     assert set(fillers["waiting.chunk"]) == {"put_gates", "hand_over", "load_first", "load_chunk"}
     assert set(fillers["ahead"]) == {"decayed_scores", "add_turn", "scan_chunk", "hand_out"}
     assert set(fillers["chunk_scan.residual"]) == {"store_chunk"}
-
-
-def test_waits_of_the_gdn_hopper_kernel_have_stages() -> None:
-    """At the call that names the ring, because `load_tile` is called for several rings."""
-    found: set[str] = set()
-    for file in (KERNELS / "gdn" / "hopper").glob("role_*.py"):
-        lines, parsed = file.read_text().splitlines(), parse(file.read_text())
-        call = re.compile(r"(rings|inversion)\.\w+\.wait_(full|empty)\(")
-        assert set(parsed.waits) == {n for n, line in enumerate(lines, 1) if call.search(line)}, file.name
-        found |= set(parsed.waits.values())
-    assert found == {
-        "ahead", "chunk_output", "waiting.chunk", "waiting.inverse", "waiting.weights", "waiting.update",
-    }  # fmt: skip
-
-
-def test_the_fused_kernels_have_every_stage() -> None:
-    for folder, *names in ((".", "portable"), ("hopper", "hopper_kernel", "lanes", *WITH_BARRIERS)):
-        found: set[str] = set()
-        for name in names:
-            for function in parse((KERNELS / "ssd" / folder / f"{name}.py").read_text()).functions:
-                found |= {function.stage or ""} | {stage for _, stage in function.starts}
-        assert {
-            "ticket", "chunk_cumsum", "bmm_chunk", "chunk_state", "state_passing.wait", "state_passing.load",
-            "state_passing.store", "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
-        } <= found  # fmt: skip
-
-
-def test_launched_kernels_are_known_by_name() -> None:
-    functions = (function.name for file in FILES for function in parse(file.read_text()).functions)
-    assert {name for name in functions if name.endswith("_kernel")} == set(STAGES.kernels)
 
 
 # --- other libraries' kernels: stages by the hash of their file
@@ -318,42 +281,12 @@ def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so(
         assert not any("not known" in text for text in compose(analyse([synthetic.report(labelled)])).caveats)
 
 
-def test_a_table_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "__file__", str(tmp_path / "operator.py"))
-    table = tmp_path / "known_sources" / "them.toml"
-    table.parent.mkdir()
-    table.write_text(
-        '[[source]]\nversion = "v"\nfile = "f"\nsha256 = "ab"\nstages = { k = "setup" }\nstarts = { 7 = "loads" }\n'
-    )
-    (source,) = known_sources("them").values()
-    assert (source.sha256, source.implementation, source.stages) == ("ab", "", {"k": "setup"})
-    assert source.starts == {7: "loads"}
-
-
 @pytest.mark.parametrize("operator", TABLES)
 def test_tables_name_stages_that_exist(operator: str) -> None:
     known = TABLES[operator]
     for sha256, source in known.sources.items():
         assert len(sha256) == 64
         assert {*source.stages.values(), *source.starts.values()} <= {*known.order, CALLER}, source.file
-
-
-@pytest.mark.parametrize(
-    "source",
-    [source for known in TABLES.values() for source in known.sources.values()],
-    ids=lambda source: f"{source.version}: {source.file}",
-)
-def test_stages_of_an_installed_file_begin_inside_its_kernels(source: KnownSource) -> None:
-    """Runs if the exact file of the table is installed."""
-    package, *inside = source.file.split("/")
-    spec = importlib.util.find_spec(package)
-    place = Path(spec.origin).parent.joinpath(*inside) if spec and spec.origin else Path("nowhere")
-    if not place.is_file() or hashlib.sha256(place.read_bytes()).hexdigest() != source.sha256:
-        pytest.skip(f"{source.version} is not installed")
-    parsed = parse(place.read_text(encoding="utf-8"), source)
-    assert set(source.stages) <= {function.name for function in parsed.functions}
-    for line, stage in source.starts.items():
-        assert parsed.place(line).stage == stage
 
 
 # --- the line table of a kernel's PTX, with callers instead of helpers

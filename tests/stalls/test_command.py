@@ -129,7 +129,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         jobs.append((job.implementation, job.layer))
         return pretended(job.implementation, f"_{job.implementation}")
 
-    def profile(job: ncu.Job, launched: Launched, _program: ncu.Program, file: Path, **_: object) -> float:
+    def profile(job: ncu.Job, launched: Launched, _program: str, file: Path, **_: object) -> float:
         assert launched.implementation == job.implementation
         file.write_text(job.implementation)
         return 1.0
@@ -140,7 +140,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(ncu, "launch", launch)
     monkeypatch.setattr(ncu, "profile", profile)
-    monkeypatch.setattr(ncu, "find", lambda: ncu.Program(Path("ncu"), "2025.3.1.0"))
+    monkeypatch.setattr(ncu, "find", lambda: ("ncu", "2025.3.1.0"))
     monkeypatch.setattr(stalls_job, "read", read)
     return jobs
 
@@ -249,7 +249,7 @@ def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_t
 def test_where_ncu_cannot_work_triton_is_asked(
     captured: Path, gpu: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none() -> ncu.Program:
+    def none() -> None:
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
     monkeypatch.setattr(ncu, "find", none)

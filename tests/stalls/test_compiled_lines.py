@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof.stalls.attribute import UNKNOWN, LineStage, Sources, attribute
-from ssdprof.stalls.read import Point, RawKernel
+from ssdprof.stalls.attribute import UNKNOWN, LineStage, Sources
+from ssdprof.stalls.read import Point
 
 pytestmark = pytest.mark.compiler
 
@@ -29,6 +29,10 @@ KERNELS = (
     "_gdn_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_gdn_chunk_output_kernel",
     "_gdn_factors_kernel", "_gdn_scan_kernel", "_gdn_recurrent_kernel",
 )  # fmt: skip
+ALGORITHM = {
+    "ticket", "chunk_cumsum", "bmm_chunk", "state_passing.wait", "state_passing.load", "state_passing.store",
+    "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,38 +125,16 @@ def test_every_instruction_is_filed_under_a_line_of_its_own_stage(compiled: dict
     assert len(lost) < 0.01 * len(found.called)
 
 
-@pytest.mark.parametrize("name", ["_fused_hopper_kernel", "_fused_kernel", "_chunk_scan_kernel"])
-def test_neighbours_alone_would_misplace_some(compiled: dict[str, Compiled], name: str) -> None:
-    """Reports that others recorded have only neighbours.  This also shows that the test above can fail."""
-    found = compiled[name]
-    kernel = RawKernel(function=name, metrics={}, points=found.points)
-    by_neighbours = _stage_of_each(kernel, found.sources)
-    known = [(one, stage) for one, stage in zip(by_neighbours, found.stages, strict=True) if stage]
-    assert 0.8 < sum(one == stage for one, stage in known) / len(known) < 0.995
-
-
-def _stage_of_each(kernel: RawKernel, sources: Sources) -> list[str]:
-    """The stage of each instruction by `attribute`, with a separate reason per instruction."""
-    points = tuple(
-        Point(point.address, point.file, point.line, point.sass, {f"i{i}": 1}) for i, point in enumerate(kernel.points)
-    )
-    found, _, _ = attribute(RawKernel(function=kernel.function, metrics={}, points=points), sources)
-    stages = {reason: stage for stage, samples in found.items() for reason in samples}
-    return [stages[f"i{i}"] for i in range(len(points))]
-
-
-@pytest.mark.parametrize("name", ["_fused_kernel", "_fused_hopper_kernel"])
-def test_every_stage_that_a_kernel_names_is_compiled_somewhere(compiled: dict[str, Compiled], name: str) -> None:
-    assert {
-        "ticket", "chunk_cumsum", "bmm_chunk", "state_passing.wait", "state_passing.load", "state_passing.store",
-        "chunk_scan.previous", "chunk_scan.current", "chunk_scan.residual",
-    } <= {place.stage for place in compiled[name].called}  # fmt: skip
-
-
-def test_every_stage_of_the_fused_gdn_kernels_is_compiled_somewhere(compiled: dict[str, Compiled]) -> None:
-    for name, stages in (
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        *((name, ALGORITHM) for name in ("_fused_kernel", "_fused_hopper_kernel")),
         ("_gdn_factors_kernel", {"setup", "gate_cumsum", "scaled_dot_kkt", "solve_tril", "state_factor", "out_factor"}),
         ("_gdn_scan_kernel", {"setup", "warm_up", "chunk_state.residual", "chunk_state.update", "chunk_output"}),
         ("_gdn_recurrent_kernel", {"setup", "setup.store", "recurrence"}),
-    ):
-        assert stages <= {place.stage for place in compiled[name].called}, name
+    ],
+)
+def test_every_stage_that_a_kernel_names_is_compiled_somewhere(
+    compiled: dict[str, Compiled], name: str, stages: set[str]
+) -> None:
+    assert stages <= {place.stage for place in compiled[name].called}
