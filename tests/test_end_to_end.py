@@ -98,19 +98,6 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_demo_run")
-def test_accuracy_reads_the_latest_run() -> None:
-    answer = Answer("accuracy", "--dtypes", "relaxed")
-    assert answer.code == 0
-    assert "relaxed" in answer.out
-    assert latest().id in answer.err
-    shown = read(Answer("accuracy", "--states", "bf16", "--json").out)
-    assert {case.precision.state_dtype for case in shown.cases} == {"bf16"}
-    gated = Answer("accuracy", "--max-rms-ratio", "0.5", "--json")
-    assert gated.code == 1
-    assert "GATE FAILED: max-rms-ratio 0.5: layer 1, 40 tokens, fused, exact, fp32 states: " in gated.err
-
-
-@pytest.mark.usefixtures("in_demo_run")
 def test_export_writes_what_a_job_attaches(tmp_path: Path) -> None:
     file = tmp_path / "report.md"
     answer = Answer("export", "--format", "markdown", "-o", str(file))
@@ -145,37 +132,6 @@ def test_the_document_is_read_back(tmp_path: Path) -> None:
         assert Answer("export", "--json", "--format", other).code == 2
 
 
-def test_the_steps_of_a_github_job(in_demo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    assert "is for a step of GitHub Actions" in Answer("export", "--format", "github").err
-    for name in ("STEP_SUMMARY", "OUTPUT"):
-        monkeypatch.setenv(f"GITHUB_{name}", str(tmp_path / name))
-    assert Answer("export", "--format", "github", "-o", "file").code == 2
-    answer = Answer("export", "--format", "github")
-    assert answer.code == 0
-    assert all(line.startswith("::") for line in answer.out.splitlines())
-    assert (tmp_path / "STEP_SUMMARY").read_text().startswith("## ssdprof: ")
-    assert "passed=true\n" in (tmp_path / "OUTPUT").read_text()
-    assert in_demo_run == Path.cwd()
-
-
-@pytest.mark.usefixtures("in_demo_run")
-def test_a_run_is_compared_with_itself() -> None:
-    name = latest().id
-    answer = Answer("compare", name, name, "--fail-if", "rms:0%", "--json")
-    assert answer.code == 0, answer.err
-    document = json.loads(answer.out)
-    assert (document["base"]["name"], document["passed"], document["verdicts"]) == (name, True, {"rms:0%": []})
-    assert {pair["verdict"] for pair in document["pairs"]} == {"not timed"}
-    assert "report" not in document["base"]
-    failed = Answer("compare", name, name, "--fail-if", "slower:3%")
-    assert (failed.code, "no case could be judged: BASE has no times" in failed.err) == (1, True)
-    assert Answer("compare", name, name, "--json", "--format", "markdown").code == 2
-    Answer("compare", name, name, "-o", "changes.md")
-    assert Path("changes.md").read_text().startswith("## ssdprof compare")
-    Path("changes.md").unlink()
-
-
 def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
     (captures,) = in_demo_run.glob("runs/*/captures")
     answer = Answer("run", str(captures), "--out", "again", *ONE_PRECISION, "--json")
@@ -184,14 +140,6 @@ def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
     before = {case.name: case.accuracy for case in latest().cases}
     assert again == {name: before[name] for name in again}
     shutil.rmtree("again")
-
-
-@pytest.mark.parametrize("command", ["run", "capture"])
-def test_a_file_in_the_place_of_the_folder_is_bad_input(command: str) -> None:
-    Path("file").write_text("")
-    answer = Answer(command, "demo", "--seq", "16", "--out", "file")
-    assert (answer.code, answer.out) == (2, "")
-    assert answer.err == "error: The folder file cannot be made: a file is in its place. hint: Name another folder."
 
 
 def damage(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -1,6 +1,5 @@
 """`run` and `capture` with a server's calls of the model, through the command line and without a GPU."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -225,19 +224,3 @@ def test_a_model_that_is_too_large_to_generate(monkeypatch: pytest.MonkeyPatch) 
     answer = Answer("run", "demo", "--layers", "first:1", "--seq", "16", "--decode", "1", "--dry-run")
     assert answer.code == 3
     assert "Without --decode and --answers" in answer.err
-
-
-def test_a_dry_run_says_how_the_prompts_are_served() -> None:
-    words = ("--seq", "24", "--batch", "2", "--decode", "3", "--chunked-prefill", "8")
-    answer = Answer("run", "demo", *words, "--tensor-parallel", "2", "--dry-run")
-    assert answer.code == 0, answer.err
-    for said in ("2 prompts side by side", "8 tokens a call", "3 decode steps", "first of 2 tensor-parallel ranks"):
-        assert said in answer.out
-    plan = json.loads(Answer("run", "demo", *words, "--tensor-parallel", "2", "--dry-run", "--json").out)
-    assert (plan["batch"], plan["serving"]["decode"], plan["tensor_parallel"]) == (2, 3, 2)
-    one_layer = ("--layers", "first:1", "--seq", "24", "--dry-run", "--json")
-    alone, whole = (json.loads(Answer("run", "demo", *one_layer, *more).out) for more in ((), ("--decode", "1")))
-    assert whole["weight_bytes"] > alone["weight_bytes"]
-    packed = Answer("capture", "demo", "--packed", "5x4-8", "--dry-run")
-    assert "5 packed sequences of" in packed.out
-    assert "served" not in Answer("run", "demo", "--seq", "24", "--dry-run").out

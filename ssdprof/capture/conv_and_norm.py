@@ -59,24 +59,13 @@ class ConvAndNorm:
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
         self._namespaces = {id(mixer.namespace): mixer.namespace for mixer in mixers}.values()
-        forms: dict[Any, dict[str, Any] | None] = {}
-        self._norms: list[tuple[nn.Module, dict[str, Any]]] = []
-        left = []
-        for mixer in mixers:
-            for module in gated_norms(mixer):
-                plain = [one for one in vars(module).items() if isinstance(one[1], (int, float, str, bool))]
-                kind = (type(module), *sorted(plain))
-                if kind not in forms:
-                    forms[kind] = norm_form(module)
-                form = forms[kind]
-                if form is None:
-                    left.append(module)
-                else:
-                    self._norms.append((module, form))
+        found = [(module, norm_form(module)) for mixer in mixers for module in gated_norms(mixer)]
+        self._norms = [(module, form) for module, form in found if form is not None]
+        left = len(found) - len(self._norms)
         without = [namespace for namespace in self._namespaces if CONVOLUTION not in namespace]
         self.left_to_model = (
             *(["the convolution"] if without else []),
-            *([f"{len(left)} gated norms of a form that the kernel does not have"] if left else []),
+            *([f"{left} gated norms of a form that the kernel does not have"] if left else []),
         )
 
     @contextmanager

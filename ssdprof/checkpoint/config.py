@@ -21,10 +21,6 @@ LAYER_LIMIT = 1024
 MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation
 RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
 SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
-# Methods that transformers loads.  It ignores others with a warning, and would load the codes as weights.
-QUANT_METHODS = DECODED_ON_LOAD | {
-    *("compressed-tensors", "fbgemm_fp8", "torchao", "bitsandbytes", "gptq", "awq", "mxfp4", "hqq", "quanto")
-}
 # Keys of sizes, whatever the model type.
 _SIZE = re.compile(
     r"(size|heads|groups|state|dim|expand|interval|d_head|d_ssm)$|(expert|moe|shared)\w*(s|size|per_tok)$|rank$|"
@@ -97,8 +93,8 @@ def describe(source: Source) -> dict[str, Any]:
     """What config.json says of the model in `source`: fields of `model.Model`.
 
     BadInputError if it is missing, not a JSON object (`Infinity` is accepted: checkpoints hold it), of a model type
-    whose recurrent layers are known to be another operator, of an unknown quantisation, or with sizes that no model has
-    or that contradict each other.
+    whose recurrent layers are known to be another operator, or with sizes that no model has or that contradict each
+    other.
     """
     if CONFIG not in source.sizes:
         raise BadInputError(
@@ -122,7 +118,7 @@ def describe(source: Source) -> dict[str, Any]:
     if text is not None:
         _check_model_type(text, where)
     config = outer if text is None else text
-    quantization = _quant_method(config, where)
+    quantization = quant_method(config)
     _check_sizes(config, where)
     if MODELOPT_CONFIG in source.sizes and quantization is None:
         raise refuse_quantization("modelopt", source.label)
@@ -167,17 +163,14 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _quant_method(config: Mapping[str, Any], where: str) -> str | None:
-    """The quantisation of the weights, or None; BadInputError for a method that ssdprof does not load."""
+def quant_method(config: Mapping[str, Any]) -> str | None:
+    """The quantisation of the weights, as a config names it.  None: there is none, or it has no name."""
     found = config.get("quantization_config")
-    if not found:
-        return None
-    method = found.get("quant_method") if isinstance(found, dict) else None
-    if method is None and isinstance(found, dict) and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-        method = "bitsandbytes"  # configs of its first releases name no method
-    if not isinstance(method, str) or method not in QUANT_METHODS:
-        raise refuse_quantization(method, where)
-    return method
+    found = found if isinstance(found, dict) else {}
+    # Configs of bitsandbytes' first releases name no method.
+    first = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else None
+    method = found.get("quant_method", first)
+    return method if isinstance(method, str) else None
 
 
 def refuse_quantization(method: object, where: str) -> BadInputError:

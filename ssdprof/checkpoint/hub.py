@@ -107,9 +107,11 @@ class Source:
     """
 
     revision: str | None = None
+    complete = True  # whether `sizes`, once read, has every file
 
     def __init__(self, folder: Path, label: str | None = None) -> None:
         self.folder = folder
+        self._headers: dict[tuple[str, bool], Mapping[str, StoredTensor]] = {}  # by name, and whether it was cached
         self.label = label or folder.resolve().name
         if folder.is_file():
             raise BadInputError(
@@ -120,21 +122,11 @@ class Source:
                 f"There is no folder {folder}.", "Check the path, or name a hub repo: org/name."
             )
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """The size in bytes of every file, by name."""
-        return self._listing[0]
-
-    @property
-    def complete(self) -> bool:
-        """Whether `sizes` has every file."""
-        return self._listing[1]
-
     @cached_property
-    def _listing(self) -> tuple[Mapping[str, int], bool]:
-        """`sizes` and `complete`; broken symlinks are left out."""
+    def sizes(self) -> Mapping[str, int]:
+        """The size in bytes of every file, by name; broken symlinks are left out."""
         try:
-            return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}, True
+            return {path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()}
         except OSError as error:
             raise ModelUnavailableError(
                 f"{self.folder} cannot be read: {error.strerror}.", "Check the folder's permissions."
@@ -154,7 +146,13 @@ class Source:
         """The header of the safetensors file `name`, without downloading the file: name -> tensor.
 
         ModelUnavailableError when the file is truncated or corrupt: its header and its length must agree.
+        A header read on the hub does not check the copy that is downloaded later, whose header is read again.
         """
+        if (key := (name, self.cached(name))) not in self._headers:
+            self._headers[key] = self._read_header(name)
+        return self._headers[key]
+
+    def _read_header(self, name: str) -> Mapping[str, StoredTensor]:
         path = self.path(name)
         try:
             with safe_open(path, framework="np") as file:
@@ -231,17 +229,18 @@ class HubRepo(Source):
                 raise absent from dropped
 
     @cached_property
-    def _listing(self) -> tuple[Mapping[str, int], bool]:
-        """Sizes of files, and whether these are all files: if the hub is unreachable, only cached files are known."""
+    def sizes(self) -> Mapping[str, int]:
+        """If the hub is unreachable, only those of cached files are known."""
         with _hub_errors(self.label, self.revision):
             try:
                 info = _resumed(lambda: self._api.model_info(self.label, revision=self.revision, files_metadata=True))
             except (TRANSPORT_ERROR, errors.OfflineModeIsEnabled) as error:
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
                     raise
+                self.complete = False
                 cached = (path for path in self.folder.rglob("*") if path.is_file())
-                return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in cached}, False
-        return {file.rfilename: file.size or 0 for file in info.siblings or ()}, True
+                return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in cached}
+        return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
     def path(self, name: str) -> Path:
         if not self.cached(name):
@@ -249,9 +248,9 @@ class HubRepo(Source):
                 _resumed(lambda: self._api.hf_hub_download(self.label, name, revision=self.revision))
         return self.folder / name
 
-    def header(self, name: str) -> Mapping[str, StoredTensor]:
+    def _read_header(self, name: str) -> Mapping[str, StoredTensor]:
         if self.cached(name):
-            return super().header(name)
+            return super()._read_header(name)
         try:
             with _hub_errors(self.label, self.revision, name):
                 found = _resumed(

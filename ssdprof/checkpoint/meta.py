@@ -20,7 +20,7 @@ from torch import nn
 
 from ssdprof import operators
 from ssdprof.checkpoint import accelerate, transformers
-from ssdprof.checkpoint.config import SUPPORTED, refuse_quantization
+from ssdprof.checkpoint.config import SUPPORTED, quant_method, refuse_quantization
 from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
@@ -49,60 +49,64 @@ def meta_model(
 
 
 def build(config: Mapping[str, Any], repo_id: str, *, head: bool = False) -> PreTrainedModel:
-    """The model of `config` on the meta device, in eval mode: see `empty_model`."""
-    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
-        (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        return empty_model(Path(folder), repo_id, head=head).eval()
-
-
-def empty_model(folder: Path, repo_id: str, *, head: bool = False) -> PreTrainedModel:
-    """The base model that config.json in `folder` describes, on the meta device: shapes, and no memory.
+    """The base model that `config` describes, on the meta device, in eval mode: shapes, and no memory.
 
     head: the model with its language-model head.
 
     BadInputError if transformers refuses the config or cannot build the model: a float where an integer belongs, an
     unknown activation, sizes that contradict each other.  The hint names the field if leaving it out helps.
-     MissingCapabilityError if it cannot load the quantisation here.
+    MissingCapabilityError if it cannot load the quantisation here.
     """
-    stored = json.loads((folder / CONFIG).read_bytes())
     try:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
-            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            model = None if config.get_text_config() is not config else _build(config, head=head)
+            found = _parsed(config)
+            model = None if found.get_text_config() is not found else _build(found, head=head)
     except BadInputError as error:
-        if field := _refused_field(stored):
+        if field := _refused_field(config):
             error.hint = f"It accepts the config without {field}.  {error.hint}"
         raise
     if model is None:  # a larger model's config, which transformers would complete with parts of its own choice
         raise BadInputError(
-            f"{CONFIG} of {repo_id} has no text_config, where a {config.model_type} config describes its layers.",
+            f"{CONFIG} of {repo_id} has no text_config, where a {found.model_type} config describes its layers.",
             "The checkpoint's config is damaged, or not of this model type.",
         )
-    if found := getattr(config, "quantization_config", None):
-        _check_quantization(dict(found), repo_id)
-    return model
+    if quantization := getattr(found, "quantization_config", None):
+        _check_quantization(dict(quantization), repo_id)
+    return model.eval()
+
+
+def _parsed(config: Mapping[str, Any]) -> PretrainedConfig:
+    """As transformers reads it from a file; raises what that raises."""
+    with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
+        (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        found: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    return found
 
 
 def check_known(config: Mapping[str, Any], where: str) -> None:
-    """BadInputError for a model type that the installed transformers does not have."""
-    name = config["model_type"]
-    if name in transformers.CONFIG_MAPPING:
-        return
-    if config.get("auto_map"):
-        why = "whose code is in the repo itself; ssdprof runs no remote code"
-    else:
+    """BadInputError for a model type or a quantisation that the installed transformers does not have.
+
+    It would ignore the quantisation with a warning.
+    """
+    name, quantization = config["model_type"], config.get("quantization_config")
+    if name not in transformers.CONFIG_MAPPING:
         why = "which the installed transformers does not know"
-    raise BadInputError(f"{where} is of type {shown(name)}, {why}.", SUPPORTED)
+        if config.get("auto_map"):
+            why = "whose code is in the repo itself; ssdprof runs no remote code"
+        raise BadInputError(f"{where} is of type {shown(name)}, {why}.", SUPPORTED)
+    method = quant_method(config)
+    with quiet_transformers():
+        if quantization and not (
+            method and transformers.quantizers.AutoHfQuantizer.supports_quant_method(quantization)
+        ):
+            raise refuse_quantization(quantization.get("quant_method") if method else quantization, where)
 
 
 def _check_quantization(found: dict[str, Any], repo_id: str) -> None:
-    """BadInputError if transformers does not know the quantisation; MissingCapabilityError if it cannot load it here.
-
-    It would say so itself, but only with the weights at hand, and an unknown one it ignores.
-    """
+    """MissingCapabilityError if transformers cannot load the quantisation here, which it says only with the weights."""
     with quiet_transformers():
-        if not transformers.quantizers.AutoHfQuantizer.supports_quant_method(found):
-            raise refuse_quantization(found.get("quant_method"), f"The config of {repo_id}")
         with refusals(f"the quantization_config of {repo_id}"):
             quantizer = transformers.quantizers.AutoHfQuantizer.from_config(found, pre_quantized=True)
         try:
@@ -136,8 +140,7 @@ def _refused_field(config: Mapping[str, Any]) -> str | None:
 def accepts(config: Mapping[str, Any]) -> bool:
     """Whether transformers accepts a config as such."""
     with quiet_transformers(), suppress(Exception):  # of any class
-        transformers.AutoConfig.for_model(**config)
-        return True
+        return bool(_parsed(config))
     return False
 
 

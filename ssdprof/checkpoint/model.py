@@ -55,7 +55,7 @@ class Model:
 
     @property
     def on_meta(self) -> PreTrainedModel:
-        """The whole base model on the meta device; raises what `meta.empty_model` raises."""
+        """The whole base model on the meta device; raises what `meta.build` raises."""
         return self._built[0]
 
     @property

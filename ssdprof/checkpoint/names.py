@@ -76,9 +76,9 @@ def _family(row: dict[str, Any]) -> Family:
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
-KNOWN_TYPES: tuple[str, ...] = tuple(_TABLE["types"])
 OTHER_SCANS: dict[str, str] = _TABLE["other_scans"]  # model type -> why it is refused
 FAMILIES = tuple(map(_family, _TABLE["family"]))
+KNOWN_TYPES = tuple(dict.fromkeys(row.model_type for row in FAMILIES))  # any other works if it calls an operator
 
 
 def family_named(typed: str) -> Family | None:

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ssdprof.checkpoint.config import PICKLE
@@ -82,7 +81,7 @@ class Weights:
         found: dict[str, StoredTensor] = {}
         needed = self.needed_shards(depth, head=head)
         for file in self.files(depth, head=head):
-            header = self._header(file)
+            header = self.source.header(file)
             if missing := sorted({key for key, at in needed.items() if at == file} - set(header)):
                 raise ModelUnavailableError(
                     f"{file} lacks {len(missing)} of the weights that the index places in it, such as "
@@ -100,17 +99,6 @@ class Weights:
             return self.source.sizes[PICKLE]
         size, tensors = SIZES.get(dtype or ""), self.tensors(depth, head=head).values()
         return sum(math.prod(t.shape) * size if size and t.dtype in _FLOATS else t.size_bytes for t in tensors)
-
-    def _header(self, file: str) -> Mapping[str, StoredTensor]:
-        # A header read on the hub does not check the copy that is downloaded later, whose header is read again.
-        key = (file, self.source.cached(file))
-        if key not in self._headers:
-            self._headers[key] = self.source.header(file)
-        return self._headers[key]
-
-    @cached_property
-    def _headers(self) -> dict[tuple[str, bool], Mapping[str, StoredTensor]]:
-        return {}
 
 
 def find_weights(source: Source, *, is_original: bool) -> Weights:

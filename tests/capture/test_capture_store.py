@@ -4,9 +4,7 @@ import errno
 import json
 import math
 import multiprocessing
-import os
 import resource
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import MANIFEST, is_capture
 from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, load
-from ssdprof.core.subject import Prompt, Serving, scalars_hash
+from ssdprof.core.subject import Prompt, Serving
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.tensors import tensors
@@ -214,40 +212,6 @@ def test_a_damaged_manifest(stored: Path, content: bytes, words: str) -> None:
     (stored / MANIFEST).write_bytes(content)
     with pytest.raises(BadInputError, match=words):
         load(stored)
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_files_have_the_users_permissions(tmp_path: Path, mamba2: list[CapturedLayer], umask: int) -> None:
-    before = os.umask(umask)
-    try:
-        with writer(tmp_path) as out:
-            out.add(mamba2[0])
-        modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir() if file.name != ".lock"}
-    finally:
-        os.umask(before)
-    assert modes == {0o666 & ~umask}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"chunk_size": "32"}, "chunk_size = '32': Input should be a valid integer"),
-        ({"chunk_size": True}, "chunk_size = True"),
-        ({"dt_softplus": "yes"}, "dt_softplus = 'yes'"),
-        ({"dt_limit_low": "0"}, "dt_limit"),
-        ({"unheard": 1}, "unheard is not an argument of SSDInputs"),
-    ],
-)
-def test_a_scalar_of_another_type(stored: Path, change: dict[str, Any], message: str) -> None:
-
-    def damage(manifest: dict[str, Any]) -> None:
-        scalars = manifest["layers"][0]["scalars"]
-        scalars.update(change)
-        manifest["layers"][0]["scalars_sha256"] = scalars_hash(scalars)
-
-    edit(stored, damage)
-    with pytest.raises(BadInputError, match=message):
-        read_all(stored)
 
 
 @pytest.mark.parametrize("opener", ["read_text", "safe_open"])

@@ -116,11 +116,6 @@ def test_a_spreadsheet_computes_nothing() -> None:
     assert float(row["device time [µs]"]) > 0
 
 
-def test_outputs_are_one_line_each() -> None:
-    made = bench(subject="ssd\nverdict=forged")
-    assert all("\n" not in value for value in exports.outputs(made).values())
-
-
 def test_junit_skips_what_does_not_count() -> None:
     whole = ending("refused")
     asked = tuple(one for one in whole.requested if one.implementation == "unfused")

@@ -9,7 +9,6 @@ from cases import RELAXED_FP16, answers, bench, checkpoint, failed, prefill, rep
 from markdown_it import MarkdownIt
 from report.test_contents import result
 
-from ssdprof.core import words as fmt
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.report import Report
 from ssdprof.report import markdown
@@ -63,24 +62,6 @@ def test_every_table_parses_with_equal_rows_and_folds_are_closed(name: str) -> N
         assert len(table) > 1
         assert len({len(row) for row in table}) == 1
     assert text.count("<details>") == text.count("</details>") == text.count("<summary>") == text.count("</summary>")
-
-
-def test_every_speed_is_in_the_row_of_its_layer() -> None:
-    found = report(seqlens=(131_072, 1024), layers=(0, 9))
-    pattern = r"<summary>Speed of each layer at ([\d,]+) tokens</summary>(.*?)</details>"
-    sections = re.findall(pattern, render(found), re.S)
-    assert [tokens for tokens, _ in sections] == ["131,072", "1,024"]
-    rows = {tokens: tables(body)[0] for tokens, body in sections}
-    for case in found.cases:
-        assert case.layer
-        assert case.device_us
-        key = [str(case.layer.index), case.kernel, case.precision.short]
-        (row,) = [row for row in rows[f"{case.seqlen:,}"] if row[:3] == key]
-        assert row[3] == fmt.speedup(found.speedup(case, "device"))
-        assert row[6] == fmt.duration(case.device_us.value)
-        assert (row[8], row[10]) == (
-            fmt.percent(case.floor_pct(found.ceilings), 1), fmt.size(case.workspace_bytes)
-        )  # fmt: skip
 
 
 def test_what_failed_comes_before_all_numbers() -> None:

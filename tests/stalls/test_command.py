@@ -52,58 +52,6 @@ def test_a_report_from_elsewhere_is_shown_and_json_is_the_whole_record(elsewhere
     assert call("--from", str(elsewhere), "--json").stdout == result.stdout
 
 
-def test_markdown_is_written_with_its_pictures_beside_it(elsewhere: Path, tmp_path: Path) -> None:
-    file = tmp_path / "out" / "stalls.md"
-    file.parent.mkdir()
-    words = ("--from", str(elsewhere), "--markdown", str(file))
-    assert call(*words).exit_code == 0
-    assert [picture.name for picture in file.parent.glob("*.svg") if picture.name in file.read_text()]
-    again = call(*words)
-    assert again.exit_code == ExitCode.BAD_INPUT
-    assert "--force" in again.stderr
-    assert call(*words, "--force").exit_code == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "told"),
-    [
-        (("--from", "a.ncu-rep", "demo"), 2, ""),
-        (("--from", "a.ncu-rep", "--layer", "3"), 2, ""),
-        (("--from", "a.ncu-rep", "--seq", "1k"), 2, ""),
-        (("--from", "a.ncu-rep", "--out", "x"), 2, ""),
-        (("demo",), 3, "need an NVIDIA GPU"),
-        (("demo",), 3, "--from FILE"),
-        (("demo", "--impl", "fusde"), 2, "Choose from: unfused, fused"),
-        (("demo", "--impl", "reference"), 2, "Choose from: unfused, fused"),
-        (("demo", "--impl", "fused,nowhere=here"), 2, "Choose from: unfused, fused"),
-    ],
-)
-def test_what_cannot_be_profiled_here_has_its_sentence(words: tuple[str, ...], code: int, told: str) -> None:
-    result = call(*words)
-    assert result.exit_code == code
-    assert told in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("a.ncu-rep", b"", "not an ncu report"),
-        ("a.ncu-rep", b"junk" * 99, "not an ncu report"),
-        ("a.csv", b'"ID","Kernel Name"\n"0","_k"\n', "not an ncu report"),
-        ("a.ncu-rep", b"NVR\0\2\0\0\0\x08\x07", "zero ranges"),
-        ("gone.ncu-rep", None, "cannot be read"),
-    ],
-)
-def test_a_file_that_is_no_report_has_its_sentence(
-    tmp_path: Path, name: str, content: bytes | None, words: str
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    result = call("--from", str(tmp_path / name))
-    assert result.exit_code == ExitCode.BAD_INPUT
-    assert words in result.stderr
-
-
 # --- the whole job, with stand-ins for the GPU and for ncu
 
 
@@ -266,24 +214,6 @@ def test_where_ncu_cannot_work_triton_is_asked(
 def keep(folder: Path, report: Report) -> None:
     folder.mkdir(parents=True)
     (folder / HEADER).write_text(dump(report))
-
-
-def test_stalls_of_a_run_are_part_of_its_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs" / "a"
-    keep(folder, run_report())
-    without = CliRunner().invoke(app, ["export", str(folder)]).stdout
-    assert "stall" not in without
-    (folder / stall_files.FOLDER).mkdir()
-    stall_files.write(folder / stall_files.FOLDER, analyse([synthetic.report(synthetic.kernel())]))
-    printed = CliRunner().invoke(app, ["export", str(folder)]).stdout
-    assert printed.startswith(without.rstrip("\n"))
-    assert "stages and stall reasons" in printed
-    assert ".svg" not in printed
-    result = CliRunner().invoke(app, ["export", str(folder), "-o", "report.md"])
-    assert result.exit_code == 0, result.output
-    assert "](report-kernel.svg)" in Path("report.md").read_text()
-    assert Path("report-kernel.svg").is_file()
 
 
 def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path: Path) -> None:
