@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from ssdprof.checkpoint.hub import CONFIG, Source
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
 from ssdprof.core.subject import DECODED_ON_LOAD
 from ssdprof.errors import BadInputError, library_message, unreadable
@@ -89,20 +89,15 @@ def _check_sizes(config: Mapping[str, Any], where: str) -> None:
             raise refuse(where, f"has {heads} = {config[heads]}, which {groups} = {config[groups]} does not divide")
 
 
-def describe(source: Source) -> dict[str, Any]:
-    """What config.json says of the model in `source`: fields of `model.Model`.
+def describe(file: Path, where: str) -> dict[str, Any]:
+    """What config.json says of a model: fields of `model.Model`.  where: names it in messages.
 
-    BadInputError if it is missing, not a JSON object (`Infinity` is accepted: checkpoints hold it), of a model type
+    BadInputError if it is not a JSON object (`Infinity` is accepted: checkpoints hold it), of a model type
     whose recurrent layers are known to be another operator, or with sizes that no model has or that contradict each
     other.
     """
-    if CONFIG not in source.sizes:
-        raise BadInputError(
-            f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
-        )
-    where = f"{CONFIG} of {source.label}"
     try:
-        stored = read_json(source.path(CONFIG))
+        stored = read_json(file)
     except OSError as error:
         raise unreadable(where, error, "Fetch or copy the file again.") from None
     except ValueError as error:
@@ -118,16 +113,13 @@ def describe(source: Source) -> dict[str, Any]:
     if text is not None:
         _check_model_type(text, where)
     config = outer if text is None else text
-    quantization = quant_method(config)
     _check_sizes(config, where)
-    if MODELOPT_CONFIG in source.sizes and quantization is None:
-        raise refuse_quantization("modelopt", source.label)
     return {
         "config": config,
         "model_type": model_type,
         "nested": text is not None,
         "original": original,
-        "quantization": quantization,
+        "quantization": quant_method(config),
         "random_weights": stored.get(RANDOM_WEIGHTS) is True,
     }
 

@@ -268,15 +268,17 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
             )
         family = family_named(repo_id)
         source = _open_repo(family.flagship if family and family.flagship else repo_id, revision)
+    if CONFIG not in source.sizes:
+        raise BadInputError(
+            f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
+        )
+    found = configs.describe(source.path(CONFIG), f"{CONFIG} of {source.label}")
+    if configs.MODELOPT_CONFIG in source.sizes and found["quantization"] is None:
+        raise configs.refuse_quantization("modelopt", source.label)
     others = tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else ()
     notes = f"{named} is a family of models, not a repo: taking {source.label}. Others: {', '.join(others)}."
     return Model(
-        requested=named,
-        source=source,
-        tokenizer=tokenizer,
-        siblings=others,
-        notes=(notes,) if family else (),
-        **configs.describe(source),
+        requested=named, source=source, tokenizer=tokenizer, siblings=others, notes=(notes,) if family else (), **found
     )
 
 
