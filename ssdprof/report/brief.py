@@ -155,7 +155,7 @@ def accuracy_table(
     parts += [*map(terminal.verdict, lines), *map(terminal.bullet, caveats(report))]
     for made in filter(None, (one for group in found for one in calls.accuracies(group))):
         parts += ["", terminal.SplitTable(made)]
-    return Renderables(*parts, "", Text(calls.ACCURACY_READING.text, style="dim"))
+    return Renderables(*parts, "", Text(calls.ACCURACY_READING, style="dim"))
 
 
 # --- ssdprof runs

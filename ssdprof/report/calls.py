@@ -9,16 +9,16 @@ from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Against, Group, Pooled, Series, groups, layer_of, layer_words, pool, precision_order
-from ssdprof.report.table import Column, Note, Row, Table, folded, lifted, strings, table, text
+from ssdprof.report.table import Column, Row, Table, folded, lifted, strings, table, text
 
 PRECISION = "intermediates,\nstates"
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
-SPEED_READING = Note(
+SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  Speedup: over the "
     "baseline, with its 95 % interval.  % of roofline: the least time in which this GPU can move the bytes and do the "
     "arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its outputs."
 )
-ACCURACY_READING = Note(
+ACCURACY_READING = (
     "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Rms error: rms(a - b) / rms(b).  "
     "Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no implementation can do "
     "better.  In several calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "

@@ -13,10 +13,10 @@ from ssdprof.core.pairs import Comparison, Pair, Side, Total
 from ssdprof.report.calls import PRECISION
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.stalls import StageChange
-from ssdprof.report.table import Column, Document, Note, Section, Table, VerdictLine, section, shortened, strings, table
+from ssdprof.report.table import Column, Document, Section, Table, VerdictLine, section, shortened, strings, table
 from ssdprof.report.table import text as words
 
-READING = Note(
+READING = (
     "Ratios are BASE's time over NEW's: above 1, NEW is faster.  Time: by device, of a prefill by call.  Speedups are "
     "over the baseline, and compare across machines; their ratio is NEW's over BASE's.  In brackets: 95 % intervals of "
     "the spread within each of the two; what differs from run to run, such as clocks and temperature, is not in them."

@@ -7,7 +7,7 @@ import re
 from tabulate import tabulate
 
 from ssdprof.core import words as fmt
-from ssdprof.report.table import Block, Document, Figure, Note, Section, Table
+from ssdprof.report.table import Block, Document, Figure, Section, Table
 
 LIMIT_BYTES = 1_000_000  # GitHub drops a job summary above 1 MiB; leaves room for other steps of the job
 _ROOM_FOR_THE_REST = 1_000  # the note on omitted sections
@@ -55,8 +55,8 @@ def _block(block: Block, section: str) -> str:
             return draw(block, section)
         case Figure(title, file):
             return f"![{escape(title)}]({file})"
-        case Note(text):
-            return f"<sub>{escape(text)}</sub>"
+        case str():
+            return f"<sub>{escape(block)}</sub>"
         case _:
             return "\n".join(f"- {escape(line)}" for line in block)
 

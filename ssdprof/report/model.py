@@ -9,9 +9,9 @@ from ssdprof.core.base import grouped
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.report.calls import PRECISION
-from ssdprof.report.table import Column, Note, Section, Table, lifted, section, table, text
+from ssdprof.report.table import Column, Section, Table, lifted, section, table, text
 
-ANSWERS_READING = Note(
+ANSWERS_READING = (
     "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: positions with another "
     "most likely token; margin: by how much the reference preferred its own, in nats.  In brackets: 95 % intervals, "
     'from blocks of positions.  Rows that begin with "noise" show differences that no implementation causes: an '
@@ -127,7 +127,7 @@ def prefill_sections(report: Report) -> Iterator[Section]:
     """The time of the whole model, and the share of its parts."""
     rows = [(case, case.prefill) for case in report.cases if case.prefill]
     lengths = grouped(rows, lambda row: (row[0].seqlen, row[0].batch)).values()
-    yield section("Prefill time", _times(report, rows), reading=Note(_READING.format(report.baseline)))
+    yield section("Prefill time", _times(report, rows), reading=_READING.format(report.baseline))
     left = (
         f"{_name(case)} at {_size(case)}: the model itself computed {what}."
         for case, found in rows

@@ -14,7 +14,6 @@ from ssdprof.report.table import (
     Column,
     Document,
     Figure,
-    Note,
     Section,
     Table,
     VerdictLine,
@@ -25,7 +24,7 @@ from ssdprof.report.table import (
     text,
 )
 
-READING = Note(
+READING = (
     "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel weighed by its "
     "duration.  The time is that share of the duration; stages overlap, so removing "
     "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a run."

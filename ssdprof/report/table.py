@@ -18,12 +18,6 @@ Align = Literal["left", "right"]
 Row = tuple[str, ...]
 
 
-class Note(NamedTuple):
-    """An explanation of the table above it."""
-
-    text: str
-
-
 class Figure(NamedTuple):
     """A picture next to the document; not shown on a terminal."""
 
@@ -136,7 +130,7 @@ class VerdictLine(NamedTuple):
     good: bool
 
 
-Block = Table | Figure | Note | tuple[str, ...]  # the last one is a list of sentences
+Block = Table | Figure | str | tuple[str, ...]  # a text explains the table above it, a tuple is a list of sentences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +142,7 @@ class Section:
     folded: bool = False
 
 
-def section(title: str, *blocks: Block | None, reading: Note | None = None, folded: bool = False) -> Section:
+def section(title: str, *blocks: Block | None, reading: str = "", folded: bool = False) -> Section:
     """reading: explains the blocks, if there are any."""
     found = tuple(block for block in blocks if block)
     return Section(title=title, blocks=(*found, reading) if found and reading else found, folded=folded)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from ssdprof.core import words as fmt
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.tuned import PlannedSearch, SearchOutcome, Trial, TuneReport
-from ssdprof.report.table import Column, Document, Note, Table, section, table, text
+from ssdprof.report.table import Column, Document, Table, section, table, text
 
 _MOST_ROWS = 12  # of the candidates that were timed, the fastest
-_READING = Note(
+_READING = (
     "Device: the time on the GPU alone, replayed from a CUDA graph; for several lengths, their "
     "geometric mean.  Ratio: the committed configuration's time over the candidate's, sampled in turns, with its 95 % "
     "interval.  A configuration that is kept was compared with the fp64 oracle on the timed inputs, and is more "
