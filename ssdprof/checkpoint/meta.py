@@ -8,7 +8,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,14 +175,17 @@ def refusals(what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress its warnings on unused weights of a cut model and on unusual configs.  ssdprof checks both."""
-    before: int = transformers.logging.get_verbosity()
-    set_verbosity: Callable[[int], Any] = transformers.logging.set_verbosity
-    set_verbosity(transformers.logging.ERROR)
+    """Suppress its bars, and warnings on unused weights of a cut model and unusual configs, which ssdprof checks."""
+    logging: Any = transformers.logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.ERROR)
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        set_verbosity(before)
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()
 
 
 # --- mixers
