@@ -26,7 +26,7 @@ _SIZE = re.compile(
     r"(size|heads|groups|state|dim|expand|interval|d_head|d_ssm)$|(expert|moe|shared)\w*(s|size|per_tok)$|rank$|"
     r"mem_blocks$|position_embeddings$"
 )
-_MAY_BE_ZERO = re.compile("expert|moe|shared|rank|blocks|position")
+_MAY_BE_ZERO = re.compile("expert|moe|shared|rank|blocks|position|rope")
 _MULTIPLES = (  # of the second
     *(("num_heads", "n_groups"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups")),
     *(("n_mamba_heads", "mamba_ngroups"), ("linear_num_value_heads", "linear_num_key_heads")),
@@ -82,7 +82,7 @@ def _check_sizes(config: Mapping[str, Any], where: str) -> None:
         hint = 'Sizes of such layers mean nothing without one.  Granite\'s hybrid models have an "h" in their name.'
         raise BadInputError(f"{where} has no SSD or gated-delta-rule layer: all are attention.", hint)
     for key in filter(_SIZE.search, given):
-        if isinstance(config[key], int):  # transformers says what is wrong with another type
+        if type(config[key]) is int:  # transformers says what is wrong with another type
             integer(config, key, where, least=0 if _MAY_BE_ZERO.search(key) else 1)
     for heads, groups in _MULTIPLES:
         if {heads, groups} <= given and integer(config, heads, where) % integer(config, groups, where):

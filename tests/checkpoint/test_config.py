@@ -204,7 +204,7 @@ def test_known_quantisation_is_recorded(opened: Open, method: str) -> None:
 ABSURD = {
     "num_hidden_layers": (10**9, 0), "layer_types": ("mamba", ["mamba"] * 39 + [["mamba"]]), "mamba_n_groups": (3,),
     "mamba_n_heads": (-128, 3), "mamba_d_head": (63,), "mamba_chunk_size": (0,), "hidden_size": (10**15,),
-    "mamba_d_state": (2**60, 128.0, True, {"__float__": "Infinity"}), "vocab_size": (-1, float("inf")),
+    "mamba_d_state": (2**60, 128.0, {"__float__": "Infinity"}), "vocab_size": (-1, float("inf")),
     "intermediate_size": (10**12,), "num_local_experts": (10**9,),
 }  # fmt: skip
 
