@@ -247,7 +247,7 @@ def _places(
     waits: Mapping[int, str],
     lines: Sequence[str],
 ) -> Iterator[tuple[int, LineStage]]:
-    """Of the lines of a function.  starts: lines from which on another stage begins."""
+    """The lines of a function with their stages.  starts: lines from which on another stage begins."""
     body = node.body[0].lineno
     # a mark may stand between the header and the first statement
     while body > node.lineno + 1 and lines[body - 2].lstrip().startswith("#"):
