@@ -287,16 +287,16 @@ def _does_not_fit(repo_id: str, name: str, stored: tuple[int, ...], expected: tu
 
 
 def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
-    """Tensors by stored name, memory-mapped from the file."""
+    """Tensors by stored name."""
     if local.tensors is not None:
         files = sorted(local.folder.rglob("*.safetensors"))
         return {key: tensor for file in files for key, tensor in load_file(file).items()}
     path = local.folder / PICKLE
     try:
-        with zipfile.ZipFile(path) as archive:  # what torch.save writes; torch's mmap checks no checksums
+        with zipfile.ZipFile(path) as archive:  # what torch.save writes; torch checks no checksums
             if damaged := archive.testzip():
                 raise ValueError(f"the checksum of {damaged} differs")
-        pickled = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        pickled = torch.load(path, map_location="cpu", weights_only=True)  # memory-mapped, it would check no sizes
     except pickle.UnpicklingError:
         raise BadInputError(
             f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",

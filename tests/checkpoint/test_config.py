@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,9 @@ ABSURD = {
     ("change", "named"),
     [
         *(({key: value}, key) for key, values in ABSURD.items() for value in values),
-        ({"num_hidden_layers": 41}, "layer_types"),
+        ({"num_hidden_layers": 41}, "layer_types"), ({"time_step_limit": [0.0, 1.0, 2.0]}, "time_step_limit"),
+        ({"time_step_limit": [0.0, 1e300]}, "time_step_limit"), ({"time_step_limit": [0.0, -0.5]}, "time_step_limit"),
+        ({"time_step_limit": [math.nan, 1.0]}, "time_step_limit"), ({"time_step_floor": 1e300}, "time_step_floor"),
         ({"layer_types": ["mamba"] * 10**5, "num_hidden_layers": 40}, "layer_types"),
     ],
 )  # fmt: skip

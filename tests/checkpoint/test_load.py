@@ -427,6 +427,16 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
+def larger_storage(file: Path) -> None:
+    """The pickled size of a storage is larger than the storage."""
+    with zipfile.ZipFile(file) as given:
+        contents = {name: given.read(name) for name in given.namelist()}
+    sizes = b"M" + (64 * 128).to_bytes(2, "little"), b"M" + (65 * 128).to_bytes(2, "little")
+    with zipfile.ZipFile(file, "w") as target:
+        for name, content in contents.items():
+            target.writestr(name, content.replace(*sizes) if name.endswith("data.pkl") else content)
+
+
 def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
     return lambda file: torch.save(original_state() | {A_LOG: change(original_state()[A_LOG])}, file)
 
@@ -441,6 +451,7 @@ def changed(change: Callable[[torch.Tensor], Any]) -> Callable[[Path], object]:
         (changed(torch.Tensor.to_sparse), "stored as a sparse tensor"),
         (changed(lambda tensor: [tensor]), "holds no table of tensors"),
         (flip_a_bit, r"truncated or corrupt .*: the checksum of pytorch_model/data/\d+ differs"),
+        (larger_storage, "truncated or corrupt .*: record size"),
         (lambda file: file.write_bytes(file.read_bytes()[:5000]), "truncated or corrupt"),
         (lambda file: file.write_bytes(pickle.dumps(Malicious(file))), "truncated or corrupt"),
         *(
