@@ -7,9 +7,9 @@ in the CUDA occupancy calculator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -60,14 +60,12 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
 # --- occupancy
 
 
-@dataclass(frozen=True, kw_only=True)
-class SMLimits:
+class SMLimits(NamedTuple):
     """The resources of an SM."""
 
     warps: int
     blocks: int
     shared_bytes: int
-    registers: int = _REGISTERS
 
     @classmethod
     def of(cls, device: torch.device) -> SMLimits | None:
@@ -76,11 +74,8 @@ class SMLimits:
         blocks = _MOST_BLOCKS.get((properties.major, properties.minor))
         if blocks is None:
             return None
-        return cls(
-            warps=properties.max_threads_per_multi_processor // _WARP,
-            blocks=blocks,
-            shared_bytes=properties.shared_memory_per_multiprocessor,
-        )
+        warps = properties.max_threads_per_multi_processor // _WARP
+        return cls(warps, blocks, properties.shared_memory_per_multiprocessor)
 
 
 def with_occupancy(launch: Launch, limits: SMLimits | None) -> Launch:
@@ -90,12 +85,8 @@ def with_occupancy(launch: Launch, limits: SMLimits | None) -> Launch:
         return launch
     registers = _up(launch.registers * _WARP, _REGISTER_UNIT) * warps
     shared = _up(launch.shared_bytes, _SHARED_UNIT) + _RESERVED_SHARED
-    blocks = min(
-        limits.blocks,
-        limits.warps // warps,
-        limits.shared_bytes // shared,
-        limits.registers // registers if registers else limits.blocks,
-    )
+    by_registers = _REGISTERS // registers if registers else limits.blocks
+    blocks = min(limits.blocks, limits.warps // warps, limits.shared_bytes // shared, by_registers)
     return launch.changed(blocks_per_sm=blocks, warps_pct=100 * blocks * warps / limits.warps)
 
 

@@ -13,9 +13,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,8 +26,7 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 Trace = list[Mapping[str, Any]]  # events as in the Chrome trace format, times in microseconds
 
 
-@dataclass(frozen=True)
-class GpuWork:
+class GpuWork(NamedTuple):
     """A kernel, copy or fill on the GPU.  part: None if no mark was open at its launch."""
 
     part: str | None

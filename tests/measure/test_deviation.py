@@ -7,7 +7,7 @@ import torch
 
 from ssdprof.core.accuracy import Deviation
 from ssdprof.measure import accuracy
-from ssdprof.measure.accuracy import Region, RunningDeviation, rms_ratio, unravel
+from ssdprof.measure.accuracy import Region, RunningDeviation, rms_ratio
 
 SHAPE = (2, 5, 3, 4)  # (b, l, h, p)
 
@@ -97,11 +97,6 @@ def test_sums_are_the_same_bits_each_time() -> None:
         return running.result().along
 
     assert len({along() for _ in range(20)}) == 1
-
-
-def test_unravel_inverts_the_row_major_index() -> None:
-    index = torch.arange(math.prod(SHAPE)).reshape(SHAPE)
-    assert unravel(int(index[1, 3, 2, 1]), SHAPE) == (1, 3, 2, 1)
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])

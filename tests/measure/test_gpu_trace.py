@@ -18,15 +18,9 @@ def mark(part: str, begin: float, end: float, tid: int = 1) -> dict[str, Any]:
 def kernel(
     number: int, launched: float, us: float, *, name: str = "k", tid: int = 1, driver: bool = False
 ) -> list[dict[str, Any]]:
-    launch = {
-        "ph": "X", "cat": "cuda_driver" if driver else "cuda_runtime", "name": "cudaLaunchKernel", "ts": launched,
-        "dur": 1.0, "tid": tid, "args": {"correlation": number},
-    }  # fmt: skip
-    ran = {
-        "ph": "X", "cat": "kernel", "name": name, "ts": launched + 500, "dur": us, "tid": 7,
-        "args": {"correlation": number},
-    }  # fmt: skip
-    return [launch, ran]
+    both = {"ph": "X", "name": name, "dur": us, "args": {"correlation": number}}
+    launch = {"cat": "cuda_driver" if driver else "cuda_runtime", "ts": launched, "tid": tid}
+    return [both | launch, both | {"cat": "kernel", "ts": launched + 500, "tid": 7}]
 
 
 def parts(trace: Trace) -> dict[str | None, float]:
@@ -51,20 +45,21 @@ def test_a_kernel_belongs_to_the_innermost_mark_at_its_launch() -> None:
     assert parts(trace) == {None: 33.0, "mixer": 10.0, "operator": 4.0, "MLP": 16.0}
 
 
-def test_the_order_of_events_means_nothing() -> None:
-    trace = [mark("mixer", 0, 100), mark("operator", 10, 20), *kernel(1, 15, 1.0), *kernel(2, 25, 2.0)]
-    assert parts(trace[::-1]) == parts(trace) == {"operator": 1.0, "mixer": 2.0}
+MIXER, OTHERS = mark("mixer", 0, 100), mark("x", 0, 100) | {"name": "Optimizer.step"}
 
 
-def test_a_mark_of_the_same_begin_is_inside_if_it_ends_sooner() -> None:
-    trace = [mark("operator", 10, 20), mark("mixer", 10, 100), *kernel(1, 12, 1.0), *kernel(2, 30, 2.0)]
-    assert parts(trace) == {"operator": 1.0, "mixer": 2.0}
-
-
-def test_marks_of_another_thread_and_of_others_count_for_nothing() -> None:
-    others = mark("x", 0, 100) | {"name": "Optimizer.step"}
-    trace = [others, mark("mixer", 0, 100, tid=2), *kernel(1, 15, 1.0), *kernel(2, 15, 2.0, tid=2)]
-    assert parts(trace) == {None: 1.0, "mixer": 2.0}
+@pytest.mark.parametrize(
+    ("trace", "expected"),
+    [
+        ([MIXER, mark("operator", 10, 20), *kernel(1, 15, 1.0), *kernel(2, 25, 2.0)], {"operator": 1.0, "mixer": 2.0}),
+        # of two that begin at once, the inner one ends sooner
+        ([mark("operator", 0, 20), MIXER, *kernel(1, 12, 1.0), *kernel(2, 30, 2.0)], {"operator": 1.0, "mixer": 2.0}),
+        ([OTHERS, MIXER | {"tid": 2}, *kernel(1, 15, 1.0), *kernel(2, 15, 2.0, tid=2)], {None: 1.0, "mixer": 2.0}),
+        ([MIXER], {}),
+    ],
+)
+def test_the_order_of_events_means_nothing(trace: Trace, expected: dict[str | None, float]) -> None:
+    assert parts(trace[::-1]) == parts(trace) == expected
 
 
 def test_copies_fills_and_kernels_without_a_launch_are_not_lost() -> None:
@@ -75,10 +70,6 @@ def test_copies_fills_and_kernels_without_a_launch_are_not_lost() -> None:
     bare = {"ph": "X", "cat": "kernel", "name": "bare", "ts": 5.0, "dur": 4.0, "tid": 7}
     found = work([mark("mixer", 0, 100), *memory, bare])
     assert found == [GpuWork(None, "gpu_memcpy", 1.0), GpuWork(None, "gpu_memset", 1.0), GpuWork(None, "bare", 4.0)]
-
-
-def test_without_a_gpus_work_there_is_none() -> None:
-    assert work([mark("mixer", 0, 100)]) == []
 
 
 @pytest.mark.gpu

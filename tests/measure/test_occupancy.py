@@ -36,8 +36,6 @@ def test_blocks_per_sm(kernel: Launch, limits: SMLimits, blocks: int, limited_by
 
 
 def test_a_kernel_that_does_not_tell_what_it_takes() -> None:
-    for silent in (
-        Launch(kernel="k", config={"num_warps": 4}),
-        Launch(kernel="k", config={}, registers=32, shared_bytes=0),
-    ):
+    whole = launch(4, 32, 0)
+    for silent in (whole.changed(registers=None), whole.changed(shared_bytes=None), whole.changed(config={})):
         assert with_occupancy(silent, HOPPER) == silent
