@@ -20,7 +20,6 @@ from ssdprof.files import read_json
 LIMIT = 1 << 24  # no single size of a language model is larger; a vocabulary is at most a few 10^5
 LAYER_LIMIT = 1024
 _LARGEST_STEP = 1e38  # of fp32
-_STEPS = ("time_step_min", "time_step_max", "time_step_floor")
 MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation
 RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
 SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
@@ -92,7 +91,7 @@ def _check_sizes(config: Mapping[str, Any], where: str) -> None:
     in_order = numbers == sorted(numbers) and all(abs(one) < _LARGEST_STEP or abs(one) == math.inf for one in numbers)
     if limits is not None and not (isinstance(limits, list) and len(limits) == 2 and in_order):
         raise refuse(where, f"has time_step_limit = {shown(limits)}, which is not two numbers of fp32 in order")
-    for key in given.intersection(_STEPS):
+    for key in given & {"time_step_min", "time_step_max", "time_step_floor"}:
         if not isinstance(config[key], int | float) or not 0 < config[key] < _LARGEST_STEP:
             raise refuse(where, f"has {key} = {shown(config[key])}, which is not a positive number of fp32")
     for heads, groups in _MULTIPLES:

@@ -32,9 +32,8 @@ def ratio(value: float | None) -> str:
 def speedup(found: Estimate | None, *, by_call: bool = False) -> str:
     """A ratio and its interval: "1.52x [1.49, 1.55]".  by_call: without it, because another process's may not overlap
     with it."""
-    if found is None or by_call:
-        return ratio(found.value if found else None)
-    return f"{ratio(found.value)} [{_ratio(found.low)}, {_ratio(found.high)}]"
+    interval = "" if found is None or by_call else f" [{_ratio(found.low)}, {_ratio(found.high)}]"
+    return ratio(found and found.value) + interval
 
 
 def counts(smallest_difference: float) -> str:

@@ -229,8 +229,7 @@ def state_passing(
     Grid: (sequences * h * pn-blocks).  One program owns a block of one head's state and loops over its chunks.
     """
     blocks, initial_states = unfused_blocks("state_passing"), inputs.initial_states
-    if INTERPRETED:
-        blocks["block"] = 4096
+    blocks["block"] = 4096 if INTERPRETED else blocks["block"]
     _, _, nheads, headdim, dstate = states.shape
     prev_states = torch.empty_like(states, dtype=precision.state_dtype)
     final_states = torch.empty(chunks.sequences, nheads, headdim, dstate, device=states.device, dtype=torch.float32)
@@ -411,8 +410,7 @@ def chunk_scan(
     x, C, D, z = inputs.x, inputs.C, inputs.D, inputs.z
     _, seqlen, nheads, headdim = x.shape
     blocks = _blocks("chunk_scan", inputs)
-    if INTERPRETED:  # operations of the interpreter take their time, whatever the size of a block
-        blocks["block_s"] = blocks["block_q"]
+    blocks["block_s"] = blocks["block_q" if INTERPRETED else "block_s"]  # the interpreter's time is by operations
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     tiles = chunks.size // blocks["block_q"] * triton.cdiv(headdim, blocks["block_p"])
     strides = strides_of_each(CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, out)
