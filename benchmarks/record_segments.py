@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import triton
 
-from ssdprof.jobs.request import parse_shapes
+from ssdprof.jobs.reading import parse_shapes
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision

@@ -14,7 +14,7 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.core import statistics
 from ssdprof.core.statistics import Estimate
-from ssdprof.jobs.request import parse_shapes
+from ssdprof.jobs.reading import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import SamplingPlan

@@ -24,7 +24,7 @@ from ssdprof.core.words import MISSING
 from ssdprof.environment.child import Forked
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
 from ssdprof.jobs import options, stall_files
-from ssdprof.jobs.request import both, parse_implementations, parse_states
+from ssdprof.jobs.reading import both, parse_implementations, parse_states
 from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.document import compose
 from ssdprof.report.table import Table

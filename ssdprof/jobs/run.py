@@ -27,7 +27,7 @@ from ssdprof.jobs.answers import Precisions, compare_answers
 from ssdprof.jobs.compare import Pair, Pairs, replaying
 from ssdprof.jobs.options import COMPARED, AnswersOptions, RunOptions
 from ssdprof.jobs.plan import load, stored_dims
-from ssdprof.jobs.request import STEPS
+from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.dtypes import dtype_name

@@ -24,32 +24,8 @@ from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, L
 from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
 from ssdprof.files import check_target
-from ssdprof.jobs.options import (
-    AnswersOptions,
-    BenchOptions,
-    CaptureOptions,
-    ModelOptions,
-    PrefillOptions,
-    RunOptions,
-    ServedModelOptions,
-    StallsOptions,
-    TuneOptions,
-)
-from ssdprof.jobs.request import (
-    both,
-    expand,
-    lengths,
-    parse_chunk_sizes,
-    parse_dtypes,
-    parse_implementations,
-    parse_packed,
-    parse_seq,
-    parse_seqs,
-    parse_shapes,
-    parse_states,
-    parse_tokens,
-    parse_ways,
-)
+from ssdprof.jobs import options as declared
+from ssdprof.jobs import reading
 from ssdprof.operators.generate import Cell, Tokens, boundaries
 from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
 from ssdprof.store.ranks import Ranks, follows, join
@@ -57,13 +33,13 @@ from ssdprof.store.reports import check_folder
 
 Options = TypeVar("Options")
 _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `options.words`
-    "seqlens": parse_seqs,
-    "seqlen": parse_seq,
-    "segment_length": parse_seq,
-    "packed": parse_packed,
-    "chunk": parse_seq,
-    "states": parse_states,
-    "implementations": partial(parse_implementations, "--impl"),
+    "seqlens": reading.parse_seqs,
+    "seqlen": reading.parse_seq,
+    "segment_length": reading.parse_seq,
+    "packed": reading.parse_packed,
+    "chunk": reading.parse_seq,
+    "states": reading.parse_states,
+    "implementations": partial(reading.parse_implementations, "--impl"),
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
 SEED = 0  # of the lengths of packed sequences
@@ -80,7 +56,7 @@ class Subject:
     dtype: in which the weights are loaded, named as in torch; None: the checkpoint's own.
     """
 
-    request: ModelOptions
+    request: declared.ModelOptions
     located: Model
     layers: tuple[LayerRef, ...]
     seqlens: tuple[int, ...]
@@ -116,7 +92,7 @@ class Subject:
 class Stored:
     """The subject of a request for stored captures: the selected layers of each prompt."""
 
-    request: ModelOptions
+    request: declared.ModelOptions
     folder: Path
     manifest: CaptureManifest
     chosen: tuple[LayerCapture, ...]
@@ -145,13 +121,13 @@ class Stored:
         return self.manifest.prompts[0].serving
 
 
-def captures_of(request: ModelOptions) -> Path | None:
+def captures_of(request: declared.ModelOptions) -> Path | None:
     """The folder of stored captures, if the request names one."""
     folder = Path(request.model).expanduser()
     return folder if is_capture(folder) else None
 
 
-def find(request: ModelOptions, *, whole: bool = False, head: bool = False) -> Subject:
+def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = False) -> Subject:
     """Locate the model and select its layers; downloads small files.  whole, head: see `Subject`."""
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
     kinds = located.config.get("layer_types")
@@ -184,7 +160,7 @@ def _refuse_too_many(tokens: int) -> None:
         )
 
 
-def find_to_replay(request: RunOptions) -> Subject | Stored:
+def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
     """As `find`, or the wanted layers of stored captures.
 
     BadInputError for options that do not apply to stored captures, and for a model whose layers are too large for
@@ -197,7 +173,7 @@ def find_to_replay(request: RunOptions) -> Subject | Stored:
         return subject
     if request.answers:
         raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
-    served = (one for one in fields(ServedModelOptions) if "derived" not in one.metadata)
+    served = (one for one in fields(declared.ServedModelOptions) if "derived" not in one.metadata)
     given = {one.name for one in served if getattr(request, one.name) != one.default}
     if given - {"model", "layers"} or request.save_captures:
         raise BadInputError(
@@ -239,17 +215,17 @@ def read(options: Options) -> Options:
 
     Refuses options of a model that exclude each other.
     """
-    declared = {one.name: one.metadata for one in fields(options)}  # type: ignore[arg-type]
-    typed = {name: getattr(options, name) for name, metadata in declared.items() if "typed" in metadata}
-    if isinstance(options, ModelOptions):
+    known = {one.name: one.metadata for one in fields(options)}  # type: ignore[arg-type]
+    typed = {name: getattr(options, name) for name, metadata in known.items() if "typed" in metadata}
+    if isinstance(options, declared.ModelOptions):
         if options.prompt_file is not None and options.prompt == "random":
-            raise both("--prompt random", "--prompt-file")
+            raise reading.both("--prompt random", "--prompt-file")
         check_layers(options.layers)
     values: dict[str, Any] = {name: _READ[name](word) for name, word in typed.items() if isinstance(word, str)}
-    if "conditions" in declared:
+    if "conditions" in known:
         values["conditions"] = _conditions(options)
     found: Options = replace(options, **values)  # type: ignore[type-var]
-    if isinstance(found, ServedModelOptions):
+    if isinstance(found, declared.ServedModelOptions):
         _refuse_contradictions(found)
     return found
 
@@ -263,10 +239,10 @@ def _conditions(options: Any) -> tuple[Condition, ...]:
     )
     if not hasattr(options, "config"):
         return given
-    return settings.gates(options.config, given, prefill=isinstance(options, PrefillOptions))
+    return settings.gates(options.config, given, prefill=isinstance(options, declared.PrefillOptions))
 
 
-def _refuse_contradictions(options: ServedModelOptions) -> None:
+def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
     """Options on how a server runs the prompt."""
     if options.packed is not None:
         for option, given in (
@@ -277,9 +253,9 @@ def _refuse_contradictions(options: ServedModelOptions) -> None:
         ):
             if given:
                 why = "packed sequences are one call of their own lengths"
-                raise both("--packed", option, why, f"Leave out {option}, or give --batch instead of --packed.")
+                raise reading.both("--packed", option, why, f"Leave out {option}, or give --batch instead of --packed.")
     if options.chunk is not None and options.segment_length is not None:
-        raise both("--chunked-prefill", "--segment", "the chunks are the segments", "Leave out --segment.")
+        raise reading.both("--chunked-prefill", "--segment", "the chunks are the segments", "Leave out --segment.")
     if options.chunk == 1:
         raise BadInputError(
             "--chunked-prefill 1 would be decoding: models compute single tokens by another function.",
@@ -298,13 +274,13 @@ def refuse_ranks(*what: str) -> None:
 # --- the commands
 
 
-def run(options: RunOptions) -> tuple[RunOptions, Subject | Stored, Ranks | None]:
+def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | Stored, Ranks | None]:
     asked = read(options)
     given = [f"--{name}" for name in ("answers", "prefill", "stalls") if getattr(options, name)]
     if asked.cast is not None and given:
-        raise both("--cast", given[0], "--cast changes the inputs of the replay alone")
+        raise reading.both("--cast", given[0], "--cast changes the inputs of the replay alone")
     if asked.stalls and asked.tensor_parallel > 1:
-        raise both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
+        raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
     served = (asked.batch, asked.packed, asked.chunk, asked.decode, asked.tensor_parallel) != (1, None, None, 0, 1)
     if served and (asked.answers or asked.prefill):
         raise BadInputError(
@@ -320,13 +296,13 @@ def run(options: RunOptions) -> tuple[RunOptions, Subject | Stored, Ranks | None
     return asked, find_to_replay(asked), ranks
 
 
-def capture(options: CaptureOptions) -> tuple[CaptureOptions, Subject]:
+def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Subject]:
     refuse_ranks("ssdprof capture")
     asked = read(options)
     return asked, find(asked)
 
 
-def answers(options: AnswersOptions) -> tuple[AnswersOptions, Subject]:
+def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, Subject]:
     refuse_ranks("ssdprof answers")
     asked = read(options)
     check_folder(asked.out)
@@ -335,10 +311,10 @@ def answers(options: AnswersOptions) -> tuple[AnswersOptions, Subject]:
     return asked, subject
 
 
-def prefill(options: PrefillOptions) -> PrefillOptions:
+def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
     refuse_ranks("ssdprof prefill")
     asked = read(options)
-    more = parse_implementations("--impl", options.against) if options.against else ()
+    more = reading.parse_implementations("--impl", options.against) if options.against else ()
     names = tuple(dict.fromkeys((*asked.implementations, *more)))
     check_folder(asked.out)
     refuse_unknown("--impl", names)
@@ -346,35 +322,35 @@ def prefill(options: PrefillOptions) -> PrefillOptions:
     return replace(asked, implementations=names)
 
 
-def bench(options: BenchOptions) -> tuple[BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
+def bench(options: declared.BenchOptions) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
     """The request, the names of all implementations, other libraries first, and cells that --max-tokens leaves out."""
     asked, operator = read(options), operators.get(options.operator)
-    most = parse_seq(options.max_tokens)
-    tokens, too_large = parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
-    shapes = parse_shapes(operator.generated, options.shape)
+    most = reading.parse_seq(options.max_tokens)
+    tokens, too_large = reading.parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
+    shapes = reading.parse_shapes(operator.generated, options.shape)
     against = [word.strip() for word in options.against.split(",") if word.strip()]
     if options.published is not None:  # gives one of them its checkout
         against = [*(name for name in against if name != "published"), f"published={options.published}"]
     libraries = tuple(dict.fromkeys(against))
-    also = parse_implementations("--also", options.also) if options.also else ()
-    sizes = parse_chunk_sizes(options.chunk_size)
+    also = reading.parse_implementations("--also", options.also) if options.also else ()
+    sizes = reading.parse_chunk_sizes(options.chunk_size)
     if not follows():
         check_folder(options.out)
     if sizes and not operator.generated.chunk_sizes:
         raise BadInputError(
             f"--chunk-size does not apply to {operator.name}: its kernels choose their own.", "Leave it out."
         )
-    drawn = parse_ways(operator, options.draw)
+    drawn = reading.parse_ways(operator, options.draw)
     request = replace(
         asked,
-        measured=expand(shapes, parse_dtypes(options.dtype), tokens, options.layout, drawn),
+        measured=reading.expand(shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, drawn),
         baseline=options.baseline or next(iter(libraries), operator.baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
     return request, (*libraries, *asked.implementations, *also), too_large
 
 
-def tune(options: TuneOptions) -> tuple[TuneOptions, tuple[Cell, ...], tuple[int, ...] | None]:
+def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cell, ...], tuple[int, ...] | None]:
     """The cells of drawn inputs, or none and the lengths of captured ones."""
     refuse_ranks("ssdprof tune")
     if options.clear:
@@ -387,13 +363,13 @@ def tune(options: TuneOptions) -> tuple[TuneOptions, tuple[Cell, ...], tuple[int
             raise BadInputError(
                 "Captured inputs have their own shape, batch and dtype.", "Leave out --shape, --batch and --dtype."
             )
-        return options, (), None if options.seq is None else lengths(options.seq)
-    tokens, _ = parse_tokens(options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31)
-    dtypes = parse_dtypes(options.dtype or "bf16")
-    return options, expand(parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
+        return options, (), None if options.seq is None else reading.lengths(options.seq)
+    tokens, _ = reading.parse_tokens(options.seq or "1k,8k,64k", options.batch or "1", "", "", max_tokens=2**31)
+    dtypes = reading.parse_dtypes(options.dtype or "bf16")
+    return options, reading.expand(reading.parse_shapes(known, options.shape), dtypes, tokens, "contiguous"), None
 
 
-def stalls(options: StallsOptions) -> StallsOptions:
+def stalls(options: declared.StallsOptions) -> declared.StallsOptions:
     refuse_ranks("ssdprof stalls")
     if options.where is not None and not options.where.strip():
         raise BadInputError(

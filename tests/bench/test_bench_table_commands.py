@@ -15,7 +15,7 @@ import pytest
 from ssdprof import operators
 from ssdprof.cli import app
 from ssdprof.core.base import precisions_for
-from ssdprof.jobs.request import expand, parse_shapes, parse_tokens
+from ssdprof.jobs.reading import expand, parse_shapes, parse_tokens
 from ssdprof.operators.implementations import known
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from ssdprof.capture import text
 from ssdprof.capture.tokenizer import _pieces, build_prompt
 from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.errors import BadInputError, ExitCode
-from ssdprof.jobs.request import parse_seqs
+from ssdprof.jobs.reading import parse_seqs
 
 DEMO = Path(text.__file__).parents[2] / "checkpoint" / "demo"
 

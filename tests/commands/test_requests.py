@@ -22,7 +22,7 @@ from ssdprof.jobs.options import (
     StallsOptions,
     TuneOptions,
 )
-from ssdprof.jobs.request import parse_states
+from ssdprof.jobs.reading import parse_states
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

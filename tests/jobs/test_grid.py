@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.request import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
+from ssdprof.jobs.reading import expand, lengths, parse_chunk_sizes, parse_dtypes, parse_shapes, parse_tokens
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import GENERATOR, draw
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ssdprof.capture import store
 from ssdprof.cli import app
-from ssdprof.jobs.request import parse_shapes
+from ssdprof.jobs.reading import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, unsupported

@@ -11,7 +11,7 @@ import torch
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.request import parse_ways
+from ssdprof.jobs.reading import parse_ways
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.inputs import MAX_DIM
