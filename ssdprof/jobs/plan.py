@@ -18,30 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ssdprof import operators
-from ssdprof.capture import store
+from ssdprof.capture import memory, store
 from ssdprof.capture.forward import check_ids, logits
 from ssdprof.capture.layers import OnLayer, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
-from ssdprof.capture.memory import (
-    SEGMENT_LENGTHS,
-    MemoryEstimate,
-    choose_segment_length,
-    decoder_layer_bytes,
-    estimate_memory,
-    predict_memory,
-)
 from ssdprof.capture.tokenizer import build_prompt
+from ssdprof.checkpoint import meta
 from ssdprof.checkpoint.load import DType, LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
-from ssdprof.checkpoint.meta import (
-    DeviceMap,
-    Place,
-    infer,
-    largest_streamed,
-    meta_model,
-    place_of,
-    quiet_transformers,
-    weights_by_place,
-)
 from ssdprof.core.base import PlacementKind
 from ssdprof.core.subject import (
     DECODED_ON_LOAD,
@@ -81,7 +64,7 @@ class Placed:
     """
 
     record: Placement
-    device_map: Mapping[str, Place] | None = None
+    device_map: Mapping[str, meta.Place] | None = None
     segment_length: int | None = None
     rewritten_bytes: int = 0
 
@@ -154,17 +137,17 @@ class Chooser:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._model: PreTrainedModel = meta_model(
+        self._model: PreTrainedModel = meta.meta_model(
             subject.located, deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
         )
         self._wanted = {layer.index for layer in subject.layers}
-        self._need: MemoryEstimate = estimate_memory(self._model.base_model, self._wanted, depth=max(self._wanted))
+        self._need = memory.estimate_memory(self._model.base_model, self._wanted, depth=max(self._wanted))
         self._seqlen = max(subject.seqlens)
         longest = max(subject.serving.packed, default=self._seqlen)
         fixed = subject.serving.chunk or subject.request.segment_length
-        shorter = [length for length in SEGMENT_LENGTHS if length < longest]
+        shorter = [length for length in memory.SEGMENT_LENGTHS if length < longest]
         self._lengths = (min(fixed, longest),) if fixed else (longest, *shorter)
-        self._main: Place = limits.device().index if limits.device().type == "cuda" else "cpu"
+        self._main: meta.Place = limits.device().index if limits.device().type == "cuda" else "cpu"
 
     def least_beside(self) -> int:
         """Bytes that must be free in addition to the weights, for the shortest allowed segments."""
@@ -184,7 +167,7 @@ class Chooser:
     def placed(self, kind: PlacementKind) -> Placed | None:
         """The placement with the longest segments that leave room for the weights, which each segment streams."""
         for length in self._lengths:
-            if (mapped := infer(self._model, dict(self._room(kind, self._beside(length))))) is not None:
+            if (mapped := meta.infer(self._model, dict(self._room(kind, self._beside(length))))) is not None:
                 record, written = self._record(kind, mapped, length), self._rewritten(mapped)
                 return Placed(record=record, device_map=mapped, segment_length=length, rewritten_bytes=written)
         return None
@@ -192,11 +175,11 @@ class Chooser:
     def too_large(self, kind: PlacementKind | None) -> MissingCapabilityError | None:
         """The error for a device that cannot hold one layer and the token embedding at a time, else for this kind."""
         subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
-        layer = max(decoder_layer_bytes(self._model).values())
+        layer = max(memory.decoder_layer_bytes(self._model).values())
         embedding = self._model.get_input_embeddings().weight.nbytes
         if layer + embedding + computed > free:
             fits = limits.what_fits(subject, free - computed)
-            shortest = self._needed(SEGMENT_LENGTHS[-1], SEGMENT_LENGTHS[-1])
+            shortest = self._needed(memory.SEGMENT_LENGTHS[-1], memory.SEGMENT_LENGTHS[-1])
             return MissingCapabilityError(
                 f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
                 f"{size_words(layer)} of weights, its token embedding {size_words(embedding)}, what is computed takes "
@@ -238,7 +221,7 @@ class Chooser:
                     found[index] = free_memory(torch.device("cuda", index))
         return found
 
-    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[Place, int]]:
+    def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[meta.Place, int]]:
         """Bytes available for weights at each place, after activations."""
         if self._main == "cpu":
             yield "cpu", limits.free_bytes() - beside
@@ -252,13 +235,14 @@ class Chooser:
         if kind == "disk-offload":
             yield "disk", 0
 
-    def _record(self, kind: PlacementKind, mapped: DeviceMap, length: int) -> Placement:
+    def _record(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int) -> Placement:
         serving = self._subject.serving
-        found = weights_by_place(self._model, mapped)
-        layer, module = largest_streamed(self._model, mapped, self._main)
+        found = meta.weights_by_place(self._model, mapped)
+        layer, module = meta.largest_streamed(self._model, mapped, self._main)
         peak = None
-        with suppress(Exception), quiet_transformers():  # the model's code may raise any error; a real run reports it
-            activations = predict_memory(
+        # the model's code may raise any error; a real run reports it
+        with suppress(Exception), meta.quiet_transformers():
+            activations = memory.predict_memory(
                 self._model.base_model,
                 self._wanted,
                 seqlen=self._seqlen,
@@ -278,7 +262,7 @@ class Chooser:
             forward_calls=calls + serving.decode,
         )
 
-    def _rewritten(self, mapped: DeviceMap) -> int:
+    def _rewritten(self, mapped: meta.DeviceMap) -> int:
         """Bytes of weights that transformers writes to a temporary folder.
 
         It reads a streamed weight from the checkpoint if the stored form is the used one.  A weight that it assembles
@@ -292,11 +276,11 @@ class Chooser:
         return sum(
             parameter.nbytes
             for name, parameter in self._model.named_parameters()
-            if place_of(name, mapped) == "disk" and (decoded or tuple(parameter.shape) not in stored)
+            if meta.place_of(name, mapped) == "disk" and (decoded or tuple(parameter.shape) not in stored)
         )
 
 
-def _name(place: Place) -> str:
+def _name(place: meta.Place) -> str:
     return f"cuda:{place}" if isinstance(place, int) else place
 
 
@@ -452,7 +436,7 @@ def load(subject: Subject, watcher: Watcher) -> Loaded:
     lengths = []
     for seqlen in subject.seqlens:
         length = subject.serving.chunk or subject.request.segment_length or placed.segment_length
-        length = length or choose_segment_length(model, seqlen, subject.layers, batch=subject.batch)
+        length = length or memory.choose_segment_length(model, seqlen, subject.layers, batch=subject.batch)
         lengths.append(min(length, max(subject.serving.packed, default=seqlen)))
     return Loaded(
         subject=subject,
