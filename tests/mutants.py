@@ -42,7 +42,7 @@ TESTS = {
     "report": "report stalls test_cli.py",
     "core": "core report measure capture jobs stalls test_schemas.py",
     "jobs": "jobs test_cli.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
-    "commands": "commands test_cli.py report store stalls jobs test_end_to_end.py",
+    "commands": "commands compare test_cli.py report store stalls jobs test_end_to_end.py",
 }
 Mutant = dict[str, str]
 
