@@ -25,7 +25,6 @@ from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.operators.tensors import tensors
 
 LENGTH = 90
@@ -62,17 +61,6 @@ def test_segments_together_are_the_whole_prompt(name: str) -> None:
     for one, other in zip(whole, joined, strict=True):
         assert_close(one.inputs, other.inputs)
         assert not ({"initial_states", "initial_state"} & tensors(other.inputs).keys())
-
-
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_5_moe_text"])
-def test_a_batch(name: str) -> None:
-    ids = tiny_models.prompt(LENGTH, batch=2)
-    both, _ = capture(name, ids=ids, segment_length=50)
-    second, _ = capture(name, ids=ids[1:])
-    for one, other in zip(both, second, strict=True):
-        for argument, tensor in tensors(one.inputs).items():
-            alone = tensors(other.inputs)[argument]
-            assert torch.allclose(tensor[1:] if tensor.ndim > 1 else tensor, alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next"])
@@ -140,21 +128,6 @@ def test_collecting_keeps_none_of_the_models_tensors() -> None:
     gc.collect()
     assert reference() is None
     assert_close(buffer.inputs(torch.device("cpu")), captured.inputs)
-
-
-def test_a_state_before_the_prompt_is_kept() -> None:
-    inputs = capture("mamba2")[0][0].inputs
-    assert isinstance(inputs, SSDInputs)
-    state = ssd_chunked(inputs, torch.float32).final_states
-    later = SSDInputs(
-        **{field.name: getattr(inputs, field.name) for field in fields(inputs)} | {"initial_states": state}
-    )
-    kept = token_major(later)
-    assert isinstance(kept, SSDInputs)
-    assert kept.initial_states is not None
-    assert torch.equal(kept.initial_states, state)
-    state.zero_()  # caches are written in place
-    assert kept.initial_states.abs().max() > 0
 
 
 def test_layers_that_do_not_fit_main_memory_go_in_groups() -> None:

@@ -58,20 +58,6 @@ def test_the_last_segment_ends_as_the_whole_prompt_does(name: str) -> None:
     assert model.config._attn_implementation == implementation
 
 
-def test_attention_is_restored_after_ctrl_c() -> None:
-    model = tiny_models.build("bamba").base_model
-    before = model.config._attn_implementation
-
-    def interrupt(*_: Any) -> None:
-        assert model.config._attn_implementation != before
-        raise KeyboardInterrupt
-
-    model.layers[2].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prefill(model, tiny_models.prompt(20), 8)
-    assert model.config._attn_implementation == before
-
-
 def test_attention_that_is_more_than_causal_is_refused() -> None:
 
     model = tiny_models.shared("bamba").base_model

@@ -254,13 +254,3 @@ def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
     result = call("a")
     assert result.exit_code == ExitCode.BAD_INPUT
     assert words in " ".join(result.stderr.split())
-
-
-def test_a_run_on_a_machine_without_a_gpu_keeps_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(
-        app, ["run", "demo", "--seq", "64", "--layers", "first:1", "--dtypes", "exact", "--states", "fp32", "--stalls"]
-    )
-    assert result.exit_code == ExitCode.MISSING_CAPABILITY, result.output
-    assert "PASSED" in result.stdout
-    assert "No stalls: Warp stalls need an NVIDIA GPU" in result.stderr
