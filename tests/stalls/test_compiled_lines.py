@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from ssdprof.stalls.attribute import UNKNOWN, LineStage, Sources
-from ssdprof.stalls.read import Point
 
 pytestmark = pytest.mark.compiler
 
@@ -42,11 +41,10 @@ class Compiled:
     """
 
     instructions: tuple[list[str], list[str]]
-    points: tuple[Point, ...]  # instructions of the plain machine code, each sampled once
+    lines: list[tuple[str, int]]  # file and line of each instruction of the plain machine code
     plain: list[LineStage]
     called: list[LineStage]
     stages: list[str | None]
-    sources: Sources
 
 
 def truth(ptx: list[str], number: int, sources: Sources, paths: dict[str, list[str]]) -> str | None:
@@ -81,13 +79,10 @@ def _compiled(fields: dict[str, list[tuple[str, str, int]]]) -> Compiled:
         paths.setdefault(Path(file).name, []).append(file)
     return Compiled(
         instructions=([row[0] for row in fields["plain"]], [row[0] for row in fields["called"]]),
-        points=tuple(
-            Point(16 * i, file, line, sass, {"wait": 1}) for i, (sass, file, line) in enumerate(fields["plain"])
-        ),
+        lines=[(file, line) for _, file, line in fields["plain"]],
         plain=[sources.place(file, line) for _, file, line in fields["plain"]],
         called=[sources.place(file, line) for _, file, line in fields["called"]],
         stages=[truth(ptx, int(row[1]), sources, paths) for row in fields["inlined"]],
-        sources=sources,
     )
 
 
@@ -98,11 +93,7 @@ def test_every_kernel_was_compiled(compiled: dict[str, Compiled]) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_line_has_a_stage_or_belongs_to_its_caller(compiled: dict[str, Compiled], name: str) -> None:
     found = compiled[name]
-    lost = {
-        (point.file, point.line)
-        for point, place in zip(found.points, found.plain, strict=True)
-        if place.stage == UNKNOWN
-    }
+    lost = {line for line, place in zip(found.lines, found.plain, strict=True) if place.stage == UNKNOWN}
     assert not lost
 
 
