@@ -50,6 +50,7 @@ KEYS = (
     "time_step_limit", "vision_config", "tokenizer_class", "added_tokens_decoder", "chat_template", "eos_token",
     "complete", "reason", "later_fault", "nonfinite", "samples", "summary", "call", "serving", "min-speedup", "fail-if",
 )  # fmt: skip
+SIZES = ("seqlen", "batch", "chunk", "decode", "count", "ranks", "elements", "segment_length", "num_hidden_layers")
 FORMATS = ("markdown", "html", "junit", "csv", "benchmark-action", "github")
 RUN = ("--seq", "8", "--layers", "2", "--dtypes", "exact", "--impl", "reference", "--baseline", "reference")
 SETTINGS = """[gates]
@@ -81,9 +82,12 @@ def in_json(draw: random.Random, text: bytes) -> bytes:
     document = json.loads(text)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         found = list(places(document))
-        inside, key = draw.choice(found)
+        sizes = [one for one in found if one[1] in SIZES] if draw.random() < 0.15 else []
+        inside, key = draw.choice(sizes or found)
         value, way = inside[key], draw.random()
-        if way < 0.1 and len(found) > 9:
+        if sizes:
+            inside[key] = draw.choice((0, -1, 10**6, 2**31, 10**12, 2**64))
+        elif way < 0.1 and len(found) > 9:
             del inside[key]
         elif way < 0.2 and isinstance(inside, list):
             inside.append(json.loads(json.dumps(value)))

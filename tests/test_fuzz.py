@@ -23,13 +23,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
-def test_damaged_inputs_end_well(kind: str) -> None:
-    @settings(
-        derandomize=True, deadline=None, database=None, max_examples=10 if fuzz.KINDS[kind][0] is fuzz.of_folder else 25
-    )
-    @given(strategies.randoms(use_true_random=False))
-    def check(draw: random.Random) -> None:
-        assert fuzz.tried(kind, draw) == ""
-
-    check()
+@settings(derandomize=True, deadline=None, database=None, max_examples=12)
+@given(draw=strategies.randoms(use_true_random=False))
+def test_damaged_inputs_end_well(kind: str, draw: random.Random) -> None:
+    assert fuzz.tried(kind, draw) == ""
     assert Path("good.json").is_file()
