@@ -23,7 +23,7 @@ from ssdprof.kernels.launch import launch
 
 _BLOCK = 128  # sequences or chunks per iteration
 
-STAGES = {"chunk_span": "caller", "_chunk_table_kernel": "setup"}
+STAGES = {"chunk_span": "caller", "own_chunk": "caller", "_chunk_table_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,15 @@ def chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE: tl.constexpr):
         start = tl.load(spans_ptr + 2 * i_c)
         length = tl.load(spans_ptr + 2 * i_c + 1) - start
     return start, tl.minimum(CHUNK_SIZE, length).to(tl.int32)
+
+
+@triton.jit
+def own_chunk(unit, spans_ptr, seqlen, heads, nchunks, CHUNK_SIZE: tl.constexpr):
+    """(head, row of the batch, chunk, its first position, its positions) of a unit of (rows * chunks * heads)."""
+    i_h, i_bc = unit % heads, unit // heads
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, length = chunk_span(spans_ptr, i_c, seqlen, CHUNK_SIZE)
+    return i_h, i_b, i_c, start, length
 
 
 @triton.jit

@@ -83,15 +83,11 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
         out_strides, states_strides,
     ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
-    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
-    unit = tl.program_id(0) % (S.VALUE_HEADS * SLICES)
-    sequence, i_h, i_slice = tl.program_id(0) // (S.VALUE_HEADS * SLICES), unit // SLICES, unit % SLICES
+    sequence, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
     if cu_seqlens_ptr is not None:
         begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
         i_b = 0
-    o_k, o_v = tl.arange(0, S.BLOCK_K), i_slice * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
-    m_k, m_v = o_k < S.KEY_DIM, o_v < S.VALUE_DIM
     m_state = m_k[:, None] & m_v[None, :]
     i_k = i_h // S.VALUES_PER_KEY
     q_ptr += ptr_offset((i_b, begin, i_k), q_strides[:3]) + o_k.to(tl.int64) * q_strides[3]

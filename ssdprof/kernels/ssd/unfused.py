@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset
 from ssdprof.kernels.launch import launch
@@ -123,11 +123,9 @@ def _chunk_state_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_gro
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     N_TILES: tl.constexpr = (S.DSTATE + S.BLOCK_N - 1) // S.BLOCK_N
     i_tile = tl.program_id(0) % (P_TILES * N_TILES)
-    i_bch = tl.program_id(0) // (P_TILES * N_TILES)
-    i_h, i_bc = i_bch % nheads, i_bch // nheads
-    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    unit = tl.program_id(0) // (P_TILES * N_TILES)
+    i_h, i_b, i_c, start, length = own_chunk(unit, spans_ptr, seqlen, nheads, nchunks, S.CHUNK_SIZE)
     i_g = i_h // heads_per_group
-    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
     if length <= 0:
         return
     o_p = (i_tile // N_TILES) * S.BLOCK_P + tl.arange(0, S.BLOCK_P)
@@ -252,10 +250,8 @@ def _bmm_chunk_kernel(tensors, strides, seqlen, ngroups, nchunks, S: tl.constexp
     Q_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_Q - 1) // S.BLOCK_Q
     S_TILES: tl.constexpr = (S.CHUNK_SIZE + S.BLOCK_S - 1) // S.BLOCK_S
     i_tile = tl.program_id(0) % (Q_TILES * S_TILES)
-    i_bcg = tl.program_id(0) // (Q_TILES * S_TILES)
-    i_g, i_bc = i_bcg % ngroups, i_bcg // ngroups
-    i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
+    unit = tl.program_id(0) // (Q_TILES * S_TILES)
+    i_g, i_b, i_c, start, length = own_chunk(unit, spans_ptr, seqlen, ngroups, nchunks, S.CHUNK_SIZE)
     first_q, first_s = (i_tile // S_TILES) * S.BLOCK_Q, (i_tile % S_TILES) * S.BLOCK_S
     if (first_s >= first_q + S.BLOCK_Q) | (first_q >= length):
         return
@@ -316,11 +312,9 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     Q_BLOCKS: tl.constexpr = S.CHUNK_SIZE // S.BLOCK_Q
     i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
-    i_bch = tl.program_id(0) // (P_TILES * Q_BLOCKS)
-    i_h, i_bc = i_bch % nheads, i_bch // nheads
-    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    unit = tl.program_id(0) // (P_TILES * Q_BLOCKS)
+    i_h, i_b, i_c, start, length = own_chunk(unit, spans_ptr, seqlen, nheads, nchunks, S.CHUNK_SIZE)
     i_g = i_h // heads_per_group
-    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
     first_q = (i_tile // P_TILES) * S.BLOCK_Q
     if first_q >= length:
         return

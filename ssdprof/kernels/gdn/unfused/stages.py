@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ssdprof.kernels.chunks import Chunks, chunk_span
+from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import LEAF, intermediate, inverse_products, operand_dtype
@@ -26,7 +26,7 @@ FORGOTTEN = tl.constexpr(-160.0)
 L2NORM_EPS = tl.constexpr(1e-6)
 
 STAGES = {
-    "_gdn_qk_l2norm_kernel": "qk_l2norm", "_own_chunk": "setup", "_rows": "caller", "_load": "caller",
+    "_gdn_qk_l2norm_kernel": "qk_l2norm", "_rows": "caller", "_load": "caller",
     "_side_by_side": "solve_tril", "_merge_pairs": "solve_tril", "_gdn_gate_cumsum_kernel": "gate_cumsum",
     "_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt", "_gdn_solve_tril_kernel": "solve_tril",
     "_gdn_recompute_w_u_kernel": "recompute_w_u", "_gdn_chunk_state_kernel": "chunk_state",
@@ -64,15 +64,6 @@ def qk_l2norm(x: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
         KEY_DIM=key_dim, UNIT=strides_unit(x), BLOCK_K=triton.next_power_of_2(key_dim), **options,
     )  # fmt: skip
     return y
-
-
-@triton.jit
-def _own_chunk(unit, spans_ptr, length, heads, nchunks, CHUNK_SIZE: tl.constexpr):
-    """(head, row of the batch, chunk, its first position, its positions) of a unit of (B * NT * heads)."""
-    i_h, i_bc = unit % heads, unit // heads
-    i_b, i_c = i_bc // nchunks, i_bc % nchunks
-    start, count = chunk_span(spans_ptr, i_c, length, CHUNK_SIZE)
-    return i_h, i_b, i_c, start, count
 
 
 @triton.jit
@@ -130,7 +121,7 @@ def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
 def _gdn_scaled_dot_kkt_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
     k_ptr, beta_ptr, g_cumsum_log2_ptr, spans_ptr, L_ptr = tensors
     k_strides, beta_strides, g_cumsum_log2_strides, L_strides = strides
-    i_h, i_b, i_c, start, count = _own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    i_h, i_b, i_c, start, count = own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
     if count <= 0:
         return
     o_i = tl.arange(0, S.CHUNK_SIZE)
@@ -213,7 +204,7 @@ def _merge_pairs(A, L_ptr, L_strides, PRODUCTS: tl.constexpr):
 def _gdn_solve_tril_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
     L_ptr, spans_ptr, A_ptr = tensors
     L_strides, A_strides = strides
-    i_h, i_b, i_c, _, count = _own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    i_h, i_b, i_c, _, count = own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
     if count <= 0:
         return
     L_ptr += ptr_offset((i_b, i_c, i_h), L_strides[:3])
