@@ -108,7 +108,7 @@ class RecordedCase(Record):
     seqlen: int
     sequences: int
     tokens: str
-    layout: Literal["contiguous", "views"] = "contiguous"
+    layout: Literal["contiguous", "views", "transposed"] = "contiguous"
     packed: bool = False
     drawn: tuple[str, ...] = ()
     dtype: str

@@ -49,7 +49,7 @@ class Drawn(Record):
     tokens: Text
     sequences: Size
     packed: bool = False
-    layout: Literal["contiguous", "views"] = "contiguous"
+    layout: Literal["contiguous", "views", "transposed"] = "contiguous"
     ways: tuple[Text, ...] = ()
     checked: Size | None = None
 
@@ -313,9 +313,9 @@ class Case(Record):
         if self.layer:
             return f"layer {self.layer.index}"
         if self.drawn:
-            views = ("views",) if self.drawn.layout == "views" else ()
+            layout = () if self.drawn.layout == "contiguous" else (self.drawn.layout,)
             assert self.dims
-            return ", ".join((self.drawn.shape, self.dims.dtype, *views, *self.drawn.ways))
+            return ", ".join((self.drawn.shape, self.dims.dtype, *layout, *self.drawn.ways))
         if self.answers:
             alone = "" if self.answers.alone is None else f" of layer {self.answers.alone} alone"
             return ", ".join(filter(None, (f"answers{alone}", self.answers.change)))

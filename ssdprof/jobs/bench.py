@@ -230,5 +230,5 @@ def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | N
 
 def _place(cell: Cell) -> str:
     """As `Case.place`."""
-    views = ("views",) if cell.layout == "views" else ()
-    return ", ".join((cell.shape.name, cell.dtype, *views, *cell.drawn, str(cell.tokens)))
+    layout = () if cell.layout == "contiguous" else (cell.layout,)
+    return ", ".join((cell.shape.name, cell.dtype, *layout, *cell.drawn, str(cell.tokens)))

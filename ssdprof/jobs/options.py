@@ -463,8 +463,11 @@ class BenchOptions:
     packed: str = option("", "BxN-M[,...]", "Packed sequences of random lengths: 64x1k-4k.")
     max_tokens: str = option("256k", "N", "Leave out pairs of --batch and --seq with more tokens.")
     dtype: str = option("bf16", "D[,D...]", _DTYPES)
-    layout: Literal["contiguous", "views"] = option(
-        "contiguous", "", "Memory layout of the inputs.  views: slices of wide tensors, as in a model."
+    layout: Literal["contiguous", "views", "transposed"] = option(
+        "contiguous",
+        "",
+        "Memory layout of the inputs.  views: slices of wide tensors, as in a model; "
+        "transposed: with positions innermost.",
     )
     draw: str = option("", "W[,W...]", "Other inputs: normalised, slow, quarter-slow, quarter-ungated (GDN).")
     intermediates: Dtypes = "exact"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan, when_overridden
+from ssdprof.kernels.rows import contiguous_copy, contiguous_view, is_scattered, overlaps
 
 Output = TypeVar("Output")
 
@@ -54,12 +57,17 @@ class Variant(Generic[Output]):
 
 
 class Fused(Generic[Output]):
-    """name: of the implementation.  refuse: raises UnsupportedError for inputs that no variant supports."""
+    """name: of the implementation
+    variants: in order of preference.  The last one supports every call
+    rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the call
+    refuse: raises UnsupportedError for inputs that no variant supports
+    """
 
     def __init__(
-        self, name: str, variants: Sequence[Variant[Output]], refuse: Callable[[Any], None] = lambda _inputs: None
-    ) -> None:
-        self.name, self.variants, self._refuse = name, variants, refuse
+        self, name: str, variants: Sequence[Variant[Output]], rows: tuple[str, ...] = (),
+        refuse: Callable[[Any], None] = lambda _inputs: None,
+    ) -> None:  # fmt: skip
+        self.name, self.variants, self._rows, self._refuse = name, variants, rows, refuse
         self.launches: LaunchCache[Callable[[Any], Output]] = LaunchCache()
         when_overridden(self.forget_launches)
 
@@ -70,6 +78,22 @@ class Fused(Generic[Output]):
     def choose(self, call: FusedCall) -> Variant[Output]:
         """By the GPU, shapes, strides, alignment and dtypes."""
         return next(variant for variant in self.variants if not variant.unsupported(call))
+
+    def place(self, call: FusedCall) -> tuple[Variant[Output], FusedCall, tuple[str, ...]]:
+        """The kernel, the call as it gets it, and the names of tensors to copy first.
+
+        In that call, tensors that are to be copied have the shapes and strides of copies, and no meaning.
+        """
+        variant = self.choose(call)
+        if variant is not self.variants[-1]:
+            return variant, call, ()
+        names = tuple(name for name in self._rows if is_scattered(getattr(call.inputs, name)))
+        if names and not any(overlaps(getattr(call.inputs, name)) for name in names):
+            copied = replace(call, inputs=_replaced(call.inputs, names, contiguous_view))
+            better = self.choose(copied)
+            if better is not variant:
+                return better, copied, names
+        return variant, call, ()
 
     def run(
         self, inputs: Any, precision: Precision = Precision(), *, batch_invariant: bool = False,  # noqa: B008
@@ -91,16 +115,23 @@ class Fused(Generic[Output]):
             inputs.check(state_v_first=True)
         else:
             inputs.check()
-        call = self._supported(inputs, precision, batch_invariant, state_v_first)
-        variant = self.choose(call)
-        return variant.prepare(call, variant.configure(call))
+        variant, call, names = self.place(self._supported(inputs, precision, batch_invariant, state_v_first))
+        launch = variant.prepare(call, variant.configure(call))
+        return (lambda inputs: launch(_replaced(inputs, names, contiguous_copy))) if names else launch
 
     def plan(
         self, inputs: Any, precision: Precision = Precision(), *, batch_invariant: bool = False  # noqa: B008
     ) -> Plan:  # fmt: skip
         """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
-        call = self._supported(inputs, precision, batch_invariant, False)
-        return self.choose(call).plan(call)
+        variant, call, names = self.place(self._supported(inputs, precision, batch_invariant, False))
+        plan = variant.plan(call)
+        copies = sum(getattr(inputs, name).numel() * getattr(inputs, name).itemsize for name in names)
+        return replace(
+            plan,
+            launches=plan.launches + len(names),
+            workspace_bytes=plan.workspace_bytes + copies,
+            reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}" if names else plan.reason,
+        )
 
     def _supported(
         self, inputs: Any, precision: Precision, batch_invariant: bool, state_v_first: bool
@@ -110,3 +141,7 @@ class Fused(Generic[Output]):
         return FusedCall(
             inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first
         )
+
+
+def _replaced(inputs: Any, names: Sequence[str], by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return inputs.unchecked(**vars(inputs) | {name: by(getattr(inputs, name)) for name in names})

@@ -61,7 +61,7 @@ _launches: LaunchCache[GDNPortableLaunch] = LaunchCache()
 
 
 def _kernel(inputs: GDNInputs) -> str:
-    name = FUSED.choose(FusedCall(inputs=inputs, precision=Precision())).name
+    name = FUSED.place(FusedCall(inputs=inputs, precision=Precision()))[0].name
     if name != KERNEL:
         raise BadInputError(
             f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",

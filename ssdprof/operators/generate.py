@@ -21,7 +21,7 @@ SEED = 0
 STEPS = (1e-3, 1e-1)  # of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
-Layout = Literal["contiguous", "views"]
+Layout = Literal["contiguous", "views", "transposed"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Tokens:
 class Cell:
     """One cell of a bench.
 
-    layout: contiguous tensors, or views of a wide projection, as a model passes them.
+    layout: contiguous tensors, views of a wide projection, as a model passes them, or tensors with positions innermost.
     drawn: the `InputGenerator.ways` in which the inputs differ from the default.
     """
 
@@ -247,14 +247,21 @@ def states(*shape: int, device: torch.device) -> torch.Tensor:
 
 
 def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Uninitialised tensors, of these sizes at each position; as views, they are slices of one tensor."""
+    """Uninitialised tensors of these sizes at each position.
+
+    As views, they are slices of one tensor.  Transposed, they are slices of one tensor whose neighbouring elements are
+    neighbouring positions.
+    """
     rows, length, _ = positions(cell)
     new = partial(torch.empty, rows, length, dtype=dtype_named(cell.dtype), device=device)
     if cell.layout == "contiguous":
         return tuple(new(*size) for size in sizes)
     widths = [math.prod(size) for size in sizes]
-    parts = torch.split(new(sum(widths)), widths, -1)
-    return tuple(part.view(rows, length, *size) for part, size in zip(parts, sizes, strict=True))
+    whole = new(sum(widths))
+    if cell.layout == "transposed":
+        whole = whole.view(rows, sum(widths), length).mT
+    parts = torch.split(whole, widths, -1)
+    return tuple(part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True))
 
 
 def _brief(length: int) -> str:

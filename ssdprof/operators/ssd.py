@@ -284,8 +284,8 @@ def draw(cell: Cell, device: torch.device) -> kernels.SSDInputs:
     normal = partial(torch.randn, dtype=torch.float32, device=device, generator=generator)
     dt_bias = generate.gate_bias(h, generator)
     x, B, C = generate.empty([(h, p), (g, n), (g, n)], cell, device)
-    before = 0 if cell.layout == "contiguous" else 2 * h * p + 2 * g * n  # z x B C
-    dt = generate.empty([(before + h,)], cell, device)[0][..., before:]
+    before = 2 * h * p + 2 * g * n if cell.layout == "views" else 0  # z x B C
+    dt = generate.empty([(before + h,)], replace(cell, layout="contiguous"), device)[0][..., before:]
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
     return kernels.SSDInputs(
@@ -316,6 +316,8 @@ def _exact(*states: DType) -> tuple[PrecisionRecord, ...]:
 
 
 def _mamba_ssm_precisions(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+    if dtype == "fp32":  # multiplied in tf32
+        return (PrecisionRecord(intermediates="relaxed", state_dtype="fp32"),)
     return _exact(*dict.fromkeys((dtype, "fp32")) if adapters.mamba_ssm_passes_any_states() else (dtype,))
 
 

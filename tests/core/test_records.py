@@ -161,7 +161,8 @@ def test_what_contradicts_itself_is_refused(made: Any, fields: dict[str, Any], w
 
 
 def test_every_text_is_harmless() -> None:
-    of_records = ((kind, *one) for kind in Record.__subclasses__() for one in kind.__annotations__.items())
+    ours = [kind for kind in Record.__subclasses__() if kind.__module__.startswith("ssdprof.")]
+    of_records = ((kind, *one) for kind in ours for one in kind.__annotations__.items())
     bare = [f"{kind.__name__}.{name}" for kind, name, words in of_records if re.search(r"\bstr\b", str(words))]
     assert bare == []
     assert Launch(kernel="a\x1b[2J", config={"b\x07": "\ud800", "c": 1}) == Launch(

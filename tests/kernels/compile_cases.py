@@ -24,6 +24,7 @@ from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.hopper.schedule import Cut
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.rows import contiguous_copy
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
@@ -47,7 +48,7 @@ def capability() -> int:
 
 def ssd_portable(case: SSDCase, precision: Precision, config: SSDPortableConfig | None = None) -> None:
     inputs = on_meta(case.inputs())
-    config = config or SSDPortableConfig.choose(inputs, divmod(capability(), 10))
+    config = config or SSDPortableConfig.choose(inputs, divmod(capability(), 10), precision)
     ssd_fused_portable(inputs, precision, config=config)
 
 
@@ -88,6 +89,8 @@ MAMBA2 = SSDCase(heads=2, headdim=64, dstate=128, seqlen=1024, dtype=BF16)
 SHIPPED_PORTABLE: dict[str, tuple[SSDCase, Precision]] = {
     "fp32, n 64": (P64.but(dstate=64, dtype=FP32), EXACT), "fp32, n 128": (P64.but(dtype=FP32), EXACT),
     "fp32, n 256": (P64.but(dstate=256, dtype=FP32), EXACT), "bf16, p 32": (P64.but(headdim=32), EXACT),
+    "fp32, n 64, relaxed": (P64.but(dstate=64, dtype=FP32), RELAXED_FP32),
+    "fp32, n 256, relaxed": (P64.but(dstate=256, dtype=FP32), RELAXED_FP32),
     "bf16": (P64.but(seqlen=1024), EXACT), "bf16, gate": (P64.but(seqlen=1024, gate=True), EXACT),
     "fp16, p 80, packed, relaxed": (P64.but(headdim=80, dtype=FP16, **PACKED), RELAXED),
     "bf16, n 256": (P64.but(dstate=256), EXACT),
@@ -117,6 +120,8 @@ PORTABLE_CASES: dict[str, tuple[SSDCase, Precision]] = {
     "gated bf16 exact": (MAMBA2.but(gate=True), EXACT),
     "packed fp16 relaxed": (MAMBA2.but(**PACKED, dtype=FP16), RELAXED),
     "mamba2 fp32 exact": (MAMBA2.but(seqlen=1000, dtype=FP32), EXACT),
+    "mamba2 fp32 relaxed": (MAMBA2.but(seqlen=1000, dtype=FP32), RELAXED_FP32),
+    "n 64 fp32 relaxed": (MAMBA2.but(dstate=64, dtype=FP32), RELAXED_FP32),
     "p 80 bf16 exact": (MAMBA2.but(seqlen=1000, headdim=80), EXACT),
     "n 256 bf16 exact": (MAMBA2.but(seqlen=1000, dstate=256), EXACT),
     "n 8 bf16 exact": (MAMBA2.but(seqlen=1000, dstate=8), EXACT),
@@ -189,6 +194,7 @@ SSD_SMALL: Launches = {
     **{f"convolution {state}": partial(convolution, plain(2, 100, 256), state=state) for state in (False, True)},
     "norm False": partial(norm, plain(2, 100, 512), plain(2, 100, 512), 512),
     "norm True": partial(norm, plain(2, 100, 512), plain(2, 100, 512), 128, norm_first=True),
+    "rows": partial(contiguous_copy, plain(1, 4, 64, 96).permute(0, 3, 1, 2)),
 }  # fmt: skip
 CONVOLUTIONS: Launches = {
     "a prompt": partial(convolution, view(5376), channels=5376),

@@ -90,9 +90,9 @@ def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return row
 
     monkeypatch.setattr(config, "first_fit", noting)
-    for case, _ in SHIPPED_PORTABLE.values():
+    for case, precision in SHIPPED_PORTABLE.values():
         for capability in CAPABILITIES:
-            SSDPortableConfig.choose(case.inputs(), divmod(capability, 10))
+            SSDPortableConfig.choose(case.inputs(), divmod(capability, 10), precision)
     for case, precision in SHIPPED_UNFUSED.values():
         five_stages(case.but(seqlen=17, chunk_size=16, heads=1).inputs(), precision)
     for table in (config.PORTABLE, config.CHUNK_STATE, config.BMM_CHUNK, config.CHUNK_SCAN):

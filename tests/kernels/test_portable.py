@@ -102,14 +102,15 @@ def test_plan_says_what_is_allocated() -> None:
     inputs = SSDCase(seqlen=600, headdim=8).inputs()
     precision = Precision(state_dtype=FP16)
     plan = get("ssd", "fused").plan(inputs, precision)
-    gates, states, sync = (2 * 2 * 600 + 32) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4
-    assert (plan.variant, plan.launches, plan.workspace_bytes) == ("interpreter", 2, gates + states + sync)
+    gates, states, sync, scores = (2 * 2 * 600 + 32) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4, 19 * 32 * 32 * 4
+    assert (plan.variant, plan.launches) == ("interpreter", 3)
+    assert plan.workspace_bytes == gates + states + sync + scores
     buffers = buffer_sizes(inputs, precision, SSDPortableConfig.choose(inputs, (9, 0))).allocate(inputs)
     out, final_states, *workspace = buffers
     assert (out.nbytes, final_states.nbytes) == (inputs.x.nbytes, 2 * 8 * 16 * 4)
     assert sum(tensor.nbytes for tensor in workspace if tensor is not None) == plan.workspace_bytes
     short = get("ssd", "fused").plan(SSDCase(seqlen=200).inputs(), EXACT)
-    assert (short.launches, short.workspace_bytes) == (1, (2 * 2 * 200 + 32) * 4)
+    assert (short.launches, short.workspace_bytes) == (2, (2 * 2 * 200 + 32 + 7 * 32 * 32) * 4)
 
 
 # --- GDN

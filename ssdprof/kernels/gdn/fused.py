@@ -216,7 +216,7 @@ def _requested(call: FusedCall, config: GDNPortableConfig) -> tuple[int, int, st
     return launches, workspace_bytes, f"requested; {reason}"
 
 
-FUSED: Fused[GDNOutput] = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE))
+FUSED: Fused[GDNOutput] = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", "k", "v"))
 # a form that a bench times only when it is named, for calls for which `fused` chooses another kernel
 FUSED_PORTABLE: Fused[GDNOutput] = Fused("fused_portable", (replace(PORTABLE, work=_requested),))
 run, plan = FUSED.run, FUSED.plan

@@ -65,8 +65,9 @@ def load_mamba_ssm() -> Implementation:
         return Plan(variant="mamba_ssm", launches=5, config={"chunk_size": inputs.chunk_size}, reason="it tunes itself")
 
     def refuse(inputs: SSDInputs, precision: Precision) -> None:
-        if not precision.exact:
-            raise UnsupportedError("mamba_ssm: exact intermediates only")
+        if precision.exact == (inputs.x.dtype == torch.float32):
+            reason = "fp32 inputs are multiplied in tf32, which is relaxed" if precision.exact else "exact"
+            raise UnsupportedError(f"mamba_ssm: {reason} intermediates only")
         if precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward):
             raise UnsupportedError(f"mamba_ssm: this version passes states on in {inputs.C.dtype} only")
         if inputs.cu_seqlens is not None:

@@ -32,12 +32,13 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(Generic[Settings]):
-    """A configuration for calls on one of `majors`, with equal `wide` (fp32 inputs) and `gate`, and sizes up to headdim
-    and dstate.  None: any value.  Blocks are upper limits.
+    """A configuration for calls on one of `majors`, with equal `wide` (fp32 inputs), `exact` and `gate`, and sizes up
+    to headdim and dstate.  None: any value.  Blocks are upper limits.
     """
 
     majors: tuple[int, ...] | None = None
     wide: bool | None = None
+    exact: bool | None = None
     gate: bool | None = None
     headdim: int | None = None
     dstate: int | None = None
@@ -49,14 +50,16 @@ Table = Sequence[Rule[Mapping[str, int]]]  # of block sizes and launch options b
 
 
 def first_fit(
-    table: Sequence[Rule[Settings]], *, wide: bool, dstate: int, headdim: int = 0, gate: bool = False, major: int = 0
-) -> Rule[Settings]:
+    table: Sequence[Rule[Settings]], *, wide: bool, dstate: int, headdim: int = 0, gate: bool = False, major: int = 0,
+    exact: bool = True,
+) -> Rule[Settings]:  # fmt: skip
     """The first row that fits.  The last row of each table fits every call."""
     return next(
         row
         for row in table
         if (row.majors is None or major in row.majors)
         and row.wide in (None, wide)
+        and row.exact in (None, exact)
         and row.gate in (None, gate)
         and (row.headdim is None or headdim <= row.headdim)
         and (row.dstate is None or dstate <= row.dstate)
@@ -128,12 +131,16 @@ class SSDPortableConfig:
     reason: str = ""
 
     @classmethod
-    def choose(cls, inputs: SSDInputs, capability: tuple[int, int]) -> SSDPortableConfig:
+    def choose(
+        cls, inputs: SSDInputs, capability: tuple[int, int], precision: Precision = Precision()  # noqa: B008
+    ) -> SSDPortableConfig:  # fmt: skip
         """By `PORTABLE`.  A state of 64 x 128 fp32 numbers fills half the registers of 4 warps, scores and output the
         other half."""
         headdim, dstate, gate = inputs.x.shape[3], inputs.B.shape[3], inputs.z is not None
         wide = inputs.x.dtype == torch.float32
-        row = first_fit(PORTABLE, major=capability[0], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+        row = first_fit(
+            PORTABLE, major=capability[0], wide=wide, exact=precision.exact, headdim=headdim, dstate=dstate, gate=gate
+        )
         config = replace(
             row.take, min_chunks=_MIN_SEGMENT // row.take.chunk, max_chunks=_MAX_SEGMENT // row.take.chunk,
             block_p=min(whole_block(headdim), row.take.block_p), block_n=min(whole_block(dstate), row.take.block_n),
@@ -182,7 +189,16 @@ _SHORT = (
 )
 _TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
 _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
+_ONE_TF32 = "one tf32 number for each operand: short chunks and half of P, so that two programs share an SM"
 PORTABLE = (
+    Rule(
+        wide=True,
+        exact=False,
+        dstate=64,
+        take=SSDPortableConfig(chunk=32, block_p=32, scan_stages=1),
+        why=_ONE_TF32 + "; with one stage in the second pass three do",
+    ),
+    Rule(wide=True, exact=False, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_ONE_TF32),
     Rule(wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT),
     Rule(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
     Rule(

@@ -48,7 +48,8 @@ def ssd_fused(
     x, B, C and z share a dtype: fp32, fp16 or bf16.  Any strides are allowed.
     A must be at most 0.  This is not checked; a positive value counts as 0, no decay.
     chunk_size has no effect on the result, because this kernel chooses its own chunks.
-    precision: one position per sequence is computed in fp32 at every precision, unless sequences are packed.
+    precision: "relaxed" cuts operands of fp32 inputs to tf32 instead, and keeps their intermediates in fp32.  One
+        position per sequence is computed in fp32 at every precision, unless sequences are packed.
 
     batch_invariant: a sequence's result is bitwise the same in a batch of any size.  Without it, the Hopper kernel
         divides sequences depending on their number, or not at all, which is faster for large batches of short ones.
@@ -127,13 +128,12 @@ def portable_config(call: FusedCall) -> SSDPortableConfig:
     found: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
     # the interpreter has no limit of registers, and uses Hopper's configuration
     chosen_for = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
-    return found.fitted(call.inputs) if found else SSDPortableConfig.choose(call.inputs, chosen_for)
+    return found.fitted(call.inputs) if found else SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
 
 
-def _work(sizes: BufferSizes, *reasons: str) -> tuple[int, int, str]:
-    handover = sizes.sync > 0
-    launches = "one launch, and one to zero the flags" if handover else "one launch"
-    return 2 if handover else 1, sizes.workspace_bytes, "; ".join((launches, *reasons))
+def _work(sizes: BufferSizes, *reasons: str, scores_first: bool = False) -> tuple[int, int, str]:
+    others = ["one for C B^T"] * scores_first + ["one to zero the flags"] * (sizes.sync > 0)
+    return 1 + len(others), sizes.workspace_bytes, "; ".join((", and ".join(("one launch", *others)), *reasons))
 
 
 RECURRENT = Variant(
@@ -157,6 +157,7 @@ PORTABLE = Variant(
     work=lambda call, config: _work(
         portable.buffer_sizes(call.inputs, call.precision, config), config.reason,
         f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
+        scores_first=portable.scores_first(call.inputs),
     ),
 )  # fmt: skip
 
@@ -166,6 +167,6 @@ def _refuse(inputs: SSDInputs) -> None:
         raise UnsupportedError(f"fused: dstate is at most {MAX_DSTATE}, not {inputs.B.shape[3]}")
 
 
-FUSED: Fused[SSDOutput] = Fused("fused", (RECURRENT, HOPPER, PORTABLE), _refuse)
+FUSED: Fused[SSDOutput] = Fused("fused", (RECURRENT, HOPPER, PORTABLE), rows=("x", "B", "C"), refuse=_refuse)
 run, plan = FUSED.run, FUSED.plan
 register(Implementation(operator="ssd", name="fused", run=run, plan=plan))

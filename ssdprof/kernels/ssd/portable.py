@@ -20,13 +20,13 @@ In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D 
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32
 Work: gates (h * p-slices, 2, b * l) fp32 plus one chunk: dt and a, written and read by the same program
+      CB (b, chunks, g, q, s) fp32, if fp32 inputs are not packed: C B^T of each chunk, by a launch before.  Here, every
+      slice of every head would compute it again: a third of the products
       states (sequences, h, p, n) state_dtype: the state that is handed over; final_states itself if fp32
       sync int32, zeroed: the ticket counter, and per sequence, head and slice the number of segments handed over
 Grid: (segments * h * p-slices), slices fastest, then heads, sequences, segments; an upper bound for packed sequences.
       The ticket, not the program id, selects the segment.  A program waits only for lower tickets, whose programs have
       started, so that progress does not require two programs to run at the same time.
-
-Every source line belongs to one stage (`STAGES`), even after inlining.  Stall attribution relies on this.
 
 In functions: x, z, out (q, p) | B, C (q, n) | CB (q, s) | state (p, n) if P_ROWS, else (n, p) | dt, a (q)
 
@@ -57,6 +57,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig, whole_block
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch
+from ssdprof.kernels.ssd.unfused import _bmm_chunk_kernel
 from ssdprof.kernels.tensors import strides_of, tile_strides
 
 FLAGS = tl.constexpr(32)  # offset of the flags in sync
@@ -255,7 +256,8 @@ def chunk_cumsum(
 @triton.jit
 def chunk_state(
     state, x, B_rows, gates, t, length, tail,
-    DSTATE: tl.constexpr, P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr,
+    DSTATE: tl.constexpr, P_ROWS: tl.constexpr, INTERMEDIATE: tl.constexpr, PRODUCT: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Stage 2: 2^(a_end) state + sum_t 2^(a_end - a_t) dt_t x_t B_t^T, the state after the chunk.
 
@@ -285,18 +287,18 @@ def chunk_state(
             # a term of the chunk is (docs/measuring.md).  This product comes first, because nothing waits for the other
             block *= decay
             if INTERMEDIATE.primitive_bitwidth > x.dtype.primitive_bitwidth:
-                block = add_outer_products(block, lost, B, P_ROWS)
-        after = after + (add_outer_products(block, rounded, B, P_ROWS),)
+                block = add_outer_products(block, lost, B, P_ROWS, PRODUCT)
+        after = after + (add_outer_products(block, rounded, B, P_ROWS, PRODUCT),)
     return after
 
 
 @triton.jit
-def add_outer_products(block, x, B, P_ROWS: tl.constexpr):
+def add_outer_products(block, x, B, P_ROWS: tl.constexpr, PRODUCT: tl.constexpr):
     """block + sum_t x_t B_t^T, for one block of N."""
     if P_ROWS:
-        return tl.dot(tl.trans(x), B, block, input_precision=DOT_PRECISION)
+        return tl.dot(tl.trans(x), B, block, input_precision=PRODUCT)
     else:
-        return tl.dot(tl.trans(B), x, block, input_precision=DOT_PRECISION)
+        return tl.dot(tl.trans(B), x, block, input_precision=PRODUCT)
 
 
 @triton.jit
@@ -311,28 +313,36 @@ def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length,
     for i in tl.range(0, felt, num_stages=S.STATE_STAGES):
         t = (first + count - 1 - i) * CHUNK
         x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_p, other=0.0)
-        state = chunk_state(state, x, B_rows, gates, t, length, tail, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, True)
+        state = chunk_state(
+            state, x, B_rows, gates, t, length, tail, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.PRODUCT, True
+        )
         tail += tl.load(gates.ptr + gates.plane + t + CHUNK - 1)
     return state, tail
 
 
 @triton.jit
 def chunk_products(
-    state, C_rows, B_rows, gates, t, length, DSTATE: tl.constexpr, P_ROWS: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """Stage 4, C B^T, and the first term of stage 5, 2^(a_t) h C_t.  Both go block by block, so that C is read once."""
+    state, C_rows, B_rows, CB_ptr, gates, t, length, DSTATE: tl.constexpr, P_ROWS: tl.constexpr,
+    PRODUCT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Stage 4, C B^T, and the first term of stage 5, 2^(a_t) h C_t.  Both go block by block, so that C is read once.
+
+    CB_ptr: C B^T of the chunk, if it has been computed."""
     CHUNK: tl.constexpr = C_rows.tile.shape[0]
     BLOCK_P: tl.constexpr = state[0].shape[0] if P_ROWS else state[0].shape[1]
     m_q = ((tl.arange(0, CHUNK) < length - t) | ALIGNED)[:, None]
     CB = tl.zeros((CHUNK, CHUNK), tl.float32)
+    if CB_ptr is not None:
+        CB = tl.load(CB_ptr + tl.arange(0, CHUNK)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :])
     out = tl.zeros((CHUNK, BLOCK_P), tl.float32)
     for k in tl.static_range(len(state)):
         C = load_block(C_rows, t, k, m_q, DSTATE, False)
-        B = load_block(B_rows, t, k, m_q, DSTATE, False)
-        CB = tl.dot(C, tl.trans(B), CB, input_precision=DOT_PRECISION)
+        if CB_ptr is None:
+            B = load_block(B_rows, t, k, m_q, DSTATE, False)
+            CB = tl.dot(C, tl.trans(B), CB, input_precision=PRODUCT)
         # stage chunk_scan.previous
         block = tl.trans(state[k]) if P_ROWS else state[k]
-        out = tl.dot(C, block.to(C.dtype), out, input_precision=DOT_PRECISION)
+        out = tl.dot(C, block.to(C.dtype), out, input_precision=PRODUCT)
         # stage bmm_chunk
     # stage chunk_scan.previous
     a = tl.load(gates.ptr + gates.plane + t + tl.arange(0, CHUNK))
@@ -342,7 +352,7 @@ def chunk_products(
 
 @triton.jit
 def scan_current(
-    out, CB, x_rows, m_p, gates, t, length, INTERMEDIATE: tl.constexpr, ALIGNED: tl.constexpr
+    out, CB, x_rows, m_p, gates, t, length, INTERMEDIATE: tl.constexpr, PRODUCT: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Stage 5: add the chunk's own positions, sum_{s <= t} (C_t B_s) 2^(a_t - a_s) dt_s x_s.  Returns (out, x)."""
     o_q = tl.arange(0, CB.shape[0])
@@ -354,7 +364,7 @@ def scan_current(
     decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
     scores = tl.where(o_q[:, None] >= o_q[None, :], scores, 0.0)
-    return tl.dot(scores.to(x.dtype), x, out, input_precision=DOT_PRECISION), x
+    return tl.dot(scores.to(x.dtype), x, out, input_precision=PRODUCT), x
 
 
 @triton.jit
@@ -378,7 +388,7 @@ def scan_residual(out, x, D, z_rows, out_rows, m_p, t, length, ALIGNED: tl.const
 def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.constexpr):
     (
         x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr, out_ptr,
-        final_states_ptr, gates_ptr, states_ptr, sync_ptr,
+        final_states_ptr, gates_ptr, states_ptr, sync_ptr, CB_ptr,
     ) = tensors  # fmt: skip
     (
         x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
@@ -476,9 +486,17 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         z_rows = TokenRows(z_ptr, rows * z_strides[1] + o_p[None, :] * z_strides[3], z_strides[1])
     for i_c in tl.range(first, first + count, num_stages=S.SCAN_STAGES):
         t = i_c * S.CHUNK
-        CB, out = chunk_products(state, C_rows, B_rows, gates, t, length, S.DSTATE, S.P_ROWS, S.ALIGNED)
-        out, x = scan_current(out, CB, x_rows, m_p[None, :], gates, t, length, S.INTERMEDIATE, S.ALIGNED)
-        state = chunk_state(state, x, B_rows, gates, t, length, None, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.ALIGNED)
+        CB_chunk = None
+        if CB_ptr is not None:
+            i_bcg = (tl.cast(i_b, tl.int64) * nchunks + i_c) * (S.HEADS // S.HEADS_PER_GROUP) + i_g
+            CB_chunk = CB_ptr + i_bcg * (S.CHUNK * S.CHUNK)
+        CB, out = chunk_products(
+            state, C_rows, B_rows, CB_chunk, gates, t, length, S.DSTATE, S.P_ROWS, S.PRODUCT, S.ALIGNED
+        )
+        out, x = scan_current(out, CB, x_rows, m_p[None, :], gates, t, length, S.INTERMEDIATE, S.PRODUCT, S.ALIGNED)
+        state = chunk_state(
+            state, x, B_rows, gates, t, length, None, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.PRODUCT, S.ALIGNED
+        )
         scan_residual(out, x, D, z_rows, out_rows, m_p[None, :], t, length, S.ALIGNED)
     # stage state_passing.store
     if last:
@@ -494,47 +512,73 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableCon
         states=prod(inputs.states_shape) if handover and precision.state_dtype != torch.float32 else 0,
         state_dtype=precision.state_dtype,
         sync=flags if handover else 0,
-        gates=units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
+        gates=prod(_scores_shape(inputs, config)) + units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
     )
+
+
+def scores_first(inputs: SSDInputs) -> bool:
+    """Whether a launch before the fused one computes C B^T of all chunks."""
+    return inputs.x.dtype == torch.float32 and inputs.cu_seqlens is None
+
+
+def _scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...]:
+    batch, length, groups, _ = inputs.B.shape
+    chunks = triton.cdiv(length, config.chunk)
+    return (batch, chunks, groups, config.chunk, config.chunk) if scores_first(inputs) else (0,)
 
 
 def portable_launch(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> SSDLaunch:
     sizes = buffer_sizes(inputs, precision, config)
     launcher = Launcher(_fused_kernel, _scalars(inputs), _options(inputs, precision, config, sizes.sync > 0))
-    return SSDLaunch(launcher, config.segments(inputs) * config.units(inputs), inputs, sizes, _tensors)
+    shape = _scores_shape(inputs, config)
+    scores = _scores_launcher(inputs, config, shape) if scores_first(inputs) else None
+
+    def tensors(inputs: SSDInputs, out: Any, final: Any, states: Any, sync: Any, gates: Any) -> tuple[Any, ...]:
+        CB = None
+        if scores is not None:
+            CB, gates = gates[: prod(shape)], gates[prod(shape) :]
+            scores(prod(shape[:3]), inputs.C, inputs.B, None, CB)
+        return (
+            inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
+            inputs.initial_states, inputs.cu_seqlens, out, final, gates, final if states is None else states, sync, CB,
+        )  # fmt: skip
+
+    return SSDLaunch(launcher, config.segments(inputs) * config.units(inputs), inputs, sizes, tensors)
 
 
-def _tensors(inputs: SSDInputs, out: Any, final: Any, states: Any, sync: Any, gates: Any) -> tuple[Any, ...]:
-    return (
-        inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias, inputs.initial_states,
-        inputs.cu_seqlens, out, final, gates, final if states is None else states, sync,
-    )  # fmt: skip
+def _scores_launcher(inputs: SSDInputs, config: SSDPortableConfig, shape: tuple[int, ...]) -> Launcher:
+    """One program for each chunk and group.  Its products are exact at every precision."""
+    strides = inputs.C.stride(), inputs.B.stride(), torch.empty(shape, device="meta").stride()
+    sizes = dict(CHUNK_SIZE=config.chunk, BLOCK_Q=config.chunk, BLOCK_S=config.chunk, DSTATE=inputs.B.shape[3])
+    options = sizes | dict(BLOCK_N=32, num_warps=4, num_stages=3)
+    return Launcher(_bmm_chunk_kernel, (strides, inputs.x.shape[1], shape[2], shape[1]), options)
 
 
 def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: SSDPortableConfig) -> SSDOutput:
-    """Output in x's dtype, final states in fp32.  `fused.py` has rejected unsupported inputs."""
     return portable_launch(inputs, precision, config)(inputs)
 
 
 def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
     """Strides in the order of the tensors, those of the output last; sizes; limits of dt."""
-    return (
-        (
-            tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B),
-            tile_strides(inputs.C), strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias),
-            strides_of(inputs.initial_states), strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
-        ),
-        inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit),
+    strides = (
+        tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B), tile_strides(inputs.C),
+        strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias), strides_of(inputs.initial_states),
+        strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
     )  # fmt: skip
+    return strides, inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit)
 
 
 def _options(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig, handover: bool) -> dict[str, Any]:
     nheads, headdim = inputs.x.shape[2:]
+    # relaxed fp32 inputs: products of one tf32 number for each operand have smaller errors than 16-bit intermediates
+    wide = inputs.x.dtype == torch.float32
+    intermediate = torch.float32 if wide else precision.intermediate_dtype(inputs.x.dtype)
+    product = "tf32" if wide and not precision.exact else DOT_PRECISION.value
     return dict(
         HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
         CHUNK=config.chunk, BLOCK_P=config.block_p, BLOCK_N=min(config.block_n, whole_block(inputs.B.shape[3])),
         RULE=(config.max_segments, config.min_chunks, config.max_chunks), HANDOVER=handover, P_ROWS=config.p_rows,
-        DT_SOFTPLUS=inputs.dt_softplus, INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)],
+        DT_SOFTPLUS=inputs.dt_softplus, INTERMEDIATE=TL_DTYPE[intermediate], PRODUCT=product,
         ALIGNED=inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
         OFFSET=tl.int32 if _span(inputs, config.chunk) < 2**31 else tl.int64, STATE_STAGES=config.state_stages,
         SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
@@ -542,7 +586,7 @@ def _options(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig,
 
 
 def _span(inputs: SSDInputs, chunk: int) -> int:
-    """Largest distance, in elements, between two elements of a tile of positions or of a state."""
+    """Largest distance, in elements, within a tile of positions or of a state."""
     tokens = (inputs.x, inputs.B, inputs.C, inputs.z, _new(inputs))
     spans = [chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3) for tensor in tokens if tensor is not None]
     if inputs.initial_states is not None:
@@ -553,5 +597,4 @@ def _span(inputs: SSDInputs, chunk: int) -> int:
 
 
 def _new(inputs: SSDInputs) -> torch.Tensor:
-    """A meta tensor with the output's shape and strides."""
     return torch.empty(inputs.x.shape, device="meta")
