@@ -261,7 +261,7 @@ def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) ->
     if cell.layout == "transposed":
         whole = whole.view(rows, sum(widths), length).mT
     parts = torch.split(whole, widths, -1)
-    return tuple(part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True))
+    return tuple(part.reshape(rows, length, *size) for part, size in zip(parts, sizes, strict=True))
 
 
 def _brief(length: int) -> str:
