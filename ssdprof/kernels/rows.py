@@ -18,7 +18,7 @@ from ssdprof.kernels.tensors import unreadable
 BLOCK_POSITIONS = 64
 MOST_COLUMNS = 128  # of a program
 
-STAGES = {"_rows_kernel": "copy"}
+STAGES = {"_rows_kernel": "setup"}
 
 
 @triton.jit

@@ -22,7 +22,7 @@ _MEANINGS = {
     "recurrent": "one launch that goes token by token, with the state in registers",
     "unfused_step": "a decode step with one launch for each of its parts; the baseline of decode steps",
     "exact": "decays and their products are kept in fp32",
-    "relaxed": "decays and their products in 16 bit, the inputs' dtype; of fp32 inputs in bf16, or products in tf32",
+    "relaxed": "decays and their products in 16 bit, the inputs' dtype; fp32 inputs in bf16 or tf32",
 }
 _IF_THERE = ("recurrent", "unfused_step")
 
