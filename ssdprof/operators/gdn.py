@@ -41,7 +41,8 @@ STAGES = Stages.of(
         "_gdn_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_gdn_chunk_output_kernel",
     ),
     fused=(
-        "_gdn_factors_kernel", "_gdn_scan_kernel", "_prep_kernel", "_parts_kernel", "_combine_kernel", "_hopper_kernel",
+        "_rows_kernel", "_gdn_factors_kernel", "_gdn_scan_kernel", "_prep_kernel", "_parts_kernel", "_combine_kernel",
+        "_hopper_kernel",
     ),
     recurrent=("_gdn_recurrent_kernel",),
     unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),

@@ -35,7 +35,7 @@ STAGES = Stages.of(
     "waiting.scores", "waiting.half", "waiting.gates", "chunk_state", "chunk_state.first_pass", "state_passing",
     "state_passing.wait", "state_passing.load", "state_passing.store", "chunk_scan", "chunk_scan.previous",
     "chunk_scan.current", "chunk_scan.residual", "recurrence", "step_state", "step_output", "ahead",
-    fused=("_fused_hopper_kernel", "_fused_kernel"), recurrent=("_ssd_recurrent_kernel",),
+    fused=("_rows_kernel", "_fused_hopper_kernel", "_fused_kernel"), recurrent=("_ssd_recurrent_kernel",),
     unfused=(
         "_chunk_table_kernel", "_chunk_cumsum_kernel", "_chunk_state_kernel", "_state_passing_kernel",
         "_bmm_chunk_kernel", "_chunk_scan_kernel",
