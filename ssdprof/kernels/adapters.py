@@ -69,7 +69,10 @@ def package_version(package: str) -> str:
 
 
 class Tunings:
-    """Keeps the choices of the modules' tuners separately for each kind of call; all share compiled kernels."""
+    """Keeps the choices of the modules' tuners separately for each kind of call; all share compiled kernels.
+
+    Every process chooses anew.
+    """
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
         found = [tuner for module in modules for thing in vars(module).values() if (tuner := _tuner(thing)) is not None]
@@ -107,6 +110,7 @@ def _tuner(thing: Any) -> Autotuner | None:
 def _hasten(tuner: Autotuner) -> None:
     tuner.do_bench = partial(do_bench, warmup=_WARMUP_MS, rep=_MEASURE_MS)
     tuner.early_config_prune = partial(_compiled, tuner.fn, tuner.early_config_prune)
+    tuner.cache_results = False  # on disk, where a choice may come from a process whose GPU was busy
 
 
 def _compiled(

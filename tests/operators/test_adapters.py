@@ -488,7 +488,7 @@ def tuned(kernel: Kernel, *blocks: int) -> Autotuner:
     configs = [triton.Config({"BLOCK": block}, num_warps=8) for block in blocks]
     tuner = triton.autotune(configs, key=["x"])(triton.jit(plain))
     assert isinstance(tuner, Autotuner)
-    tuner.fn, tuner.nargs = kernel, {"x": 7}
+    tuner.fn, tuner.nargs, tuner.cache_results = kernel, {"x": 7}, True
     module = ModuleType("tuned")
     module.tuner = tuner  # type: ignore[attr-defined]
     Tunings([module])
@@ -499,7 +499,7 @@ OPTIONS = {"grid": (1,), "warmup": False}
 
 
 def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupted tuner can go on later."""
+    """An interrupted tuner can go on later.  None takes the choice of another process from the disk."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -511,6 +511,7 @@ def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pyte
         with pytest.raises(KeyboardInterrupt):
             tuner.prune_configs(OPTIONS)
     assert _async_compile.active_mode.get() is None
+    assert not tuner.cache_results
     assert tuner.prune_configs(OPTIONS) == tuner.configs
     assert [(asked["x"], asked["BLOCK"], asked["num_warps"]) for asked in kernel.asked] == 2 * [(7, 32, 8), (7, 64, 8)]
     assert all(asked["warmup"] for asked in kernel.asked)  # compiles, and launches nothing

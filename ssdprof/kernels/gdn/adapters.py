@@ -64,7 +64,7 @@ def load_fla(operator: Any) -> Implementation:
     def plan(inputs: GDNInputs, _precision: Precision) -> Plan:
         return Plan(
             variant="triton", launches=5 + 2 * int(inputs.use_qk_l2norm), config={"chunk_size": 64},
-            reason="it tunes itself; calls to other libraries are turned off",
+            reason="it tunes itself in each process; calls to other libraries are turned off",
         )  # fmt: skip
 
     def refuse(inputs: GDNInputs, precision: Precision) -> None:

@@ -62,7 +62,12 @@ def load_mamba_ssm() -> Implementation:
         return SSDOutput(out, final_states)
 
     def plan(inputs: SSDInputs, _precision: Precision) -> Plan:
-        return Plan(variant="mamba_ssm", launches=5, config={"chunk_size": inputs.chunk_size}, reason="it tunes itself")
+        return Plan(
+            variant="mamba_ssm",
+            launches=5,
+            config={"chunk_size": inputs.chunk_size},
+            reason="it tunes itself in each process",
+        )
 
     def refuse(inputs: SSDInputs, precision: Precision) -> None:
         if precision.exact == (inputs.x.dtype == torch.float32):
