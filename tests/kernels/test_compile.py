@@ -147,8 +147,11 @@ GDN_STACK_BYTES = {80: 160, 90: 80, 100: 160}
 @EVERY_GPU
 @pytest.mark.parametrize("label", PORTABLE_CASES)
 def test_ssd_portable(label: str, capability: int) -> None:
-    (kernel,) = compiled("SSD_PORTABLE", capability)[label]
+    *before, kernel = compiled("SSD_PORTABLE", capability)[label]
     assert kernel.kernel == "_fused_kernel"
+    assert [one.kernel for one in before] == ["_bmm_chunk_kernel"] * (PORTABLE_CASES[label][0].dtype == FP32)
+    for one in before:
+        assert_fits(one, capability)
     assert_fits(kernel, capability, stack=STACK_BYTES.get(label, COMMON_STACK_BYTES))
     assert kernel.registers > 100, "if the compiler discards a kernel's body, the kernel uses only a few registers"
     assert label == "n 256 bf16 exact" or 2 * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
@@ -176,7 +179,7 @@ def test_the_limits_can_be_broken() -> None:
     """Accumulators or chunks that are too large are detected, and a kernel that gives wrong results on an H200."""
     broken = compiled("BROKEN")
     assert broken["chunk_scan"][0].spilled_bytes > 0
-    assert broken["fp32"][0].spilled_bytes > 1000
+    assert broken["fp32"][-1].spilled_bytes > 2 * STACK_BYTES["mamba2 fp32 exact"]
     assert broken["rows of 64 bytes"][0].lost_addresses == 3
     assert broken["gdn 256"][1].shared_bytes > SHARED_BYTES[90]
 
