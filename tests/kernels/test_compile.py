@@ -225,6 +225,7 @@ SMALL = {
     "ssd step": ["_ssd_step_state_kernel", "_ssd_step_output_kernel"],
     "gdn step": [f"_gdn_{name}_kernel" for name in ("qk_l2norm", "step_write", "step_state", "step_output")],
     "ssd convolution": ["_causal_conv1d_kernel"], "ssd norm": ["_gated_rms_norm_kernel"],
+    "ssd rows": ["_rows_kernel"],
 }  # fmt: skip
 
 

@@ -312,9 +312,11 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     P_TILES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
     Q_BLOCKS: tl.constexpr = S.CHUNK_SIZE // S.BLOCK_Q
     i_tile = tl.program_id(0) % (P_TILES * Q_BLOCKS)
-    unit = tl.program_id(0) // (P_TILES * Q_BLOCKS)
-    i_h, i_b, i_c, start, length = own_chunk(unit, spans_ptr, seqlen, nheads, nchunks, S.CHUNK_SIZE)
+    i_bch = tl.program_id(0) // (P_TILES * Q_BLOCKS)  # `own_chunk` here makes other machine code
+    i_h, i_bc = i_bch % nheads, i_bch // nheads
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
     i_g = i_h // heads_per_group
+    start, length = chunk_span(spans_ptr, i_c, seqlen, S.CHUNK_SIZE)
     first_q = (i_tile // P_TILES) * S.BLOCK_Q
     if first_q >= length:
         return
