@@ -143,7 +143,7 @@ def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
 
 
 def from_before(lengths: list[int], memory: int) -> float:
-    """f of docs/measuring.md: the share of the output's energy from before the segment, for a head whose decay is
+    """f of docs/ssd-performance.md: the share of the output's energy from before the segment, for a head whose decay is
     e^(-1 / memory) per position."""
     kept = math.exp(-2 / memory)
     first, before = 0, 0.0

@@ -175,7 +175,7 @@ def squared_error(lengths: list[int], memory: float) -> float:
     """Squared error of the outputs of a head whose decay is e^(-1 / memory) per chunk, in units of one rounding.
 
     Counts the rounding of the output, one rounding per term, and a second one for terms from before a segment.
-    See docs/measuring.md.
+    See docs/ssd-performance.md.
     """
     kept = math.exp(-2 / memory)
 
