@@ -126,4 +126,10 @@ def library_message(error: BaseException) -> str:
     text = " ".join(word if len(word) <= LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in words)
     if isinstance(error, LookupError) or len(words) < 3:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= LONGEST_SENTENCE else f"{text[: LONGEST_SENTENCE - 3]}..."
+    return whole_words(text, LONGEST_SENTENCE)
+
+
+def whole_words(text: str, most: int) -> str:
+    """About so many characters of a text, which ends with a word; what is left out is counted."""
+    kept = text if len(text) <= most else text[: most - 30].rpartition(" ")[0] or text[: most - 30]
+    return text if kept == text else f"{kept} ({len(text) - len(kept):,} characters more)"

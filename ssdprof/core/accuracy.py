@@ -26,6 +26,7 @@ class Deviation(Record):
     """The difference between two tensors.  Positions index the tensor's own shape.
 
     matches: percent of the elements, at each of `TOLERANCES`.
+    matches_rms: the same at `TOLERANCES[1:]` times the RMS of the tensor; None in old records.
     scale_max_abs: the largest magnitude of the other tensor, for comparison with max_abs; None in old records.
     along: rms_ratio in slices of equal length of the positions (see `SLICES`), first to last; empty for a tensor
         without a position axis, and in a bench.
@@ -34,6 +35,7 @@ class Deviation(Record):
     against: Text  # "fp64 oracle", "unfused exact, fp16 states", ...
     elements: Size
     matches: tuple[Percent, Percent, Percent]
+    matches_rms: tuple[Percent, Percent] | None = None
     rms_ratio: NotNegative | None  # rms(out - other) / rms(other); None: it is infinite
     max_abs: NotNegative
     worst_head: Count
@@ -53,7 +55,12 @@ class Deviation(Record):
         return self
 
     def match_pct(self, tolerance: float) -> float:
+        """The share with |a - b| <= tolerance (1 + |b|)."""
         return self.matches[TOLERANCES.index(tolerance)]
+
+    def match_rms_pct(self, tolerance: float) -> float | None:
+        """The share with |a - b| <= tolerance (rms + |b|), which depends on no unit of the tensor."""
+        return self.matches_rms[TOLERANCES.index(tolerance) - 1] if self.matches_rms else None
 
 
 class BudgetUse(Record):

@@ -24,6 +24,16 @@ def duration(us: float | None) -> str:
     return f"{three_digits(us / 1e6)} s"
 
 
+def rate(per_s: float | None) -> str:
+    """With three digits: "37.7 M", "812 k"."""
+    if per_s is None:
+        return MISSING
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if float(three_digits(per_s / factor)) >= 1:
+            return f"{three_digits(per_s / factor)} {unit}"
+    return three_digits(per_s)
+
+
 def ratio(value: float | None) -> str:
     """ "1.52x"; small and large ratios keep three digits."""
     return MISSING if value is None else f"{_ratio(value)}x"
@@ -119,9 +129,9 @@ def words(items: Iterable[str], last: str = "and") -> str:
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
-def cut(text: str, most: int) -> str:
-    """At most so many characters; the last ones say if there were more."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def cut(code: str, most: int) -> str:
+    """At most so many characters of a line of code; the last ones say if there were more."""
+    return code if len(code) <= most else f"{code[: most - 3]}..."
 
 
 def plural(number: int, noun: str) -> str:

@@ -143,8 +143,10 @@ class _TensorSums(Generic[K]):
         self._tensors = tensors
         self._candidates = candidates
 
+        scale = _rms(first)  # of all comparisons, so that their shares compare
+
         def deviation(against: str) -> RunningDeviation:
-            return RunningDeviation(against, self.shape, heads, first.device)
+            return RunningDeviation(against, self.shape, heads, scale)
 
         baselines = {key: c.baseline for key, c in candidates.items() if c.baseline is not None}
         self._floor = deviation(ORACLE)
@@ -318,16 +320,18 @@ class HeadNorms:
 
 
 class RunningDeviation:
-    """Accumulates a `Deviation`."""
+    """Accumulates a `Deviation`.  scale: RMS of the tensor, fp64, on its device."""
 
-    def __init__(self, against: str, shape: tuple[int, ...], heads: int, device: torch.device) -> None:
+    def __init__(self, against: str, shape: tuple[int, ...], heads: int, scale: torch.Tensor) -> None:
+        device = scale.device
         self.against = against
         self.shape = shape
+        self._scale = scale
         self.error = HeadNorms(heads, device)
         self.other = HeadNorms(heads, device)
         self._squares: torch.Tensor | None = None  # of error and other in slices of the positions: (2, slices), fp64
         self._worst_index = torch.zeros(heads, dtype=torch.int64, device=device)
-        self._matches = torch.zeros(len(TOLERANCES), dtype=torch.int64, device=device)
+        self._matches = torch.zeros(2 * len(TOLERANCES) - 1, dtype=torch.int64, device=device)
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self._first_nonfinite = torch.full((), _NOWHERE, dtype=torch.int64, device=device)
         self.elements = 0
@@ -354,8 +358,10 @@ class RunningDeviation:
             self._add_slices(error, other_finite, *place.positions)
 
         equal = ours == other
-        for i, tolerance in enumerate(TOLERANCES):
-            self._matches[i] += (equal | (finite & (error <= tolerance + tolerance * other_finite))).sum()
+        bounds = [tolerance + tolerance * other_finite for tolerance in TOLERANCES]
+        bounds += [tolerance * (self._scale + other_finite) for tolerance in TOLERANCES[1:]]
+        for i, bound in enumerate(bounds):
+            self._matches[i] += (equal | (finite & (error <= bound))).sum()
 
         bad = ~finite
         first_in_head = bad.to(torch.uint8).argmax(1)
@@ -381,11 +387,13 @@ class RunningDeviation:
         """
         ratios = rms_ratio(self.error.square_sum, self.other.square_sum)
         nonfinite = int(self._nonfinite)
-        zero, small, large = (100.0 * count / max(self.elements, 1) for count in self._matches.tolist())
+        shares = (100.0 * count / max(self.elements, 1) for count in self._matches.tolist())
+        zero, small, large, small_rms, large_rms = shares
         return Deviation(
             against=self.against,
             elements=self.elements,
             matches=(zero, small, large),
+            matches_rms=(small_rms, large_rms),
             rms_ratio=_finite(float(rms_ratio(self.error.square_sum.sum(), self.other.square_sum.sum()))),
             max_abs=float(self.error.max.max()),
             worst_head=int(ratios.argmax()),
@@ -399,6 +407,14 @@ class RunningDeviation:
     def position_of_max(self, head: int) -> tuple[int, ...]:
         """The position of the largest difference in `head`."""
         return unravel(int(self._worst_index[head]), self.shape)
+
+
+def _rms(tensor: torch.Tensor) -> torch.Tensor:
+    """RMS of the finite elements, fp64."""
+    sums = HeadNorms(1, tensor.device)
+    for part in tensor:
+        sums.add(part.reshape(1, -1).double())
+    return sums.rms(max(tensor.numel(), 1))[0]
 
 
 def rms_ratio(error_squares: torch.Tensor, other_squares: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ssdprof.report import calls, model, terminal
 from ssdprof.report.document import heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
 from ssdprof.report.groups import Against, Group, Pooled, Series, groups, precision_order
-from ssdprof.report.statements import advice, caveats, shortcomings, verdict_lines
+from ssdprof.report.statements import advice, caveats, in_short, shortcomings, verdict_lines
 from ssdprof.report.table import Column, Table, VerdictLine, folded, lifted, table, text
 
 _MOST = {"caveat": 3, "reason": 2, "row": 6}  # of each that is shown
@@ -42,14 +42,15 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if found:
         yield ""
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
-    if warnings := caveats(report):
-        yield Text("Caveats:", style="yellow")
-        yield from _listed(warnings, "caveat")
     failed = {case.why: case for case in reversed(outcome(report).failed) if case.why}
     reasons = [f"{one.where}, {one.implementation} ({one.precision}): {why}" for why, one in failed.items()]
     yield from _listed(reasons[::-1], "reason")
     yield Text(_MORE, style="dim")
     yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))  # bad news is last
+    if warnings := caveats(report):
+        yield Text("What limits this:", style="yellow")
+        yield from _listed(warnings, "caveat")
+    yield from map(terminal.verdict, in_short(report))
 
 
 def _listed(lines: Sequence[str], noun: str) -> Iterator[RenderableType]:
@@ -63,7 +64,7 @@ def _listed(lines: Sequence[str], noun: str) -> Iterator[RenderableType]:
 
 def _speed(found: Sequence[Group]) -> Table | None:
     """Speeds; None if nothing was timed."""
-    return _table("Speed", [row for group in found for row in group.others() if row.timed], calls.SPEED[:6])
+    return _table("Speed", [row for group in found for row in group.others() if row.timed], calls.SPEED[:7])
 
 
 def _accuracy(found: Sequence[Group]) -> Table | None:
@@ -79,6 +80,7 @@ def _accuracy(found: Sequence[Group]) -> Table | None:
             "vs_baseline",
             Column("equal to\nbaseline", lambda one: fmt.percent(one.match_pct(0.0))),
             Column("within\n1e-3", lambda one: fmt.percent(one.match_pct(1e-3))),
+            Column("1e-3\nof rms", lambda one: fmt.percent(one.match_rms_pct(calls.OF_RMS))),
         ),
         *of("vs_oracle", rms),
         *of("floor", rms._replace(header="floor")),
@@ -93,7 +95,8 @@ def _accuracy(found: Sequence[Group]) -> Table | None:
 
 
 def _table(title: str, rows: Sequence[Series], numbers: Sequence[Column[Series]]) -> Table | None:
-    """A table whose title has the names that are equal in all rows; precisions with the same numbers share a row."""
+    """A table whose title has the names that are equal in all rows; precisions with the same numbers share a row, and
+    what is the same in all rows is below."""
     if not rows:
         return None
     names: tuple[Column[Series], ...] = (
@@ -108,8 +111,20 @@ def _table(title: str, rows: Sequence[Series], numbers: Sequence[Column[Series]]
     assert made
     every = folded(made.rows, len(kept) - 1)
     hidden = len(every) - _MOST["row"]
-    note = f"{fmt.plural(hidden, 'more row')}: --full, or the exported report." if hidden > 0 else ""
-    return replace(made, rows=tuple(every[: _MOST["row"]]), keys=len(kept), note=note)
+    notes = [f"{fmt.plural(hidden, 'more row')}: --full, or the exported report."] if hidden > 0 else []
+    columns = range(len(made.headers))
+    equal = [i for i in columns if i > len(kept) and len(every) > 1 and len({row[i] for row in every}) == 1]
+    if shared := [f"{' '.join(made.headers[i].split())} {every[0][i]}" for i in equal if every[0][i] != fmt.MISSING]:
+        notes.insert(0, f"In all rows: {', '.join(shared)}.")
+    left = [i for i in columns if i not in equal]
+    return replace(
+        made,
+        headers=tuple(made.headers[i] for i in left),
+        align=tuple(made.align[i] for i in left),
+        rows=tuple(tuple(row[i] for i in left) for row in every[: _MOST["row"]]),
+        keys=len(kept),
+        note="  ".join(notes),
+    )
 
 
 # --- ssdprof accuracy

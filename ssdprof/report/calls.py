@@ -15,17 +15,19 @@ PRECISION = "intermediates,\nstates"
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  Speedup: over the "
-    "baseline, with its 95 % interval.  % of roofline: the least time in which this GPU can move the bytes and do the "
-    "arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its outputs."
+    "baseline, with its 95 % interval.  Tokens per s: of the prompt, by device time.  % of roofline: the least time in "
+    "which this GPU can move the bytes and do the arithmetic, divided by the device time.  Extra memory: allocated by "
+    "the call beyond its outputs."
 )
 ACCURACY_READING = (
-    "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Rms error: rms(a - b) / rms(b).  "
+    "Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Of rms: the same with t (rms + |b|), "
+    "where rms is the tensor's own: t alone says nothing about small numbers.  Rms error: rms(a - b) / rms(b).  "
     "Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no implementation can do "
     "better.  In several calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
+OF_RMS = 1e-3  # the tolerance relative to the tensor's own RMS
 _MOST_ROWS = 40  # if all cases fail, they have the same reason
-_LONGEST_REASON = 300  # characters
 
 # --- speed
 
@@ -53,6 +55,7 @@ SPEED: tuple[Column[Series], ...] = (
         _timed,
         Column("speedup,\ncall", lambda row: fmt.speedup(row.speedup("call"), by_call=True)),
         Column("device\ntime", lambda row: fmt.duration(row.us["device"])),
+        Column("tokens\nper s", lambda row: fmt.rate(row.tokens_per_s)),
         Column("baseline,\ndevice", lambda row: fmt.duration(baseline_us(row))),
         Column("% of\nroofline", lambda row: fmt.percent(row.floor_pct, 1)),
         Column("call\ntime", lambda row: fmt.duration(row.us["call"])),
@@ -143,7 +146,7 @@ def errors(
                 rows.append((*key, one.name, one.precision.short, other, good, *_cells(pooled, group)))
         if found := pool(group.cases, tensor, "floor"):
             rows.append((*key, "floor", "", "fp64", "", *_cells(found, group)))
-    within = (f"within\n{fmt.tolerance(one)}" for one in TOLERANCES[1:])
+    within = (*(f"within\n{fmt.tolerance(one)}" for one in TOLERANCES[1:]), f"{fmt.tolerance(OF_RMS)}\nof rms")
     headers = (
         *first, "implementation", PRECISION, "against", "within\nbudget", "equal", *within, "rms\nerror",
         "largest\nerror", "largest\nvalue", "its position",
@@ -152,7 +155,7 @@ def errors(
         title,
         headers,
         folded(rows, len(first) + 1),
-        f"{'l' * len(first)}lll{'r' * 7}l",
+        f"{'l' * len(first)}lll{'r' * 8}l",
         keys=len(first) + 3,
         note=f"Compared with {baselines(compared)}." if compared else "",
     )
@@ -171,6 +174,7 @@ def _cells(found: Pooled, group: Group) -> Row:
     numbers = (found.rms_ratio, largest.max_abs, largest.scale_max_abs)
     return (
         *(fmt.percent(found.match_pct(one)) for one in TOLERANCES),
+        fmt.percent(found.match_rms_pct(OF_RMS)),
         *map(fmt.small, numbers),
         f"{', '.join(where)} {fmt.position(largest.worst_position)}".lstrip(),
     )
@@ -241,7 +245,7 @@ def reasons(report: Report) -> Table | None:
         if case.result != "passed" or case.why:
             bad = ((one.tensor, one.vs_oracle.first_nonfinite) for one in case.accuracy)
             first = next((f"{tensor}{list(place)}" for tensor, place in bad if place is not None), fmt.MISSING)
-            why = fmt.cut(" ".join(case.why.split()), _LONGEST_REASON)
+            why = " ".join(case.why.split())
             found.setdefault((case.result, case.kernel, case.precision.short, why, first), []).append(case)
     rows = []
     for cells, cases in found.items():

@@ -9,7 +9,7 @@ from ssdprof.core.report import Report
 from ssdprof.report import calls, model
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
 from ssdprof.report.groups import groups, tokens_of
-from ssdprof.report.statements import caveats, verdict_lines
+from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import Document, Section, facts, section
 
 SPEED, ACCURACY = "Speed", "Accuracy"  # titles of the sections to which a page adds pictures
@@ -22,7 +22,7 @@ def compose(report: Report) -> Document:
         name=report.id,
         version=report.ssdprof_version,
         origin=origin(report),
-        verdict=verdict_lines(report),
+        verdict=(*verdict_lines(report), *in_short(report)),
         caveats=caveats(report),
         sections=tuple(_sections(report)),
     )

@@ -24,7 +24,7 @@ from ssdprof.core.outcome import outcome
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Dims, LayerRef
-from ssdprof.errors import printable
+from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN
 from ssdprof.report.document import compose, subject
@@ -115,8 +115,10 @@ def _row(report: Report, case: Case) -> Row:
         one = case.tensor(tensor)
         for against, error in (("baseline", one and one.vs_baseline), ("fp64", one and one.vs_oracle)):
             for tolerance in TOLERANCES:
-                header = f"{name}, match against {against} @ {fmt.tolerance(tolerance)} [%]"
-                row[header] = error and error.match_pct(tolerance)
+                header = f"{name}, match against {against} @ {fmt.tolerance(tolerance)}"
+                row[f"{header} [%]"] = error and error.match_pct(tolerance)
+                if tolerance:
+                    row[f"{header} of rms [%]"] = error and error.match_rms_pct(tolerance)
         row[f"{name}, rms error [relative]"] = one and one.vs_oracle.rms_ratio
         row[f"{name}, rms error of floor [relative]"] = one and one.floor.rms_ratio
         row[f"{name}, largest error"] = one and one.vs_oracle.max_abs
@@ -292,7 +294,7 @@ def workflow_commands(report: Report) -> Iterator[str]:
     for name, lines in annotations:
         every, head = list(lines), f"::{name} title={title}::"
         shown = every if len(every) <= MOST_ANNOTATIONS else every[: MOST_ANNOTATIONS - 1]
-        yield from (f"{head}{_data(fmt.cut(line, LONGEST_MESSAGE))}" for line in shown)
+        yield from (f"{head}{_data(whole_words(line, LONGEST_MESSAGE))}" for line in shown)
         if rest := len(every) - len(shown):
             yield f"{head}{fmt.plural(rest, 'line')} more: see the summary of this step."
 
@@ -308,7 +310,7 @@ def outputs(report: Report) -> dict[str, str]:
     }
     return {
         "passed": "true" if outcome(report).passed else "false",
-        "verdict": fmt.cut(printable(" ".join(line.text for line in verdict_lines(report))), LONGEST_MESSAGE),
+        "verdict": whole_words(printable(" ".join(line.text for line in verdict_lines(report))), LONGEST_MESSAGE),
         "run": printable(report.id),
         **{name: "" if value is None else f"{value:.6g}" for name, value in worst.items()},
     }

@@ -50,6 +50,13 @@ class Series:
         found = (self.group.report.rival(case, self.over) for case in self.timed)
         return tuple(dict.fromkeys(f"{one.implementation} {one.precision}" for one in found if one and one.device_us))
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the prompt, by the device time of all timed layers."""
+        layers = len({layer_of(case) for case in self.timed})
+        tokens = sum(case.batch * case.seqlen for case in self.timed)
+        return tokens / layers / self.us["device"] * 1e6 if layers else None
+
     def _ratios(self, clock: Clock) -> list[Estimate]:
         """Speedups of the timed calls; none if one of them has none."""
         found = [one for case in self.timed if (one := self.group.report.speedup(case, clock, self.over))]
@@ -183,7 +190,15 @@ class Pooled(NamedTuple):
 
     def match_pct(self, tolerance: float) -> float:
         """Share of all elements that match; 100 only if all do."""
-        shares = [(part.match_pct(tolerance), part.elements) for part in self.parts]
+        return self._share([(part.match_pct(tolerance), part.elements) for part in self.parts])
+
+    def match_rms_pct(self, tolerance: float) -> float | None:
+        """The same, relative to the RMS of the tensor."""
+        found = [(share, one.elements) for one in self.parts if (share := one.match_rms_pct(tolerance)) is not None]
+        return self._share(found) if len(found) == len(self.parts) else None
+
+    @staticmethod
+    def _share(shares: Sequence[tuple[float, int]]) -> float:
         if all(share == 100.0 for share, _ in shares):
             return 100.0
         pooled = math.fsum(share * elements for share, elements in shares) / sum(elements for _, elements in shares)

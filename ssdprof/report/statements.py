@@ -12,6 +12,7 @@ from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import Outcome, exact_answer_is_finite, outcome
 from ssdprof.core.report import Report, Verdict
 from ssdprof.report.calls import baseline_us
+from ssdprof.report.facts import gpu_name
 from ssdprof.report.groups import Group, Series, groups, layer_words, places, precision_order
 from ssdprof.report.table import VerdictLine, shortened
 
@@ -19,6 +20,7 @@ NOTHING = "Nothing was compared."
 _MOST_BROKEN = 6  # cases named for each gate
 _MUCH_WORSE = 10  # times the error of exact intermediates, from which a precision is not advised
 _NOISE = 2  # times the model's noise, up to which answers cannot be told from it
+_CLEARLY_SLOWER = 1.02  # times the fastest precision's time, up to which a more accurate one is recommended
 _SAME_AS = "the same as "  # the start of the part of a plan that names a precision with equal results
 
 
@@ -126,22 +128,11 @@ def _advice(series: Sequence[Series]) -> VerdictLine:
         layers = len({case.layer for one in good for case in one.cases})
         where = "every layer replayed" if layers > 1 else "the layer replayed"
         precisions = "; ".join(str(one.precision) for one in good)
-        said = f"{name} may be used at {precisions}: within the error budget in {where}.{_gain(good)}"
+        if not bad and len(good) > 4:
+            precisions = f"each of its {len(good)} precisions"
+        said = f"{name} may be used at {precisions}: within the error budget in {where}."
         words = f"{said}  It{words.removeprefix(name)}" if bad else said
     return VerdictLine(words, all(one.within_budget for one in series))
-
-
-def _gain(good: Sequence[Series]) -> str:
-    """ "  At exact, fp32 states it takes 7.23 ms less of 10.2 ms in 2 layers."; empty if not all calls were timed."""
-    timed = [one for one in good if one.speedup() and len(one.timed) == one.group.calls]
-    if not timed:
-        return ""
-    best = min(timed, key=lambda one: one.us["device"])
-    whole, extent = baseline_us(best) or 0.0, best.group.extent
-    if best.verdict != "faster":
-        return f"  It is not faster than {best.group.baseline}."
-    less = fmt.duration(whole - best.us["device"])
-    return f"  At {best.precision} it takes {less} less of {fmt.duration(whole)} in {extent}."
 
 
 def _doubt(one: Series, every: Sequence[Series]) -> str:
@@ -149,17 +140,80 @@ def _doubt(one: Series, every: Sequence[Series]) -> str:
     exact = [other for other in every if other.within_budget and other.precision.intermediates == "exact"]
     if not exact or one in exact:
         return ""
-    key = one.implementation, one.precision
-    compared = [(case, band.kl_mean) for case in one.group.report.of_answers if (band := case.band)]
-    own = [kl for case, kl in compared if case.judged and (case.implementation, case.precision) == key]
-    noise = [kl for case, kl in compared if case.answers and case.answers.change]
-    if own and any(noise):
-        times = max(own) / max(noise)
+    own, noise = _divergence(one)
+    if own and noise:
+        times = own / noise
         return f"its answers diverge {times:,.0f} times as far as by the model's own noise" if times > _NOISE else ""
     least = min(other.rms_ratio for each in exact if (other := each.pooled("vs_oracle")))
     error = one.pooled("vs_oracle")
     times = error.rms_ratio / least if error and least else 0.0
     return f"its error is {times:,.0f} times that of exact intermediates" if times >= _MUCH_WORSE else ""
+
+
+# --- what to do
+
+
+def in_short(report: Report) -> Iterator[VerdictLine]:
+    """Of a run, a sentence for whoever decides: the gain at the longest prompt, whether answers stay, and what to use.
+
+    Recommends the most accurate precision that is not clearly slower than the fastest one.
+    """
+    judged, group = outcome(report), next(iter(groups(report)), None)
+    if report.kind != "run" or group is None or not group.compared:
+        return
+    if not judged.passed:
+        wrong = judged.failed or judged.refused or judged.broken or judged.answers_failed
+        why = "this run did not pass" if wrong else "this run is incomplete"
+        yield VerdictLine(f"In short: keep {group.baseline} for now: {why}.", False)
+        return
+    every = [one for name in group.compared for one in _advised(group.series(name))]
+    timed = [one for one in every if one.speedup() and len(one.timed) == group.calls]
+    if not timed:
+        why = "on this GPU nothing was timed" if group.report.environment.gpu else "without a GPU there is no speed"
+        who = fmt.words(dict.fromkeys(one.implementation for one in every)) or fmt.words(group.compared)
+        yield VerdictLine(
+            f"In short: {who} {'is' if every else 'is not'} accurate enough for {group.extent} {group.where}; {why}.",
+            bool(every),
+        )
+        return
+    least = min(one.us["device"] for one in timed)
+    best = next(one for one in timed if one.us["device"] <= _CLEARLY_SLOWER * least)
+    whole = baseline_us(best) or 0.0
+    if best.verdict != "faster":
+        yield VerdictLine(f"In short: keep {group.baseline}: {best.implementation} is not faster {group.where}.", True)
+        return
+    less = f"takes {fmt.duration(whole - best.us['device'])} less of {fmt.duration(whole)} for {group.extent}"
+    yield VerdictLine(
+        f"In short: on this {gpu_name(group.report.environment)}, {best.implementation} {less} {group.where}; "
+        f"{_answers_words(best)}; use {best.precision}.",
+        True,
+    )
+
+
+def _advised(series: Sequence[Series]) -> list[Series]:
+    """Those that may be used, the most accurate first."""
+    return [one for one in series if one.within_budget and not _doubt(one, series)]
+
+
+def _answers_words(one: Series) -> str:
+    """Whether the model's answers stay as they are."""
+    own, noise = _divergence(one)
+    if not own:
+        return "the model's answers were not compared"
+    if not noise:
+        return f"its answers diverge by {fmt.small(own)} nats"
+    if own <= _NOISE * noise:
+        return "its answers stay within the model's own noise"
+    return f"its answers diverge {own / noise:,.1f} times as far as by the model's own noise"
+
+
+def _divergence(one: Series) -> tuple[float, float]:
+    """The largest mean KL of the answers at this implementation and precision, and that of noise; 0: unknown."""
+    key = one.implementation, one.precision
+    compared = [(case, band.kl_mean) for case in one.group.report.of_answers if (band := case.band)]
+    own = [kl for case, kl in compared if case.judged and (case.implementation, case.precision) == key]
+    noise = [kl for case, kl in compared if case.answers and case.answers.change]
+    return max(own, default=0.0), max(noise, default=0.0)
 
 
 # --- caveats

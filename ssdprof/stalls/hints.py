@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ssdprof.core.stalls import KernelStalls
+from ssdprof.core.words import cut
 
 _MOST = 6
 _WORTH_PCT = 5.0  # of the busy samples: a smaller share is not worth a change
@@ -52,7 +53,7 @@ def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]]) -> dict[
             samples_of, line = max(((one.samples.get(reason, 0), one) for one in of_stage), key=lambda pair: pair[0])
             advice = _advice(kernel, stage, reason, line.text, fillers.get(stage, ()))
             if advice:
-                quote = line.text if len(line.text) <= _LONGEST_QUOTE else f"{line.text[: _LONGEST_QUOTE - 3]}..."
+                quote = cut(line.text, _LONGEST_QUOTE)
                 evidence = f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples"
                 where = f"{100 * samples_of / count:.0f} % of them on {line.file}:{line.line}"
                 found.append((count, f"{evidence}, {where}{f' `{quote}`' if quote else ''}{advice}", share))

@@ -12,8 +12,10 @@ from ssdprof.measure.accuracy import Region, RunningDeviation, rms_ratio
 SHAPE = (2, 5, 3, 4)  # (b, l, h, p)
 
 
-def deviation_of(ours: torch.Tensor, other: torch.Tensor, block: int = 2) -> Deviation:
-    running = RunningDeviation("other", SHAPE, SHAPE[2], ours.device)
+def deviation_of(
+    ours: torch.Tensor, other: torch.Tensor, block: int = 2, scale: torch.Tensor | None = None
+) -> Deviation:
+    running = RunningDeviation("other", SHAPE, SHAPE[2], torch.ones(()) if scale is None else scale)
     for row in range(SHAPE[0]):
         for start in range(0, SHAPE[1], block):
             place = Region(shape=SHAPE, row=row, positions=(start, min(start + block, SHAPE[1])))
@@ -33,6 +35,18 @@ def test_tolerance_is_absolute_plus_relative() -> None:
     ours, other = torch.zeros(SHAPE), torch.zeros(SHAPE)
     ours[0, 0, 0, 0], ours[1, 4, 2, 3] = -0.0, 1e-45  # a tolerance of 0 means equal values
     assert deviation_of(ours, other).matches[0] == pytest.approx(100 - percent)
+
+
+def test_a_match_relative_to_the_rms_depends_on_no_unit() -> None:
+    """An absolute tolerance is empty for numbers as small as itself."""
+    other = torch.full(SHAPE, 0.002)
+    other[1] = 0
+    ours = other.clone()
+    ours[0, 0, 0] += torch.tensor([0.0, 1e-6, 5e-6, 9e-4])
+    percent = 100 / other.numel()
+    result = deviation_of(ours, other, scale=torch.tensor(0.002))
+    assert result.match_pct(1e-3) == 100
+    assert [result.match_rms_pct(one) for one in (1e-3, 1e-2)] == pytest.approx([100 - 2 * percent, 100 - percent])
 
 
 def test_what_is_not_finite_matches_only_the_same_infinity() -> None:
@@ -69,7 +83,7 @@ def test_the_worst_head_is_worst_for_its_size() -> None:
 
 def test_states_are_placed_by_sequence_and_head() -> None:
     shape = (3, 2, 4, 5)
-    running = RunningDeviation("other", shape, 2, torch.device("cpu"))
+    running = RunningDeviation("other", shape, 2, torch.ones(()))
     ours, other = torch.zeros(shape), torch.ones(shape)
     ours[2, 1, 3, 4] = 7
     for sequence in range(3):
@@ -92,7 +106,7 @@ def test_sums_are_the_same_bits_each_time() -> None:
     place = Region(shape=shape, row=0, positions=(0, shape[1]))
 
     def along() -> tuple[float | None, ...]:
-        running = RunningDeviation("other", shape, shape[2], ours.device)
+        running = RunningDeviation("other", shape, shape[2], torch.ones(()))
         running.add(place.cut(ours), place.cut(other), place)
         return running.result().along
 
