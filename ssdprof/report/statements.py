@@ -154,7 +154,7 @@ def _doubt(one: Series, every: Sequence[Series]) -> str:
 
 
 def in_short(report: Report) -> Iterator[VerdictLine]:
-    """Of a run, a sentence for whoever decides: the gain at the longest prompt, whether answers stay, and what to use.
+    """A sentence for whoever decides on a run: the gain at the longest prompt, whether answers stay, and what to use.
 
     Recommends the most accurate precision that is not clearly slower than the fastest one.
     """
