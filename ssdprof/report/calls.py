@@ -21,8 +21,8 @@ SPEED_READING = (
 )
 ACCURACY_READING = (
     'Equal, within: share of elements with |a - b| <= t + t |b|, rounded down.  Where it says "of rms", with t (rms '
-    "+ |b|), where rms is the tensor's own: t alone says nothing about small numbers.  Rms error: rms(a - b) / rms(b).  "
-    "Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no implementation can do "
+    "+ |b|), where rms is the tensor's own: t alone says nothing about small numbers.  Rms error: rms(a - b) / rms(b)."
+    "  Floor: how the fp64 answer itself scores once it is rounded to the tensor's dtype; no implementation can do "
     "better.  In several calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
