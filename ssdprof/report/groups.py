@@ -52,7 +52,7 @@ class Series:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of the prompt, by the device time of all timed layers."""
+        """Tokens of the prompt by the device time of all timed layers."""
         layers = len({layer_of(case) for case in self.timed})
         tokens = sum(case.batch * case.seqlen for case in self.timed)
         return tokens / layers / self.us["device"] * 1e6 if layers else None
