@@ -36,6 +36,7 @@ class Implementation:
     absent: why it is unavailable, in a sentence, with `hint` as the remedy; empty if it is available.
     needs_gpu: whether it runs on an NVIDIA GPU only.
     cuts_operands: whether it declares that it cuts the operands of matrix products to tf32.
+    neglects: the share of a state that it may drop where a sequence is cut; 0: none
     precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
     copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and reads instead of them.
     """
@@ -50,6 +51,7 @@ class Implementation:
     hint: str = ""
     needs_gpu: bool = False
     cuts_operands: bool = False
+    neglects: float = 0.0
     precisions: Callable[[Any], tuple[Any, ...]] | None = None
     copies: Callable[[Any], Sequence[Any]] = lambda _inputs: ()
 

@@ -6,7 +6,7 @@ It compares three tensors: `hi`, the fp64 oracle; `lo`, the same operator with e
     |ours - hi|  <=  2 * (|lo - hi| + eps * |hi|)
 
 must hold, with eps the relative error of the coarsest rounding on the way (`coarsest_rounding`).  The error of a single
-`lo` may be small by chance, so with fp32 inputs the largest of several counts, in which each operand has another error.
+`lo` may be small by chance, so the largest of several counts, in which each operand has another error.
 docs/measuring.md says why.  All three are compared in blocks of positions: only the outputs under test are
 ever held whole, in their own dtype.
 
@@ -18,7 +18,7 @@ The host reads nothing before `result`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, Literal, TypeVar
@@ -77,7 +77,7 @@ def compare(
     oracle = operators.get(inputs.operator).judged
     form, device = oracle.forms(inputs)[0], inputs.device
     precisions = {candidate.precision for candidate in candidates.values()}
-    # with 16-bit inputs, eps |hi| covers an error of `lo` that is small by chance
+    # with 16-bit inputs, the draws of the tests count, too
     seeds = () if form.dtype in _COARSE else range(_FINE_DRAWS)
     rounded = {
         precision: [oracle.rounded(inputs, precision), *(oracle.rounded(inputs, precision).drawn(one) for one in seeds)]
@@ -153,6 +153,7 @@ class _TensorSums(Generic[K]):
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
         self._from_baseline = {key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()}
         self._low: dict[Precision, list[HeadNorms]] = {c.precision: [] for c in candidates.values()}
+        self._drawn: dict[str, list[HeadNorms]] = {}
         self._evidence = Evidence(self.shape[1] if name == "out" else None)
         self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}
 
@@ -177,11 +178,17 @@ class _TensorSums(Generic[K]):
             def rows(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor.reshape(len(tensor), tensor.shape[1] // width, width)
 
+            def counted(null: str, several: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+                norms = self._drawn.setdefault(null, [HeadNorms(len(high), high.device) for _ in range(DRAWS)])
+                for one, tensor in zip(norms, several, strict=True):
+                    one.add(tensor - high)
+                    yield rows(tensor)
+
             self._evidence.add(
                 rows(high),
                 rows(high.to(self._dtype).double()),
                 {number: rows(tensor) for number, tensor in enumerate(cut.values())},
-                {null: map(rows, several) for null, several in draws.items()},
+                {null: counted(null, several) for null, several in draws.items()},
                 place.positions[0] if place.positions else 0,
                 place.origin,
             )
@@ -210,7 +217,8 @@ class _TensorSums(Generic[K]):
     def _budget_use(self, key: K, eps: torch.Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
         """Errors of the head that uses most of its budget.  None without a budget: the exact output is not finite."""
         deviation, high = self._from_oracle[key], self._floor.other
-        low = self._low[self._candidates[key].precision]
+        candidate = self._candidates[key]
+        low = [*self._low[candidate.precision], *(one for null in candidate.nulls for one in self._drawn.get(null, ()))]
 
         def size(norms: HeadNorms) -> torch.Tensor:
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))

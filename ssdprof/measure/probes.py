@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import log2
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.operators import tensors
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Output
-from ssdprof.operators.rounding import Span
+from ssdprof.operators.rounding import Span, unit_roundoff
 
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 MOST_SEQUENCES = 3
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
+NEGLIGIBLE = 2.0**-6  # of a rounding
 LOUD_PAST = "loud past"
 OF_THE_SAME_FORM = (REPEATS, "inputs unchanged", "causality", "doubling", LOUD_PAST)
 
@@ -125,8 +127,9 @@ class _Laws:
     def tested(self, name: str) -> Probe:
         child.alive()
         try:
-            detail = self.tests[name]()
-            return Probe(name=name, holds="no" if detail else "yes", detail=detail)
+            if detail := self.tests[name]():
+                return Probe(name=name, holds="no", detail=detail)
+            return Probe(name=name, holds="yes", detail=self._limit if name == LOUD_PAST else "")
         except _NotApplicable as error:
             return Probe(name=name, holds=error.holds, detail=str(error))
         except torch.OutOfMemoryError:
@@ -296,13 +299,26 @@ class _Laws:
         second = self._run(replace(self._halves[1], **{self.inputs.LINEAR[1]: first[1]}))
         return self._judged(self._one, (torch.cat([first[0], second[0]], 1), second[1]))
 
+    @property
+    def _limit(self) -> str:
+        share = self.implementation.neglects
+        return f"times 2^{log2(self._loud_factor):g}: it neglects 2^{log2(share):g} of a state" if share else ""
+
+    @property
+    def _loud_factor(self) -> float:
+        """What an implementation declares to neglect of a loud past stays negligible."""
+        share = self.implementation.neglects
+        return min(LOUD_FACTOR, NEGLIGIBLE * unit_roundoff(self._one.values.dtype) / share) if share else LOUD_FACTOR
+
     def _loud_past(self) -> str:
         loud = self._one.values.clone()
         if self._fp16:
             raise _NotApplicable("fp16 numbers would overflow")
         if loud.shape[1] < 2 * LOUD_SHARE:
             raise _NotApplicable(f"the sequences have fewer than {2 * LOUD_SHARE} positions")
-        loud[:, : loud.shape[1] // LOUD_SHARE] *= LOUD_FACTOR
+        if self._loud_factor <= 1:
+            raise _NotApplicable("what it neglects of a state is as small as a rounding")
+        loud[:, : loud.shape[1] // LOUD_SHARE] *= self._loud_factor
         inputs = replace(self._one, **{self.inputs.LINEAR[0]: loud})
         return self._judged(inputs, self._run(inputs))
 

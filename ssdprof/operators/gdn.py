@@ -293,7 +293,8 @@ def edges(like: kernels.GDNInputs) -> Iterator[kernels.GDNInputs]:
 
 # --- other libraries
 
-_NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is imported
+_NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is imported, as models in transformers do
+os.environ.setdefault(_NO_DISPATCH, "1")
 
 
 def _fla_operator() -> ModuleType:

@@ -189,8 +189,7 @@ def laws(report: Report) -> Table | None:
     found: dict[Row, list[str]] = {}
     for (name, precision, law), own in probes.items():
         worst = min((one for _, one in own), key=lambda one: ("no", "yes", "not applicable").index(one.holds))
-        why = "" if worst.holds == "yes" else worst.detail
-        found.setdefault((name, precision, worst.holds, why), []).append(law)
+        found.setdefault((name, precision, worst.holds, worst.detail), []).append(law)
     rows = [(*row[:3], "; ".join(names), row[3]) for row, names in found.items()]
     headers = ("implementation", PRECISION, "holds", "laws", "why")
     return strings("Laws", headers, folded(rows, 1), "lllll", keys=3, wraps=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import log
 from typing import Any
 
 import pytest
@@ -37,9 +38,10 @@ class Here(IsolatedFirstCall):
     def prepare(self, *_: Any) -> None: ...
 
 
-def probed(kernel: Kernel, inputs: Any, prober: Prober | None = None) -> dict[str, Probe]:
+def probed(kernel: Kernel, inputs: Any, prober: Prober | None = None, neglects: float = 0.0) -> dict[str, Probe]:
     prober = prober or Prober(Here())
     implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
+    implementation = replace(implementation, neglects=neglects)
     return {one.name: one for one in prober.probe(implementation, inputs, EXACT_FP32)}
 
 
@@ -197,6 +199,22 @@ def test_the_history_of_each_layer_is_probed() -> None:
     assert len(probed(oracle_output, given, prober)) > 1
     found = probed(forgetting_the_start, replace(given), prober)
     assert {name: one.holds for name, one in found.items()} == {"loud past": "no"}
+
+
+@pytest.mark.parametrize(("decay", "holds"), [(-30.0, "yes"), (-14.0, "no")])
+def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(decay: float, holds: str) -> None:
+    """2^decay: of the first positions' state where the kernel drops it."""
+    given = ssd(dt_softplus=False, dt_bias=None)
+    given.dt.fill_(0.1)
+    given.A.fill_(decay * log(2) / (62 * 0.1))
+    found = {neglects: probed(forgetting_the_start, given, neglects=neglects)["loud past"] for neglects in (0, 2**-24)}
+    assert found[0].holds == "no"
+    assert found[2**-24].holds == holds
+    if holds == "yes":
+        assert found[2**-24].detail == "times 2^10: it neglects 2^-24 of a state"
+        assert (
+            probed(oracle_output, ssd(dtype=torch.float32), neglects=2**-24)["loud past"].holds == "not applicable"
+        ), "of fp32 inputs"
 
 
 def test_a_kernel_that_is_interpreted_is_probed_if_thorough() -> None:

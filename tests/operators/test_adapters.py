@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -548,3 +549,11 @@ def test_mamba_ssm_is_tuned_for_short_calls_and_for_long_ones(
         seen.append(list(tuner.cache))
         tuner.cache[len(calls)] = tuner.configs[0]
     assert seen == [[], [1], [], [3], [1, 2]]
+
+
+def test_fla_calls_no_other_library_also_where_a_model_imports_it_first() -> None:
+    """transformers imports fla with a model's code, before this package asks for fla's kernels."""
+    code = "import ssdprof.operators, os; print(os.environ['FLA_DISABLE_BACKEND_DISPATCH'])"
+    environment = {name: value for name, value in os.environ.items() if name != "FLA_DISABLE_BACKEND_DISPATCH"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert ran.stdout == "1\n"

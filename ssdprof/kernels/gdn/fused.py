@@ -221,4 +221,4 @@ FUSED: Fused[GDNOutput] = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), 
 FUSED_PORTABLE: Fused[GDNOutput] = Fused("fused_portable", (replace(PORTABLE, work=_requested),))
 run, plan = FUSED.run, FUSED.plan
 for _one in (FUSED, FUSED_PORTABLE):
-    register(Implementation(operator="gdn", name=_one.name, run=_one.run, plan=_one.plan))
+    register(Implementation(operator="gdn", name=_one.name, run=_one.run, plan=_one.plan, neglects=2.0**-24))
