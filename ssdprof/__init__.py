@@ -1,3 +1,27 @@
 """What a fused kernel would do to your Mamba-2 or Gated-DeltaNet model on your GPU."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ssdprof.api import Results as Results
+    from ssdprof.api import answers as answers
+    from ssdprof.api import bench as bench
+    from ssdprof.api import compare as compare
+    from ssdprof.api import load as load
+    from ssdprof.api import prefill as prefill
+    from ssdprof.api import run as run
+
 __version__ = "0.1.0"
+__all__ = ["Results", "answers", "bench", "compare", "load", "prefill", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions of `ssdprof.api`, whose import of torch takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module 'ssdprof' has no attribute {name!r}")
+    return getattr(import_module("ssdprof.api"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from inspect import Signature
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -174,10 +173,7 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
             module, _, function = name.partition(":")
             asked = getattr(_module(module), function)(*(asked if isinstance(asked, tuple) else (asked,)))
 
-    declared = list(options.parameters(kind))
-    command.__signature__ = Signature(declared)  # type: ignore[attr-defined]  # Typer reads it, and the annotations
-    command.__annotations__ = {one.name: one.annotation for one in declared}
-    return command
+    return options.as_command(kind, command)
 
 
 for _kind, _functions in _COMMANDS.items():

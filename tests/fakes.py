@@ -13,7 +13,6 @@ import torch
 from cases import layer
 
 from ssdprof import kernels
-from ssdprof.commands import kernels as bench_command
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.case import Case
 from ssdprof.core.subject import Ceilings
@@ -189,8 +188,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
     ceilings = Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
-    for module in (bench_job, bench_command):
-        monkeypatch.setattr(module, "require_gpu", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(bench_job, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_job, "measure_ceilings", lambda _: ceilings)
     monkeypatch.setattr(bench_job, "CudaTimer", lambda _: FakeTimer())
     monkeypatch.setattr(bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))

@@ -14,7 +14,7 @@ from ssdprof import kernels, operators
 ROOT = Path(__file__).parent.parent
 # A part of ssdprof may import the parts below its row, and BASE; parts of one row do not know each other.
 ROWS = (
-    "cli", "commands", "jobs", "stalls report", "capture measure store settings", "checkpoint",
+    "cli", "commands", "api", "jobs", "stalls report", "capture measure store settings", "checkpoint",
     "environment operators", "kernels",
 )  # fmt: skip
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row.split()}

@@ -214,7 +214,12 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("built", "cuda", "hidden", "words"),
     [
-        ("13.0", 12040, None, "built for CUDA 13.0.  Update NVIDIA's driver, or run: pip install uv && uv pip install"),
+        (
+            "13.0",
+            12040,
+            None,
+            "built for CUDA 13.0.  Update NVIDIA's driver.  Or run: pip install uv && uv pip install",
+        ),
         ("12.8", 12040, None, "torch cannot start one.  Run: python -c"),
         (None, 12040, None, "this torch is built without CUDA.  Run: pip install uv && uv pip install"),
         ("12.8", 12080, "", "CUDA_VISIBLE_DEVICES='' hides 2 NVIDIA GPUs from torch.  Run: unset CUDA_VISIBLE_DEVICES"),

@@ -112,7 +112,7 @@ class Source:
     def __init__(self, folder: Path, label: str | None = None) -> None:
         self.folder = folder
         self._headers: dict[tuple[str, bool], Mapping[str, StoredTensor]] = {}  # by name, and whether it was cached
-        self.label = label or folder.resolve().name
+        self.label = label or folder.absolute().name or folder.resolve().name  # a symlink keeps its name
         if folder.is_file():
             raise BadInputError(
                 f"{folder} is a file; a checkpoint is a folder.", "Name the folder that holds config.json."

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 import typer
 
 from ssdprof import files, operators
 from ssdprof.commands import output, terminal
 from ssdprof.core.base import Intermediates
 from ssdprof.core.tuned import TuneReport
-from ssdprof.environment.toolchain import require_gpu
-from ssdprof.errors import BadInputError, ExitCode
+from ssdprof.errors import ExitCode
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs import stall_files
 from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs import tune as tune_job
 from ssdprof.jobs.options import BenchOptions, StallsOptions, TuneOptions
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.implementations import ImplementationCache, required
 from ssdprof.progress import Unwatched, Watcher
 from ssdprof.report import stalls as stall_report
 from ssdprof.report import tuning
@@ -32,32 +29,13 @@ from ssdprof.store.ranks import join
 
 
 def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
-    operator, cache = operators.get(options.operator), ImplementationCache(torch.device("cuda"))
-    found = [cache.get(operator.name, name) for name in names]
-    over, matched = (
-        cache.get(operator.name, name) for name in (options.baseline or "", options.match_with or operator.baseline)
-    )
-    if matched.name != operator.baseline and any(one.metric == "match" for one in options.conditions):
-        raise BadInputError(
-            f"--min-match compares with {operator.baseline}, but --match-with names {matched.name}.",
-            "Leave one of them out.",
-        )
-    require_gpu(*bench_job.NEEDS_GPU)
-    compared = {one.name: one for one in (*found, required(over), *([required(matched)] if options.match_with else []))}
     ranks = join()
     reports = ranks is None or ranks.first  # the first rank reports for all
     watcher: Watcher = output.TerminalWatcher() if reports else Unwatched()
+    request = bench_job.resolved(replace(options, command=terminal.command_line()), names, too_large, watcher)
     if not options.no_tuned:
         tuned.use_saved(watcher.say)
-    for one in too_large:
-        watcher.say(f"{one} is left out: it has more than {options.max_tokens} tokens.")
-    request = replace(
-        options,
-        compared=tuple(compared.values()),
-        baseline=over.name,
-        match_with=matched.name,
-        command=terminal.command_line(),
-    )
+    operator = operators.get(options.operator)
     with terminal.only_data_on_stdout():
         folder, report = bench_job.bench(request, operator, watcher, ranks)
     if reports:

@@ -7,14 +7,13 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 import typer
 
 from ssdprof.commands import output, terminal
 from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import Record, Text
 from ssdprof.core.outcome import outcome
-from ssdprof.core.report import Condition, Report
+from ssdprof.core.report import Report
 from ssdprof.core.subject import CaptureManifest
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import ExitCode, SsdprofError
@@ -56,8 +55,10 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
         if reports:
             _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
-    options = replace(options, conditions=_judged_here(options), command=terminal.command_line())
     watcher = TerminalWatcher() if reports else Unwatched()
+    options = replace(
+        options, conditions=run_job.judged_here(options, TerminalWatcher()), command=terminal.command_line()
+    )
     tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
         folder, report = run_job.run(found, options, watcher, ranks)
@@ -81,22 +82,6 @@ def _plan(found: Subject | Stored, check: Callable[[], object], *, tensor_parall
     output.show_plan(planned, as_json=as_json)
     check()
     check_start(planned, found)
-
-
-def _judged_here(options: RunOptions) -> tuple[Condition, ...]:
-    """The conditions that this machine can judge: without a GPU nothing is timed.
-
-    Raises MissingCapabilityError if a condition on times was given on the command line.
-    """
-    if torch.cuda.is_available():
-        return options.conditions
-    of_times = [one for one in options.conditions if one.metric in ("speedup", "time")]
-    for one in of_times:
-        option = "--min-speedup" if options.min_speedup is not None else f"--gate {one.spelling}"
-        if options.min_speedup is not None or one.spelling in (options.gate or ()):
-            require_gpu(f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out.")
-        terminal.say(f"{one.spelling.split()[0]} of the settings file is not judged: this machine has no GPU.")
-    return tuple(one for one in options.conditions if one not in of_times)
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:

@@ -24,8 +24,9 @@ from ssdprof.core.words import MISSING
 from ssdprof.environment.child import Forked
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
 from ssdprof.jobs import options, stall_files
+from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
-from ssdprof.report import brief, comparison, exports, html, markdown, stalls
+from ssdprof.report import brief, comparison, exports, markdown, stalls
 from ssdprof.report.document import compose
 from ssdprof.report.table import Table
 from ssdprof.report.terminal import SplitTable, render
@@ -144,7 +145,7 @@ def accuracy(options: options.AccuracyOptions) -> None:
 
 
 def export(options: options.ExportOptions) -> None:
-    chosen = options.format or ("json" if options.json else "markdown")
+    chosen = options.format or ("json" if options.json else format_of(options.output or Path()))
     if options.json and chosen != "json":
         raise both("--json", f"--format {chosen}")
     if chosen == "github":
@@ -162,23 +163,8 @@ def export(options: options.ExportOptions) -> None:
         _to_github(report)
     else:
         target = _target(options.output, force=options.force)
-        _write(_exported(chosen, folder, report, target), target, force=options.force, source=f" from {folder}")
+        _write(exported(chosen, folder, report, target), target, force=options.force, source=f" from {folder}")
     output.end(report)
-
-
-def _exported(format: str, folder: Path, report: Report, target: Path | None) -> str:
-    """The text of a report.  Markdown and HTML have the stalls of a run, with pictures next to the target."""
-    if format == "html":
-        return html.render(report, stall_files.of_run(folder))
-    if format == "markdown":
-        text, profiled = markdown.render(compose(report)), stall_files.of_run(folder)
-        if profiled is None:
-            return text
-        figures = stall_files.write_pictures(target, profiled) if target else {}
-        return f"{text}\n{stall_files.as_markdown(profiled, figures)}"
-    if format.startswith("benchmark-action"):
-        return exports.benchmark_action(report, bigger=format.endswith("-bigger"))
-    return {"json": reports.dump, "junit": exports.junit, "csv": exports.csv}[format](report)
 
 
 def _to_github(report: Report) -> None:

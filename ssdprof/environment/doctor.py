@@ -18,7 +18,17 @@ from triton import knobs
 
 from ssdprof.core.words import size_words
 from ssdprof.environment.machine import current_uuid, gpu, gpu_memory, installed_version, read_clocks
-from ssdprof.environment.toolchain import Check, find_ncu, ncu_version, needs, others_on_gpu, unusable_gpu, usable
+from ssdprof.environment.toolchain import (
+    Check,
+    cuda_torch,
+    find_ncu,
+    installs,
+    ncu_version,
+    needs,
+    others_on_gpu,
+    unusable_gpu,
+    usable,
+)
 from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.device import INTERPRETED
 
@@ -65,8 +75,10 @@ def _gpu() -> Iterator[Check]:
     found = gpu()
     if found is None:
         why = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-        hint = "Short prompts work without a GPU.  Timings need one, with its driver and a CUDA build of torch."
-        yield _check("gpu", "missing", why, unusable_gpu() or hint)
+        hint = f"Short prompts work without a GPU.  Timings need one.  Its driver: {installs('driver')}."
+        yield _check(
+            "gpu", "missing", why, unusable_gpu() or (hint if torch.version.cuda else f"{hint}  {cuda_torch()}")
+        )
         return
     details = f"{found.name}, compute capability {found.compute_capability}, driver {found.driver}, CUDA {found.cuda}"
     if float(found.compute_capability) < 8:
@@ -124,7 +136,7 @@ def _kernels() -> Check:
 def _ncu() -> Check:
     path = find_ncu()
     if path is None:
-        return _check("ncu", "missing", "not found", "Install Nsight Compute to see warp stalls.")
+        return _check("ncu", "missing", "not found", f"It shows warp stalls.  Run: {installs('ncu')}")
     try:
         return _check("ncu", "ok", ncu_version(path))
     except MissingCapabilityError as error:
@@ -135,12 +147,15 @@ def _counters(parameters: Path) -> Check:
     """Whether the driver lets this user read hardware counters."""
     name = "hardware counters"
     if not parameters.exists():
-        return _check(name, "missing", "no NVIDIA driver", "Warp stalls need one.")
+        return _check(name, "missing", "no NVIDIA driver", f"Warp stalls need one.  Run: {installs('driver')}")
     if "RmProfilingAdminOnly: 1" not in parameters.read_text():
         return _check(name, "ok", "open to every user")
     if os.geteuid() == 0:
         return _check(name, "ok", "for administrators only, which this process is")
-    hint = "Run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0."
+    hint = (
+        "Run ssdprof as root, or, as root: echo 'options nvidia NVreg_RestrictProfilingToAdminUsers=0' > "
+        "/etc/modprobe.d/ncu.conf, and start the machine again."
+    )
     return _check(name, "missing", "for administrators only", hint)
 
 

@@ -28,8 +28,13 @@ _LDCONFIG = "/sbin/ldconfig"
 _MAPS = "/proc/self/maps"
 _NCU_FOLDERS = ("/usr/local/cuda*/bin", "/opt/nvidia/nsight-compute/*")
 # A slim image has no list of packages until it is fetched.
-_INSTALLERS = {"apt-get": "apt-get update && apt-get install -y", "dnf": "dnf install -y", "apk": "apk add"}
-_C_LIBRARY = {"apt-get": "libc6-dev", "dnf": "glibc-devel", "apk": "musl-dev"}
+_INSTALLERS = {
+    "apt-get": "apt-get update && apt-get install -y", "dnf": "dnf install -y", "zypper": "zypper install -y",
+    "pacman": "pacman -S", "apk": "apk add",
+}  # fmt: skip
+_C_LIBRARY = {
+    "apt-get": "libc6-dev", "dnf": "glibc-devel", "zypper": "glibc-devel", "pacman": "glibc", "apk": "musl-dev",
+}  # fmt: skip
 
 
 class Check(Record):
@@ -87,22 +92,32 @@ def unusable_gpu() -> str:
     if not uuids:
         return ""
     there = f"{len(uuids)} NVIDIA GPU{'s' * (len(uuids) > 1)}"
-    other = (
-        f"pip install uv && uv pip install --python {sys.executable} --torch-backend auto "
-        "--reinstall-package torch torch"
-    )
     if torch.version.cuda is None:
-        return f"The driver has {there}, and this torch is built without CUDA.  Run: {other}"
+        return f"The driver has {there}, and this torch is built without CUDA.  {cuda_torch()}"
     if int(torch.version.cuda.split(".")[0]) > version // 1000:
         cuda = f"CUDA {version // 1000}.{version % 1000 // 10}"
         return (
             f"The driver has {there} and runs {cuda}, and this torch is built for CUDA {torch.version.cuda}.  Update "
-            f"NVIDIA's driver, or run: {other}"
+            f"NVIDIA's driver.  {cuda_torch('Or run')}"
         )
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None and not _is_gpu(shown.split(",")[0].strip(), uuids):
         return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
     return f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; torch.cuda.init()'"
+
+
+def cuda_torch(begins: str = "Run") -> str:
+    """The command that installs the build of torch that fits the driver."""
+    command = f"uv pip install --python {sys.executable} --torch-backend auto --reinstall-package torch torch"
+    return f"{begins}: pip install uv && {command}"
+
+
+def installs(what: Literal["ncu", "driver"]) -> str:
+    """The command that installs NVIDIA's profiler or driver, by this machine's package manager."""
+    if what == "driver" and shutil.which("ubuntu-drivers"):
+        return "ubuntu-drivers install"
+    package = {"ncu": "nsight-compute", "driver": "nvidia-driver"}[what]
+    return f"{_installer()} {package} (from NVIDIA's repository, or Debian's non-free)"
 
 
 def others_on_gpu(uuid: str) -> int | None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from ssdprof import kernels
+from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import LeftOut, Report, Requested
 from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
 from ssdprof.environment.toolchain import require_gpu
+from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, Verdicts
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels.registry import Implementation
@@ -27,7 +28,7 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.implementations import own_precisions, resolve
+from ssdprof.operators.implementations import ImplementationCache, own_precisions, required, resolve
 from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -105,6 +106,29 @@ def bench(
                 writer.update(clocks=clocks.clocks, seconds=time.monotonic() - began)
                 advance(1)
     return load(writer.folder)
+
+
+def resolved(asked: BenchOptions, names: Sequence[str], too_large: Iterable[Tokens], watcher: Watcher) -> BenchOptions:
+    """The request with its implementations.  names: of all.  too_large: left out, which the watcher is told.
+
+    Raises BadInputError for a name that is unknown, MissingCapabilityError without a GPU and for a baseline that is
+    unavailable.
+    """
+    operator, cache = operators.get(asked.operator), ImplementationCache(torch.device("cuda"))
+    found = [cache.get(operator.name, name) for name in names]
+    over, matched = (
+        cache.get(operator.name, name) for name in (asked.baseline or "", asked.match_with or operator.baseline)
+    )
+    if matched.name != operator.baseline and any(one.metric == "match" for one in asked.conditions):
+        raise BadInputError(
+            f"--min-match compares with {operator.baseline}, but --match-with names {matched.name}.",
+            "Leave one of them out.",
+        )
+    require_gpu(*NEEDS_GPU)
+    compared = {one.name: one for one in (*found, required(over), *([required(matched)] if asked.match_with else []))}
+    for one in too_large:
+        watcher.say(f"{one} is left out: it has more than {asked.max_tokens} tokens.")
+    return replace(asked, compared=tuple(compared.values()), baseline=over.name, match_with=matched.name)
 
 
 def compared(

@@ -8,16 +8,17 @@ Imports nothing that takes time: the shell's completion and --help read all of i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from importlib import metadata
-from inspect import Parameter
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, dataclass_transform, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
 
-from ssdprof.errors import unreadable
+from ssdprof.errors import BadInputError, unreadable
 from ssdprof.files import regular
 
 if TYPE_CHECKING:
@@ -105,6 +106,37 @@ def parameters(kind: type) -> Iterator[Parameter]:
         declared = one.metadata.get("typer")
         annotation = Annotated[type_, declared] if declared else type_
         yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the parameters of a class of options, for Typer, which reads its signature and annotations."""
+    declared = list(parameters(kind))
+    function.__signature__ = Signature(declared)  # type: ignore[attr-defined]
+    function.__annotations__ = {one.name: one.annotation for one in declared}
+    return function
+
+
+def flags(kind: type) -> Iterator[tuple[str, str, Parameter]]:
+    """The options of a class: as a Python name, as it is typed, and as a parameter."""
+    for one in parameters(kind):
+        declared = getattr(one.annotation, "__metadata__", (None,))[0]
+        if isinstance(declared, ArgumentInfo):
+            continue
+        words = (getattr(declared, "default", None), *(getattr(declared, "param_decls", None) or ()))
+        typed = [word for word in words if isinstance(word, str) and word.startswith("--")]
+        for word in typed or [f"--{one.name.replace('_', '-')}"]:
+            yield word.removeprefix("--").replace("-", "_"), word, one
+
+
+def parsed(kind: type[Kind], line: list[str]) -> Kind:
+    """The options of a class from the words of a command line.  Raises BadInputError."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(as_command(kind, lambda **given: kind(**given)))
+    try:
+        found: Kind = typer.main.get_command(app).main(line, standalone_mode=False)
+    except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # of click
+        raise BadInputError(error.format_message().replace("Value error, ", "")) from None
+    return found
 
 
 # --- shared by several commands
@@ -354,7 +386,7 @@ class ExportOptions:
     format: (
         Literal["markdown", "html", "json", "junit", "csv", "github", "benchmark-action", "benchmark-action-bigger"]
         | None
-    ) = option(None, "", "What to write.", shown="markdown")
+    ) = option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
     output: Output = None
     force: Force = False
     json: FormatJson = False

@@ -11,16 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
 from ssdprof.core.case import call_size
-from ssdprof.core.report import Report, Requested
+from ssdprof.core.report import Condition, Report, Requested
 from ssdprof.core.subject import CallRef, CaptureManifest, Cast, CheckpointRef, LayerRef, Prompt, split_prompt
 from ssdprof.core.words import plural, words
 from ssdprof.environment.machine import collect
-from ssdprof.environment.toolchain import unusable_gpu
+from ssdprof.environment.toolchain import require_gpu, unusable_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import Precisions, compare_answers
@@ -74,10 +76,17 @@ class Resolved:
             names, baseline, wanted = STEPS, STEPS[0], (EXACT_FP32,)
         compared = [one for one in (self.cache.get(operator, name) for name in names) if not one.absent]
         first = self.cache.get(operator, baseline)
-        known = {one.name: one for one in (*compared, first)}
-        fixed = {name: own_precisions(one, dtype, ()) for name, one in known.items() if one.precisions is not None}
-        pairs = wanted_pairs(wanted, [one.name for one in compared], first.name, fixed)
-        return [(known[name], precision, base) for name, precision, base in pairs]
+        return paired(compared, first, wanted, dtype)
+
+
+def paired(
+    compared: Sequence[Implementation], first: Implementation, wanted: Sequence[PrecisionRecord], dtype: DType
+) -> list[Pair]:
+    """`wanted_pairs` with the implementations.  first: the baseline.  dtype: of the inputs."""
+    known = {one.name: one for one in (*compared, first)}
+    fixed = {name: own_precisions(one, dtype, ()) for name, one in known.items() if one.precisions is not None}
+    pairs = wanted_pairs(wanted, [one.name for one in compared], first.name, fixed)
+    return [(known[name], precision, base) for name, precision, base in pairs]
 
 
 def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequence[LayerRef]) -> Resolved:
@@ -150,6 +159,22 @@ def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int
             f"--tensor-parallel {ranks} does not fit {ref.repo_id}: {why}.",
             f"Give {words(map(str, fitting), 'or')}." if fitting else "Leave out --tensor-parallel.",
         )
+
+
+def judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]:
+    """The conditions that this machine can judge: without a GPU nothing is timed.
+
+    Raises MissingCapabilityError if a condition on times was given, not in a settings file.
+    """
+    if torch.cuda.is_available():
+        return options.conditions
+    of_times = [one for one in options.conditions if one.metric in ("speedup", "time")]
+    for one in of_times:
+        option = "--min-speedup" if options.min_speedup is not None else f"--gate {one.spelling}"
+        if options.min_speedup is not None or one.spelling in (options.gate or ()):
+            require_gpu(f"{option} needs", f"Run on a machine with an NVIDIA GPU, or leave {option} out.")
+        watcher.say(f"{one.spelling.split()[0]} of the settings file is not judged: this machine has no GPU.")
+    return tuple(one for one in options.conditions if one not in of_times)
 
 
 def run(

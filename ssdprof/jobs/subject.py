@@ -29,7 +29,7 @@ from ssdprof.jobs import reading
 from ssdprof.operators.generate import Cell, Tokens, boundaries
 from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
 from ssdprof.store.ranks import Ranks, follows, join
-from ssdprof.store.reports import check_folder
+from ssdprof.store.reports import CAPTURES, RUNS, check_folder
 
 Options = TypeVar("Options")
 _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `options.words`
@@ -122,9 +122,9 @@ class Stored:
 
 
 def captures_of(request: declared.ModelOptions) -> Path | None:
-    """The folder of stored captures, if the request names one."""
+    """The folder of stored captures, if the request names one, or a run that stored them."""
     folder = Path(request.model).expanduser()
-    return folder if is_capture(folder) else None
+    return next((one for one in (folder, folder / CAPTURES, RUNS / folder / CAPTURES) if is_capture(one)), None)
 
 
 def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = False) -> Subject:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import signal
 import threading
 import time
@@ -30,6 +31,10 @@ from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
 from ssdprof.operators.operator import Output
 
+_KNOWN = re.compile(
+    rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|/site-packages/(torch|triton)/|/lib/python|^<"
+)
+_FRAMES = 5  # of a traceback
 T = TypeVar("T")
 Run = Callable[[], Output]
 
@@ -254,8 +259,18 @@ def _answers(device: torch.device) -> bool:
 
 
 def type_and_message(error: BaseException) -> str:
-    """ "RuntimeError: CUDA error: an illegal memory access was encountered"."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """ "RuntimeError: boom (my_kernels.py:12 in my_ssd, my_kernels.py:30 in inner)", with the user's frames."""
+    return f"{type(error).__name__}: {first_line(error)}{_trail(error)}"
+
+
+def _trail(error: BaseException) -> str:
+    """The frames from the first one outside of ssdprof, torch and Triton on, if there are any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = next((number for number, one in enumerate(frames) if not _KNOWN.search(one.filename)), None)
+    found = [] if own is None else frames[own:]
+    shown = found if len(found) <= _FRAMES else [*found[: _FRAMES - 1], found[-1]]
+    words = ", ".join(f"{Path(one.filename).name}:{one.lineno} in {one.name}" for one in shown)
+    return words and f" ({words})"
 
 
 def first_line(error: BaseException) -> str:

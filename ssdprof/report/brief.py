@@ -24,7 +24,7 @@ from ssdprof.report.statements import advice, caveats, in_short, shortcomings, v
 from ssdprof.report.table import Column, Table, VerdictLine, folded, lifted, table, text
 
 _MOST = {"caveat": 3, "reason": 2, "row": 6}  # of each that is shown
-_MORE = "All layers, plots, what ran: ssdprof export --format html -o report.html"
+_MORE = "All layers, plots, what ran: ssdprof export -o report.html"
 
 
 def render(report: Report) -> RenderableType:

@@ -68,6 +68,15 @@ def csv(report: Report) -> str:
     return text.getvalue()
 
 
+def records(report: Report) -> list[Row]:
+    """A row per case with numbers, texts and None, for a data frame."""
+
+    def plain(value: object) -> object:
+        return value if isinstance(value, int | float | None) else str(value)
+
+    return [{name: plain(value) for name, value in _row(report, case).items()} for case in rows(report)]
+
+
 def _no_formula(value: object) -> object:
     """A text that a spreadsheet would compute gets an apostrophe."""
     is_text = not isinstance(value, int | float | None)

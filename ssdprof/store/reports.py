@@ -222,7 +222,7 @@ def opened(out: Path | None, watcher: Watcher, ranks: Ranks | None = None, **fie
     else:
         assert ranks
         path = Path(ranks.told("folder", FIRST))
-    header = header.changed(id=path.resolve().name, ranks=ranks.count if ranks else 1)
+    header = header.changed(id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1)
     rank = ranks.rank if ranks else FIRST
     with ExitStack() as stack:
         made = not path.exists()
@@ -453,7 +453,8 @@ def _document(file: Path) -> Report:
         report = Report.model_validate(document)
     except ValidationError as error:
         raise BadInputError(f"{file} is damaged at {first_fault(error)}.", _AGAIN) from error
-    if report.model is None and report.kind in ("run", "prefill", "answers"):
+    of_tensors = report.kind == "run" and not report.prompts  # of `ssdprof.compare`
+    if report.model is None and report.kind in ("run", "prefill", "answers") and not of_tensors:
         raise BadInputError(f"{file} is damaged: it has no model.", _AGAIN)
     return report
 

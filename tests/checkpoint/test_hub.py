@@ -103,6 +103,11 @@ def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, saved: 
     assert not any(info.cached for info in located.files(1) if info.name.endswith(".safetensors"))
 
 
+def test_a_symlink_keeps_its_name(saved: Save, tmp_path: Path) -> None:
+    (tmp_path / "my-model").symlink_to(saved("mamba2").resolve())
+    assert open_model(str(tmp_path / "my-model")).ref.repo_id == "my-model"
+
+
 def test_a_revision_is_resolved_once_and_stays(tiny_hub: MiniHub, saved: Save, copied: Save) -> None:
     commit = tiny_hub.publish("org/tiny", copied("mamba2"), revision="v1")
     located = open_model("org/tiny", revision="v1")

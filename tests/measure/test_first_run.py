@@ -32,7 +32,8 @@ def call_of(inputs: SSDInputs, run: Callable[[], SSDOutput] = faulty) -> Call:
 def test_an_error_becomes_a_status_and_a_reason(make_inputs: MakeInputs) -> None:
     output, fields = call_of(make_inputs()).first_run()
     assert (fields["status"], output, fields["variant"]) == ("failed", None, "portable")
-    assert fields["reason"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    where = "test_first_run.py:28 in <lambda>, test_first_run.py:23 in faulty"
+    assert fields["reason"] == f"RuntimeError: CUDA error: an illegal memory access was encountered ({where})"
 
 
 def test_but_after_one_that_costs_the_gpu_nothing_else_is_blamed(
@@ -73,7 +74,7 @@ def test_a_gpu_that_cannot_be_waited_for_is_lost(monkeypatch: pytest.MonkeyPatch
 def test_an_error_without_a_message_says_where_it_was_raised() -> None:
     with pytest.raises(RuntimeError) as caught:
         raise RuntimeError
-    words = r"RuntimeError: no message, raised in test_first_run\.py, line \d+"
+    words = r"RuntimeError: no message, raised in test_first_run\.py, line \d+ \(.*\)"
     assert re.fullmatch(words, module.type_and_message(caught.value))
     assert module.first_line(RuntimeError()) == "no message, raised outside of Python"
     assert module.first_line(RuntimeError("\n  \nptxas failed\nand more")) == "ptxas failed"

@@ -148,4 +148,4 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     with pytest.raises(CallRejected) as told:
         IsolatedFirstCall().require(resolve(operators.get("ssd"), "telling:kernel"), given, EXACT_FP32)
     expected = (given.B.stride(), given.dt_limit, given.x.double().sum().item(), None)
-    assert str(told.value) == f"ValueError: {expected}"
+    assert str(told.value) == f"ValueError: {expected} (telling.py:4 in kernel)", "from the user's own file on"

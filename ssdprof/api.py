@@ -1,0 +1,270 @@
+"""The commands as functions, for programs and notebooks; a kernel of one's own is compared on tensors of one's own.
+
+    report = ssdprof.run("demo", seq=512)
+    report = ssdprof.compare(inputs, [my_kernel, "fused"])
+
+Options are those of the commands: `ssdprof.run("demo", min_speedup=1.2)` is `ssdprof run demo --min-speedup 1.2`.
+"""
+
+from __future__ import annotations
+
+import html as text_html
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from rich.console import Console
+
+from ssdprof import files, operators
+from ssdprof.capture.layers import CapturedLayer
+from ssdprof.core.base import DType, precisions_for
+from ssdprof.core.case import Case, call_size
+from ssdprof.core.conditions import parse_percent
+from ssdprof.core.outcome import outcome
+from ssdprof.core.report import Report, Requested
+from ssdprof.core.subject import LayerRef
+from ssdprof.environment.machine import collect
+from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
+from ssdprof.jobs import answers as answers_job
+from ssdprof.jobs import bench as bench_job
+from ssdprof.jobs import limits, options, reading, subject
+from ssdprof.jobs import prefill as prefill_job
+from ssdprof.jobs import run as run_job
+from ssdprof.jobs.compare import replaying
+from ssdprof.jobs.export import exported, format_of
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.implementations import ImplementationCache, own_implementation, required
+from ssdprof.operators.operator import Operator
+from ssdprof.progress import Unwatched, Watcher
+from ssdprof.report import brief, exports
+from ssdprof.report.document import compose
+from ssdprof.report.terminal import render
+from ssdprof.store import reports, tuned
+
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+_OF_THE_SCREEN = ("json", "full", "dry_run", "prefill", "stalls")  # options that a function does not have
+_FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+
+class Results:
+    """A report; a notebook shows it as a page, and `print` as one screen.
+
+    report: all of it, with every case.  folder: where it is stored; None for a comparison of tensors.
+    """
+
+    def __init__(self, report: Report, folder: Path | None = None) -> None:
+        self.report, self.folder = report, folder
+
+    @property
+    def passed(self) -> bool:
+        """Whether all requested cases were compared and passed, and all gates hold."""
+        return outcome(self.report).passed
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """One per implementation and precision in each place.
+
+        `case.accuracy` has errors (relative, or in the tensor's own unit), `case.samples` the raw times in microseconds
+        of each recording and round, `case.device_us` and `case.call_us` their medians with 95 % intervals.
+        """
+        return self.report.cases
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row for each case; the units are in the names of the columns.
+
+        Raises MissingCapabilityError without pandas.
+        """
+        try:
+            import pandas  # type: ignore[import-untyped, unused-ignore]
+        except ImportError:
+            raise MissingCapabilityError("pandas is not installed.", "pip install pandas") from None
+        return pandas.DataFrame(exports.records(self.report))
+
+    def export(self, file: str | os.PathLike[str], format: str | None = None, *, force: bool = False) -> Path:
+        """Write the report; format: as of `ssdprof export`; None: that of the file's suffix.  Returns the file.
+
+        Raises BadInputError for an unknown format, and for a file that exists, unless `force`.
+        """
+        target = Path(file)
+        files.check_target(target, replace=force)
+        text = exported(format or format_of(target), self.folder, self.report, target)
+        files.write_text(target, text.rstrip("\n") + "\n", replace=force)
+        return target
+
+    def __repr__(self) -> str:
+        shown = brief.render(self.report) if self.report.kind == "run" else render(compose(self.report))
+        console = Console(file=io.StringIO(), width=100, color_system=None)
+        with console.capture() as text:
+            console.print(shown)
+        return "\n".join(line.rstrip() for line in text.get().splitlines())
+
+    def _repr_html_(self) -> str:
+        """A notebook's own style does not reach into the frame."""
+        return _FRAME.format(text_html.escape(exported("html", self.folder, self.report)))
+
+
+def load(where: str | os.PathLike[str] | None = None) -> Results:
+    """A stored report: its folder, its name under runs/, what --json printed, or None for the latest one.
+
+    Raises BadInputError if there is none, or if it cannot be read.
+    """
+    found = Path(where) if where is not None else None
+    folder, report = reports.load(found, *(() if where else ("run", "bench", "prefill", "answers")))
+    return Results(report, folder)
+
+
+# --- the commands
+
+
+def run(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
+    """Run a model on a prompt, and compare the fused with the unfused kernels on the inputs of its layers.
+
+    Options: those of `ssdprof run`.  watcher: gets the progress.
+    Raises SsdprofError where the command ends with an exit code above 1.
+    """
+    watcher = watcher or Unwatched()
+    asked, found, ranks = subject.run(_asked(options.RunOptions, "run", model, given))
+    asked = replace(asked, conditions=run_job.judged_here(asked, watcher))
+    _use_tuned(asked, watcher)
+    folder, report = run_job.run(found, asked, watcher, ranks)
+    return Results(report, folder)
+
+
+def answers(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
+    """Compare a model's next-token predictions between implementations.  Options: those of `ssdprof answers`."""
+    watcher = watcher or Unwatched()
+    asked, found = subject.answers(_asked(options.AnswersOptions, "answers", model, given))
+    _use_tuned(asked, watcher)
+    folder, report = answers_job.answers(answers_job.loaded_as(found, asked), asked, watcher)
+    return Results(report, folder)
+
+
+def prefill(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
+    """Time a whole model up to its first token, on an NVIDIA GPU.  Options: those of `ssdprof prefill`."""
+    watcher = watcher or Unwatched()
+    asked = subject.prefill(_asked(options.PrefillOptions, "prefill", model, given))
+    _use_tuned(asked, watcher)
+    folder, report = prefill_job.time_prefills(asked, prefill_job.find(asked), watcher)
+    return Results(report, folder)
+
+
+def bench(operator: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
+    """Time kernels on random inputs, on an NVIDIA GPU.  Options: those of `ssdprof bench`."""
+    watcher = watcher or Unwatched()
+    asked, names, too_large = subject.bench(_asked(options.BenchOptions, "bench", operator, given))
+    request = bench_job.resolved(asked, names, too_large, watcher)
+    _use_tuned(asked, watcher)
+    folder, report = bench_job.bench(request, operators.get(operator), watcher)
+    return Results(report, folder)
+
+
+def _use_tuned(asked: Any, watcher: Watcher) -> None:
+    if not asked.no_tuned:
+        tuned.use_saved(watcher.say)
+
+
+def _asked(kind: type, command: str, first: str, given: dict[str, Any]) -> Any:
+    """The options of a command, read as its command line reads them."""
+    flags = _flags(kind)
+    if unknown := [name for name in given if name not in flags]:
+        raise BadInputError(f"{command}() has no option {unknown[0]!r}.", nearest(unknown[0], flags))
+    line = [str(first), *(word for name, value in given.items() for word in _words(flags[name][0], value))]
+    return replace(options.parsed(kind, line), command=("ssdprof", command, *line))
+
+
+def _flags(kind: type) -> dict[str, tuple[str, Parameter]]:
+    return {name: (flag, one) for name, flag, one in options.flags(kind) if name not in _OF_THE_SCREEN}
+
+
+def _words(flag: str, value: Any) -> Iterator[str]:
+    """An option as it is typed: a sequence is separated by commas, or repeats an option that may be repeated."""
+    if isinstance(value, bool):
+        yield from [flag] * value
+    elif isinstance(value, list | tuple):
+        each = map(str, value) if flag in ("--gate", "--min-match") else [",".join(map(str, value))]
+        yield from (word for one in each for word in (flag, one))
+    elif value is not None:
+        yield from (flag, str(value))
+
+
+def _signed(function: Any, kind: type) -> None:
+    """help() and completion show every option of the command."""
+    own = [one for one in Signature.from_callable(function).parameters.values() if one.kind != Parameter.VAR_KEYWORD]
+    named = (
+        one.replace(name=name, annotation=(*get_args(one.annotation), str)[0])
+        for name, (_, one) in _flags(kind).items()
+    )
+    function.__signature__ = Signature([*own, *named], return_annotation=Results)
+
+
+_signed(run, options.RunOptions)
+_signed(answers, options.AnswersOptions)
+_signed(prefill, options.PrefillOptions)
+_signed(bench, options.BenchOptions)
+
+
+# --- tensors of one's own
+
+
+def compare(
+    inputs: Any,
+    implementations: Sequence[str | Kernel],
+    *,
+    baseline: str = "unfused",
+    dtypes: Literal["exact", "relaxed", "all"] = "exact",
+    states: str | Sequence[DType] | None = None,
+    smallest_difference: str = "1%",
+    watcher: Watcher | None = None,
+) -> Results:
+    """Compare implementations on given tensors with the fp64 oracle and, on a GPU, time those that are right.
+
+    inputs: `ssdprof.kernels.SSDInputs` or another operator's inputs, on the GPU or, without one, on the CPU: their
+        docstrings have the shapes and dtypes.
+    implementations: names as those of --impl, or functions (inputs) -> (out, final_states), whose tensors have the
+        shapes and dtypes in docs/your-own-kernel.md.  A function runs in this process: a crash ends both.
+    baseline: what they are compared with, at exact intermediates and the same states.
+    dtypes, states, smallest_difference: as the options of `ssdprof run`.
+
+    Raises BadInputError for a name that is unknown, and for tensors on the CPU of a machine with a GPU;
+    MissingCapabilityError for an implementation that is unavailable, and for more tokens than the interpreter takes.
+    """
+    operator, device = operators.get(inputs.operator), limits.device()
+    if inputs.device.type != device.type:
+        raise BadInputError(f"The tensors are on {inputs.device}, and kernels run on {device}.", "Move the tensors.")
+    dims = operator.judged.dims(inputs)
+    limits.check_replay((dims.seqlen,), dims.batch)
+    cache = ImplementationCache(device)
+    found = [_implementation(operator, cache, one) for one in implementations]
+    first = required(cache.get(operator.name, baseline))
+    if isinstance(states, str):
+        states = reading.parse_states(states)
+    pairs = run_job.paired(found, first, precisions_for(dims.dtype, dtypes, states), dims.dtype)
+    wanted = options.RunOptions(model="", smallest_difference=parse_percent("smallest_difference", smallest_difference))
+    header = reports.draft(
+        kind="run",
+        subject="given tensors",
+        environment=collect(),
+        baseline=first.name,
+        matched_with=first.name,
+        smallest_difference=wanted.smallest_difference,
+        requested=tuple(
+            Requested(f"layer 0, {call_size(dims.seqlen, dims.batch, None)}", one.name, str(precision))
+            for one, precision, _ in pairs
+        ),
+    )
+    writer = reports.Writer(Path(), header.changed(id="in memory"), None)
+    with replaying(writer, wanted, lambda *_: pairs, None, watcher or Unwatched(), 1) as replay:
+        replay(CapturedLayer(layer=LayerRef(index=0, name="", operator=operator.name), inputs=inputs, model_strides={}))
+    writer.update(complete=True)
+    return Results(writer.report)
+
+
+def _implementation(operator: Operator[Any], cache: ImplementationCache, one: str | Kernel) -> Implementation:
+    if isinstance(one, str):
+        return required(cache.get(operator.name, one))
+    return own_implementation(operator, getattr(one, "__name__", type(one).__name__), one)

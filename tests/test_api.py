@@ -1,0 +1,149 @@
+"""The Python functions: options are those of the commands, and tensors of one's own are compared like a layer's."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ssdprof
+from ssdprof import operators
+from ssdprof.errors import BadInputError, SsdprofError
+from ssdprof.jobs import options
+from ssdprof.jobs.reading import expand, parse_shapes
+from ssdprof.jobs.subject import captures_of
+from ssdprof.kernels import registry
+from ssdprof.kernels.precision import Precision
+from ssdprof.operators.generate import Tokens
+
+
+def test_importing_it_is_quick_and_dir_shows_its_functions() -> None:
+    code = "import sys, ssdprof; print('torch' in sys.modules, 'typer' in sys.modules, 'run' in dir(ssdprof))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["False", "False", "True"]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ssdprof.nothing  # noqa: B018
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> ssdprof.Results:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    return ssdprof.run("demo", seq=40, layers="first:1", dtypes="exact", gate=["rms:2", "match:50%"], out=folder)
+
+
+def test_a_run_is_that_of_its_command_line(ran: ssdprof.Results) -> None:
+    assert ran.passed
+    assert ran.report.command[:8] == ("ssdprof", "run", "demo", "--seq", "40", "--layers", "first:1", "--dtypes")
+    assert [one.spelling for one in ran.report.conditions] == ["rms:2", "match:50%"]
+    assert ran.folder
+    assert ssdprof.load(ran.folder).report == ran.report
+    assert repr(ran).splitlines()[0] == "ssdprof: demo, 40 tokens, no GPU"
+    assert repr(ran).splitlines()[-1].startswith("In short: fused is accurate enough")
+
+
+def test_a_notebook_shows_a_page_of_its_own(ran: ssdprof.Results) -> None:
+    shown = ran._repr_html_()
+    assert shown.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+    assert "<h1>" not in shown
+
+
+def test_a_data_frame_has_the_rows_of_the_csv(ran: ssdprof.Results) -> None:
+    pytest.importorskip("pandas")
+    frame = ran.to_pandas()
+    assert list(frame["implementation"]) == ["unfused", "fused"]
+    assert frame["output, rms error [relative]"].between(1e-4, 1e-2).all()
+
+
+@pytest.mark.parametrize(("file", "begins"), [("x.html", "<!DOCTYPE"), ("x.json", "{"), ("x", "## "), ("x.csv", "rep")])
+def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path: Path, file: str, begins: str) -> None:
+    assert ran.export(tmp_path / file).read_text().startswith(begins)
+    with pytest.raises(BadInputError, match="exists"):
+        ran.export(tmp_path / file)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"seqq": 4}, "run() has no option 'seqq'."),
+        ({"json": True}, "run() has no option 'json'."),
+        ({"dtypes": "both"}, "'both' is not one of 'exact', 'relaxed', 'all'."),
+        ({"seq": 0}, "'0' is not a number of tokens."),
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInputError) as caught:
+        ssdprof.run("demo", **given)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["run", "answers", "prefill", "bench"])
+def test_help_shows_the_options_of_the_command(name: str) -> None:
+    kind = getattr(options, f"{name.capitalize()}Options")
+    typed = {python for python, _, _ in options.flags(kind)} - {"json", "full", "dry_run", "prefill", "stalls"}
+    shown = inspect.signature(getattr(ssdprof, name)).parameters
+    assert set(shown) - typed == {"operator" if name == "bench" else "model", "watcher"}
+
+
+def test_a_run_that_stored_captures_stands_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/one/captures")
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    asked = (captures_of(options.RunOptions(model=model)) for model in ("one", "runs/one", "runs/one/captures", "two"))
+    assert list(asked) == [folder, folder, folder, None]
+
+
+# --- tensors of one's own
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Any:
+    known = operators.get("ssd").generated
+    tokens = Tokens(sequences=1, seqlen=70)
+    (cell,) = expand(parse_shapes(known, "2x16x16x1"), ("fp32",), (tokens,), "contiguous")
+    return known.draw(cell, torch.device("cpu"))
+
+
+def right(inputs: Any) -> Any:
+    return registry.get("ssd", "unfused").run(inputs, Precision())
+
+
+def test_a_function_is_judged_on_given_tensors(inputs: Any, tmp_path: Path) -> None:
+    def wrong(inputs: Any) -> Any:
+        out, states = right(inputs)
+        return out * 1.01, states
+
+    def overwrites(inputs: Any) -> Any:
+        output = right(inputs)
+        inputs.x.zero_()
+        return output
+
+    def raises(_inputs: Any) -> Any:
+        raise ValueError("no such size")
+
+    before = inputs.x.clone()
+    found = ssdprof.compare(inputs, [right, wrong, overwrites, raises, "fused"])
+    results = {case.implementation: case.result for case in found.cases}
+    assert results == {
+        "unfused": "passed", "right": "passed", "wrong": "inaccurate", "overwrites": "failed", "raises": "failed",
+        "fused": "passed",
+    }  # fmt: skip
+    assert torch.equal(inputs.x, before), "functions get copies"
+    why = {case.implementation: case.why for case in found.cases}
+    assert "it changes its inputs: x" in why["overwrites"]
+    assert f"ValueError: no such size (test_api.py:{raises.__code__.co_firstlineno + 1} in raises)" in why["raises"]
+    assert not found.passed
+    assert ssdprof.load(found.export(tmp_path / "report.json")).report == found.report
+    assert "ssdprof: given tensors, 70 tokens, no GPU" in repr(found)
+
+
+def test_what_cannot_be_compared_is_refused(inputs: Any) -> None:
+    with pytest.raises(SsdprofError, match="no implementation 'nothing'"):
+        ssdprof.compare(inputs, ["nothing"])
+    with pytest.raises(SsdprofError, match="mamba_ssm"):
+        ssdprof.compare(inputs, ["mamba_ssm"])
