@@ -141,11 +141,16 @@ def test_an_interruption_keeps_what_there_is(register: Register) -> None:
         raise KeyboardInterrupt
 
     register("ssd", "slow", interrupted)
-    code, _, told = call("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "unfused,slow")
+    words = ("answers", "demo", *SEQ, *ONE_PRECISION, "--implementations", "unfused,slow", "--out", "runs/kept")
+    code, _, told = call(*words)
     assert code == 130
     assert "marked as partial: 3 cases of answers" in told
     report = latest()
     assert (report.complete, len(report.cases)) == (False, 3)
+    register("ssd", "slow", lambda inputs, _precision: oracle_output(inputs))
+    code, _, told = call(*words)
+    assert (code, "runs/kept has 3 cases, and goes on" in told) == (0, True), told
+    assert (latest().complete, len(latest().cases), latest().cases[:3]) == (True, 4, report.cases)
 
 
 def test_run_compares_answers_too(register: Register) -> None:

@@ -164,6 +164,12 @@ class Clocks(Record):
     temperature_c: tuple[int, int]
     throttle_reasons: tuple[Text, ...]  # empty: not throttled
 
+    def until(self, later: Clocks) -> Clocks:
+        """The readings before these and after the later ones."""
+        names = ("sm_mhz", "memory_mhz", "temperature_c")
+        pairs = {name: (getattr(self, name)[0], getattr(later, name)[1]) for name in names}
+        return Clocks(**pairs, throttle_reasons=tuple(dict.fromkeys(self.throttle_reasons + later.throttle_reasons)))
+
 
 class Ceilings(Record):
     """Measured on the same GPU in the same run."""

@@ -26,9 +26,10 @@ from ssdprof.environment.machine import collect
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import AnswersOptions
-from ssdprof.jobs.plan import Loaded, load
+from ssdprof.jobs.plan import Loaded, load, sources
 from ssdprof.jobs.subject import Subject
 from ssdprof.jobs.substitute import Compute, by_layer, implemented
+from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.answers import Divergence, bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
@@ -53,11 +54,12 @@ def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple
         return precisions_for("bf16" if dtype == "fp32" else dtype, wanted.intermediates, wanted.states)
 
     wanted = replace(wanted, weights=_weights(wanted))
-    check(subject, wanted)
+    implementations = check(subject, wanted)
     loaded = load(subject, watcher)
     with opened(
         wanted.out,
         watcher,
+        sources=sources(subject, implementations),
         kind="answers",
         subject=subject.ref.repo_id,
         command=wanted.command,
@@ -78,13 +80,11 @@ def loaded_as(subject: Subject, wanted: AnswersOptions) -> Subject:
     return replace(subject, dtype="float32") if _weights(wanted) == "fp32" else subject
 
 
-def check(subject: Subject, wanted: AnswersOptions) -> None:
-    """Raise the reason if this machine cannot compare the answers.  Loads nothing; `--dry-run` calls it too."""
-    cache = ImplementationCache(limits.device())
-    for operator in {layer.operator for layer in subject.layers}:
-        for name in wanted.implementations:
-            required(cache.get(operator, name))
+def check(subject: Subject, wanted: AnswersOptions) -> list[Implementation]:
+    """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run` calls it too."""
+    cache, of = ImplementationCache(limits.device()), {layer.operator for layer in subject.layers}
     limits.check_replay(subject.seqlens)
+    return [required(cache.get(operator, name)) for operator in of for name in wanted.implementations]
 
 
 def _weights(wanted: AnswersOptions) -> Literal["own", "fp32"]:
@@ -130,7 +130,9 @@ class PromptAnswers:
         device, began = self.prompt.ids.device, time.monotonic()
         if device.type == "cuda":
             forget_peak(device)
-        models = list(self._models())
+        models, earlier = list(self._models()), self.writer.earlier
+        if all(case.name in earlier for case, _, _ in models):
+            return
         layers = len({site.layer_index for site in self.prompt.mixers})
         # with the reference: its own runs, and for each case the share of the layers that are left to it
         runs = 1 + bool(self.request.generate) + sum(1 - len(at) / layers for _, _, at in models)
@@ -140,6 +142,9 @@ class PromptAnswers:
             self._tokens = self._greedy(self._reference, None)
         with watcher.step("Comparing answers", len(models), unit="cases") as advance:
             for case, compute, at in models:
+                if case.name in earlier:
+                    advance(1)
+                    continue
                 assert case.answers
                 told = case.changed(answers=case.answers.changed(reference=name, remark=remark))
                 self.writer.case(self._compare(told, compute, at))

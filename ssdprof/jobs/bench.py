@@ -28,7 +28,7 @@ from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.implementations import ImplementationCache, own_precisions, required, resolve
+from ssdprof.operators.implementations import ImplementationCache, own_precisions, required, resolve, source_files
 from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -74,8 +74,10 @@ def bench(
     )
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget
-    with opened(request.out, watcher, ranks, **header) as writer, ClockWatch() as clocks:
-        writer.update(ceilings=measure_ceilings(device))
+    files = source_files(request.compared)
+    with opened(request.out, watcher, ranks, files, **header) as writer, ClockWatch() as clocks:
+        began -= writer.report.first.seconds
+        writer.update(ceilings=writer.report.ceilings or measure_ceilings(device))
         mine = ranks.share(request.measured) if ranks else request.measured
         comparer = Comparer(
             timer=CudaTimer(device),
@@ -88,6 +90,9 @@ def bench(
         verdicts: dict[Cell, Verdicts] = {}
         with watcher.step("Measuring", len(mine), unit="cells") as advance:
             for done, cell in enumerate(mine):
+                if all(one.name in writer.earlier for one in header["requested"] if one.place == _place(cell)):
+                    advance(1)
+                    continue
                 seconds, left = sampling_seconds(end - time.monotonic(), len(mine) - done), ""
                 smallest = request.smallest_difference
                 sampling = SamplingPlan(smallest_difference=smallest, max_rounds=MAX_ROUNDS, seconds=seconds)

@@ -113,13 +113,19 @@ class Comparer:
                 copies[name] = copies.get(name) or GuardedInputs(entry.call.inputs)
                 entry.call = self.isolated.guarded(entry.call, copies[name], entry.case.precision)
         cases: dict[Entry, Case] = {}
+        rivals = {entry.case.rated_against for entry in entries}
+
+        def to_time(case: Case) -> bool:
+            """Also a baseline outside its budget, because the verdict is on the others."""
+            return case.result == "passed" or (case.only_outside and (case.place, case.implementation) in rivals)
+
         for batch in _batches(entries):
             for entry, case in self._verified(batch, label, verdicts).items():
                 if entry in cases:  # a baseline runs for every batch that needs it
                     continue
                 cases[entry] = case
                 if self.timer is None or case.chunk_size is None:
-                    yield case if self.timer is None else _untimed(case)
+                    yield case.changed(reason=NOT_TIMED) if self.timer and to_time(case) else case
         if self.timer is None:
             return
         for each in dict.fromkeys(_alternatives(entry, entries) for entry in entries):
@@ -127,14 +133,8 @@ class Comparer:
             entry, case = self._fastest(found, self.timer)
             cases[entry] = case
             if case.trials:
-                yield _untimed(case)
-        rivals = {entry.case.rated_against for entry in entries}
-        # a baseline outside its budget is timed, because the verdict is on the others
-        timed = {
-            entry: case
-            for entry, case in cases.items()
-            if case.result == "passed" or (case.only_outside and (case.place, case.implementation) in rivals)
-        }
+                yield case.changed(reason=NOT_TIMED) if to_time(case) else case
+        timed = {entry: case for entry, case in cases.items() if to_time(case)}
         for turns in dict.fromkeys(entry.turns for entry in timed):
             with self.watcher.step(f"{label}: timing"):
                 group = {entry: case for entry, case in timed.items() if entry.turns == turns}
@@ -311,11 +311,6 @@ class Comparer:
                 yield case.changed(**unmeasured) if (unmeasured := _above_roof(timed, self.ceilings)) else timed
 
 
-def _untimed(case: Case) -> Case:
-    """The case for as long as it is not timed."""
-    return case.changed(reason=NOT_TIMED) if case.result == "passed" else case
-
-
 def _poison(output: Output, inputs: Any) -> None:
     """Fill an output with NaN, unless it lies in memory of the inputs: what a later run leaves there is its own."""
     given = {tensor.untyped_storage().data_ptr() for tensor in tensors.tensors(inputs).values()}
@@ -448,7 +443,7 @@ def replaying(
         watcher.step("Replaying", calls, unit="calls") as advance,
     ):
         if gpu:
-            writer.update(ceilings=measure_ceilings(gpu))
+            writer.update(ceilings=writer.report.ceilings or measure_ceilings(gpu))
             forget_peak(gpu)
         comparer = Comparer(
             timer=CudaTimer(gpu) if gpu and not INTERPRETED else None,
@@ -477,6 +472,14 @@ def replaying(
                 "inputs": inputs_of.get(prompt, ""), **work,
             }  # fmt: skip
             entries = entries_of(inputs, common, pairs(layer.operator, dims.dtype, call), prober)
+            earlier = [writer.earlier.get(entry.case.name) for entry in entries]
+            if all(case and case.reason != NOT_TIMED for case in earlier):  # of an interrupted run that goes on
+                writer.captured(layer)
+                for entry, case in zip(entries, earlier, strict=True):
+                    if case and case.probes:
+                        prober.probed(entry.call.implementation, inputs)
+                advance(1)
+                return
             for case in comparer.compare(entries, layer.name):
                 writer.case(case)
                 if case.samples:

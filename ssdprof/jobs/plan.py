@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -44,7 +44,9 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, library_messag
 from ssdprof.files import why
 from ssdprof.jobs import limits
 from ssdprof.jobs.subject import Stored, Subject
+from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.implementations import source_files
 from ssdprof.progress import Watcher
 
 if TYPE_CHECKING:
@@ -448,6 +450,14 @@ def load(subject: Subject, watcher: Watcher) -> Loaded:
         files=local,
         whole=loaded if subject.head else None,
     )
+
+
+def sources(found: Subject | Stored, several: Iterable[Implementation]) -> list[Path]:
+    """The files of a local checkpoint or of captures, and of the user's kernels."""
+    folders = [found.folder] if isinstance(found, Stored) else []
+    if isinstance(found, Subject) and found.ref.source == "local":
+        folders = [found.located.source.folder]
+    return [*(path for folder in folders for path in folder.iterdir() if path.is_file()), *source_files(several)]
 
 
 def weights_file(local: LocalCheckpoint) -> Path | None:

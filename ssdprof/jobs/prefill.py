@@ -35,7 +35,7 @@ from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ModelOptions, PrefillOptions
-from ssdprof.jobs.plan import load
+from ssdprof.jobs.plan import load, sources
 from ssdprof.jobs.run import Resolved, resolve_implementations
 from ssdprof.jobs.subject import Subject, refuse_large
 from ssdprof.jobs.subject import find as find_layers
@@ -125,9 +125,13 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
         smallest_difference=request.smallest_difference,
         absent=resolved.absent,
     )
-    with opened(request.out, watcher, **report) as writer, ClockWatch() as clocks, limits.memory_errors():
+    files = sources(subject, (*resolved.found, *resolved.baselines))
+    with opened(request.out, watcher, None, files, **report) as writer, ClockWatch() as clocks, limits.memory_errors():
         writer.update(steps=dict(steps))
         for length in lengths:
+            earlier = [writer.earlier.get(one.case.name) for one in length.contenders]
+            if all(case and (case.samples or case.reason or case.result != "passed") for case in earlier):
+                continue
             what = f"{tokens_of(length.ids.shape[1])}, {length.contenders[0].conv_and_norm}"
             if begun := clock.left() > 0:
                 with watcher.step(f"Prefill of {what}"):

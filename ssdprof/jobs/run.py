@@ -28,7 +28,7 @@ from ssdprof.jobs import limits
 from ssdprof.jobs.answers import Precisions, compare_answers
 from ssdprof.jobs.compare import Pair, Pairs, replaying
 from ssdprof.jobs.options import COMPARED, AnswersOptions, RunOptions
-from ssdprof.jobs.plan import load, stored_dims
+from ssdprof.jobs.plan import load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.registry import Implementation
@@ -208,6 +208,7 @@ def run(
         replay.out,
         watcher,
         ranks,
+        sources(found, (*resolved.found, *resolved.baselines)),
         kind="run",
         subject=found.ref.repo_id,
         command=replay.command,
@@ -230,7 +231,7 @@ def run(
                     if capture.layer in layers:
                         on_layer(load_layer(capture, limits.device()))
             elif replay.save_captures:
-                with mine.stored_in(writer.captures) as kept:
+                with mine.stored_in(writer.captures, overwrite=True) as kept:
                     mine.run(lambda captured: (kept.add(captured), on_layer(captured)))
             else:
                 mine.run(on_layer)

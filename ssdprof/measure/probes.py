@@ -71,15 +71,11 @@ class Prober:
         inputs: of a call that the implementation computed correctly.  interpreted: slowly, by Triton's interpreter.
         Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
-        dims = operators.get(inputs.operator).judged.dims(inputs)
-        kind = (dims.operator, *dims.sizes.items(), dims.dtype, dims.seqlen == 1, _packed(inputs))
-        key = (implementation.name, kind)
-        again = key in self._done and not self._thorough
+        again = self._key(implementation, inputs) in self._done and not self._thorough
         same = (latest := self._latest.get(implementation.name)) is not None and latest() is inputs
         if again and (same or interpreted or implementation.kind == "bundled"):
             return ()
-        self._done.add(key)
-        self._latest[implementation.name] = weakref.ref(inputs)
+        self.probed(implementation, inputs)
         longest = LONGEST[inputs.device.type]
         spans = [replace(one, stop=min(one.stop, one.start + longest)) for one in _spans(inputs) if one.length]
         short = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
@@ -93,6 +89,16 @@ class Prober:
             self._isolated.prepare(implementation, list(laws.forms()), precision)
         every = self._thorough or implementation.kind != "bundled"
         return tuple(laws.tested(name) for name in laws.tests if every or name in OF_THE_SAME_FORM)
+
+    def probed(self, implementation: Implementation, inputs: Any) -> None:
+        """Take this call as probed."""
+        self._done.add(self._key(implementation, inputs))
+        self._latest[implementation.name] = weakref.ref(inputs)
+
+    def _key(self, implementation: Implementation, inputs: Any) -> Hashable:
+        dims = operators.get(inputs.operator).judged.dims(inputs)
+        kind = (dims.operator, *dims.sizes.items(), dims.dtype, dims.seqlen == 1, _packed(inputs))
+        return implementation.name, kind
 
 
 @dataclass(frozen=True)

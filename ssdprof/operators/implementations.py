@@ -230,6 +230,12 @@ def load(reference: str) -> Callable[..., Any]:
     return function
 
 
+def source_files(several: Iterable[Implementation]) -> list[Path]:
+    """The files of the user's kernels."""
+    modules = [sys.modules.get(one.version.partition(":")[0]) for one in several if one.kind == "own"]
+    return [Path(file) for one in modules if (file := getattr(one, "__file__", None))]
+
+
 def own_implementation(operator: Operator[Any], name: str, function: Callable[..., Any]) -> Implementation:
     """The function as an implementation of the operator, at every precision if it has a parameter of that name.
 

@@ -2,8 +2,8 @@
 
 A line is {"case": ...}, a case, or more of a case that an earlier line began, or {"process": ...}, of which the last
 counts.  Every file has one writer, which holds its lock, so whoever reads knows who is still at work.  An end of any
-kind, SIGKILL too, loses at most the case in work.  `ssdprof ... --json` prints a report as one document, which is read
-as well.
+kind, SIGKILL too, loses at most the case in work, and the same command on the folder goes on from there.
+`ssdprof ... --json` prints a report as one document, which is read as well.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -26,7 +28,8 @@ from ssdprof import __version__
 from ssdprof.core.base import VERSION, first_fault
 from ssdprof.core.case import Case
 from ssdprof.core.report import ProcessLine, Report
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
+from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef
+from ssdprof.core.words import plural
 from ssdprof.environment.child import tell
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
 from ssdprof.files import (
@@ -47,19 +50,37 @@ HEADER = "run.json"
 CAPTURES = "captures"
 _LATER = 0.5  # s; what changes often, such as clocks, is written at most so often
 _AGAIN = "Use the ssdprof that wrote it, or measure again."
+_MAY_DIFFER = {"version", "id", "created", "placement", "notes", "cases", "processes"}  # of one request, run twice
+_WORDS = {
+    "model": "another model",
+    "prompts": "another prompt",
+    "environment": "another machine",
+    "ssdprof_version": "another ssdprof",
+}
 _PROCESS: TypeAdapter[ProcessLine] = TypeAdapter(ProcessLine)
 
 
 class Writer:
-    """Appends the lines of one process.  folder: of the report.  report: what this process has of it."""
+    """Appends the lines of one process.  folder: of the report.  report: what this process has of it.
+
+    earlier: the cases of a process that was interrupted, by name, if this one goes on.
+    """
 
     def __init__(self, folder: Path, header: Report, file: BinaryIO | None) -> None:
-        self.folder = folder
-        self.report = header.changed(processes=(ProcessLine(process=uuid4().hex[:8]),), ranks=header.ranks)
+        found, line = _lines(Path(file.name)) if file else ([], None)
+        self.folder, self.earlier = folder, _joined(found)
+        line = line or ProcessLine(process=uuid4().hex[:8])
+        self._clocks = line.clocks
+        cases = tuple(self.earlier.values())
+        self.report = header.changed(cases=cases, processes=(line,), ranks=header.ranks)
         self._file, self._path = file, Path(file.name) if file else None
         self._on_disk: ProcessLine | None = None
         self._due_s = 0.0
-        self._cases: dict[str, Case] = {}
+        self._cases = dict(self.earlier)
+
+    def go_on(self) -> None:
+        """As a process of its own, after one that was interrupted, and tries again what that one left out."""
+        self.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
 
     @property
     def process(self) -> str:
@@ -78,16 +99,22 @@ class Writer:
 
     def case(self, case: Case) -> None:
         """Append a case, or its samples or fault if it was appended before.  Notes that its layer was captured."""
-        if case.layer and case.layer not in self.report.first.captured:
-            self.update(captured=(*self.report.first.captured, case.layer))
+        if case.layer:
+            self.captured(case.layer)
         known = self._cases.get(case.name)
         line = case.changed(accuracy=()) if known and known.accuracy == case.accuracy else case
         self._cases[case.name] = known.joined(case) if known else case
         self._write({"case": line.model_dump(mode="json", exclude_defaults=True)})
         self.report = self.report.model_copy(update={"cases": tuple(self._cases.values())})
 
+    def captured(self, layer: LayerRef) -> None:
+        if layer not in self.report.first.captured:
+            self.update(captured=(*self.report.first.captured, layer))
+
     def update(self, **fields: Any) -> None:
         """Fields of the process's line (`ProcessLine`): clocks, ceilings, peak_bytes, seconds, steps, left_out."""
+        if (clocks := fields.get("clocks")) and self._clocks:
+            fields["clocks"] = self._clocks.until(clocks)
         line = ProcessLine(**(self.report.first.own | fields))
         self.report = self.report.model_copy(update={"processes": (line,)})
         if time.monotonic() >= self._due_s:
@@ -202,19 +229,54 @@ def check_folder(out: Path | None) -> None:
         with _locked(out, file):
             pass
     if out and (out / HEADER).exists():
-        raise BadInputError(f"{out} holds a run already.", "Name another folder with --out.")
+        _refuse_complete(out)
+
+
+def _refuse_complete(folder: Path) -> Report:
+    """The interrupted report.  Raises BadInputError for one that is complete."""
+    report = _folder(folder)
+    if report.complete or _document(folder / HEADER).cases:
+        raise BadInputError(f"{folder} holds a run already.", "Name another folder with --out.")
+    return report
+
+
+def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> None:
+    """BadInputError unless the report in the folder is an interrupted one of this header.
+
+    sources: files that a case depends on, and the header does not.
+    """
+    known = _refuse_complete(folder)
+    before, now = (one.own | {"command": _without_folder(one.command)} for one in (known, header))
+    differs = next((name for name in before | now if before.get(name) != now.get(name) and name not in _MAY_DIFFER), "")
+    why = f"of {_WORDS.get(differs, 'another request')}" if differs else ""
+    began = datetime.fromisoformat(known.created).timestamp()
+    if changed := [path for path in sources if path.stat().st_ctime > began + 1]:
+        why = why or f"from before {changed[0]} was changed"
+    if why:
+        hint = f"Name another folder with --out.  What goes on there is: {shlex.join(known.command)}"
+        raise BadInputError(f"{folder} holds an interrupted run {why}.", hint)
+
+
+def _without_folder(command: Sequence[str]) -> list[str]:
+    """The words of a command without --out DIR."""
+    words = pairwise(("", *command))
+    return [word for before, word in words if "--out" not in (before, word) and not word.startswith("--out=")]
 
 
 @contextmanager
-def opened(out: Path | None, watcher: Watcher, ranks: Ranks | None = None, **fields: Any) -> Iterator[Writer]:
+def opened(
+    out: Path | None, watcher: Watcher, ranks: Ranks | None = None, sources: Iterable[Path] = (), **fields: Any
+) -> Iterator[Writer]:
     """Keep a report while the context is open.
 
     out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the first one makes the
     folder, and waits at the end for the others.  fields: see `draft`.
+    sources: files on which the results depend, and the fields do not.
     After an exception what was done stays, and the user is told where it is; without a case the files are removed.
+    The same request goes on in the folder of an interrupted report: its cases are `Writer.earlier`.
 
-    Raises BadInputError if `out` has a report, or another process is writing into it; MissingCapabilityError if it
-    cannot be written, or if a rank died.
+    Raises BadInputError if `out` has another report, or another process is writing into it; MissingCapabilityError if
+    it cannot be written, or if a rank died.
     """
     first, header = ranks is None or ranks.first, draft(**fields)
     if first:
@@ -229,13 +291,21 @@ def opened(out: Path | None, watcher: Watcher, ranks: Ranks | None = None, **fie
         file = stack.enter_context(_locked(path, path / f"cases.{rank}.jsonl"))
         if first:
             if (path / HEADER).exists():
-                raise BadInputError(f"{path} holds a run already.", "Name another folder with --out.")
-            write_text(path / HEADER, header.model_dump_json(exclude_defaults=True, indent=1) + "\n")
+                _refuse_another(path, header, sources)
+            else:
+                for stale in path.glob("cases.*.jsonl"):
+                    os.truncate(stale, 0)
+                write_text(path / HEADER, header.model_dump_json(exclude_defaults=True, indent=1) + "\n")
             if ranks:
                 ranks.tell("folder", str(path.resolve()))
         if ranks:
             ranks.tell(f"{rank}/open")
+        _cut(file)
         writer = Writer(path, header, file)
+        if os.path.getsize(file.name):
+            writer.go_on()
+        if writer.begun:
+            watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
         tell(f"report {rank} {path.resolve()}")
         try:
             yield writer
@@ -286,7 +356,8 @@ def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> st
     if parts and layers:
         parts[0] += f" of {layers} layer{'s' * (layers != 1)}"
     parts += [f"{answers} case{'s' * (answers != 1)} of answers"] if answers else []
-    return f"What was done is kept in {writer.folder}, marked as partial: {' and '.join(parts)}."
+    kept = f"What was done is kept in {writer.folder}, marked as partial: {' and '.join(parts)}."
+    return f"{kept}  The same command with --out {shlex.quote(str(writer.folder))} goes on."
 
 
 def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
@@ -298,16 +369,14 @@ def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
     if not file.is_file() or not (folder / HEADER).is_file():
         return None
     with _locked(folder, file) as opened_file:
-        opened_file.truncate(file.read_bytes().rfind(b"\n") + 1)  # without a line that was not written to its end
-        cases, process = _lines(file)
-        header = _document(folder / HEADER)
-        writer = Writer(folder, header.changed(cases=()), opened_file)
+        _cut(opened_file)
+        complete = (process := _lines(file)[1]) is not None and process.complete
+        writer = Writer(folder, _document(folder / HEADER), opened_file)
         if case:
             writer.case(Case.model_validate_json(case).changed(status="failed", reason=why))
-        elif not cases:
+        elif not writer.begun:
             return None
-        writer.report = writer.report.model_copy(update={"processes": (process or writer.report.first,)})
-        if not writer.report.first.complete:
+        if not complete:
             writer.update(ended=why)
             writer.flush()
     return load(folder)[1]
@@ -347,6 +416,11 @@ def _free(file: BinaryIO) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _cut(file: BinaryIO) -> None:
+    """Cut off a line that was not written to its end."""
+    file.truncate(Path(file.name).read_bytes().rfind(b"\n") + 1)
 
 
 @contextmanager
@@ -464,16 +538,23 @@ def _folder(path: Path) -> Report:
     header = _document(path / HEADER)
     if header.cases:  # a whole document, which the user gave this name
         return header
-    cases: dict[str, Case] = {}
+    lines: list[Case] = []
     processes: list[ProcessLine] = []
     for rank in range(header.ranks):
         own, process = _lines(path / f"cases.{rank}.jsonl")
-        for case in own:
-            cases[case.name] = cases[case.name].joined(case) if case.name in cases else case
+        lines += own
         processes += [process] if process else []
     place = {one.name: number for number, one in enumerate(header.requested)}
-    ordered = sorted(cases.values(), key=lambda case: place.get(case.name, len(place)))
+    ordered = sorted(_joined(lines).values(), key=lambda case: place.get(case.name, len(place)))
     return header.changed(cases=tuple(ordered), processes=tuple(processes))
+
+
+def _joined(lines: Iterable[Case]) -> dict[str, Case]:
+    """A case of each name."""
+    cases: dict[str, Case] = {}
+    for case in lines:
+        cases[case.name] = cases[case.name].joined(case) if case.name in cases else case
+    return cases
 
 
 def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:

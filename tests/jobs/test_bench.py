@@ -120,6 +120,15 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
         benched(*cells(36, 40), out=Path("result"))
     report = load("result")[1]
     assert (report.complete, len(report.cases), len(report.missing)) == (False, 2, 2)
+    again: list[int] = []
+
+    def noted(request: BenchOptions, operator: Any, cell: Cell, *rest: Any) -> Any:
+        again.append(cell.tokens.seqlen)
+        return measured(request, operator, cell, *rest)
+
+    monkeypatch.setattr(job, "measured", noted)
+    whole = benched(*cells(36, 40), out=Path("result"))
+    assert (again, whole.complete, whole.missing, whole.cases[:2]) == ([40], True, (), report.cases)
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,11 @@ def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch: pytest.
     (case,) = report.cases
     assert case.prefill is not None
     assert (case.prefill.alone_us, case.samples) == (2.0, ())
+    monkeypatch.setattr(job._Length, "_whole_prefill", whole)
+    again = timed(8, 12, out=Path("kept"))
+    assert results(again) == [(size, name, "passed") for size in (8, 12) for name in COMPARED]
+    assert again.complete
+    assert all(case.samples for case in again.cases)
 
 
 @pytest.mark.slow

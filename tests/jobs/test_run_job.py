@@ -114,6 +114,38 @@ def test_an_interrupted_run_keeps_the_errors_of_what_was_not_timed(monkeypatch: 
     assert value(report.speedup(report.cases[1])) == 3
 
 
+@needs_interpreter
+@pytest.mark.parametrize("stop_at", [5, 13])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, began = compare.Comparer, list[str]()
+
+    class Noted(plain):  # type: ignore[misc, valid-type]
+        def compare(self, entries: Any, label: str, *rest: Any) -> Any:
+            began.append(label)
+            return super().compare(entries, label, *rest)
+
+    def ran(stop_at: int | None, out: str) -> Report:
+        timer = FakeTimer(stop_at=stop_at)
+        monkeypatch.setattr(compare, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK})))
+        request = RunOptions(model="captures", intermediates="exact", states=("fp32",), out=Path(out))
+        return job.run(find_to_replay(request), request, Unwatched())[1]
+
+    for name, cost in (("unfused", 300.0), ("fused", 100.0)):
+        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
+    captured()
+    whole = ran(None, "whole")
+    with pytest.raises(KeyboardInterrupt):
+        ran(stop_at, "kept")
+    done = {case.layer for case in load("kept")[1].cases if case.samples}
+    assert len(done) == (stop_at > 5)
+    began.clear()
+    report = ran(None, "kept")
+    assert began == [one.name for one in LAYERS if one not in done]
+    assert [case.changed(samples=()) for case in report.cases] == [case.changed(samples=()) for case in whole.cases]
+    assert all(len(case.samples) == 2 for case in report.cases)
+    assert (report.captured, report.remarks, report.complete) == (whole.captured, whole.remarks, True)
+
+
 def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     resolved = job.resolve_implementations(("fused",), "unfused", LAYERS[:1])
     of = prompt(50, serving=Serving(chunk=40, decode=1))

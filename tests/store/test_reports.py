@@ -24,6 +24,7 @@ from ssdprof.progress import Unwatched
 from ssdprof.store.reports import RUNS, draft, dump, latest, listed, load, opened
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
+GOES_ON = "The same command with --out out goes on."
 
 
 def header(kind: str = "run", subject: str = "org/model", **fields: Any) -> dict[str, Any]:
@@ -238,8 +239,73 @@ def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work() -> None:
     assert (killed.returncode, killed.stdout) == (-9, "got it\n"), killed.stderr
     _, report = load("shared")
     assert (report.cases, report.complete) == ((case(),), False)
-    with pytest.raises(BadInputError, match="holds a run already"), opened(Path("shared"), Unwatched(), **header()):
+
+
+def interrupted(*made: Case, **fields: Any) -> Path:
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"The same command with --out 'my run' goes on\."),
+        opened(Path("my run"), Unwatched(), **header(**fields)) as writer,
+    ):
+        for one in made or (case("unfused"),):
+            writer.case(one)
+        writer.note("Each key head was taken once.")
+        writer.peaked(7)
+        writer.update(
+            clocks=cases.clocks(throttle_reasons=("hot",)), left_out=(LeftOut(place="layer 9", reason="spent"),)
+        )
+        raise KeyboardInterrupt
+    return Path("my run")
+
+
+def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
+    folder = interrupted(command=("ssdprof", "run", "--out", "x", "m"))
+    (folder / "cases.0.jsonl").open("ab").write(b'{"case": {"layer"')
+    before = load(folder)[1]
+    with opened(folder, Unwatched(), **header(command=("ssdprof", "run", "m", "--out=my run"))) as writer:
+        assert writer.earlier == {case("unfused").name: case("unfused")}
+        writer.case(case())
+        writer.peaked(5)
+        writer.update(clocks=cases.clocks(sm_mhz=(3, 4)))
+    report = load(folder)[1]
+    assert (report.cases, report.complete, report.left_out) == ((case("unfused"), case()), True, ())
+    assert (report.created, report.command) == (before.created, before.command)
+    (one,) = report.processes
+    assert (one.notes, one.peak_bytes, one.ended) == (("Each key head was taken once.",), 7, "")
+    assert one.clocks == cases.clocks(sm_mhz=(cases.clocks().sm_mhz[0], 4), throttle_reasons=("hot",))
+    assert one.process != before.first.process
+
+
+@pytest.mark.parametrize(
+    ("fields", "of"),
+    [
+        ({"command": ("ssdprof", "run", "--thorough")}, "of another request"),
+        ({"requested": (("layer 0", "fused", "exact"),)}, "of another request"),
+        ({"baseline": "fused"}, "of another request"),
+        ({"kind": "bench"}, "of another request"),
+        ({"model": cases.checkpoint(revision="f" * 40)}, "of another model"),
+        ({"environment": cases.environment(triton="3.9.0")}, "of another machine"),
+        ({"prompts": (cases.prompt(8),)}, "of another prompt"),
+        ({"sources": [Path("new")]}, "from before new was changed"),
+    ],
+)
+def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None:
+    folder = interrupted()
+    header_file = folder / "run.json"
+    header_file.write_text(header_file.read_text().replace(load(folder)[1].created, "2026-01-01T00:00:00+00:00"))
+    Path("new").touch()
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(BadInputError) as caught, opened(folder, Unwatched(), **(header() | fields)):
         pytest.fail("the folder was handed out")
+    assert str(caught.value) == f"my run holds an interrupted run {of}."
+    assert caught.value.hint == "Name another folder with --out.  What goes on there is: ssdprof run"
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_lines_without_a_header_are_of_nobody() -> None:
+    (interrupted() / "run.json").unlink()
+    with opened(Path("my run"), Unwatched(), **header()) as writer:
+        assert writer.earlier == {}
+    assert load("my run")[1].cases == ()
 
 
 @pytest.mark.parametrize("folder", ["new", "an empty one of the user", "removed meanwhile"])
@@ -274,7 +340,7 @@ def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts
         for one in made:
             writer.case(one)
         raise KeyboardInterrupt
-    assert str(caught.value) == f"What was done is kept in out, marked as partial: {parts}"
+    assert str(caught.value) == f"What was done is kept in out, marked as partial: {parts}  {GOES_ON}"
     _, report = load("out")
     assert (report.complete, report.cases, report.first.ended) == (False, made, "interrupted")
 
@@ -286,7 +352,7 @@ def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
     with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), watcher, **header()) as writer:
         writer.case(case())
         raise MissingCapabilityError("no memory")
-    assert said == ["What was done is kept in out, marked as partial: 1 case of 1 layer."]
+    assert said == [f"What was done is kept in out, marked as partial: 1 case of 1 layer.  {GOES_ON}"]
     assert load("out")[1].first.ended == "no memory"
 
 
