@@ -152,6 +152,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.AccuracyOptions: ("commands.stored:accuracy",),
     options.AnswersOptions: ("jobs.subject:answers", "commands.model:answers"),
     options.ExportOptions: ("commands.stored:export",),
+    options.CaseOptions: ("commands.stored:case",),
     options.CompareOptions: ("commands.stored:compare",),
     options.PrefillOptions: ("jobs.subject:prefill", "commands.model:prefill"),
     options.StallsOptions: ("jobs.subject:stalls", "commands.kernels:stalls"),

@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from cases import EXACT_FP32, bench, cell, report
+from typer.testing import CliRunner
 
 import ssdprof
 from ssdprof import operators
+from ssdprof.cli import app
+from ssdprof.core.subject import Placement
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.jobs import options
 from ssdprof.jobs.reading import expand, parse_shapes
@@ -96,6 +100,50 @@ def test_a_run_that_stored_captures_stands_for_them(tmp_path: Path, monkeypatch:
     (folder / "manifest.json").touch()
     asked = (captures_of(options.RunOptions(model=model)) for model in ("one", "runs/one", "runs/one/captures", "two"))
     assert list(asked) == [folder, folder, folder, None]
+
+
+# --- one case again
+
+
+def test_a_case_runs_again_by_its_command_and_its_script(ran: ssdprof.Results, tmp_path: Path) -> None:
+    case = ran.cases[-1]
+    shown = CliRunner().invoke(app, ["case", case.id, str(ran.folder)])
+    command = (
+        "ssdprof run demo --gate rms:2 --gate match:50% --impl fused --dtypes exact --states fp32 --layers 0 --seq 40"
+    )
+    assert shown.stdout.splitlines() == [f"{case.id}  {case.name}", "passed", command]
+    script = CliRunner().invoke(app, ["case", case.name, str(ran.folder), "--script"]).stdout
+    assert len(script.splitlines()) <= 40
+    (tmp_path / "again.py").write_text(script)
+    done = subprocess.run([sys.executable, "again.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[:2] == [case.name, "passed"]
+    missing = CliRunner().invoke(app, ["case", "nothing", str(ran.folder)])
+    assert (missing.exit_code, case.id in missing.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "changes", "expected"),
+    [
+        ("run org/m --seq 1k,128k --out x --baseline fla", {}, "run org/m --baseline fla {} --layers 9 --seq 131072"),
+        ("run captures", {"placement": None}, "run captures {} --layers 9"),
+        ("run org/m --impl=unfused,fused=there", {}, "run org/m {0}=there {1} --layers 9 --seq 131072"),
+    ],
+)
+def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str) -> None:
+    found = report(layers=(9,), precisions=(EXACT_FP32,)).changed(command=("ssdprof", *typed.split()))
+    found = found.changed(
+        **{"placement": Placement(kind="one-gpu", device="cuda:0", held=(), predicted_peak_bytes=None)} | changes
+    )
+    first, second = "--impl fused", "--dtypes exact --states fp32"
+    words = expected.format(first, second) if "{0}" in expected else expected.format(f"{first} {second}")
+    assert " ".join(found.again(found.cases[-1])) == f"ssdprof {words}"
+
+
+def test_the_words_of_a_drawn_case() -> None:
+    found = bench(*cell()).changed(command=("ssdprof", "bench", "ssd", "--cells", "8x4k", "--seq", "1k", "--json"))
+    words = "ssdprof bench ssd --json --impl fused --dtypes exact --states fp32 --shape mamba2-2.7b --dtype bf16"
+    assert " ".join(found.again(found.cases[-1])) == f"{words} --seq 1024 --batch 1"
+    assert found.changed(command=()).again(found.cases[-1]) == ()
 
 
 # --- tensors of one's own

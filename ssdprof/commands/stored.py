@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
@@ -33,6 +35,8 @@ from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
 from ssdprof.store.ranks import FIRST
 
+_REPORTS = ("run", "bench", "prefill", "answers")
+_REPEATED = ("gate", "min_match")  # options
 SUMMARY, OUTPUT = "GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT"
 
 
@@ -158,7 +162,7 @@ def export(options: options.ExportOptions) -> None:
                 f"--format github is for a step of GitHub Actions, which sets {SUMMARY} and {OUTPUT}.",
                 "Elsewhere take --format markdown, or name files with these variables.",
             )
-    folder, report = reports.load(options.run, "run", "bench", "prefill", "answers")
+    folder, report = reports.load(options.run, *_REPORTS)
     if chosen == "github":
         _to_github(report)
     else:
@@ -192,6 +196,60 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
     else:
         files.write_text(target, text.rstrip("\n") + "\n", replace=force)
         terminal.say(f"Wrote {target}{source}.")
+
+
+# --- case
+
+_SCRIPT = '''"""{name}, of report {report}."""
+
+import ssdprof
+
+report = ssdprof.{kind}(
+{arguments}
+)
+case = next(one for one in report.cases if one.id == "{id}")
+print(case.name, case.result, case.why, sep="\\n")
+for tensor in case.accuracy:
+    print(tensor.tensor, "rms error against fp64", tensor.vs_oracle.rms_ratio, "floor", tensor.floor.rms_ratio)
+print("device time [us]", case.device_us)
+'''
+
+
+def case(options: options.CaseOptions) -> None:
+    _, report = reports.load(options.run, *(() if options.run else _REPORTS))
+    known = {case.id: case for case in report.cases}
+    found = known.get(options.case) or {case.name: case for case in report.cases}.get(options.case)
+    if found is None:
+        raise BadInputError(f"Report {report.id} has no case {options.case!r}.", nearest(options.case, known))
+    words = report.again(found)
+    if options.json:
+        print(found.model_dump_json(exclude_defaults=True, indent=1))
+    elif not words:
+        raise BadInputError(f"No command made report {report.id}.", "Call ssdprof.compare again.")
+    elif options.script:
+        given = _arguments(words[2:])
+        shown = "\n".join(f"    {f'{name}=' * bool(name)}{value!r}," for name, value in given.items())
+        print(_SCRIPT.format(name=found.name, report=report.id, kind=words[1], arguments=shown, id=found.id), end="")
+    else:
+        print(f"{found.id}  {found.name}\n{': '.join(filter(None, (found.result, found.why)))}\n{shlex.join(words)}")
+
+
+def _arguments(words: Sequence[str]) -> dict[str, Any]:
+    """The words of a command as arguments of its function: that of the name "" comes first."""
+    found: dict[str, Any] = {}
+    for word in words:
+        if word.startswith("--"):
+            last, _, value = word.removeprefix("--").replace("-", "_").partition("=")
+            found[last] = [*found[last], value] if last in _REPEATED and last in found else value or True
+        elif not found:
+            found[""] = word
+        elif isinstance(found[last], list):
+            found[last][-1] = word
+        else:
+            found[last] = [*([] if found[last] is True else [found[last]]), word] if last in _REPEATED else word
+    return {
+        name: value for name, value in found.items() if name not in ("json", "full", "dry_run", "prefill", "stalls")
+    }
 
 
 # --- compare

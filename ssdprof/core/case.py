@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from hashlib import sha256
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -336,6 +337,11 @@ class Case(Record):
     def name(self) -> str:
         """ "layer 3, 131,072 tokens, fused, exact, fp32 states": the same case has the same name in every report."""
         return f"{self.place}, {self.label}"
+
+    @property
+    def id(self) -> str:
+        """Six characters that `ssdprof case` takes: the same case has the same ones in every report."""
+        return sha256(self.name.encode()).hexdigest()[:6]
 
     @property
     def label(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
@@ -30,6 +31,9 @@ _METRICS = (
     "speedup", "time", "match", "rms", "memory", "launches", "kl", "top1", "perplexity", "perplexity-increase",
     "slower", "slower-call",
 )  # fmt: skip
+
+
+_NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget")  # of options with a value
 
 
 class Condition(Record):
@@ -264,6 +268,32 @@ class Report(Record):
         whole = base.call_us.value
         left = whole - case.prefill.operator_calls * (part - faster)
         return whole / left if left > 0 else None
+
+    def again(self, case: Case) -> tuple[str, ...]:
+        """The words of a command that runs just this case, and its baseline; empty if no command made the report."""
+        if len(self.command) < 3:
+            return ()
+        name = next(
+            (word for word in re.split("[ ,]", " ".join(self.command)) if word.startswith(f"{case.implementation}=")),
+            case.implementation,
+        )
+        wanted = {"--impl": name, "--dtypes": case.precision.intermediates, "--states": case.precision.state_dtype}
+        if case.layer:
+            wanted["--layers"] = str(case.layer.index)
+        if case.drawn and case.dims:
+            wanted |= {"--shape": case.drawn.shape, "--dtype": case.dims.dtype}
+        packed = case.drawn.packed if case.drawn else any(one.serving.packed for one in self.prompts)
+        if not packed and (case.drawn or case.prefill or self.placement):  # stored captures have their own prompts
+            tokens = case.call.prompt_seqlen if case.call else case.seqlen
+            wanted |= {"--seq": str(tokens)} | ({"--batch": str(case.batch)} if case.drawn else {})
+        dropped = {*wanted, *_NOT_AGAIN, *(["--cells", "--packed"] if case.drawn and not packed else [])}
+        kept, words = [], iter(self.command)
+        for word in words:
+            if word.partition("=")[0] not in dropped:
+                kept.append(word)
+            elif "=" not in word:
+                next(words, None)
+        return (*kept, *(word for pair in wanted.items() for word in pair))
 
     # --- completeness
 

@@ -393,6 +393,19 @@ class ExportOptions:
 
 
 @options
+class CaseOptions:
+    """Show one case of a report, and the command that runs just it again.
+
+    Reports name the id of every case that did not pass.
+    """
+
+    case: str = argument(..., "ID", "The case's id, or its whole name.")
+    run: str | None = argument(None, "RUN", "A report's folder, or its name under runs/.", shown="the latest report")
+    script: bool = flag("--script", "Print a Python file that runs it again.")
+    json: Json = False
+
+
+@options
 class CompareOptions:
     """Compare two runs, two benches, two prefill results or two comparisons of answers, case by case.
 

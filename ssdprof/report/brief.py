@@ -43,7 +43,10 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         yield ""
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
     failed = {case.why: case for case in reversed(outcome(report).failed) if case.why}
-    reasons = [f"{one.where}, {one.implementation} ({one.precision}): {why}" for why, one in failed.items()]
+    reasons = [
+        f"{one.where}, {one.implementation} ({one.precision}): {why}{calls.again(report, one)}"
+        for why, one in failed.items()
+    ]
     yield from _listed(reasons[::-1], "reason")
     yield Text(_MORE, style="dim")
     yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))  # bad news is last

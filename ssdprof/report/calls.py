@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
@@ -261,6 +262,24 @@ def reasons(report: Report) -> Table | None:
         wraps=4,
         note=f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else "",
     )
+
+
+def again(report: Report, case: Case) -> str:
+    """A sentence with the command that runs just this case; empty if there is none."""
+    words = shlex.join(report.again(case))
+    return words and f".  Again: {words}"
+
+
+def repeats(report: Report) -> Table | None:
+    """The command that runs it again, of every case that did not pass or passed with a remark."""
+    found = [case for case in report.cases if (case.result != "passed" or case.why) and report.again(case)]
+    columns: tuple[Column[Case], ...] = (
+        text("id", lambda case: case.id),
+        text("case", lambda case: case.name),
+        text("command", lambda case: shlex.join(report.again(case)), wraps=True),
+    )
+    note = "'ssdprof case ID --script' prints a Python file that does the same."
+    return table("Run one case again", columns, found[:_MOST_ROWS], note=note)
 
 
 # --- of a bench: a table for each shape, dtype, draw and layout

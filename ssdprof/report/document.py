@@ -57,6 +57,7 @@ def _sections(report: Report) -> Iterator[Section]:
     yield from model.prefill_sections(report)
     yield section("Words", facts("Words", ("word", "meaning"), meanings(report)) if report.of_calls else None)
     yield section("What ran", what_ran(report))
+    yield section("Run one case again", calls.repeats(report), folded=True)
     yield section("Kernels as they were launched", calls.launches(report), folded=True)
     for one in answered:
         title = f"Answers by position at {fmt.tokens(one[0].seqlen)}"

@@ -26,7 +26,7 @@ from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Dims, LayerRef
 from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
-from ssdprof.report.calls import SHOWN
+from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, subject
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
@@ -214,7 +214,8 @@ def junit(report: Report) -> str:
         if case.result != "passed" and case.name not in counted:  # its failure does not count
             SubElement(test, "skipped", message=_clean(why))
         elif case.result != "passed":
-            _answer(test, "failure" if case.result in ("inaccurate", "nonfinite") else "error", case.result, why)
+            kind = "failure" if case.result in ("inaccurate", "nonfinite") else "error"
+            _answer(test, kind, case.result, f"{why}{again(report, case)}")
         cases.append(test)
     whole = [_test(report.kind, "all requested cases are present")]
     if why := incomplete(report):
