@@ -30,6 +30,7 @@ from ssdprof.environment.child import started
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.operators import tensors
+from ssdprof.operators.operator import Output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class CapturedLayer:
     inputs: token-major, on the model's device; the values and dtypes are the model's
     model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
     remark: one sentence if the inputs differ from what the config says
+    served: the output that a server recorded; final states in any dtype
     """
 
     layer: LayerRef
@@ -47,6 +49,7 @@ class CapturedLayer:
     model_strides: dict[str, tuple[int, ...]]
     remark: str = ""
     call: CallRef | None = None
+    served: Output | None = None
 
 
 OnLayer = Callable[[CapturedLayer], object]

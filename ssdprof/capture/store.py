@@ -42,6 +42,8 @@ from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.dtypes import dtype_named, stored_dtype_name
 from ssdprof.operators.tensors import tensors
 
+_SERVED = ("served.out", "served.final_states")  # in a file, besides the inputs
+
 
 def default_folder(checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]) -> Path:
     """The folder of captures without --out: in the assets cache of huggingface_hub, by model, layers, prompt and
@@ -134,8 +136,19 @@ class CaptureWriter:
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
         """Store one call of a layer, then name it in the manifest.  ValueError if it is in the manifest already."""
-        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors(captured.inputs).items()}
+        served = dict(zip(_SERVED, captured.served or (), strict=False))
+        given = tensors(captured.inputs) | served
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
         seqlen = next(iter(stored.values())).shape[1]
+        records = {
+            name: TensorRecord(
+                shape=tuple(tensor.shape),
+                dtype=stored_dtype_name(tensor.dtype),
+                model_strides=captured.model_strides.get(name, tensor.stride()),
+                sha256=_sha256(tensor),
+            )
+            for name, tensor in stored.items()
+        }
         file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
@@ -145,15 +158,8 @@ class CaptureWriter:
             seqlen=seqlen,
             call=captured.call,
             file=file,
-            tensors={
-                name: TensorRecord(
-                    shape=tuple(tensor.shape),
-                    dtype=stored_dtype_name(tensor.dtype),
-                    model_strides=captured.model_strides[name],
-                    sha256=_sha256(tensor),
-                )
-                for name, tensor in stored.items()
-            },
+            tensors={name: record for name, record in records.items() if name not in served},
+            served={name: records[name] for name in served},
             remark=captured.remark,
             scalars=scalars,
             scalars_sha256=scalars_hash(scalars),
@@ -195,20 +201,20 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
     device = torch.device(device)
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
         raise BadInputError(f"{folder / MANIFEST} names the file {capture.file!r}, which does not belong to it.", AGAIN)
-    path = folder / capture.file
+    path, records = folder / capture.file, capture.tensors | capture.served
     if not os.path.isfile(path):
         raise BadInputError(f"{path} is missing.", AGAIN)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            absent = capture.tensors.keys() - set(file.keys())
+            absent = records.keys() - set(file.keys())
             if absent:
                 raise BadInputError(f"{path} lacks the tensor {', '.join(sorted(absent))}.", AGAIN)
-            found = {name: file.get_tensor(name) for name in capture.tensors}
+            found = {name: file.get_tensor(name) for name in records}
     except OSError as error:
         raise unreadable(str(path), error, AGAIN) from error
     except SafetensorError as error:
         raise BadInputError(f"{path} is damaged: {error}.", AGAIN) from error
-    for name, record in capture.tensors.items():
+    for name, record in records.items():
         tensor = found[name]
         if tuple(tensor.shape) != record.shape or tensor.dtype != dtype_named(record.dtype):
             raise BadInputError(f"{path}: {name} does not have the shape or dtype that the manifest says.", AGAIN)
@@ -220,6 +226,7 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
         )
     try:
         operator = operators.get(capture.layer.operator)
+        served = tuple(found.pop(name) for name in _SERVED if name in capture.served)
         inputs = operator.inputs(**found, **operator.binding.arguments(capture.scalars))
         if (bounds := found.get("cu_seqlens")) is not None:
             sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
@@ -232,6 +239,7 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
         model_strides=strides,
         remark=capture.remark,
         call=capture.call,
+        served=tuple(tensor.to(device) for tensor in served) or None,
     )
 
 

@@ -286,6 +286,14 @@ def _does_not_fit(repo_id: str, name: str, stored: tuple[int, ...], expected: tu
     )
 
 
+def unpickled(path: Path) -> Any:
+    """What torch.save wrote, on the CPU, nothing of it executed.  Raises errors of any class."""
+    with zipfile.ZipFile(path) as archive:  # torch checks no checksums
+        if damaged := archive.testzip():
+            raise ValueError(f"the checksum of {damaged} differs")
+    return torch.load(path, map_location="cpu", weights_only=True)  # memory-mapped, it would check no sizes
+
+
 def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
     """Tensors by stored name."""
     if local.tensors is not None:
@@ -293,10 +301,7 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         return {key: tensor for file in files for key, tensor in load_file(file).items()}
     path = local.folder / PICKLE
     try:
-        with zipfile.ZipFile(path) as archive:  # what torch.save writes; torch checks no checksums
-            if damaged := archive.testzip():
-                raise ValueError(f"the checksum of {damaged} differs")
-        pickled = torch.load(path, map_location="cpu", weights_only=True)  # memory-mapped, it would check no sizes
+        pickled = unpickled(path)
     except pickle.UnpicklingError:
         raise BadInputError(
             f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",

@@ -125,13 +125,16 @@ def _stalls(options: RunOptions, folder: Path, report: Report, tuned: Path | Non
     return ExitCode.MISSING_CAPABILITY if found.missing else ExitCode.OK
 
 
-def capture(options: CaptureOptions, subject: Subject) -> None:
-    if options.dry_run:
+def capture(options: CaptureOptions, subject: Subject | None) -> None:
+    if subject is not None and options.dry_run:
         check = partial(run_job.check_capture, options.out, overwrite=options.force)
         _plan(subject, check, as_json=options.json)
         return
     watcher = TerminalWatcher()
-    folder, manifest = run_job.capture(subject, options.out, overwrite=options.force, watcher=watcher)
+    if subject is None:
+        folder, manifest = run_job.capture_recording(options, watcher)
+    else:
+        folder, manifest = run_job.capture(subject, options.out, overwrite=options.force, watcher=watcher)
     if options.json:
         terminal.print_json(StoredCapture(folder=str(folder), manifest=manifest).model_dump(mode="json"))
     else:

@@ -244,6 +244,7 @@ class Case(Record):
     call: which of the layer's calls; None: the whole of a prompt.
     inputs: SHA-256 of the prompt's ids, or the words of the draw: errors of equal inputs compare.
     kind: a library's failures and refusals fail no run; those of the user's own kernel do.
+        What a server computed is not timed.
     version: of a library; module:function of an own kernel.
     variant: which of the implementation's kernels ran: "portable", "hopper", "interpreter", ...
     baseline: the implementation that it is compared with; empty for the baseline itself, whose other precisions are
@@ -268,7 +269,7 @@ class Case(Record):
     seqlen: Length
     inputs: Text = ""
     implementation: Text
-    kind: Literal["bundled", "library", "own"] = "bundled"
+    kind: Literal["bundled", "library", "own", "served"] = "bundled"
     version: Text = ""
     variant: Text = ""
     precision: PrecisionRecord
@@ -417,7 +418,7 @@ class Case(Record):
     def tolerated(self) -> bool:
         """Whether it is timed although it is outside the budget: another library's, close enough to be the operator."""
         rms = [one.vs_oracle.rms_ratio for one in self.accuracy]
-        return self.kind == "library" and all(one is not None and one <= CLOSE for one in rms)
+        return self.kind in ("library", "served") and all(one is not None and one <= CLOSE for one in rms)
 
     @property
     def why(self) -> str:
@@ -431,10 +432,10 @@ class Case(Record):
 
     @property
     def judged(self) -> bool:
-        """Whether gates apply: not to the baseline, other libraries, noise, and single layers in the model."""
+        """Whether gates apply: not to the baseline, other libraries, what was served, noise, and single layers."""
         if self.answers:
             return not self.answers.change and self.answers.alone is None
-        return self.rated_against is not None and self.kind != "library"
+        return self.rated_against is not None and self.kind not in ("library", "served")
 
     @property
     def rated_against(self) -> tuple[str, str] | None:

@@ -58,8 +58,9 @@ class Dims(Record):
 class CallRef(Record):
     """One call of a layer's operator, if a prompt makes several calls or several sequences share one.
 
-    kind: "packed": packed sequences.  "chunk": a piece of a chunked prefill, which begins with the states of the
-        previous piece.  "decode": one token of each sequence, after the prompt.
+    kind: "packed": packed sequences; of several forward passes, if a server recorded them.  "chunk": a piece of a
+        chunked prefill, which begins with the states of the previous piece.  "decode": one token of each sequence,
+        after the prompt.
     number: of the call among the `count` calls of its kind, from 1.
     prompt_seqlen: tokens of each sequence's prompt; of all sequences together if packed.
     sequences: independent sequences in the call.
@@ -80,7 +81,8 @@ class CallRef(Record):
     def __str__(self) -> str:
         """ "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in 3 packed sequences"."""
         if self.kind == "packed":
-            return f"in {self.sequences:,} packed sequence{'s' * (self.sequences != 1)}"
+            among = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
+            return f"in {self.sequences:,} packed sequence{'s' * (self.sequences != 1)}{among}"
         prompt = tokens(self.prompt_seqlen, self.sequences)
         if self.kind == "chunk":
             return f"chunk {self.number:,} of {self.count:,} of {prompt}"
@@ -241,12 +243,12 @@ class CheckpointRef(Record):
 
 
 class Prompt(Record):
-    kind: Literal["default", "file", "random"]
+    kind: Literal["default", "file", "random", "recorded"]  # the last: by a server
     source: Text  # the text, in words, without a path
     tokenizer: Text
     seqlen: Length  # of each sequence; of all packed sequences together
     batch: Length = 1
-    token_sha256: Text  # of the little-endian int64 ids
+    token_sha256: Text  # of the little-endian int64 ids, or of a recording's metadata
     serving: Serving = Serving()
 
     @model_validator(mode="after")
@@ -285,6 +287,7 @@ class LayerCapture(Record):
     remark: a sentence for the report if the inputs differ from the model's call or its config.
     scalars: arguments that are not tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
     scalars_sha256: of their JSON, in the order of names.
+    served: the output that a server recorded, in the same file as "served.out" and "served.final_states".
     """
 
     layer: LayerRef
@@ -295,6 +298,7 @@ class LayerCapture(Record):
     remark: Text = ""
     scalars: dict[Text, int | float | bool | Text | None]
     scalars_sha256: Text
+    served: dict[Text, TensorRecord] = Field(default_factory=dict)
 
     @property
     def whole(self) -> bool:

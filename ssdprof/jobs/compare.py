@@ -31,7 +31,7 @@ from ssdprof.environment.machine import ClockWatch
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
-from ssdprof.kernels.registry import Implementation
+from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes
@@ -41,7 +41,7 @@ from ssdprof.measure.roofline import SMLimits, measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, Timer, device_times, time_in_turns
 from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import dtype_named, precision_of
+from ssdprof.operators.dtypes import dtype_name, dtype_named, precision_of
 from ssdprof.operators.operator import Output
 from ssdprof.progress import Unwatched, Watcher
 from ssdprof.store.reports import Writer
@@ -116,7 +116,9 @@ class Comparer:
         rivals = {entry.case.rated_against for entry in entries}
 
         def to_time(case: Case) -> bool:
-            """Also a baseline outside its budget, because the verdict is on the others."""
+            """Not what a server computed; also a baseline outside its budget, because the verdict is on the others."""
+            if case.kind == "served":
+                return False
             return case.result == "passed" or (case.only_outside and (case.place, case.implementation) in rivals)
 
         for batch in _batches(entries):
@@ -471,7 +473,11 @@ def replaying(
                 "layer": layer, "call": call, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen,
                 "inputs": inputs_of.get(prompt, ""), **work,
             }  # fmt: skip
-            entries = entries_of(inputs, common, pairs(layer.operator, dims.dtype, call), prober)
+            compared = list(pairs(layer.operator, dims.dtype, call))
+            if captured.served and inputs is captured.inputs:  # neither cast nor a rank's share
+                by = writer.report.model.model_type if writer.report.model else ""
+                compared.append((*served(captured, by), compared[0][1]))
+            entries = entries_of(inputs, common, compared, prober)
             earlier = [writer.earlier.get(entry.case.name) for entry in entries]
             if all(case and case.reason != NOT_TIMED for case in earlier):  # of an interrupted run that goes on
                 writer.captured(layer)
@@ -511,6 +517,20 @@ def entries_of(inputs: Any, common: Mapping[str, Any], pairs: Sequence[Pair], pr
             entry.probes = partial(prober.probe, one, inputs, precision)
         entries[one.name, precision] = entry
     return list(entries.values())
+
+
+def served(captured: CapturedLayer, by: str) -> tuple[Implementation, PrecisionRecord]:
+    """What a server computed, as an implementation that returns it, and its precision: that of its states."""
+    assert captured.served
+    out, final_states = captured.served
+    return Implementation(
+        operator=captured.layer.operator,
+        name="served",
+        run=lambda _inputs, _precision: (out.clone(), final_states.clone()),
+        plan=lambda _inputs, _precision: Plan(variant="served", launches=0, reason=by),
+        kind="served",
+        version=by,
+    ), PrecisionRecord(intermediates="exact", state_dtype=dtype_name(final_states.dtype))
 
 
 def first_rank(inputs: Any, ranks: int) -> Any:

@@ -294,11 +294,14 @@ class RunOptions(ServedModelOptions):
 
 @options
 class CaptureOptions(ServedModelOptions):
-    """Store the inputs of a model's SSD and GDN layers, for 'ssdprof run DIR'.
+    """Store the inputs of a model's SSD and GDN layers, or what a server recorded of them, for 'ssdprof run DIR'.
 
     One layer of a large model takes gigabytes at 128k tokens.
     """
 
+    recorded: Literal["flashinfer", "safetensors"] | None = option(
+        None, "", "MODEL is a folder that a server wrote: see docs/from-a-server.md.", "--from", shown="a model"
+    )
     out: Path | None = option(
         None, "DIR", "Folder of the captures.", shown="in the assets cache of huggingface_hub", parser=path
     )

@@ -6,6 +6,7 @@ locate -> fetch -> build prompts -> load -> capture each layer -> compare on it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import read_manifest
+from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
 from ssdprof.core.case import call_size
 from ssdprof.core.report import Condition, Report, Requested
@@ -27,7 +29,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import Precisions, compare_answers
 from ssdprof.jobs.compare import Pair, Pairs, replaying
-from ssdprof.jobs.options import COMPARED, AnswersOptions, RunOptions
+from ssdprof.jobs.options import COMPARED, AnswersOptions, CaptureOptions, RunOptions
 from ssdprof.jobs.plan import load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
@@ -215,7 +217,7 @@ def run(
         model=found.ref,
         environment=collect(),
         prompts=tuple(prompts),
-        requested=tuple(_requested(found.layers, prompts, pairs, cast.to if cast else dtype)),
+        requested=tuple(_requested(found, prompts, pairs, cast.to if cast else dtype)),
         conditions=replay.conditions,
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
@@ -243,13 +245,16 @@ def run(
     return load_report(writer.folder)
 
 
-def _requested(
-    layers: Sequence[LayerRef], prompts: Sequence[Prompt], pairs: Pairs, dtype: DType
-) -> Iterator[Requested]:
-    """Every implementation at every precision, in every call of every layer, on every prompt."""
+def _requested(found: Subject | Stored, prompts: Sequence[Prompt], pairs: Pairs, dtype: DType) -> Iterator[Requested]:
+    """Every implementation at every precision, in every call of every layer, on every prompt; what a server computed
+    is told where it was recorded."""
     for prompt in prompts:
-        for layer in layers:
-            for call in prompt.serving.calls(prompt.seqlen, prompt.batch):
+        for layer in found.layers:
+            calls = prompt.serving.calls(prompt.seqlen, prompt.batch)
+            if prompt.kind == "recorded" and isinstance(found, Stored):
+                own = (one for one in found.chosen if (one.layer, one.seqlen) == (layer, prompt.seqlen))
+                calls = tuple(one.call for one in own)
+            for call in calls:
                 size = call_size(_seqlen(prompt, call), prompt.batch, call)
                 for implementation, precision, _ in pairs(layer.operator, dtype, call):
                     yield Requested(f"layer {layer.index}, {size}", implementation.name, str(precision))
@@ -303,6 +308,31 @@ def check_capture(out: Path | None, *, overwrite: bool) -> None:
     """Raise if `capture` would refuse the folder or this machine; `--dry-run` calls it too."""
     captures.check_folder(out, overwrite=overwrite)
     limits.check_capture()
+
+
+def capture_recording(options: CaptureOptions, watcher: Watcher) -> tuple[Path, CaptureManifest]:
+    """Store what a server recorded.  Returns the folder and manifest of the capture.
+
+    --dry-run reads everything and stores nothing.
+    """
+    assert options.recorded
+    captures.check_folder(options.out, overwrite=options.force)
+    recording = open_recording(Path(options.model).expanduser(), options.recorded)
+    layers = recording.ref.layers
+    folder = options.out or captures.default_folder(recording.ref, recording.prompts, layers)
+    writer = captures.CaptureWriter(
+        folder, checkpoint=recording.ref, prompts=recording.prompts, segment_length=recording.prompts[0].seqlen,
+        overwrite=options.force,
+    )  # fmt: skip
+    calls = sum(map(len, recording.passes))
+    watcher.say(f"{plural(calls, 'call')} of {plural(len(layers), 'layer')}.  {recording.left_out}".rstrip())
+    kept = nullcontext() if options.dry_run else writer
+    with limits.memory_errors(), kept as out, watcher.step("Reading calls", calls) as advance:
+        for captured in recording.layers(options.layers):
+            if out is not None:
+                out.add(captured)
+            advance(1)
+    return folder, writer.manifest
 
 
 def capture(subject: Subject, out: Path | None, *, overwrite: bool, watcher: Watcher) -> tuple[Path, CaptureManifest]:

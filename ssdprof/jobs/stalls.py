@@ -243,6 +243,8 @@ def _of_run(report: Report, request: StallsOptions) -> ModelOptions:
             "The run's prompt came from a file, which the run does not store.",
             "Run it with --save-captures, or name the model: its operators are then run on the built-in text.",
         )
+    if prompt.kind == "recorded":
+        raise BadInputError("The run's calls were recorded by a server.", "Name the folder of their captures.")
     if prompt.serving.packed:
         raise BadInputError(
             "The run's sequences were packed, and the run did not store them.", "Run it with --save-captures."

@@ -21,6 +21,7 @@ from ssdprof.core.base import LONGEST_SEQLEN
 from ssdprof.core.conditions import of_options, parse_percent
 from ssdprof.core.report import Condition
 from ssdprof.core.subject import CaptureManifest, CheckpointRef, LayerCapture, LayerRef, Serving
+from ssdprof.core.words import words
 from ssdprof.environment.child import started
 from ssdprof.errors import BadInputError
 from ssdprof.files import check_target
@@ -173,9 +174,7 @@ def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
         return subject
     if request.answers:
         raise BadInputError(f"{folder} holds stored captures, and answers need the model.", "Name the model.")
-    served = (one for one in fields(declared.ServedModelOptions) if "derived" not in one.metadata)
-    given = {one.name for one in served if getattr(request, one.name) != one.default}
-    if given - {"model", "layers"} or request.save_captures:
+    if _model_options(request) - {"model", "layers"} or request.save_captures:
         raise BadInputError(
             f"{folder} holds stored captures: their model, prompt and segments cannot be changed.",
             "--layers is the only model option that applies to stored captures.",
@@ -188,6 +187,12 @@ def find_to_replay(request: declared.RunOptions) -> Subject | Stored:
     if not chosen:
         raise BadInputError(f"{folder} holds no layer: its capture was interrupted.", "Capture again.")
     return Stored(request=request, folder=folder, manifest=manifest, chosen=chosen)
+
+
+def _model_options(request: declared.ServedModelOptions) -> set[str]:
+    """Names of the options of a model that were given."""
+    served = (one for one in fields(declared.ServedModelOptions) if "derived" not in one.metadata)
+    return {one.name for one in served if getattr(request, one.name) != one.default}
 
 
 def refuse_large(subject: Subject) -> None:
@@ -296,10 +301,18 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
     return asked, find_to_replay(asked), ranks
 
 
-def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Subject]:
+def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, Subject | None]:
+    """No subject: what a server recorded is captured."""
     refuse_ranks("ssdprof capture")
     asked = read(options)
-    return asked, find(asked)
+    if asked.recorded is None:
+        return asked, find(asked)
+    if given := _model_options(asked) - {"model", "layers"}:
+        raise BadInputError(
+            f"A recording has its own model and prompts: {words(sorted(given))} cannot be given.",
+            "--layers is the only model option that applies to it.",
+        )
+    return asked, None
 
 
 def answers(options: declared.AnswersOptions) -> tuple[declared.AnswersOptions, Subject]:

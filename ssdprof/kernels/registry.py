@@ -31,7 +31,7 @@ class Implementation:
 
     Both raise UnsupportedError for inputs that the implementation does not support.
 
-    kind: bundled with ssdprof, of another library, or the user's own.
+    kind: bundled with ssdprof, of another library, the user's own, or what a server computed.
     version: of a library; module:function of a user's own kernel.
     absent: why it is unavailable, in a sentence, with `hint` as the remedy; empty if it is available.
     needs_gpu: whether it runs on an NVIDIA GPU only.
@@ -45,7 +45,7 @@ class Implementation:
     name: str
     run: Callable[[Any, Precision], Any]
     plan: Callable[[Any, Precision], Plan]
-    kind: Literal["bundled", "library", "own"] = "bundled"
+    kind: Literal["bundled", "library", "own", "served"] = "bundled"
     version: str = ""
     absent: str = ""
     hint: str = ""

@@ -81,7 +81,8 @@ class Call:
     def judged_output(self, output: Output) -> Output:
         """The output in the form that is compared with the oracle: a library's final states may have another dtype."""
         out, final_states = output
-        return (out, final_states.to(torch.float32)) if self.implementation.kind == "library" else output
+        foreign = self.implementation.kind in ("library", "served")
+        return (out, final_states.to(torch.float32)) if foreign else output
 
     def first_run(self, seconds: float | None = None, *, launches: bool = True) -> tuple[Output | None, dict[str, Any]]:
         """Plan and run the call.  The output, or None unless it ran, and the fields of its case.

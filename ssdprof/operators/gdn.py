@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -17,7 +17,7 @@ from ssdprof.operators import generate
 from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator
 from ssdprof.operators.late import LazyModule, packages, rounding, torch
-from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Stages, computed, from_call
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output, Stages, computed, from_call
 
 if TYPE_CHECKING:
     from ssdprof.kernels.gdn import adapters, reference
@@ -69,11 +69,37 @@ def bind(
     return from_call(kernels.GDNInputs, **given), output_final_state, ""
 
 
+def recorded(given: dict[str, Any], returned: Sequence[torch.Tensor]) -> tuple[kernels.GDNInputs, Output | None]:
+    """A call of FlashInfer's prefill, whose g is the decay, states (slots, HV, V, K), and sequences packed."""
+    g, beta, slots = (given.get(name) for name in ("g", "beta", "state_indices"))
+    heads, states = given["v"].shape[:2], given.get("initial_state")
+    decay = given["v"].new_ones(heads, dtype=torch.float32) if g is None else g
+    if not bool(((decay >= 0) & (decay <= 1.0001)).all()):
+        raise ValueError("g is not a decay between 0 and 1")
+
+    def of_sequences(pool: torch.Tensor) -> torch.Tensor:
+        if slots is None:
+            return pool.mT
+        if not bool(((slots >= 0) & (slots < len(pool))).all()):
+            raise ValueError(f"state_indices names slots outside of a pool of {len(pool)}")
+        return pool[slots.long()].mT
+
+    inputs = kernels.GDNInputs(
+        **{name: given[name][None] for name in ("q", "k", "v")}, g=decay.log()[None],
+        beta=(torch.ones_like(decay) if beta is None else beta)[None],
+        initial_state=None if states is None else of_sequences(states),
+        scale=given.get("scale"), use_qk_l2norm=bool(given.get("use_qk_l2norm_in_kernel")),
+        cu_seqlens=given["cu_seqlens"],
+    )  # fmt: skip
+    return inputs, (returned[0][None], of_sequences(returned[1])) if len(returned) == 2 else None
+
+
 BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
     function="torch_chunk_gated_delta_rule",
     step="torch_recurrent_gated_delta_rule",
     bind=bind,
     bind_step=bind,
+    recorded={"chunk_gated_delta_rule": recorded},
     refused=(
         "cp_context", "head_first", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval",
         "transpose_state_layout", "state_v_first",

@@ -128,6 +128,8 @@ class CallBinding(Generic[I]):
         and a sentence for the report if the inputs differ from the call or the config.  Raises ValueError or TypeError
         for a call that the inputs cannot express.
     bind_step: the same of a call of `step`; None: steps cannot be captured.
+    recorded: function of FlashInfer -> (the arguments by name, the returned tensors) of a recorded call -> the inputs,
+        packed, and the output; None without final states.  Raises ValueError or TypeError for what is no such call.
     refused: arguments of production kernels that change the result and that the inputs cannot express.
     always_a_pair: whether the function returns (out, None), and not out alone, where no final state is wanted.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
@@ -142,6 +144,9 @@ class CallBinding(Generic[I]):
     step: str = ""
     bind: Callable[..., BoundCall]
     bind_step: Callable[..., BoundCall] | None = None
+    recorded: Mapping[str, Callable[[dict[str, Any], Sequence[torch.Tensor]], tuple[I, Output | None]]] = field(
+        default_factory=dict
+    )
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
     views: tuple[str, ...]

@@ -14,7 +14,7 @@ from ssdprof.report.groups import groups, layer_of, precision_order
 from ssdprof.report.table import Table, facts
 
 Fact = tuple[str, str]  # name and value; those without a value are not shown
-_KINDS = {"library": "another library", "own": "your kernel"}
+_KINDS = {"library": "another library", "own": "your kernel", "served": "what the server computed"}
 _SOURCES = {"hub": "from the hub", "local": "a local folder", "demo": "built in"}
 _MEANINGS = {
     "unfused": "ssdprof's own kernels with one launch per stage; the baseline, with exact intermediates",
@@ -130,7 +130,8 @@ def _subject(report: Report) -> Iterator[Fact]:
         yield "dimensions", dims if len(shapes) == 1 else f"{dims} (layers {fmt.indices(map(layer_of, own))})"
     served = []
     for prompt in report.prompts:
-        kind = {"default": "built-in text", "file": "text file", "random": "random tokens"}[prompt.kind]
+        kind = {"default": "built-in text", "file": "text file", "random": "random tokens",
+                "recorded": "a recording"}[prompt.kind]  # fmt: skip
         digest = f"sha256 of the ids {prompt.token_sha256[:16]}"
         yield "prompt", f"{fmt.tokens(prompt.seqlen, prompt.batch)} of {kind}: {prompt.source}; {digest}"
         served.append(fmt.serving_words(prompt.serving, batch=prompt.batch, tensor_parallel=report.tensor_parallel))

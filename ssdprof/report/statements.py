@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import PrecisionRecord, grouped
+from ssdprof.core.base import LONGEST_SEQLEN, PrecisionRecord, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import METRICS
 from ssdprof.core.outcome import Outcome, exact_answer_is_finite, outcome
@@ -254,7 +254,8 @@ def _single_chunks(report: Report) -> Iterator[str]:
     for group in groups(report):
         call, longest = group.call, group.seqlen
         if call and call.kind == "packed":
-            longest = max(length for prompt in report.prompts for length in prompt.serving.packed)
+            lengths = (length for prompt in report.prompts for length in prompt.serving.packed)
+            longest = max(lengths, default=LONGEST_SEQLEN)  # a recording may begin with states
         elif group.cases[0].drawn or (call and not (call.kind == "chunk" and call.count == 1)):
             continue  # of a bench, or it begins with a state
         chunks = {case.dims.chunk_size for case in group.cases if case.dims and case.dims.chunk_size is not None}

@@ -1,0 +1,312 @@
+"""Reads what a server wrote of its operators' calls as a capture, its outputs included.
+
+flashinfer     the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
+safetensors    `recording.json` and a file PROCESS_NUMBER.safetensors for each call, in the operator's own names
+
+Calls are in the order in which their process made them, and name no layer: a forward pass calls every layer once, on
+the same sequences.  docs/from-a-server.md describes both.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from safetensors import safe_open
+
+from ssdprof import operators
+from ssdprof.capture.layers import CapturedLayer, strides
+from ssdprof.checkpoint.load import unpickled
+from ssdprof.checkpoint.names import select_indices
+from ssdprof.core.subject import CallRef, CheckpointRef, LayerRef, Prompt
+from ssdprof.core.words import plural, size_words, words
+from ssdprof.environment.machine import host_memory
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
+from ssdprof.files import parse_json, regular
+from ssdprof.kernels.oracle import sequences
+from ssdprof.operators.dtypes import dtype_name
+from ssdprof.operators.operator import Output
+
+T = TypeVar("T")
+Format = Literal["flashinfer", "safetensors"]
+MANIFEST = "recording.json"
+CALL = "call"
+WARM_UP = 64  # tokens of the longest sequence with which servers start
+_OUTPUT = ("out", "final_states")
+_AGAIN = "Record again: docs/from-a-server.md says how."
+_METADATA_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """One call of an operator.  shape: tokens and sequences.  load: the inputs and the recorded output, if any.
+
+    said: what was recorded of it besides tensors, which identifies it.
+    """
+
+    operator: str
+    process: str
+    shape: tuple[int, int]
+    said: str
+    load: Callable[[], tuple[Any, Output | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The forward passes of a server.
+
+    passes: of all processes, one after the other, each with the calls of its layers in order.
+    left_out: a sentence on calls that are not among them; empty if there are none.
+    """
+
+    ref: CheckpointRef
+    passes: tuple[tuple[_Call, ...], ...]
+    left_out: str
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """One for each number of tokens."""
+        digest = hashlib.sha256("".join(call.said for one in self.passes for call in one).encode()).hexdigest()
+        found = Counter(one[0].shape[0] for one in self.passes)
+        return tuple(
+            Prompt(
+                kind="recorded", source=f"{plural(count, 'call')} of each layer", tokenizer="the server's",
+                seqlen=tokens, token_sha256=digest,
+            )
+            for tokens, count in found.items()
+        )  # fmt: skip
+
+    def layers(self, wanted: str = "all") -> Iterator[CapturedLayer]:
+        """Every call of the wanted layers, loaded one at a time.  Raises BadInputError, MissingCapabilityError."""
+        chosen = select_indices(wanted, [layer.index for layer in self.ref.layers])
+        for number, calls in enumerate(self.passes, 1):
+            for layer, call in zip(self.ref.layers, calls, strict=False):  # the last pass of a process may be cut off
+                if layer.index in chosen:
+                    tokens, count = call.shape
+                    which = CallRef(kind="packed", number=number, count=len(self.passes), prompt_seqlen=tokens,
+                                    sequences=count)  # fmt: skip
+                    inputs, served = call.load()
+                    remark = "" if served else f"No output of {layer.name} was recorded in pass {number}."
+                    yield CapturedLayer(
+                        layer=layer, inputs=inputs, model_strides=strides(inputs), call=which, served=served,
+                        remark=remark,
+                    )  # fmt: skip
+
+
+def open_recording(folder: Path, kind: Format) -> Recording:
+    """Read the metadata of all calls, and no tensors.
+
+    Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no forward pass.
+    """
+    calls, others, source = (_flashinfer if kind == "flashinfer" else _safetensors)(folder)
+    passes, warm_up, partial_calls = _passes(calls)
+    out = [(number, what) for what, number in [*sorted(others.items()), *warm_up.items(), *partial_calls.items()]]
+    left_out = f"Left out: {words(f'{plural(number, CALL)} {what}' for number, what in out)}." if out else ""
+    if not passes:
+        raise BadInputError(f"{folder} holds no call that can be replayed.  {left_out}".rstrip(), _AGAIN)
+    longest = max(passes, key=lambda calls: len(calls))
+    layers = tuple(
+        LayerRef(index=index, name=f"recorded layer {index}", operator=call.operator)
+        for index, call in enumerate(longest)
+    )
+    ref = CheckpointRef(
+        requested=str(folder), source="local", repo_id=folder.resolve().name or "recording", revision=None,
+        model_type=f"recorded by {source}", layers=layers, layer_count=len(layers),
+    )  # fmt: skip
+    return Recording(ref=ref, passes=tuple(passes), left_out=left_out)
+
+
+def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], dict[str, int], dict[str, int]]:
+    """Forward passes, and the numbers of calls of a warm-up and of those that are no whole pass.
+
+    Calls on equal sequences follow each other.  The model has as many layers as divide all of these runs, except a
+    process's first, which may be a warm-up, and its last, which may be cut off.
+    """
+    runs = [
+        [list(run) for _, run in groupby(own, key=lambda call: call.shape)]
+        for _, own in groupby(calls, key=lambda call: call.process)
+    ]
+    inner = [len(run) for own in runs for run in own[1:-1]]
+    whole = inner or [len(run) for own in runs for run in own[:-1]] or [len(run) for own in runs for run in own]
+    layers = math.gcd(*whole) or 1
+    found, warm_up, rest = [], 0, 0
+    for own in runs:
+        mine: list[tuple[_Call, ...]] = []
+        for run in own:
+            cut = len(run) % layers
+            mine += [tuple(run[start : start + layers]) for start in range(0, len(run) - cut, layers)]
+            if cut and run is own[-1]:
+                mine.append(tuple(run[-cut:]))
+            elif cut:
+                rest += cut
+        if len(mine) > 1 and mine[0][0].shape[0] <= WARM_UP and mine[0][0].shape[1] == 1:
+            warm_up += len(mine.pop(0))
+        found += mine
+    return found, {"of a warm-up": warm_up} if warm_up else {}, {"of incomplete passes": rest} if rest else {}
+
+
+def _checked(inputs: Any, output: Output | None) -> tuple[Any, Output | None]:
+    """The same.  ValueError if an output does not have its shape, or the bounds of sequences do not rise."""
+    sequences(1, inputs.length, inputs.cu_seqlens)
+    forms = operators.get(inputs.operator).judged.forms(inputs)
+    for name, form, tensor in zip(_OUTPUT, forms, output or (), strict=False):
+        if tuple(tensor.shape) != tuple(form.shape):
+            raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(form.shape)}")
+        if dtype_name(tensor.dtype) and name == "out" and tensor.dtype != form.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, not {form.dtype}")
+    return inputs, output
+
+
+def _reading(place: Path, load: Callable[[], T]) -> T:
+    """What `load` returns, with BadInputError that names the place for all that is wrong with its files."""
+    try:
+        return load()
+    except (SsdprofError, MemoryError):
+        raise
+    except Exception as error:  # of any class: torch's reader checks little of what it reads
+        raise BadInputError(f"The recorded call {place} cannot be used: {library_message(error)}.", _AGAIN) from error
+
+
+def _refuse_huge(file: Path) -> Path:
+    """The same file.  MissingCapabilityError if main memory has no room for it twice."""
+    size, room = regular(file, math.inf).stat().st_size, host_memory()
+    if 2 * size > room:
+        raise MissingCapabilityError(
+            f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold twice.",
+            "Record with a smaller pool of states, or read it on a larger machine.",
+        )
+    return file
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """What is in a file of torch.save or safetensors."""
+    _refuse_huge(file)
+    if file.suffix == ".safetensors":
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    found = unpickled(file)
+    if not isinstance(found, dict) or not all(isinstance(one, torch.Tensor) for one in found.values()):
+        raise ValueError(f"{file.name} holds no table of tensors")
+    return found
+
+
+# --- FlashInfer's recorder
+
+
+def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
+    """The calls of known functions in order, the numbers of others, and the version."""
+    known = {
+        function: (name, read)
+        for name in operators.names()
+        for function, read in operators.get(name).binding.recorded.items()
+    }
+    calls: list[tuple[tuple[int, int], _Call]] = []
+    others: Counter[str] = Counter()
+    versions: dict[str, None] = {}
+    for file in sorted(folder.glob("*_call*/metadata.jsonl")):
+        try:
+            text = regular(file, _METADATA_BYTES).read_text(encoding="utf-8").strip().splitlines()[-1]
+            said = parse_json(text)
+            function, process, number = said["function_name"], int(said["process_id"]), int(said["call_sequence"])
+            if function not in known or said.get("graph_capture"):
+                others[f"of {function}" if function not in known else "inside CUDA graphs"] += 1
+                continue
+            names = _names(said["function_signature"])
+            details = {_argument(key, names): value["shape"] for key, value in said["tensor_details"].items()
+                       if not key.startswith("result")}  # fmt: skip
+            operator, read = known[function]
+            shape = int(details["q"][0]), int(details["cu_seqlens"][0]) - 1
+            scalars = {_argument(key, names): value for key, value in said["input_metadata"].items()}
+        except SsdprofError:
+            raise
+        except Exception as error:  # of any class: the file may hold anything
+            why = library_message(error)
+            raise BadInputError(f"{file} is not what FlashInfer's recorder writes: {why}.", _AGAIN) from error
+        versions[str(said.get("versions", {}).get("flashinfer", "of unknown version"))] = None
+        load = partial(_load_flashinfer, file.parent, read, names, scalars)
+        call = _Call(
+            operator=operator, process=str(process), shape=shape, said=text, load=partial(_reading, file.parent, load)
+        )
+        calls.append(((process, number), call))
+    if not calls and not others:
+        raise BadInputError(f"{folder} holds no recording of FlashInfer.", _AGAIN)
+    calls.sort(key=lambda one: one[0])
+    return [call for _, call in calls], others, f"FlashInfer {words(versions)}"
+
+
+def _names(signature: str) -> list[str]:
+    """Parameters of a function in order: "(q: Tensor, k: Optional[Tensor] = None) -> Tensor"."""
+    function = ast.parse(f"def function{signature}: ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    return [one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+
+
+def _argument(key: str, names: list[str]) -> str:
+    """ "arg_1", "kwarg_g" -> the parameter's name."""
+    kind, _, which = key.partition("_")
+    return names[int(which)] if kind == "arg" else which
+
+
+def _load_flashinfer(
+    place: Path, read: Callable[..., Any], names: list[str], scalars: dict[str, Any]
+) -> tuple[Any, Output | None]:
+    files = {file.stem: file for file in place.iterdir() if file.suffix in (".pt", ".safetensors")}
+    if "inputs" not in files:
+        raise ValueError("it has no inputs.pt")
+    given = {_argument(key, names): tensor for key, tensor in _tensors(files["inputs"]).items()}
+    found = _tensors(files["outputs"]) if "outputs" in files else {}  # the server may have died in the call
+    returned = [found[key] for key in sorted(found) if key.startswith("result")]
+    return _checked(*read(scalars | given, returned))
+
+
+# --- safetensors in the operator's own names
+
+
+def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
+    """As `_flashinfer`."""
+    path = folder / MANIFEST
+    try:
+        said = parse_json(regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+        operator = said["operator"]
+        source, arguments = str(said.get("source", "a server")), dict(said.get("arguments", {}))
+        if operator not in operators.names():
+            raise ValueError(f"there is no operator {operator!r}")
+    except Exception as error:  # of any class: the file may hold anything
+        raise BadInputError(f"{path} cannot be used: {library_message(error)}.", _AGAIN) from error
+    kind = operators.get(operator)
+    calls = []
+    for file in sorted(folder.glob("*_*.safetensors")):
+        first = kind.inputs.FIRST
+
+        def shape(file: Path = file, first: str = first) -> tuple[int, int]:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                packed = "cu_seqlens" in opened.keys()  # noqa: SIM118
+                bounds = opened.get_slice("cu_seqlens").get_shape()[0] - 1 if packed else 1
+                return opened.get_slice(first).get_shape()[1], bounds
+
+        load = partial(_load_safetensors, file, operator, arguments)
+        calls.append(_Call(operator=operator, process=file.stem.rpartition("_")[0], shape=_reading(file, shape),
+                           said=f"{file.name} {json.dumps(said)}", load=partial(_reading, file, load)))  # fmt: skip
+    return calls, Counter(), source
+
+
+def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> tuple[Any, Output | None]:
+    found = _tensors(file)
+    output = tuple(found.pop(name) for name in _OUTPUT if name in found)
+    kind = operators.get(operator)
+    inputs = kind.inputs(**found, **kind.binding.arguments(arguments))
+    if inputs.cu_seqlens is None:
+        if inputs.values.shape[0] != 1:
+            raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")
+        inputs = replace(inputs, cu_seqlens=torch.tensor([0, inputs.length], dtype=torch.int32))
+    return _checked(inputs, output if len(output) == 2 else None)
