@@ -241,7 +241,7 @@ def _flashinfer(folder: Path) -> tuple[list[_Call], Counter[str], str]:
     if not calls and not others:
         raise BadInputError(f"{folder} holds no recording of FlashInfer.", _AGAIN)
     calls.sort(key=lambda one: one[0])
-    return [call for _, call in calls], others, f"FlashInfer {words(versions)}"
+    return [call for _, call in calls], others, f"FlashInfer {', '.join(versions)}"
 
 
 def _names(signature: str) -> list[str]:

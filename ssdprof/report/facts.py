@@ -21,10 +21,11 @@ _MEANINGS = {
     "fused": "the stages merged into as few kernel launches as is fastest",
     "recurrent": "one launch that goes token by token, with the state in registers",
     "unfused_step": "a decode step with one launch for each of its parts; the baseline of decode steps",
+    "served": "what the server computed when its calls were recorded",
     "exact": "decays and their products are kept in fp32",
     "relaxed": "decays and their products in 16 bit, the inputs' dtype; fp32 inputs in bf16 or tf32",
 }
-_IF_THERE = ("recurrent", "unfused_step")
+_IF_THERE = ("recurrent", "unfused_step", "served")
 
 
 def meanings(report: Report) -> tuple[Fact, ...]:

@@ -30,7 +30,7 @@ _SAME_AS = "the same as "  # the start of the part of a plan that names a precis
 def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     """Whether the report is complete, what failed, what was refused, what passed, and where it may be used."""
     found = outcome(report)
-    advised = advice((group, name) for group in groups(report) for name in group.compared)
+    advised = advice((group, name) for group in groups(report) for name in group.compared if name != "served")
     may = advised if found.passed and report.kind == "run" else ()
     return (*(VerdictLine(line, False) for line in errors(report)), *_passed(report, found), *may)
 
