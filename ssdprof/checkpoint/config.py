@@ -38,13 +38,24 @@ _OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
 # Remote code; a part that is not loaded; labels of a classifier, from which transformers makes tables of any length.
-_DROPPED = ("auto_map", "vision_config", "num_labels", "id2label", "label2id")
+# The kernels of attention, which need not be installed here.
+_DROPPED = (
+    "auto_map", "vision_config", "num_labels", "id2label", "label2id", "attn_implementation", "_attn_implementation",
+    "_attn_implementation_internal",
+)  # fmt: skip
 
 # The original format of state-spaces/mamba2-*: a config with `ssm_cfg`, keys of the `mamba_ssm` package.
 PICKLE = "pytorch_model.bin"
 DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"  # these models were trained with it; their repos have no tokenizer
 # Keys of `ssm_cfg` that do not change the structure of a layer, with the package's defaults.
 _SSM_SIZES = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups": 1, "chunk_size": 256}
+# Keys that Mamba2Config has under another name, keys that it has only with the package's default, and keys of
+# initial weights and of the package's own kernels.
+_SSM_OPTIONS = {"bias": "use_bias", "conv_bias": "use_conv_bias", "dt_limit": "time_step_limit"}
+_SSM_FIXED = {"rmsnorm": True, "D_has_hdim": False, "norm_before_gate": False, "d_ssm": None}
+_SSM_WITHOUT_EFFECT = (
+    "layer", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "conv_init", "use_mem_eff_path", "sequence_parallel",
+)  # fmt: skip
 
 
 def integer(
@@ -116,6 +127,13 @@ def describe(file: Path, where: str) -> dict[str, Any]:
         ) from None
     if not isinstance(stored, dict):
         raise BadInputError(f"{where} holds no JSON object.", "Is this a model's config?")
+    codes = stored.get("quantization") or stored.get("quantization_config")
+    if isinstance(codes, dict) and {"group_size", "bits"} <= codes.keys() and "quant_method" not in codes:
+        raise BadInputError(
+            f"{where} is of MLX's format, with {shown(codes['bits'])} bits in groups of {shown(codes['group_size'])}: "
+            "ssdprof cannot load it.",
+            "Take the checkpoint that it was converted from: without mlx-community and without -4bit in its name.",
+        )
     original = "ssm_cfg" in stored and "model_type" not in stored
     outer = _convert_original(stored, where) if original else stored
     model_type = _check_model_type(outer, where)
@@ -161,7 +179,8 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         elif key not in _TEXT_CONFIGS and ("num_hidden_layers" not in nested or "num_hidden_layers" in config):
             continue
         outer = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in config}
-        return {"model_type": f"{config.get('model_type')}_text", **outer, **nested}
+        ties = {key: config[key] for key in ("tie_word_embeddings",) if isinstance(config.get(key), bool)}
+        return {"model_type": f"{config.get('model_type')}_text", **outer, **nested, **ties}
     return None
 
 
@@ -235,8 +254,12 @@ def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise refuse(where, "has MLP layers (d_intermediate), which transformers' mamba2 model does not have")
     if not config.get("rms_norm", True):
         raise refuse(where, "has rms_norm = false; transformers' mamba2 model normalises by RMS")
-    if unknown := sorted(set(ssm) - set(_SSM_SIZES) - {"layer"}):
-        raise refuse(where, f"has {', '.join(map(shown, unknown))} in ssm_cfg, which transformers' mamba2 lacks")
+    for key in sorted(set(ssm) - {*_SSM_SIZES, *_SSM_OPTIONS, *_SSM_WITHOUT_EFFECT}):
+        if key not in _SSM_FIXED or ssm[key] is not _SSM_FIXED[key]:
+            raise BadInputError(
+                f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' mamba2 lacks.",
+                "ssdprof runs the model by transformers.",
+            )
     hidden, vocab = integer(config, "d_model", where), integer(config, "vocab_size", where)
     multiple = integer(config, "pad_vocab_size_multiple", where, 8)
     sizes = {key: integer(ssm, key, f"ssm_cfg in {where}", default) for key, default in _SSM_SIZES.items()}
@@ -258,7 +281,7 @@ def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "expand": sizes["expand"],
         "residual_in_fp32": bool(config.get("residual_in_fp32", True)),
         "tie_word_embeddings": bool(config.get("tie_embeddings", True)),
-    }
+    } | {name: ssm[key] for key, name in _SSM_OPTIONS.items() if key in ssm}
 
 
 def convert_key(key: str, *, head: bool = False) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import shutil
 import tempfile
 import weakref
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ssdprof.checkpoint import transformers
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 DType = torch.dtype | Literal["auto"]
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
+_HEAD = "lm_head.weight"
+_OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")  # of classifiers
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # keep their stored dtype: fp32 in checkpoints of 16-bit weights
 
 
@@ -202,6 +207,15 @@ def _check_fit(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: P
     """Refuse a config that describes more parameters than the weights hold, before they are allocated."""
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return
+    heads = {key for key in tensors if _OTHER_HEAD.search(key)}
+    if (out := empty.get_output_embeddings()) is not None and not any(key.endswith(_HEAD) for key in tensors):
+        if heads:
+            raise BadInputError(
+                f"{ref.repo_id} is a classifier, with {shown(min(heads))} and no {_HEAD}: it predicts no tokens.",
+                "Name a language model, or leave out what needs its predictions.",
+            )
+        if out.weight is not empty.get_input_embeddings().weight:
+            raise _incomplete(f"{ref.repo_id} lacks {_HEAD}.")
     described = sum(parameter.numel() for parameter in empty.parameters())
     stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
     if described > stored:
@@ -221,9 +235,10 @@ def _check_fit(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: P
 def _load(
     local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
-    try:
-        with refusals(f"config and weights of {local.ref.repo_id}"):
-            model, info = (transformers.AutoModelForCausalLM if local.head else transformers.AutoModel).from_pretrained(
+    def load(renamed: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+        kind = transformers.AutoModelForCausalLM if local.head else transformers.AutoModel
+        with refusals(f"config and weights of {local.ref.repo_id}"), _whole_blocks():
+            return kind.from_pretrained(  # type: ignore[no-any-return]
                 local.folder,
                 dtype=dtype,
                 device_map=None if device_map is None else dict(device_map),
@@ -233,15 +248,77 @@ def _load(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
+                key_mapping=renamed,
             )
+
+    try:
+        model, info = load(None)
+        if info["missing_keys"] and (renamed := _foreign_prefix(local, model)):
+            model, info = load(renamed)
     except MissingCapabilityError as error:
         if local.ref.quantization is not None:
             error.hint += "  Or take the unquantised checkpoint."
         raise
     _refuse_missing(local, info["missing_keys"])
+    _restore_parameters(local, model)
     for name, stored, expected in sorted(info["mismatched_keys"]):
         raise _does_not_fit(local.ref.repo_id, name, tuple(stored), tuple(expected))
     return model
+
+
+def _foreign_prefix(local: LocalCheckpoint, model: PreTrainedModel) -> dict[str, str] | None:
+    """transformers' renaming of stored weights whose layers are those of the model under another prefix; None if none
+    are, or if all stored names lack one."""
+    for name, _ in model.named_parameters():
+        before, layers, rest = name.partition("layers.")
+        for key in local.tensors or () if layers and rest.startswith("0.") else ():
+            prefix = key.removesuffix(layers + rest)
+            if prefix not in (key, before):
+                return {f"^{re.escape(prefix)}": before}
+    return None
+
+
+@contextmanager
+def _whole_blocks() -> Iterator[None]:
+    """transformers decodes FP8 by the blocks of the config, the last of which may be cut off: it would take blocks of
+    equal sizes instead."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    decode = Fp8Dequantize._dequantize_one
+
+    def decode_blocks(self: Any, codes: torch.Tensor, scales: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        rows, columns = codes.shape[-2:]
+        if block is None or scales.ndim < 2 or codes.dtype not in _FP8:
+            return decode(self, codes, scales, *rest, **options)
+        missing = [-rows % block[0], -columns % block[1]]
+        padded = torch.nn.functional.pad(codes.float(), (0, missing[1], 0, missing[0]))
+        expected = padded.shape[-2] // block[0], padded.shape[-1] // block[1]
+        if any(missing) and tuple(scales.shape[-2:]) != expected:
+            raise ValueError(f"weight {rows, columns} is not a multiple of its scale grid {tuple(scales.shape[-2:])}")
+        return decode(self, padded if any(missing) else codes, scales, *rest, **options)[..., :rows, :columns]
+
+    Fp8Dequantize._dequantize_one = decode_blocks
+    try:
+        yield
+    finally:
+        Fp8Dequantize._dequantize_one = decode
+
+
+def _restore_parameters(local: LocalCheckpoint, model: PreTrainedModel) -> None:
+    """Give the operators their parameters as they are stored in fp32: transformers rounds them like the weights."""
+    wanted = {
+        name[name.index("layers.") :]: parameter
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2] in _OPERATOR_PARAMETERS and "layers." in name and not parameter.is_meta
+    }
+    exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype == "F32" and "layers." in key}
+    for file in sorted(local.folder.glob("*.safetensors")) if exact and wanted else ():
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for key in exact.intersection(opened.keys()):
+                parameter = wanted.get(key[key.index("layers.") :])
+                if parameter is not None and parameter.dtype != torch.float32:
+                    parameter.data = opened.get_tensor(key).to(parameter.device)
 
 
 def _fill_original(
@@ -318,8 +395,19 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
 
 def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:
     """Raise for missing weights, which transformers would replace by random ones."""
-    if missing:
-        raise ModelUnavailableError(
-            f"{local.ref.repo_id} lacks {len(missing)} weights, such as {min(missing)}.",
-            "The checkpoint is incomplete; fetch it again or take another revision.",
-        )
+    if not missing:
+        return
+    for name in sorted(missing):
+        end = name[name.find("layers.") :] if "layers." in name else name
+        for key in local.tensors or ():
+            if key.replace(".base_layer.", ".").endswith(end):
+                wrapper = "an adapter was not merged" if ".base_layer." in key else "it was saved in a wrapper"
+                raise BadInputError(
+                    f"{local.ref.repo_id} has {shown(key)}, not {name}: {wrapper}.",
+                    "Save the model itself: merge the adapter, or save what the wrapper holds.",
+                )
+    raise _incomplete(f"{local.ref.repo_id} lacks {len(missing)} weights, such as {min(missing)}.")
+
+
+def _incomplete(message: str) -> ModelUnavailableError:
+    return ModelUnavailableError(message, "The checkpoint is incomplete; fetch it again or take another revision.")

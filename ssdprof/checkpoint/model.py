@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +17,14 @@ from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_na
 from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
 from ssdprof.core.subject import CheckpointRef, LayerRef, PlannedFile
 from ssdprof.errors import BadInputError, SsdprofError
+from ssdprof.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ssdprof.checkpoint.meta import Mixer
 
+_ADAPTER = "adapter_config.json"
 _NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo or demo-gdn."
 
 
@@ -33,7 +36,7 @@ class Model:
     model_type: as config.json says; "mamba2" for the original format.
     nested: the language model is part of a larger model.
     tokenizer: hub id or folder that the user named.
-    notes: sentences for the user before the run, such as which repo a family name stands for.
+    notes: sentences for the user before the run, such as which repo a family name stands for.  caveats: for the report.
     """
 
     requested: str
@@ -47,6 +50,7 @@ class Model:
     tokenizer: str | None = None
     siblings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -268,6 +272,11 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
             )
         family = family_named(repo_id)
         source = _open_repo(family.flagship if family and family.flagship else repo_id, revision)
+    adapter = next((name for name in source.sizes if name.startswith("adapter_model.")), "")
+    if adapter and not any(name.startswith(("model", "pytorch_model")) for name in source.sizes):
+        raise BadInputError(
+            f"{source.label} is a LoRA adapter for {_base_of(source)}.", "Merge it into its base model first."
+        )
     if CONFIG not in source.sizes:
         raise BadInputError(
             f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
@@ -277,9 +286,20 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
         raise configs.refuse_quantization("modelopt", source.label)
     others = tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else ()
     notes = f"{named} is a family of models, not a repo: taking {source.label}. Others: {', '.join(others)}."
+    caveat = f"{adapter} of {source.label} is not applied: these are the layers of the model without its adapter."
     return Model(
-        requested=named, source=source, tokenizer=tokenizer, siblings=others, notes=(notes,) if family else (), **found
-    )
+        requested=named, source=source, tokenizer=tokenizer, siblings=others, notes=(notes,) if family else (),
+        caveats=(caveat,) if adapter else (), **found,
+    )  # fmt: skip
+
+
+def _base_of(source: Source) -> str:
+    """What an adapter's config says that it belongs to."""
+    with suppress(OSError, ValueError, SsdprofError):
+        content = read_json(source.path(_ADAPTER))
+        if isinstance(content, dict) and "base_model_name_or_path" in content:
+            return f"{shown(content['base_model_name_or_path'])} ({_ADAPTER})"
+    return "another model"
 
 
 def _local(name: str) -> Source | None:

@@ -320,7 +320,7 @@ def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
         files=files,
         weight_bytes=found.weight_bytes,
         placement=_placement(found),
-        notes=found.located.notes,
+        notes=(*found.located.notes, *found.located.caveats),
     )
 
 
@@ -420,7 +420,7 @@ class Loaded:
 
 def load(subject: Subject, watcher: Watcher) -> Loaded:
     """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download."""
-    for note in subject.located.notes:
+    for note in (*subject.located.notes, *subject.located.caveats):
         watcher.say(note)
     _quiet_libraries()
     placed = choose(subject)

@@ -115,6 +115,7 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
         model=subject.ref,
         environment=collect(),
         prompts=loaded.prompts,
+        notes=subject.located.caveats,
         requested=tuple(
             Requested(one.case.place, one.case.implementation, str(one.case.precision))
             for length in lengths

@@ -201,7 +201,12 @@ def test_bytes_are_those_of_the_dtype_that_weights_are_loaded_in(tmp_path: Path,
     located = open_model(str(tmp_path))
     loaded = load_model(fetch(located), device="cpu")
     assert loaded.dtype == getattr(torch, said or "bfloat16")
-    size = sum(weight.nbytes for weight in loaded.parameters())
+    kept = ("A_log", "D", "dt_bias")  # as stored
+    names = dict(loaded.named_parameters())
+    size = sum(
+        one.numel() * (loaded.dtype if name.endswith(kept) else one.dtype).itemsize for name, one in names.items()
+    )
+    assert {one.dtype for name, one in names.items() if not name.endswith(kept)} == {loaded.dtype}
     assert located.weight_bytes() == sum(weight.nbytes for weight in meta_model(located).parameters()) == size
 
 
