@@ -136,7 +136,7 @@ def test_an_adapter_is_named_and_never_silent() -> None:
     assert report
     assert any(words in note for note in report.notes)
     rewrite(Path("qwen3_5_text"), renamed("in_proj_qkv.weight", "in_proj_qkv.base_layer.weight"))
-    answer, _ = run(Path("qwen3_5_text"), "--dry-run")
+    answer = Answer("capture", "qwen3_5_text", "--prompt", "random", "--seq", "24", "--dry-run")
     assert answer.code == 2
     assert "base_layer.weight', not" in answer.err
     assert "an adapter was not merged" in answer.err
