@@ -62,7 +62,7 @@ class _Call:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recording:
+class ServerCalls:
     """The forward passes of a server.
 
     passes: of all processes, one after the other, each with the calls of its layers in order.
@@ -103,7 +103,7 @@ class Recording:
                     )  # fmt: skip
 
 
-def open_recording(folder: Path, kind: Format) -> Recording:
+def open_recording(folder: Path, kind: Format) -> ServerCalls:
     """Read the metadata of all calls, and no tensors.
 
     Raises BadInputError for a folder that is not of this kind, that is damaged, and that holds no forward pass.
@@ -123,7 +123,7 @@ def open_recording(folder: Path, kind: Format) -> Recording:
         requested=str(folder), source="local", repo_id=folder.resolve().name or "recording", revision=None,
         model_type=f"recorded by {source}", layers=layers, layer_count=len(layers),
     )  # fmt: skip
-    return Recording(ref=ref, passes=tuple(passes), left_out=left_out)
+    return ServerCalls(ref=ref, passes=tuple(passes), left_out=left_out)
 
 
 def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], dict[str, int], dict[str, int]]:
