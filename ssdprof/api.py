@@ -45,6 +45,7 @@ from ssdprof.report import brief, exports
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
 from ssdprof.store import reports, tuned
+from ssdprof.store.header import draft
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _OF_THE_SCREEN = ("json", "full", "dry_run", "prefill", "stalls")  # options that a function does not have
@@ -245,7 +246,7 @@ def compare(
         states = reading.parse_states(states)
     pairs = run_job.paired(found, first, precisions_for(dims.dtype, dtypes, states), dims.dtype)
     wanted = options.RunOptions(model="", smallest_difference=parse_percent("smallest_difference", smallest_difference))
-    header = reports.draft(
+    header = draft(
         kind="run",
         subject="given tensors",
         environment=collect(),

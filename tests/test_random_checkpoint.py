@@ -20,7 +20,7 @@ from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.names import KNOWN
 from ssdprof.core.subject import CheckpointRef, Prompt
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.store.reports import draft
+from ssdprof.store.header import draft
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "make_random_checkpoint.py"
 PROMPT = Prompt(kind="default", source="", tokenizer="", seqlen=16, token_sha256="")

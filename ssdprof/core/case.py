@@ -448,10 +448,14 @@ class Case(Record):
         """Microseconds of each recording of all processes; empty if there are none."""
         return tuple(own for one in self.samples if one.clock == clock for own in one.us)
 
+    def _of(self, clock: Clock) -> dict[str, tuple[tuple[float, ...], ...]]:
+        """`rounds` of each process."""
+        return {one.process: one.us for one in self.samples if one.clock == clock}
+
     def by_clock(self, clock: Clock) -> Estimate | None:
         """The time in microseconds."""
-        if found := self.rounds(clock):
-            return statistics.median(found)
+        if found := self._of(clock):
+            return statistics.of_processes([statistics.median(us) for us in found.values()])
         if self.summary is None:
             return None
         return self.summary.call if clock == "call" else self.summary.device
@@ -477,8 +481,9 @@ class Case(Record):
         own, others = self.by_clock(clock), other.by_clock(clock) if other else None
         if other is None or other is self or not own or not others:
             return None
-        if len(self.rounds(clock)) == len(other.rounds(clock)) > 0:
-            return statistics.ratio(other.rounds(clock), self.rounds(clock))
+        mine, theirs = self._of(clock), other._of(clock)
+        if together := [name for name, us in mine.items() if len(us) == len(theirs.get(name, ()))]:
+            return statistics.of_processes([statistics.ratio(theirs[name], mine[name]) for name in together])
         if self.summary and clock in self.summary.over and other.implementation == self.baseline:
             return self.summary.over[clock]
         return statistics.quotient(others, own)
@@ -500,3 +505,10 @@ class Case(Record):
         if self.name != later.name:
             raise ValueError(f"{later.name} is not {self.name}")
         return later if later.accuracy else later.changed(accuracy=self.accuracy)
+
+    def sampled(self, again: Case) -> Case:
+        """This case with the samples of another process, or with the fault that it found."""
+        if again.result == "passed":
+            return self.changed(samples=(*self.samples, *again.samples))
+        fields = ("status", "reason", "later_fault", "nonfinite")
+        return self.changed(samples=(), **{name: getattr(again, name) for name in fields})

@@ -127,9 +127,10 @@ class Report(Record):
     matched_with: the implementation whose output others are matched with.
     tensor_parallel: number of ranks; the first one's share of the heads was replayed.
     ranks: processes that shared the cases, each on a GPU of its own.
+    samplers: processes that sampled every case, one after another.
     kernels: hash of the machine code of the bundled kernels, of a bench.
     absent: a sentence for each requested implementation that is unavailable.
-    processes: one line for each rank.
+    processes: one line for each rank, then for each further sampler.
     """
 
     version: Literal[3]  # `base.VERSION`
@@ -151,6 +152,7 @@ class Report(Record):
     cast: Cast | None = None
     tensor_parallel: Processes = 1
     ranks: Processes = 1
+    samplers: Processes = 1
     capture_complete: bool = True  # False: the replayed capture was interrupted
     placement: Placement | None = None  # of the weights; None for stored captures
     kernels: Text = ""
@@ -164,14 +166,19 @@ class Report(Record):
         unique("a case", [case.name for case in self.cases])
         unique("a requested case", self.requested)
         unique("a process", [one.process for one in self.processes])
-        if len(self.processes) > self.ranks:
-            raise ValueError(f"it has {len(self.processes)} processes of {self.ranks}")
+        if len(self.processes) > self.files:
+            raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
         for case in self.cases:
             if case.status == "ran" and (case.layer or case.drawn) and not case.tensor("out"):
                 raise ValueError(f"{case.name} ran, and nothing says what it computed")
         return self
 
     # --- of all processes
+
+    @property
+    def files(self) -> int:
+        """The number of processes, each with a file of its own."""
+        return self.ranks + self.samplers - 1
 
     @property
     def first(self) -> ProcessLine:
@@ -311,7 +318,7 @@ class Report(Record):
     @property
     def complete(self) -> bool:
         """Whether every process reached its end."""
-        return len(self.processes) == self.ranks and all(one.complete for one in self.processes)
+        return len(self.processes) == self.files and all(one.complete for one in self.processes)
 
     def restricted(
         self, *, precisions: Iterable[PrecisionRecord] | None = None, implementations: Iterable[str] | None = None

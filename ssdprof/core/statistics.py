@@ -2,7 +2,8 @@
 
 Samples come in recordings.  Within a recording, graph, workspace and output keep their addresses; the next recording
 allocates them again.  Rounds of one recording therefore share an error that more rounds do not reduce, and every
-interval here is Student's t over recordings.
+interval here is Student's t over recordings; over processes, if there are several, because call times differ by more
+from process to process.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ def ratio(baseline: Rounds, other: Rounds) -> Estimate:
     between recordings, which affects both, does not widen the interval.
     """
     return _estimate(_medians(baseline) / _medians(other))
+
+
+def of_processes(several: Sequence[Estimate]) -> Estimate:
+    """What one process found, or the geometric mean of several, with Student's t over them."""
+    return several[0] if len(several) == 1 else _estimate(np.array([one.value for one in several]))
 
 
 def quotient(above: Estimate, below: Estimate) -> Estimate:

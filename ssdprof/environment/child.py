@@ -8,10 +8,12 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ssdprof.errors import BadInputError, how_ended
 
@@ -49,6 +51,20 @@ def started(environment: Mapping[str, str] = os.environ) -> int:
         if not re.fullmatch(r"[0-9]{1,9}", value) or int(value) > largest:
             raise BadInputError(f"{name}={value!r} is not a number up to {largest}.", f"Run: unset WORLD_SIZE {name}")
     return int(count)
+
+
+_SAMPLER = "SSDPROF_SAMPLER"  # set for a command that only samples again: its number
+
+
+def sample_again(command: Sequence[str], folder: Path, number: int) -> None:
+    """Run the command of a report in a fresh process, which only adds samples to it."""
+    words = (*python("ssdprof"), *command[1:], "--out", str(folder))
+    subprocess.run(words, env=os.environ | search_path() | {_SAMPLER: str(number)}, stdout=subprocess.DEVNULL)
+
+
+def sampler() -> int:
+    """The number of this process, if another one runs it for its samples; else 0."""
+    return int(os.environ.get(_SAMPLER) or 0)
 
 
 # --- a command in a child process, which may end in any way

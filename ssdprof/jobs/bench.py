@@ -15,6 +15,7 @@ from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import LeftOut, Report, Requested
+from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
@@ -71,6 +72,7 @@ def bench(
         smallest_difference=request.smallest_difference,
         kernels=kernels_hash(operator.name),
         absent=tuple(one.absent for one in request.compared if one.absent),
+        samplers=request.processes,
     )
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget
@@ -90,7 +92,8 @@ def bench(
         verdicts: dict[Cell, Verdicts] = {}
         with watcher.step("Measuring", len(mine), unit="cells") as advance:
             for done, cell in enumerate(mine):
-                if all(one.name in writer.earlier for one in header["requested"] if one.place == _place(cell)):
+                there = [one.name in writer.earlier for one in header["requested"] if one.place == _place(cell)]
+                if all(there) and not sampler():
                     advance(1)
                     continue
                 seconds, left = sampling_seconds(end - time.monotonic(), len(mine) - done), ""
@@ -99,7 +102,13 @@ def bench(
                 deadline = Deadline(most=request.first_call, until=end)
                 own = replace(comparer, sampling=sampling, deadline=deadline)
                 try:
-                    for case in measured(request, operator, cell, device, own, verdicts):
+                    cases: Iterable[Case]
+                    if sampler():
+                        entries = _entries(request, operator, cell, device, None)
+                        cases = own.sample_again(entries, str(cell), writer.earlier)
+                    else:
+                        cases = measured(request, operator, cell, device, own, verdicts)
+                    for case in cases:
                         writer.case(case)
                 except BudgetSpent as error:
                     left = f"the budget of {request.budget:g} s was spent{error}"

@@ -142,6 +142,17 @@ class Comparer:
                 group = {entry: case for entry, case in timed.items() if entry.turns == turns}
                 yield from self._sampled(group, self.timer)
 
+    def sample_again(self, entries: Sequence[Entry], label: str, earlier: Mapping[str, Case]) -> Iterable[Case]:
+        """The samples of this process, for entries that another one has verified and timed."""
+        known = {one: earlier.get(one.case.name) for one in entries}
+        timed = [one for one, case in known.items() if case and case.samples and case.chunk_size == one.case.chunk_size]
+        for one in timed:
+            one.baseline, one.probes = None, lambda _: ()
+        if not timed:
+            return ()
+        found = self.compare(timed, label, {one.key: case for one, case in known.items() if case})
+        return [case.changed(accuracy=()) for case in {case.name: case for case in found}.values()]
+
     # --- accuracy
 
     def _verified(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None) -> dict[Entry, Case]:
@@ -478,11 +489,16 @@ def replaying(
                 by = writer.report.model.model_type if writer.report.model else ""
                 compared.append((*served(captured, by), compared[0][1]))
             entries = entries_of(inputs, common, compared, prober)
+            if child.sampler():
+                for sampled in comparer.sample_again(entries, layer.name, writer.earlier):
+                    writer.case(sampled)
+                advance(1)
+                return
             earlier = [writer.earlier.get(entry.case.name) for entry in entries]
             if all(case and case.reason != NOT_TIMED for case in earlier):  # of an interrupted run that goes on
                 writer.captured(layer)
-                for entry, case in zip(entries, earlier, strict=True):
-                    if case and case.probes:
+                for entry, known in zip(entries, earlier, strict=True):
+                    if known and known.probes:
                         prober.probed(entry.call.implementation, inputs)
                 advance(1)
                 return

@@ -204,6 +204,11 @@ def _states(shown: str = "fp32 with exact, the inputs' with relaxed") -> Any:
     return words("D[,D...]", _STATES, shown=shown)
 
 
+def _processes() -> Any:
+    how = "Take samples in N fresh processes, one after another, on a GPU; call times then have intervals."
+    return option(1, "N", how, min=1, max=9)
+
+
 def _smallest_difference() -> Any:
     return words("P%", f"Report a kernel {_DIFFERENCE}", default=0.01, typed="1%")
 
@@ -281,6 +286,7 @@ class RunOptions(ServedModelOptions):
     stalls: bool = flag("--stalls", "Also profile one layer with ncu: see 'ssdprof stalls'.")
     prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
     smallest_difference: float = _smallest_difference()
+    processes: int = _processes()
     min_speedup: MinSpeedup = None
     min_match: MinMatch = None
     max_rms_ratio: MaxRmsRatio = None
@@ -539,6 +545,7 @@ class BenchOptions:
         shown="128,256 for SSD",
     )
     smallest_difference: float = _smallest_difference()
+    processes: int = _processes()
     check: Literal["full", "short"] = option(
         "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
     )

@@ -23,6 +23,7 @@ from ssdprof.core.case import call_size
 from ssdprof.core.report import Condition, Report, Requested
 from ssdprof.core.subject import CallRef, CaptureManifest, Cast, CheckpointRef, LayerRef, Prompt, split_prompt
 from ssdprof.core.words import plural, words
+from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu, unusable_gpu
 from ssdprof.errors import BadInputError
@@ -226,6 +227,7 @@ def run(
         cast=cast,
         tensor_parallel=replay.tensor_parallel,
         absent=resolved.absent,
+        samplers=replay.processes if limits.device().type == "cuda" else 1,
         **fields,
     ) as writer:
         with replaying(writer, replay, pairs, cast.to if cast else None, watcher, calls) as on_layer:
@@ -239,7 +241,7 @@ def run(
             else:
                 mine.run(on_layer)
         # with --decode the model is whole, but none are compared
-        if isinstance(found, Subject) and found.whole and not found.serving.decode:
+        if isinstance(found, Subject) and found.whole and not found.serving.decode and not sampler():
             names = tuple(dict.fromkeys(one.name for one in resolved.found if one.kind != "library"))
             wanted = AnswersOptions(model=replay.model, implementations=names, weights="own")
             compare_answers(loaded, wanted, precisions, watcher, writer)

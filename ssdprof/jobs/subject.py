@@ -294,7 +294,8 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
         )
     if asked.prefill and (folder := captures_of(asked)) is not None:
         raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
-    refuse_ranks(*given, *(["--save-captures"] if asked.save_captures else []))
+    alone = {"--save-captures": asked.save_captures, "--processes": asked.processes > 1}
+    refuse_ranks(*given, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
     if ranks is None or ranks.first:
         check_folder(asked.out)
@@ -337,6 +338,7 @@ def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
 
 def bench(options: declared.BenchOptions) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
     """The request, the names of all implementations, other libraries first, and cells that --max-tokens leaves out."""
+    refuse_ranks(*(["--processes"] if options.processes > 1 else []))
     asked, operator = read(options), operators.get(options.operator)
     most = reading.parse_seq(options.max_tokens)
     tokens, too_large = reading.parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)

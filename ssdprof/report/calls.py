@@ -54,7 +54,7 @@ SPEED: tuple[Column[Series], ...] = (
     Column("verdict", _verdict),
     *lifted(
         _timed,
-        Column("speedup,\ncall", lambda row: fmt.speedup(row.speedup("call"), by_call=True)),
+        Column("speedup,\ncall", lambda row: fmt.speedup(row.speedup("call"), by_call=row.group.report.samplers == 1)),
         Column("device\ntime", lambda row: fmt.duration(row.us["device"])),
         Column("tokens\nper s", lambda row: fmt.rate(row.tokens_per_s)),
         Column("baseline,\ndevice", lambda row: fmt.duration(baseline_us(row))),

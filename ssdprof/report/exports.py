@@ -17,7 +17,7 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import CLOCKS, EXACT_FP32, TOLERANCES, Clock, PartName
+from ssdprof.core.base import CLOCKS, EXACT_FP32, TOLERANCES, PartName
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import judged
 from ssdprof.core.outcome import outcome
@@ -110,9 +110,10 @@ def _row(report: Report, case: Case) -> Row:
     }
     for clock in CLOCKS:
         every = [us for recording in case.rounds(clock) for us in recording]
-        row |= _estimate(f"speedup, {clock}", "x", report.speedup(case, clock), clock)
+        known = clock == "device" or report.samplers > 1
+        row |= _estimate(f"speedup, {clock}", "x", report.speedup(case, clock), known)
         row[f"verdict, {clock}"] = report.faster(case, clock)
-        row |= _estimate(f"{clock} time", "µs", case.by_clock(clock), clock)
+        row |= _estimate(f"{clock} time", "µs", case.by_clock(clock), known)
         row[f"{clock} time, min [µs]"] = min(every, default=None)
         row[f"{clock} time, P95 [µs]"] = float(np.percentile(every, 95)) if every else None
         row[f"{clock} time, max [µs]"] = max(every, default=None)
@@ -149,10 +150,10 @@ def _row(report: Report, case: Case) -> Row:
     }
 
 
-def _estimate(name: str, unit: str, found: Estimate | None, clock: Clock) -> Row:
-    """A value, and of the device's clock the ends of its 95 % interval."""
+def _estimate(name: str, unit: str, found: Estimate | None, known: bool) -> Row:
+    """A value, and the ends of its 95 % interval if this is known."""
     headers = (f"{name} [{unit}]", f"{name}, low [{unit}]", f"{name}, high [{unit}]")
-    return dict(zip(headers if clock == "device" else headers[:1], found or (None, None, None), strict=False))
+    return dict(zip(headers if known else headers[:1], found or (None, None, None), strict=False))
 
 
 # --- github-action-benchmark: https://github.com/benchmark-action/github-action-benchmark

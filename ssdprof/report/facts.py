@@ -180,6 +180,8 @@ def _machine(report: Report) -> Iterator[Fact]:
     if report.ranks > 1:
         where = ", each on a GPU of its own," if environment.gpu else ""
         yield "ranks", f"{report.ranks} processes{where} shared the cases"
+    if report.samplers > 1:
+        yield "samples", f"of {report.samplers} processes, one after another"
     if found := report.clocks:
         throttled = f"throttled: {', '.join(found.throttle_reasons)}" if found.throttle_reasons else "not throttled"
         yield (

@@ -24,13 +24,12 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from ssdprof import __version__
 from ssdprof.core.base import VERSION, first_fault
 from ssdprof.core.case import Case
 from ssdprof.core.report import ProcessLine, Report
-from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef
+from ssdprof.core.subject import LayerRef
 from ssdprof.core.words import plural
-from ssdprof.environment.child import tell
+from ssdprof.environment.child import sample_again, sampler, tell
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
 from ssdprof.files import (
     check_writable,
@@ -43,6 +42,7 @@ from ssdprof.files import (
     write_text,
 )
 from ssdprof.progress import Watcher
+from ssdprof.store.header import draft
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
 
 RUNS = Path("runs")
@@ -156,74 +156,11 @@ class Writer:
             raise unwritable(self.folder, error) from error
 
 
-def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
-    """The header of a report that is about to start, with notes on its model.  Its id is set by `opened`.
-
-    fields: of `Report`: kind, subject, environment and baseline, and others.
-    """
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    report = Report(version=VERSION, id="", created=created, command=command, ssdprof_version=__version__, **fields)
-    return report.changed(notes=(*report.notes, *_notes(report, report.model))) if report.model else report
-
-
-def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
-    """Sentences that follow from the request; `report.caveats` adds those that follow from the results."""
-    if report.absent:
-        yield f"Not compared: {'; '.join(reason.rstrip('.') for reason in report.absent)}."
-    if ref.siblings:
-        yield (
-            f"{ref.requested} is a family of models; {ref.repo_id} was taken.  Its siblings: {', '.join(ref.siblings)}."
-        )
-    if ref.random_weights:
-        yield (
-            "The weights are random: good for speed, which depends on shapes, but the accuracy says little about any "
-            "trained model, and the model's answers mean nothing."
-        )
-    if ref.quantization is not None:
-        decoded = " and was decoded to 16 bit as it was loaded" if ref.quantization in DECODED_ON_LOAD else ""
-        yield (
-            f"The checkpoint is quantised ({ref.quantization}){decoded}: the error of its projections is part of the "
-            "values that were replayed."
-        )
-    lengths = (max(one.serving.packed, default=one.seqlen) + one.serving.decode for one in report.prompts)
-    longest = max(lengths, default=0)
-    if ref.trained_context is not None and longest > ref.trained_context:
-        yield (
-            f"The model was trained on {ref.trained_context:,} tokens and ran on {longest:,}: its activations beyond "
-            "that may be unlike those in use."
-        )
-    if any(prompt.kind == "random" for prompt in report.prompts):
-        yield (
-            "The prompt is random tokens: good for speed, but no text has such statistics, so decays, states and "
-            "accuracy may be unlike those in use."
-        )
-    if report.tensor_parallel > 1:
-        yield (
-            f"What was replayed is the share of the first of {report.tensor_parallel} tensor-parallel ranks: its heads "
-            "alone, with their groups or key heads; a single group is on every rank.  The model itself ran undivided."
-        )
-    if (cast := report.cast) is not None:
-        yield (
-            f"The captured inputs were {cast}: times, matches and errors are those of {cast.to} inputs, and the model "
-            f"itself ran in {cast.source}.  Parameters, states and gates that the model keeps in fp32 were not cast."
-        )
-    placement = report.placement
-    if placement is None or placement.kind == "one-gpu":
-        return
-    kind, device = placement.kind, placement.device
-    where = " and ".join(
-        f"{held.layers} from {'main memory' if held.place == 'cpu' else 'the disk'}"
-        for held in placement.held
-        if held.place in ("cpu", "disk") and held.place != device
-    )
-    how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
-    how = "were divided among the GPUs" if kind == "all-gpus" else how
-    yield f"Placement {kind}: the model's weights {how}; layers were replayed on {device}."
-
-
 def check_folder(out: Path | None) -> None:
     """Raise in advance what `opened` raises for a folder, before a model is loaded."""
     path = out or RUNS
+    if sampler():
+        return
     check_writable(path)
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
         with _locked(out, file):
@@ -286,9 +223,13 @@ def opened(
         path = Path(ranks.told("folder", FIRST))
     header = header.changed(id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1)
     rank = ranks.rank if ranks else FIRST
+    again = sampler()
     with ExitStack() as stack:
         made = not path.exists()
-        file = stack.enter_context(_locked(path, path / f"cases.{rank}.jsonl"))
+        file = stack.enter_context(_locked(path, path / f"cases.{again or rank}.jsonl"))
+        if again:
+            first, header = False, _document(path / HEADER)
+            file.truncate(0)
         if first:
             if (path / HEADER).exists():
                 _refuse_another(path, header, sources)
@@ -306,9 +247,15 @@ def opened(
             writer.go_on()
         if writer.begun:
             watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
-        tell(f"report {rank} {path.resolve()}")
+        if again:
+            writer.earlier = {case.name: case for case in _folder(path).cases}
+        tell(f"report {again or rank} {path.resolve()}")
         try:
             yield writer
+            for number in range(header.ranks, header.files) if first else ():
+                if not ((line := _lines(path / f"cases.{number}.jsonl")[1]) and line.complete):
+                    with watcher.step(f"Process {number + 1} of {header.samplers}"):
+                        sample_again(header.command, path, number)
             writer.update(complete=True)
             writer.flush()
             if ranks and ranks.first:
@@ -538,14 +485,16 @@ def _folder(path: Path) -> Report:
     header = _document(path / HEADER)
     if header.cases:  # a whole document, which the user gave this name
         return header
-    lines: list[Case] = []
+    cases: dict[str, Case] = {}
     processes: list[ProcessLine] = []
-    for rank in range(header.ranks):
-        own, process = _lines(path / f"cases.{rank}.jsonl")
-        lines += own
+    for number in range(header.files):
+        lines, process = _lines(path / f"cases.{number}.jsonl")
+        found = _joined(lines)
+        further = number >= header.ranks
+        cases |= {name: cases[name].sampled(one) if further else one for name, one in found.items()}
         processes += [process] if process else []
     place = {one.name: number for number, one in enumerate(header.requested)}
-    ordered = sorted(_joined(lines).values(), key=lambda case: place.get(case.name, len(place)))
+    ordered = sorted(cases.values(), key=lambda case: place.get(case.name, len(place)))
     return header.changed(cases=tuple(ordered), processes=tuple(processes))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import value
-from fakes import CELL, RAN, noting, pretend_gpu
+from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
@@ -32,6 +32,8 @@ from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import resolve
 from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.progress import Unwatched
+from ssdprof.report import exports
+from ssdprof.store import reports
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU")
@@ -41,6 +43,9 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's 
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch, users_folder: Path) -> None:  # noqa: ARG001
     pretend_gpu(monkeypatch)
     RAN.clear()
+
+
+NAMES = ("unfused", "fused")
 
 
 def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
@@ -129,6 +134,47 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(job, "measured", noted)
     whole = benched(*cells(36, 40), out=Path("result"))
     assert (again, whole.complete, whole.missing, whole.cases[:2]) == ([40], True, (), report.cases)
+
+
+@pytest.mark.parametrize("fault", ["", "slow", "wrong"])
+def test_further_processes_only_add_samples(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified, whole = list[str](), compare.Comparer._accuracies
+
+    def noted(self: Any, outputs: Any, label: str) -> Any:
+        verified.append(label)
+        return whole(self, outputs, label)
+
+    usual = FakeTimer.device_us
+
+    def sample_again(_command: Any, folder: Path, number: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SSDPROF_SAMPLER", str(number))
+            if fault == "slow":
+                patch.setattr(FakeTimer, "device_us", lambda timer, of: usual(timer, of) + 7.0 * number)
+            if fault == "wrong":
+                patch.setattr(FakeTimer, "unseen", lambda *_: "it cheats")
+            bench(BenchOptions(**request, out=folder), SSD, Unwatched())
+        assert len(verified) == 2
+
+    request: dict[str, Any] = {
+        "operator": "ssd", "measured": cells(36, 40), "compared": tuple(resolve(SSD, one) for one in NAMES),
+        "sizes": (16,), "baseline": "unfused", "match_with": "unfused", "processes": 3,
+    }  # fmt: skip
+    monkeypatch.setattr(compare.Comparer, "_accuracies", noted)
+    monkeypatch.setattr(reports, "sample_again", sample_again)
+    report = bench(BenchOptions(**request, out=Path("result")), SSD, Unwatched())[1]
+    assert (report.complete, len(report.processes), report.samplers, report.missing) == (True, 3, 3, ())
+    if fault == "wrong":
+        assert {case.result for case in report.cases} == {"inaccurate"}
+        assert all("it cheats" in case.why and not case.samples for case in report.cases)
+        return
+    assert {case.result for case in report.cases} == {"passed"}
+    assert all(len({one.process for one in case.samples}) == 3 for case in report.cases)
+    found = report.speedup(report.cases[1])
+    assert found is not None
+    assert (found.low < found.value < found.high) == (fault == "slow")
+    rows = exports.records(report)
+    assert all(row["call time, low [µs]"] for row in rows)
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.isolate import IsolatedFirstCall
 from ssdprof.measure.trace import Trace
 from ssdprof.progress import StepClock
-from ssdprof.store.reports import Writer, draft
+from ssdprof.store.header import draft
+from ssdprof.store.reports import Writer
 
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
 LAYERS, LENGTH = 3, 12

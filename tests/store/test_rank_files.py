@@ -20,8 +20,9 @@ from torch.distributed import HashStore
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.progress import Unwatched
+from ssdprof.store.header import draft
 from ssdprof.store.ranks import POLL_S, Ranks, first_tells, follows, join, started
-from ssdprof.store.reports import Writer, draft, load, opened
+from ssdprof.store.reports import Writer, load, opened
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 

@@ -21,7 +21,8 @@ from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
 from ssdprof.progress import Unwatched
-from ssdprof.store.reports import RUNS, draft, dump, latest, listed, load, opened
+from ssdprof.store.header import draft
+from ssdprof.store.reports import RUNS, dump, latest, listed, load, opened
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 GOES_ON = "The same command with --out out goes on."
