@@ -23,6 +23,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.first_run import Call, Run
 from ssdprof.measure.sampling import Samples, SamplingPlan
 from ssdprof.measure.timing import CaptureError, Recording
@@ -172,21 +173,22 @@ def compared(
     return {case.label if case.precision != EXACT_FP32 else case.implementation: case for case in seen}
 
 
-def noting(name: str, cost: float, operator: str = "ssd") -> Implementation:
-    """The bundled implementation, which also records its run for the timer."""
+def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False) -> Implementation:
+    """The bundled implementation, which also records its run for the timer.  real: its kernels run, which takes longer
+    than the exact output."""
     plain = kernels.get(operator, name)
 
     def run(inputs: Any, precision: Precision) -> Any:
         RAN.append((name, cost))
-        return plain.run(inputs, precision)
+        return plain.run(inputs, precision) if real else oracle_output(inputs)
 
     return replace(plain, run=run)
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench` runs without a GPU: kernels in the interpreter, and a timer with invented numbers."""
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> None:
+    """`bench` runs without a GPU, and a timer has invented numbers.  real: kernels run in the interpreter."""
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
-        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))
+        monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost, real=real))
     ceilings = Ceilings(copy_gb_per_s=4000.0, matmul_tflops=800.0)
     monkeypatch.setattr(bench_job, "require_gpu", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(bench_job, "measure_ceilings", lambda _: ceilings)

@@ -323,6 +323,7 @@ def a_layer_is_done(folder: str) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_interrupted_before_the_first_case(running: Running) -> None:
     """No run is kept that could become the latest one."""
     process = running("run", "demo", "--seq", "300")
@@ -341,7 +342,7 @@ def test_interrupted(running: Running) -> None:
     On a busy machine a run can end before the signal arrives.  Then another run is started.
     """
     for _ in range(3):
-        process = running("run", "demo", "--seq", "300", *ONE_PRECISION, "--out", "run")
+        process = running("run", "demo", "--seq", "150", *ONE_PRECISION, "--out", "run")
         wait_for(lambda: a_layer_is_done("run"), process)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

@@ -279,7 +279,9 @@ def compare(texts: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the goldens are of a machine without a GPU")
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=[pytest.mark.slow] * (group == "demo-gdn")) for group in GROUPS]
+)
 def test_outputs(group: str, tmp_path: Path) -> None:
     compare(outputs(group, tmp_path))
 

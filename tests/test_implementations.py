@@ -54,6 +54,12 @@ def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "_tried", lambda _kernel, several, *_: [PASSED] * len(several))
 
 
+@pytest.fixture
+def judged_once(not_isolated: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    """Nor are laws tested: the output of one call is judged."""
+    monkeypatch.setattr("ssdprof.measure.probes.Prober.probe", lambda *_, **__: ())
+
+
 def latest() -> Report:
     return reports.load(None)[1]
 
@@ -98,7 +104,7 @@ def test_every_command_of_the_document_takes_the_example() -> None:
         ("refusing", "refused", "refusing: not on a Tuesday"),
     ],
 )
-@pytest.mark.usefixtures("not_isolated")
+@pytest.mark.usefixtures("judged_once")
 def test_a_bad_kernel_fails_the_run_and_is_named(function: str, status: str, reason: str) -> None:
     name = f"bad_kernels:{function}"
     code, shown, _ = call("run", "demo", *SHORT, "--impl", f"unfused,{name}")
@@ -155,7 +161,7 @@ def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.Monkey
     assert cases()["unfused"].result == "passed"
 
 
-@pytest.mark.usefixtures("not_isolated")
+@pytest.mark.usefixtures("judged_once")
 def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
     words = ("run", "demo", "--seq", "40", "--layers", "0", "--impl", "bad_kernels:precise,bad_kernels:good")
     code, shown, _ = call(*words)
@@ -167,7 +173,7 @@ def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
     assert call(*words, "--dtypes", "exact")[0] == 0
 
 
-@pytest.mark.usefixtures("not_isolated")
+@pytest.mark.usefixtures("judged_once")
 def test_a_kernel_that_changes_its_inputs_spoils_no_other() -> None:
     call("run", "demo", *SHORT, "--impl", "bad_kernels:changing,fused,bad_kernels:good")
     assert {name: case.result for name, case in cases().items()} == {
@@ -212,7 +218,7 @@ def test_an_installed_package_registers_a_kernel(
 ) -> None:
     """With and without a rehearsal in a separate process."""
     if not apart:
-        request.getfixturevalue("not_isolated")
+        request.getfixturevalue("judged_once")
     info = here / "site" / "tiny-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
@@ -336,8 +342,8 @@ def test_all_are_compared_with_a_library_as_baseline(monkeypatch: pytest.MonkeyP
     assert "unfused ssdprof's own kernels with one launch per stage fused" in shown
 
 
+@pytest.mark.usefixtures("judged_once")
 def test_gates_judge_an_own_kernel_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolate, "_tried", lambda _kernel, several, *_: [PASSED] * len(several))
     library(monkeypatch, "sloppy", sloppy)
     words = ("run", "demo", *SHORT, "--impl", "sloppy,bad_kernels:good", "--max-rms-ratio")
     assert call(*words, "1.0001")[0] == 0
@@ -350,7 +356,7 @@ def test_gates_judge_an_own_kernel_and_no_library(monkeypatch: pytest.MonkeyPatc
 # --- accuracy
 
 
-@pytest.mark.usefixtures("not_isolated")
+@pytest.mark.usefixtures("judged_once")
 def test_accuracy_shows_the_named_implementations_of_the_run() -> None:
     assert call("run", "demo", *SHORT, "--impl", "unfused,fused,bad_kernels:nan")[0] == 1
     code, shown, _ = call("accuracy")

@@ -15,6 +15,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.errors import SsdprofError
@@ -93,6 +95,7 @@ def main(kills: int) -> None:
     print(f"{kills} kills of runs of {len(whole)} cases in {took_s:.1f} s kept {len(set(kept))} numbers of cases")
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path: Path) -> None:
     paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "4"]

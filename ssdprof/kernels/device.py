@@ -76,7 +76,8 @@ def skip_idle_work() -> None:
     """Skip work of the interpreter that has no effect and takes longer than the computation of small blocks.
 
     At every call of a device function, it searches for functions to replace, although the launch has replaced them.  It
-    checks 32-bit sums and products for overflow, but drops the result unless its option `debug` is set.
+    checks 32-bit sums and products for overflow, but drops the result unless its option `debug` is set.  For every
+    value, it computes again what depends on the dtype and the shape alone.
     """
 
     def patch_builtin(pkg: Any, *rest: Any) -> None:
@@ -88,6 +89,33 @@ def skip_idle_work() -> None:
             if tl.core.is_builtin(member):
                 interpreter._patch_attr(pkg, name, member, *rest)
 
+    init_tensor, init_block, np_dtype = tl.core.tensor.__init__, tl.core.block_type.__init__, interpreter._get_np_dtype
+    tensors: dict[Any, dict[str, Any]] = {}
+    blocks: dict[Any, dict[str, Any]] = {}
+    np_dtypes: dict[str, Any] = {}
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = type.scalar.name, tuple(type.shape) if type.is_block() else ()
+        if key not in tensors:
+            init_tensor(self, handle, type)
+            tensors[key] = vars(self) | {"handle": None}
+        vars(self).update(tensors[key], handle=handle, type=type)
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key not in blocks:
+            init_block(self, element_ty, shape)
+            blocks[key] = dict(vars(self))
+        vars(self).update(blocks[key])
+
+    def known_np_dtype(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in np_dtypes:
+            np_dtypes[name] = np_dtype(kind)
+        return np_dtypes[name]
+
+    tl.core.tensor.__init__, tl.core.block_type.__init__ = tensor, block
+    interpreter._get_np_dtype = known_np_dtype
     interpreter._patch_builtin = patch_builtin
     builder = interpreter.interpreter_builder
     if not builder.options.debug:

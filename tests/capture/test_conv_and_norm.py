@@ -25,7 +25,7 @@ def logits(model: Any, segment: int = 40) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("segment", [40, 16])
+@pytest.mark.parametrize("segment", [pytest.param(40, marks=pytest.mark.slow), 16])
 def test_every_family_answers_alike(name: str, segment: int) -> None:
     model = tiny_models.shared(name)
     bundled = ConvAndNorm(find_mixers(model))

@@ -1,4 +1,4 @@
-"""A whole bench on a machine without a GPU: kernels in the interpreter, and a timer with invented numbers."""
+"""A whole bench without a GPU: implementations that compute the exact output, and a timer with invented numbers."""
 
 from __future__ import annotations
 
@@ -252,7 +252,8 @@ def test_own_kernels_are_timed_beside_ours_and_a_wrong_one_has_no_time(
     assert value(other.speedup(next(one for one in other.cases if one.implementation == "fused"))) == 0.5
 
 
-def test_the_bundled_kernels_pass_on_packed_views() -> None:
+def test_the_bundled_kernels_pass_on_packed_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, real=True)
     cell = replace(CELL, layout="views", tokens=Tokens(sequences=3, seqlen=24, shortest=8))
     names = ("unfused", "fused", "mamba_ssm")
     report = benched(cell, names=names, intermediates="all")

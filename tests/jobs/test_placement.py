@@ -339,7 +339,10 @@ def lower_right(queries: int, keys: int) -> torch.Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid", "bamba", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name",
+    ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "bamba")), "qwen3_next"],
+)
 @pytest.mark.parametrize(
     ("segment_length", "serving"),
     [

@@ -26,7 +26,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_5_text"])
-@pytest.mark.parametrize("implementation", ["reference", "unfused", "fused"])
+@pytest.mark.parametrize("implementation", ["reference", pytest.param("unfused", marks=pytest.mark.slow), "fused"])
 def test_an_implementation_computes_in_the_models_place(name: str, implementation: str) -> None:
     model = tiny_models.shared(name)
     sites = find_mixers(model)

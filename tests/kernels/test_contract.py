@@ -106,7 +106,7 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
 
 @subjects(
     "ssd unfused", "ssd tiny", "gdn reference", "gdn unfused", slow=("gdn recurrent", "gdn fused", "gdn tiny, cut"),
-    emulated=["gdn first passes"], emulated_slow=["gdn parts"], gpu=("gdn parts", "gdn first passes", "gdn unfused"),
+    emulated_slow=("gdn first passes", "gdn parts"), gpu=("gdn parts", "gdn first passes", "gdn unfused"),
 )  # fmt: skip
 def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
     heads = TWO_HEADS[kernel.operator] if kernel.device == "cpu" else {}
@@ -231,15 +231,20 @@ def test_steps_of_any_size(kernel: Subject) -> None:
     assert torch.equal(output.final_states[:, 0], inputs.initial_states[:, 0].to(output.final_states.dtype))
 
 
-@pytest.mark.parametrize("precision", [EXACT, RELAXED_FP32], ids=str)
+@pytest.mark.parametrize("precision", [pytest.param(EXACT, marks=pytest.mark.slow), RELAXED_FP32], ids=str)
 @subjects("ssd tiny", "ssd unfused", gpu=[*SSD_CHOSEN, "ssd unfused"])
 def test_steps_of_any_size_in_bf16(kernel: Subject, precision: Precision) -> None:
     inputs = steps_of_any_size(kernel, dtype=BF16)
     assert_passes(kernel(inputs, precision), inputs, precision)
 
 
-@pytest.mark.parametrize("scale", [10.0, 100.0])
-@pytest.mark.parametrize("step", [1e-6, 1e-5])
+@pytest.mark.parametrize(
+    ("step", "scale"),
+    [
+        (1e-6, 100.0),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1e-6, 10.0), (1e-5, 10.0), (1e-5, 100.0))),
+    ],
+)
 @subjects(emulated_slow=["ssd hopper, alone"], emulated=["ssd hopper, short"], gpu=SSD_EVERY)
 def test_small_steps_of_large_numbers_in_fp16(kernel: Subject, step: float, scale: float) -> None:
     """Weights below 2^-14, which are subnormal in fp16, and products that are not."""
@@ -295,7 +300,7 @@ def test_gates_from_none_to_all(kernel: Subject) -> None:
 
 
 @subjects(
-    "gdn reference", "gdn unfused", "gdn fused", "gdn tiny", "gdn tiny, cut", emulated=["gdn first passes"],
+    "gdn reference", "gdn unfused", "gdn fused", "gdn tiny", "gdn tiny, cut", emulated_slow=["gdn first passes"],
     gpu=("gdn fused", "gdn unfused", "gdn first passes"),
 )  # fmt: skip
 def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) -> None:
@@ -348,7 +353,7 @@ def test_any_strides(kernel: Subject, order: tuple[int, ...]) -> None:
 
 
 @subjects(
-    "ssd unfused", "gdn unfused", "gdn fused", emulated=["ssd hopper, short", "gdn parts"],
+    "ssd unfused", "gdn unfused", "gdn fused", emulated=["ssd hopper, short"], emulated_slow=["gdn parts"],
     gpu=("ssd hopper, short", "gdn parts", "ssd fused"),
 )  # fmt: skip
 def test_views_of_a_buffer_for_longer_sequences(kernel: Subject) -> None:

@@ -257,8 +257,8 @@ def right() -> list[Any]:
     add(short, [RAGGED], [RELAXED])
     add(short, [SSD_EMULATED[5]], [RELAXED], slow=True)
     waitless = by(ssd_hopper(CUTS["none waits"]), "ssd hopper", "emulator", [])
-    add(waitless, [RAGGED, PACKED])
-    add(waitless, [one for one in SSD_EMULATED if one not in (RAGGED, PACKED)], slow=True)
+    add(waitless, [PACKED])
+    add(waitless, [one for one in SSD_EMULATED if one != PACKED], slow=True)
     gpu = [pytest.mark.gpu, *listed(gpu=["gdn hopper"])[0].marks]
     for sizes, config in GDN_EMULATED:
         case = GDNCase(**GDN_ON_HOPPER | dict(seqlen=130) | sizes)
@@ -268,7 +268,9 @@ def right() -> list[Any]:
             [case.but(device="cuda", key_heads=8 * case.key_heads)],
         )
     sliced = by(gdn_hopper_by(WHOLE), "gdn slices", "emulator", [])
-    add(sliced, [GDNCase(**GDN_ON_HOPPER | dict(seqlen=130) | sizes) for sizes in SLICED])
+    in_slices = [GDNCase(**GDN_ON_HOPPER | dict(seqlen=130) | sizes) for sizes in SLICED]
+    add(sliced, in_slices[3:])
+    add(sliced, in_slices[:3], slow=True)
     # on a GPU
     add(listed(gpu=("ssd fused", "ssd tiny", "ssd tiny, n rows")), [one.but(device="cuda") for one in SSD])
     add(listed(gpu=("ssd step", "ssd recurrent")), [one.but(device="cuda") for one in SSD_STEPS])

@@ -13,7 +13,7 @@ from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 
 EPS = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-21}  # of one rounding; fp32 sums round at every term
-DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+DTYPES = pytest.mark.parametrize("dtype", [BF16, pytest.param(FP16, marks=pytest.mark.slow), FP32])
 
 
 def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: st
     [
         ("crashing", "its first call ended its process by SIGSEGV"),
         pytest.param("leaving", "RuntimeError: bad_kernels:leaving raised SystemExit: 5", marks=pytest.mark.slow),
-        ("beyond_its_output", OUT_OF_BOUNDS),
+        pytest.param("beyond_its_output", OUT_OF_BOUNDS, marks=pytest.mark.slow),
     ],
 )
 def test_what_ends_the_other_process_is_told(function: str, reason: str) -> None:

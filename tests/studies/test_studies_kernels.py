@@ -109,7 +109,7 @@ TILE = ss.ScanConfig(block_t=16, num_warps=4)
         pytest.param(16, torch.bfloat16, marks=slow), pytest.param(21, torch.float32, marks=slow),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("form", ["sequential", "parallel"])
+@pytest.mark.parametrize("form", ["sequential", pytest.param("parallel", marks=slow)])
 def test_forward_and_backward_against_autograd_in_fp64(form: ss.Form, seqlen: int, dtype: torch.dtype) -> None:
     inputs, dy = positions(seqlen, dtype)
     found = ss.judge(inputs, dy, ss.reference(inputs, dy)).excess(ss.run_both(inputs, dy, form=form, config=TILE))

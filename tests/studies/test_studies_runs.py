@@ -113,7 +113,7 @@ def test_from_the_command_line_to_the_file(runner: Any, tmp_path: Path) -> None:
         assert stored["missing"].keys() == {"mamba_ssm", "times of kernels by torch's profiler"}
 
 
-@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("fails", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_contender_that_is_wrong_or_fails_has_no_time_and_takes_no_other_with_it(
     runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, fails: bool
 ) -> None:
