@@ -410,7 +410,7 @@ def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
 
     If two outputs do not fit, no entry is compared with a baseline.
     """
-    capacity = entries[0].call.outputs_that_fit
+    capacity = entries[0].call.outputs_that_fit if entries else 0
     if capacity < 2:
         return [[entry] for entry in entries]
     groups: dict[Entry, list[Entry]] = {}

@@ -22,18 +22,19 @@ from ssdprof.capture import store as captures
 from ssdprof.capture.manifest import is_capture
 from ssdprof.core import statistics
 from ssdprof.core.base import Intermediates, grouped, precisions_for
+from ssdprof.core.case import Case
 from ssdprof.core.tuned import PlannedSearch, SearchOutcome, Trial, TunedCalls, TunedConfig, TuneReport
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan
-from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.first_run import Call, first_line, type_and_message
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, Timer, device_times
-from ssdprof.operators.dtypes import precision_of
+from ssdprof.operators.dtypes import precision_of, precision_record
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.tuning import Config
@@ -249,7 +250,7 @@ class _Search:
         self._timer = timer
         self._run = run
         self._committed = replace(problem.committed, reason="")
-        self._verified: dict[Config, tuple[bool, str]] = {}  # by the configuration for the short input
+        self._verified: dict[Config, Case] = {}  # by the configuration for the short input
         self._trials: dict[Config, Trial] = {}
 
     def outcome(self) -> SearchOutcome:
@@ -297,9 +298,10 @@ class _Search:
             return None, f"the fastest was slower at {slower} tokens"
         # the timed inputs, and others to which a find would apply
         for inputs in (*self._problem.inputs, *self._tuning.also_judged(best, self._problem.inputs[-1])):
-            if wrong := self._checked(best, inputs)[1]:
-                self._trials[best] = trial.changed(verdict="wrong", why=wrong)
-                return None, f"the fastest was wrong: {wrong}"
+            (case,) = self._compared([best], inputs).values()
+            if case.why:
+                self._trials[best] = trial.changed(verdict="wrong", why=case.why)
+                return None, f"the fastest was wrong: {case.why}"
         find = TunedConfig(
             calls=self._problem.calls,
             settings=trial.settings,
@@ -314,26 +316,26 @@ class _Search:
     def _right(self, configs: Sequence[Config]) -> list[Config]:
         """The configurations that pass on a short input; the others get a trial with the reason."""
         longest = self._problem.inputs[-1]
-        short, right = self._tuning.short(longest), []
-        for config in configs:
-            as_checked = self._tuning.for_short(config, longest)
-            if as_checked not in self._verified:
-                self._verified[as_checked] = self._checked(as_checked, short)
-            ran, why = self._verified[as_checked]
-            if not why:
+        short = {config: self._tuning.for_short(config, longest) for config in configs}
+        new = dict.fromkeys(one for one in short.values() if one not in self._verified)
+        self._verified |= self._compared(list(new), self._tuning.short(longest))
+        right = []
+        for config, as_checked in short.items():
+            case = self._verified[as_checked]
+            if not case.why:
                 right.append(config)
             else:
-                self._untimed(config, "wrong" if ran else "does not run", why)
+                self._untimed(config, "wrong" if case.status == "ran" else "does not run", case.why)
         return right
 
-    def _checked(self, config: Config, inputs: Any) -> tuple[bool, str]:
-        """Whether it ran, and why it did not pass; empty if it did."""
-        call = self._call(config, inputs)
-        output, fields = call.first_run()
-        if output is None:
-            return False, fields["reason"]
-        found = compare(inputs, {"output": Candidate(output=output, precision=call.precision)})["output"]
-        return True, "; ".join(one.reason for one in found if one.reason)
+    def _compared(self, configs: Sequence[Config], inputs: Any) -> dict[Config, Case]:
+        """Each configuration's case on these inputs, verified and not timed."""
+        dims = self._problem.operator.judged.dims(inputs)
+        common: dict[str, Any] = {"batch": dims.batch, "seqlen": dims.seqlen, "status": "ran"}
+        common["precision"] = precision_record(self._problem.precision)
+        calls = [self._call(config, inputs) for config in configs]
+        entries = [Entry(case=Case(**common, implementation=one.label), call=one) for one in calls]
+        return dict(zip(configs, Comparer(oracle_must_fit=True).compare(entries, "a candidate"), strict=True))
 
     def _call(self, config: Config, inputs: Any) -> Call:
         name = f"The candidate {difference(config, self._committed) or 'the committed configuration'}"

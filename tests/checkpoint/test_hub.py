@@ -93,9 +93,11 @@ def test_code_pickles_and_other_formats_stay_on_the_hub(hub: MiniHub, copied: Sa
     assert {name for name in hub.downloads() if not name.startswith("model-0")} == wanted
 
 
-def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, saved: Save) -> None:
-    folder = saved("granitemoehybrid")
+def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, copied: Save) -> None:
+    folder = copied("granitemoehybrid")
+    (folder / "empty.txt").touch()
     hub.publish("org/tiny", folder)
+    assert hub_module.HubRepo("org/tiny").sizes["empty.txt"] == 0
     located = open_model("org/tiny")
     assert located.weight_bytes(1) == open_model(str(folder)).weight_bytes(1)
     parts = [request for request in hub.log if request.range is not None]
