@@ -34,7 +34,7 @@ TESTS = {
     "kernels": "kernels",
     "operators": "operators kernels/test_functions.py jobs/test_tune.py",
     "checkpoint": "checkpoint test_hub_end_to_end.py",
-    "environment": "test_environment.py test_toolchain.py test_ranks.py",
+    "environment": "test_environment.py test_toolchain.py test_ranks.py capture/test_capture_memory.py",
     "capture": "capture test_served_run.py",
     "measure": "measure jobs test_implementations.py",
     "store": "store settings jobs test_ranks.py",

@@ -23,6 +23,7 @@ from ssdprof.capture.manifest import is_capture
 from ssdprof.core import statistics
 from ssdprof.core.base import Intermediates, grouped, precisions_for
 from ssdprof.core.case import Case
+from ssdprof.core.subject import LayerRef
 from ssdprof.core.tuned import PlannedSearch, SearchOutcome, Trial, TunedCalls, TunedConfig, TuneReport
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
@@ -331,8 +332,9 @@ class _Search:
     def _compared(self, configs: Sequence[Config], inputs: Any) -> dict[Config, Case]:
         """Each configuration's case on these inputs, verified and not timed."""
         dims = self._problem.operator.judged.dims(inputs)
-        common: dict[str, Any] = {"batch": dims.batch, "seqlen": dims.seqlen, "status": "ran"}
-        common["precision"] = precision_record(self._problem.precision)
+        layer = LayerRef(index=0, name=self._problem.shape, operator=self._problem.operator.name)
+        common: dict[str, Any] = {"layer": layer, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen}
+        common |= {"precision": precision_record(self._problem.precision), "status": "ran"}
         calls = [self._call(config, inputs) for config in configs]
         entries = [Entry(case=Case(**common, implementation=one.label), call=one) for one in calls]
         return dict(zip(configs, Comparer(oracle_must_fit=True).compare(entries, "a candidate"), strict=True))
