@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,7 +152,8 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     of = prompt(50, serving=Serving(chunk=40, decode=1))
     precisions = partial(precisions_for, intermediates="exact", states=("fp32", "bf16"))
     pairs = partial(resolved.pairs, precisions)
-    requested = [one.name for one in job._requested(LAYERS[:1], [of], pairs, "bf16")]
+    found: Any = SimpleNamespace(layers=LAYERS[:1])
+    requested = [one.name for one in job._requested(found, [of], pairs, "bf16")]
     assert requested == [
         *(
             f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, {states} states"
