@@ -431,7 +431,7 @@ def load(subject: Subject, watcher: Watcher) -> Loaded:
     record = placed.priced(weights_file(local))
     if record.kind != "one-gpu":
         watcher.say(placement_words(record))
-    with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"):
+    with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"), meta.quiet_transformers():
         dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
         loaded = load_model(local, device=limits.device(), dtype=dtype, device_map=placed.device_map)
     model: Any = loaded.base_model  # the model itself, if it has no head
@@ -490,9 +490,8 @@ def build_prompts(subject: Subject) -> list[tuple[torch.Tensor, Prompt]]:
 
 
 def _quiet_libraries() -> None:
-    """Silence transformers' progress bars and warnings of fallbacks that capture replaces, and those of accelerate."""
+    """Silence transformers' and accelerate's warnings of fallbacks that capture replaces."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     getLogger("accelerate").setLevel(ERROR)

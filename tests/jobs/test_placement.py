@@ -15,6 +15,7 @@ import tiny_models
 import torch
 import torch.nn.attention.bias
 import transformers as tf
+from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
 
 from ssdprof.capture.intercept import OperatorCall, Result
@@ -253,6 +254,19 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
     in_memory = record.model_copy(update={"held": (Held(place="cpu", layers=4, weight_bytes=4 * GB),)})
     assert Placed(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
+
+
+def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, fetch = list[bool](), placement.fetch
+
+    def noted(*given: Any, **rest: Any) -> Any:
+        hidden.append(bool(are_progress_bars_disabled()))
+        return fetch(*given, **rest)
+
+    monkeypatch.setattr(placement, "fetch", noted)
+    for _ in range(2):
+        load(asked(granite), Unwatched())
+    assert hidden == [False, False]
 
 
 def test_a_file_is_read_to_know_how_fast_that_is(tmp_path: Path) -> None:
