@@ -21,6 +21,8 @@ SMALLEST_DIFFERENCE: Final = 0.01
 TOLERANCES: Final[tuple[float, ...]] = (0.0, 1e-3, 1e-2)
 SLICES: Final = 32  # of a prompt: slice i holds positions p with p * SLICES // seqlen == i; one each if fewer
 
+MEMORIES: Final[tuple[int, ...]] = (64, 1024, 16384)  # tokens within which a head may forget
+
 DType = Literal["fp64", "fp32", "fp16", "bf16"]
 StoredDType = Literal["fp64", "fp32", "fp16", "bf16", "int32", "int64"]  # of a tensor in a capture
 Intermediates = Literal["exact", "relaxed"]

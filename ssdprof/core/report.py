@@ -85,6 +85,7 @@ class ProcessLine(Record):
     """What belongs to a process of a report, and not to a case: the last line of each process counts.
 
     captured: layers whose inputs were taken.  notes: for the reader, in sentences.
+    gates: of each layer's first call, by its index: the heads that forget within each of `MEMORIES`, and hardly at all.
     peak_bytes: GPU memory while the model ran and layers were replayed.
     seconds: wall clock.  steps: that of each step of the command, compilation included.
     ended: why it stopped early, in a sentence; empty while it runs, and at its end.
@@ -95,6 +96,7 @@ class ProcessLine(Record):
     captured: tuple[LayerRef, ...] = ()
     clocks: Clocks | None = None
     ceilings: Ceilings | None = None
+    gates: dict[Text, tuple[Count, ...]] = Field(default_factory=dict)
     peak_bytes: Count | None = None
     seconds: NotNegative = 0.0
     steps: dict[Text, NotNegative] = Field(default_factory=dict)

@@ -176,6 +176,8 @@ def placement_words(placement: Placement) -> str:
         for one in placement.held
     )
     words = [held if placement.kind == "one-gpu" and placement.device == "cpu" else f"{placement.kind}: {held}"]
+    if placement.kind == "all-gpus" and len(placement.held) == 1:
+        words.append("all of it fits there, so that the other GPUs hold nothing")
     if placement.streamed_layer_bytes:
         often = f"for each of {placement.forward_calls} forward calls" if placement.forward_calls > 1 else "once"
         cost = "at a speed that is measured after the download"

@@ -22,7 +22,7 @@ from triton.runtime.interpreter import interpreter_builder
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core import statistics
-from ssdprof.core.base import DType, PrecisionRecord, Probe
+from ssdprof.core.base import MEMORIES, DType, PrecisionRecord, Probe
 from ssdprof.core.case import Case, ChunkTrial
 from ssdprof.core.subject import CallRef, Ceilings
 from ssdprof.core.words import words
@@ -31,6 +31,7 @@ from ssdprof.environment.machine import ClockWatch
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.oracle import sequences
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
@@ -475,6 +476,8 @@ def replaying(
             writer.note(lost and f"{where}: {lost}")
             if zero := zeros(inputs):
                 writer.note(f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may pass.")
+            if (key := str(layer.index)) not in writer.report.first.gates:
+                writer.update(gates=writer.report.first.gates | {key: forgetting(inputs)})
             judged = operators.get(inputs.operator).judged
             dims, work = judged.cost(inputs)
             prompt = (dims.seqlen, dims.batch)
@@ -571,6 +574,17 @@ def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
     lost = [phrase for name, tensor in changed.items() for phrase in _lost(name, given[name], tensor)]
     remark = f"The cast to {to} changed some elements: {'; '.join(lost)}." if lost else ""
     return token_major(replace(inputs, **changed)), remark
+
+
+def forgetting(inputs: Any) -> tuple[int, ...]:
+    """Heads whose decays leave 1/1000 of the state after 64 tokens, after 1K or 16K, and later or never, in the mean of
+    all tokens."""
+    gate = operators.get(inputs.operator).judged.gate
+    spans = [span for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens) if span.length]
+    decays = torch.stack([gate(inputs, span).exponents[..., -1].sum(0) for span in spans]).sum(0)
+    each = decays / sum(span.length for span in spans)
+    within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
+    return tuple(after - before for before, after in itertools.pairwise(within))
 
 
 def zeros(inputs: Any) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import grouped
+from ssdprof.core.base import MEMORIES, grouped
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CheckpointRef, Environment
 from ssdprof.report.groups import groups, layer_of, precision_order
@@ -129,6 +129,14 @@ def _subject(report: Report) -> Iterator[Fact]:
     shapes = grouped((case for case in report.cases if case.layer), lambda case: str(case.dims))
     for dims, own in shapes.items():
         yield "dimensions", dims if len(shapes) == 1 else f"{dims} (layers {fmt.indices(map(layer_of, own))})"
+    gates = {name: heads for one in report.processes for name, heads in one.gates.items()}
+    if gates:
+        lengths = fmt.words(f"{length:,}" for length in MEMORIES)
+        yield (
+            "gates",
+            f"heads that forget within {lengths} tokens, and hardly at all: "
+            + "; ".join(f"layer {name}: {', '.join(map(str, heads))}" for name, heads in gates.items()),
+        )
     served = []
     for prompt in report.prompts:
         kind = {"default": "built-in text", "file": "text file", "random": "random tokens",

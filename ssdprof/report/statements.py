@@ -166,7 +166,7 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
         why = "this run did not pass" if wrong else "this run is incomplete"
         yield VerdictLine(f"In short: keep {group.baseline} for now: {why}.", False)
         return
-    every = [one for name in group.compared for one in _advised(group.series(name))]
+    every = [one for name in group.compared if name != "served" for one in _advised(group.series(name))]
     timed = [one for one in every if one.speedup() and len(one.timed) == group.calls]
     if not timed:
         why = "on this GPU nothing was timed" if group.report.environment.gpu else "without a GPU there is no speed"

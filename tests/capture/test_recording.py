@@ -26,7 +26,9 @@ from ssdprof.capture.store import read_layer
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels import GDNInputs, SSDInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.operators.tensors import tensors
 from ssdprof.store import reports
 
@@ -98,6 +100,28 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
         assert again.served
         assert layer.served
         assert all(map(torch.equal, again.served, layer.served))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda out, states, _: (out, states.roll(1, 0)),  # another slot
+        lambda out, states, _: (out, states.mT.contiguous()),
+        lambda out, _, inputs: (out, inputs.initial_state.clone()),  # a snapshot that was never written
+        lambda out, states, _: (out.roll(1, 1), states),
+        lambda out, states, _: (out.roll(1, 2), states),
+    ],
+    ids=["slot", "layout", "snapshot", "token", "head"],
+)
+def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]) -> None:
+    *_, last = open_recording(dump, "flashinfer").layers()
+    assert last.served
+    found = {}
+    for name, output in (("right", last.served), ("wrong", plant(*last.served, last.inputs))):
+        candidate = Candidate(output=output, precision=Precision(), name=name)
+        found[name] = "; ".join(one.reason for one in compare(last.inputs, {name: candidate})[name] if one.reason)
+    assert not found["right"]
+    assert found["wrong"]
 
 
 @pytest.mark.slow

@@ -252,6 +252,8 @@ def test_the_price_is_measured(granite: Path, monkeypatch: pytest.MonkeyPatch) -
     words = placement_words(found)
     assert "1 layer (954 MiB) on cuda:0, 3 layers (2.79 GiB) on the disk" in words
     assert "for each of 4 forward calls, in 1 s at the measured 1.0 GB/s" in words
+    small = record.model_copy(update={"kind": "all-gpus", "held": record.held[:1], "streamed_layer_bytes": 0})
+    assert "all of it fits there, so that the other GPUs hold nothing" in placement_words(small)
     in_memory = record.model_copy(update={"held": (Held(place="cpu", layers=4, weight_bytes=4 * GB),)})
     assert Placed(record=in_memory).priced(None).seconds_per_layer == pytest.approx(0.5)
 

@@ -21,9 +21,10 @@ from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
 from ssdprof.jobs import compare, limits
 from ssdprof.jobs import run as job
+from ssdprof.jobs.compare import forgetting
 from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.subject import find_to_replay
-from ssdprof.kernels import registry
+from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Unwatched
@@ -178,3 +179,16 @@ def test_on_a_gpu_everything_is_measured() -> None:
     assert case.workspace_bytes
     assert {launch.kernel for launch in case.launches} >= {"_chunk_scan_kernel", "_state_passing_kernel"}
     assert all(launch.registers for launch in case.launches)
+
+
+def test_heads_are_counted_by_how_long_they_remember() -> None:
+    """exp(-0.2 x 64) and less is forgotten within 64 tokens; exp(-0.0001 x 16,384) is not forgotten at all."""
+    rates = torch.tensor([-0.2, -0.3, -0.02, -0.001, -0.0001, 0.0, -torch.inf, 0.5])
+    shape = (1, 40, len(rates), 16)
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    gdn = GDNInputs(q=q, k=k, v=v, g=rates.expand(1, 40, -1), beta=torch.rand(1, 40, len(rates)))
+    packed = replace(gdn, cu_seqlens=torch.tensor([0, 0, 17, 40]))
+    rates = rates.clamp(max=0)
+    ssd = SSDInputs(x=v, dt=torch.ones(1, 40, len(rates)), A=rates, B=q[:, :, :1], C=k[:, :, :1])
+    for given in (gdn, packed, ssd):
+        assert forgetting(given) == (3, 1, 1, 3)
