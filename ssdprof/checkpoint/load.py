@@ -296,7 +296,8 @@ def _whole_blocks() -> Iterator[None]:
         expected = padded.shape[-2] // block[0], padded.shape[-1] // block[1]
         if any(missing) and tuple(scales.shape[-2:]) != expected:
             raise ValueError(f"weight {rows, columns} is not a multiple of its scale grid {tuple(scales.shape[-2:])}")
-        return decode(self, padded if any(missing) else codes, scales, *rest, **options)[..., :rows, :columns]
+        decoded = decode(self, padded if any(missing) else codes, scales, *rest, **options)
+        return decoded[..., :rows, :columns].contiguous()
 
     Fp8Dequantize._dequantize_one = decode_blocks
     try:

@@ -118,9 +118,8 @@ class Comparer:
 
         def to_time(case: Case) -> bool:
             """Not what a server computed; also a baseline outside its budget, because the verdict is on the others."""
-            if case.kind == "served":
-                return False
-            return case.result == "passed" or (case.only_outside and (case.place, case.implementation) in rivals)
+            rival = case.only_outside and (case.place, case.implementation) in rivals
+            return case.kind != "served" and (case.result == "passed" or rival)
 
         for batch in _batches(entries):
             for entry, case in self._verified(batch, label, verdicts).items():
@@ -542,14 +541,12 @@ def served(captured: CapturedLayer, by: str) -> tuple[Implementation, PrecisionR
     """What a server computed, as an implementation that returns it, and its precision: that of its states."""
     assert captured.served
     out, final_states = captured.served
-    return Implementation(
-        operator=captured.layer.operator,
-        name="served",
-        run=lambda _inputs, _precision: (out.clone(), final_states.clone()),
-        plan=lambda _inputs, _precision: Plan(variant="served", launches=0, reason=by),
-        kind="served",
-        version=by,
-    ), PrecisionRecord(intermediates="exact", state_dtype=dtype_name(final_states.dtype))
+    one = Implementation(
+        operator=captured.layer.operator, name="served", kind="served", version=by,
+        run=lambda *_: (out.clone(), final_states.clone()),
+        plan=lambda *_: Plan(variant="served", launches=0, reason=by),
+    )  # fmt: skip
+    return one, PrecisionRecord(intermediates="exact", state_dtype=dtype_name(final_states.dtype))
 
 
 def first_rank(inputs: Any, ranks: int) -> Any:
