@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ssdprof.errors import BadInputError
-from ssdprof.operators import gdn, ssd
+from ssdprof.operators import gdn, kda, ssd
 from ssdprof.operators.operator import Operator
 
-_OPERATORS: dict[str, Operator[Any]] = {one.name: one for one in (ssd.OPERATOR, gdn.OPERATOR)}
+_OPERATORS: dict[str, Operator[Any]] = {one.name: one for one in (ssd.OPERATOR, gdn.OPERATOR, kda.OPERATOR)}
 
 
 def register(operator: Operator[Any]) -> Operator[Any]:

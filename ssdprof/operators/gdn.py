@@ -62,11 +62,12 @@ def bind(
     *,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    kind: str = "GDNInputs",
     **given: Any,
 ) -> BoundCall:
-    """The call of `mixer` as inputs."""
+    """The call of `mixer` as inputs of this kind."""
     given |= {"q": q, "k": k, "v": v, "g": g, "beta": beta, "use_qk_l2norm": use_qk_l2norm_in_kernel}
-    return from_call(kernels.GDNInputs, **given), output_final_state, ""
+    return from_call(getattr(kernels, kind), **given), output_final_state, ""
 
 
 def recorded(given: dict[str, Any], returned: Sequence[torch.Tensor]) -> tuple[kernels.GDNInputs, Output | None]:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import triton
 from compile_target import on_meta
-from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, SSDCase
+from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
 from subjects import GDN_ON_HOPPER, GDN_ONE
 
 from ssdprof.kernels.chunks import Chunks
@@ -22,6 +22,8 @@ from ssdprof.kernels.gdn.portable import GDNPortableLaunch
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of, three_stages
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.hopper.schedule import Cut
+from ssdprof.kernels.kda.portable import KDAPortableConfig, KDAPortableLaunch
+from ssdprof.kernels.kda.unfused import six_stages as kda_six_stages
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.rows import contiguous_copy
@@ -321,6 +323,44 @@ BROKEN: Launches = {
     }),
     "gdn 256": partial(gdn_portable, GDN_PORTABLE_CASES["256"], block_v=64, scan_stages=3),
 }  # fmt: skip
+
+# --- KDA
+
+
+def kda_unfused(case: KDACase, precision: Precision) -> None:
+    kda_six_stages(on_meta(case.inputs()), precision)
+
+
+def kda_portable(case: KDACase, **changes: Any) -> None:
+    inputs = on_meta(case.inputs())
+    config = replace(KDAPortableConfig.choose(inputs, 132), **changes)
+    KDAPortableLaunch(inputs, EXACT, config, state_v_first=False)(inputs)
+
+
+KIMI = KDACase(key_heads=2, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
+KDA_UNFUSED_CASES: dict[str, tuple[KDACase, Precision]] = {
+    "kimi bf16": (KIMI, EXACT), "kimi bf16, normalised before": (KIMI.but(l2norm=False), EXACT),
+    "kimi fp32": (KIMI.but(dtype=FP32), EXACT), "kimi packed fp16": (KIMI.but(**GDN_PACK, dtype=FP16), EXACT),
+    "smallest fp32": (KIMI.but(key_dim=16, value_dim=16, dtype=FP32), EXACT),
+    "K 96, V 192": (KIMI.but(key_dim=96, value_dim=192), EXACT),
+    "largest bf16": (KIMI.but(key_heads=1, key_dim=256, value_dim=256), EXACT),
+    "largest fp32": (KIMI.but(key_heads=1, key_dim=256, value_dim=256, dtype=FP32), EXACT),
+}  # fmt: skip
+KDA_UNFUSED = each(kda_unfused, KDA_UNFUSED_CASES)
+KDA_PORTABLE_CASES: dict[str, KDACase] = {
+    "kimi": KIMI, "kimi, batch": KIMI.but(batch=70), "kimi, normalised before": KIMI.but(l2norm=False),
+    "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16), "kimi fp32": KIMI.but(dtype=FP32),
+    "16": KIMI.but(key_dim=16, value_dim=16), "K 60, V 100": KIMI.but(key_dim=60, value_dim=100, seqlen=1000),
+    "largest": KIMI.but(key_heads=1, key_dim=256, value_dim=256),
+}
+KDA_PORTABLE = each(kda_portable, KDA_PORTABLE_CASES)
+KDA_TOKEN = KIMI.but(batch=2, seqlen=1, initial_states=True)
+KDA_SMALL: Launches = {
+    "recurrent bf16": partial(gdn_recurrent, KDA_TOKEN), "recurrent tokens": partial(gdn_recurrent, KDA_TOKEN.but(seqlen=8)),
+    "recurrent 256": partial(gdn_recurrent, KDA_TOKEN.but(key_dim=256, value_dim=256, seqlen=8, dtype=FP32)),
+    "step bf16": partial(gdn_step, KDA_TOKEN),
+    "step largest": partial(gdn_step, KDA_TOKEN.but(key_dim=256, value_dim=256, dtype=FP32)),
+}
 
 # whose machine code for sm_90 is recorded
 TABLES = (

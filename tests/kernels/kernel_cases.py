@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
@@ -17,6 +18,7 @@ EXACT, RELAXED_FP32 = Precision(), Precision(intermediates="relaxed")
 RELAXED = replace(RELAXED_FP32, state_dtype=FP16)
 PRECISIONS = tuple(replace(one, state_dtype=dtype) for one in (EXACT, RELAXED_FP32) for dtype in DTYPES)
 TOKENS = {SSDInputs: ("x", "dt", "B", "C", "z"), GDNInputs: ("q", "k", "v", "g", "beta")}
+TOKENS[KDAInputs] = TOKENS[GDNInputs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,28 @@ class GDNCase(Case):
         )  # fmt: skip
         options = dict(use_qk_l2norm=self.l2norm, chunk_size=self.chunk_size)
         return GDNInputs(**(tensors | options | overrides))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDACase(GDNCase):
+    """gates: "drawn", each channel uniform up to 2 `gate`; "saturated", far below what fp32 holds in places; "bound",
+    -5 in every position; "none"; "cuts", some -inf; "one channel", of which one is kept and the others are forgotten.
+    """
+
+    gates: str = "drawn"
+
+    def inputs(self, **overrides: Any) -> KDAInputs:
+        plain = super().inputs()
+        generator = torch.Generator(self.device).manual_seed(self.seed + 1)
+        shape = (*plain.v.shape[:3], self.key_dim)
+        g = -2 * self.gate * torch.rand(shape, generator=generator, device=self.device)
+        g = {
+            "drawn": lambda: g, "saturated": lambda: torch.where(g > -self.gate, g, 1000 * g),
+            "bound": lambda: torch.full_like(g, -5.0), "none": lambda: torch.zeros_like(g),
+            "cuts": lambda: torch.where(g > -0.04 * self.gate, -torch.inf, 0.1 * g),
+            "one channel": lambda: torch.where(torch.arange(self.key_dim, device=self.device) == 3, 0.0, -20.0 + 0 * g),
+        }[self.gates]()  # fmt: skip
+        return KDAInputs(**vars(plain) | dict(g=g) | overrides)
 
 
 def bounds(lengths: tuple[int, ...], device: str = "cpu") -> torch.Tensor:

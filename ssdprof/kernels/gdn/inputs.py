@@ -82,7 +82,7 @@ class GDNInputs(Inputs):
             raise ValueError(f"chunk_size must be a power of two of at least 16, not {self.chunk_size}")
         self._check("k", (batch, length, heads, key_dim), same_dtype=True)
         self._check("v", (batch, length, value_heads, value_dim), same_dtype=True)
-        self._check("g", (batch, length, value_heads))
+        self._check("g", self.gate_shape)
         self._check("beta", (batch, length, value_heads))
         self._check_sequences()
         if self.initial_state is not None:
@@ -111,6 +111,11 @@ class GDNInputs(Inputs):
             *map(tensor_signature, (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens)),
             None if self.scale is None else float(self.scale), bool(self.use_qk_l2norm), self.chunk_size,
         )  # fmt: skip
+
+    @property
+    def gate_shape(self) -> tuple[int, ...]:
+        """Shape of g: (B, T, HV)."""
+        return tuple(self.v.shape[:3])
 
     @property
     def states_shape(self) -> tuple[int, int, int, int]:

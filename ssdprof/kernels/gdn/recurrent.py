@@ -14,6 +14,8 @@ unfused_step   one token in three launches: the written value, the state, the ou
     S   = S + k_t (beta_t (v_t - S^T k_t))^T
     out_t = S^T (scale q_t)
 
+Kimi Delta Attention is the same with g (B, T, HV, K): a decay for every row of S.
+
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
       cu_seqlens (sequences + 1)
 Out:  out (B, T, HV, V), v's dtype | final states (sequences, HV, K, V) fp32, or initial_state itself, in place, or
@@ -94,8 +96,10 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     k_ptr += ptr_offset((i_b, begin, i_k), k_strides[:3]) + o_k.to(tl.int64) * k_strides[3]
     v_ptr += ptr_offset((i_b, begin, i_h), v_strides[:3]) + o_v.to(tl.int64) * v_strides[3]
     out_ptr += ptr_offset((i_b, begin, i_h), out_strides[:3]) + o_v.to(tl.int64) * out_strides[3]
-    g_ptr += ptr_offset((i_b, begin, i_h), g_strides)
+    g_ptr += ptr_offset((i_b, begin, i_h), g_strides[:3])
     beta_ptr += ptr_offset((i_b, begin, i_h), beta_strides)
+    if S.PER_CHANNEL:
+        g_ptr += o_k.to(tl.int64) * g_strides[3]
 
     o_states = o_k.to(tl.int64)[:, None] * S.STATES_STRIDES[0] + o_v.to(tl.int64)[None, :] * S.STATES_STRIDES[1]
 
@@ -114,13 +118,19 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
             qs = qs + (tl.load(q_ptr + step * q_strides[1], mask=m_k & here, other=0.0),)
             ks = ks + (tl.load(k_ptr + step * k_strides[1], mask=m_k & here, other=0.0),)
             vs = vs + (tl.load(v_ptr + step * v_strides[1], mask=m_v & here, other=0.0),)
-            gs = gs + (tl.load(g_ptr + step * g_strides[1], mask=here, other=0.0),)
+            m_g = m_k & here if S.PER_CHANNEL else here
+            gs = gs + (tl.load(g_ptr + step * g_strides[1], mask=m_g, other=0.0),)
             betas = betas + (tl.load(beta_ptr + step * beta_strides[1], mask=here, other=0.0),)
         for i in tl.static_range(S.BLOCK_T):
             q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
             decay, k_scale = decay_exp(gs[i].to(tl.float32)), _scale_of_norm(k, S.L2NORM)
-            u = betas[i].to(tl.float32) * k_scale * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
-            state = state * decay + k[:, None] * u[None, :]
+            if S.PER_CHANNEL:
+                state = state * decay[:, None]
+                u = betas[i].to(tl.float32) * k_scale * (v - k_scale * tl.sum(state * k[:, None], axis=0))
+                state = state + k[:, None] * u[None, :]
+            else:
+                u = betas[i].to(tl.float32) * k_scale * (v - decay * k_scale * tl.sum(state * k[:, None], axis=0))
+                state = state * decay + k[:, None] * u[None, :]
             out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
             here, step = first + i < length, tl.cast(first + i, tl.int64)
             tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_v & here)
@@ -161,7 +171,8 @@ class GDNRecurrentLaunch:
                 VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
                 BLOCK_V=blocks["block_v"], BLOCK_T=blocks["block_t"], INITIAL_STRIDES=initial[-2:],
                 STATES_STRIDES=states[-2:],
-                EVERY_STATE=every_state, L2NORM=bool(inputs.use_qk_l2norm), num_warps=blocks["num_warps"],
+                PER_CHANNEL=inputs.g.ndim == 4, EVERY_STATE=every_state, L2NORM=bool(inputs.use_qk_l2norm),
+                num_warps=blocks["num_warps"],
             ),
         )  # fmt: skip
 
@@ -252,8 +263,12 @@ def _gdn_step_write_kernel(tensors, strides, S: tl.constexpr):
             initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_k[:, None] & m_v[None, :], other=0.0
         ).to(tl.float32)  # fmt: skip
         k = tl.load(k_ptr + ptr_offset((i_b, 0, i_h // S.VALUES_PER_KEY, o_k), k_strides), mask=m_k, other=0.0)
-        g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
-        u -= decay_exp2(g * LOG2_E) * tl.sum(state * k.to(tl.float32)[:, None], axis=0)
+        if S.PER_CHANNEL:
+            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(tl.float32)
+            u -= tl.sum(state * (decay_exp2(g * LOG2_E) * k.to(tl.float32))[:, None], axis=0)
+        else:
+            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
+            u -= decay_exp2(g * LOG2_E) * tl.sum(state * k.to(tl.float32)[:, None], axis=0)
     u *= tl.load(beta_ptr + ptr_offset((i_b, 0, i_h), beta_strides)).to(tl.float32)
     tl.store(u_ptr + ptr_offset((i_b, 0, i_h, o_v), u_strides), u, mask=m_v)
 
@@ -273,8 +288,12 @@ def _gdn_step_state_kernel(tensors, strides, S: tl.constexpr):
     state = k[:, None] * u[None, :]
     if initial_state_ptr is not None:
         initial = tl.load(initial_state_ptr + ptr_offset(index, initial_state_strides), mask=m_state, other=0.0)
-        g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
-        state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)
+        if S.PER_CHANNEL:
+            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h, o_k), g_strides), mask=m_k, other=0.0).to(tl.float32)
+            state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)[:, None]
+        else:
+            g = tl.load(g_ptr + ptr_offset((i_b, 0, i_h), g_strides)).to(tl.float32)
+            state += initial.to(tl.float32) * decay_exp2(g * LOG2_E)
     tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
 
 
@@ -312,6 +331,7 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
             (strides_of_each(*tensors), *scale),
             VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
             BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=config["block_v"], num_warps=config["num_warps"],
+            PER_CHANNEL=inputs.g.ndim == 4,
         )  # fmt: skip
 
     q, k, v, g, initial = inputs.q, inputs.k, inputs.v, inputs.g, inputs.initial_state

@@ -1,0 +1,457 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
+"""Kimi Delta Attention in six launches, one per stage of the algorithm: the baseline.
+
+gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state, chunk_output.  The norm of q and k and solve_tril
+are the kernels of unfused GDN, and dtypes are its exact ones (`../gdn/config.py`), with two differences: operands of
+the scores keep 11 significant bits (`levels.py`), and relaxed intermediates change fp32 operands only.
+
+Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
+from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
+from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
+from ssdprof.kernels.gdn import config
+from ssdprof.kernels.gdn.config import operand_dtype
+from ssdprof.kernels.gdn.unfused.pipeline import MAX_CHUNK_SIZE
+from ssdprof.kernels.gdn.unfused.stages import _load, _rows, qk_l2norm, solve_tril
+from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
+from ssdprof.kernels.kda.levels import add_scores, cumulative_decays, keys_with_keys, queries_with_keys, score_products
+from ssdprof.kernels.launch import launch
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.tensors import strides_of_each, strides_unit
+
+STAGES = {
+    "_kda_gate_cumsum_kernel": "gate_cumsum", "_kda_decayed_scores_kernel": "decayed_scores",
+    "_kda_recompute_w_u_kernel": "recompute_w_u", "_kda_chunk_state_kernel": "chunk_state",
+    "_kda_chunk_output_kernel": "chunk_output",
+}  # fmt: skip
+
+
+def _blocks(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, dict[str, int]]:
+    """Block sizes and launch options of the stages that are no kernels of GDN."""
+    fp32 = operand == torch.float32
+    block_k, block_v = (max(16, min(triton.next_power_of_2(dim), 32 if fp32 else 64)) for dim in (key_dim, value_dim))
+    narrow = max(16, min(triton.next_power_of_2(value_dim), 32))
+    whole_v = max(16, min(triton.next_power_of_2(value_dim), 32 if fp32 else 128))
+    return {
+        "gate_cumsum": dict(BLOCK_K=block_k, num_warps=4),
+        "decayed_scores": dict(BLOCK_K=block_k, num_warps=8, num_stages=1),
+        "recompute_w_u": dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4, num_stages=2),
+        "chunk_state": dict(BLOCK_V=16 if fp32 else narrow, num_warps=8 if fp32 or key_dim > 128 else 4,
+                            num_stages=1 if fp32 else 2 if key_dim > 128 else 3),
+        "chunk_output": dict(BLOCK_K=block_k, BLOCK_V=whole_v, num_warps=8 if fp32 else 4, num_stages=2),
+    }  # fmt: skip
+
+
+@triton.jit
+def _kda_gate_cumsum_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    g_ptr, spans_ptr, G_ptr = tensors
+    g_strides, G_strides = strides
+    k_blocks = tl.cdiv(S.KEY_DIM, S.BLOCK_K)
+    unit = tl.program_id(0) // k_blocks
+    i_h, i_b, i_c, start, count = own_chunk(unit, spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    o_k = (tl.program_id(0) % k_blocks) * S.BLOCK_K + tl.arange(0, S.BLOCK_K)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_k = o_k < S.KEY_DIM
+    b_g = tl.load(
+        g_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_k[None, :]), in_units(g_strides, S.UNIT)),
+        mask=(o_i < count)[:, None] & m_k[None, :], other=0.0,
+    )  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+    index = (i_b, i_c, i_h, o_i[:, None], o_k[None, :])
+    tl.store(G_ptr + ptr_offset(index, G_strides), cumulative_decays(b_g), mask=m_k[None, :])
+
+
+def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> torch.Tensor:
+    """Stage 1: the cumulative log decay, G[i, k] = sum_{j <= i} clamp(g[j, k] * log2(e), FORGOTTEN, 0).
+
+    Positions past the sequence's end count as g = 0.
+
+    In:   g (B, T, HV, K)
+    Out:  G (B, NT, HV, C, K) fp32
+    Grid: (B * NT * HV * blocks of K)
+    """
+    g, (batch, length, heads, key_dim) = inputs.g, inputs.g.shape
+    options = _blocks(key_dim, key_dim, torch.float32)["gate_cumsum"]
+    G = torch.empty(batch, chunks.count, heads, chunks.size, key_dim, device=g.device, dtype=torch.float32)
+    launch(
+        _kda_gate_cumsum_kernel, batch * chunks.count * heads * triton.cdiv(key_dim, options["BLOCK_K"]),
+        (g, chunks.spans, G), (strides_of_each(g, G), length, heads, chunks.count),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, UNIT=strides_unit(g), **options,
+    )  # fmt: skip
+    return G
+
+
+@triton.jit
+def _kda_decayed_scores_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+    q_ptr, k_ptr, beta_ptr, G_ptr, spans_ptr, L_ptr, P_ptr = tensors
+    q_strides, k_strides, beta_strides, G_strides, L_strides, P_strides = strides
+    i_h, i_b, i_c, start, count = own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_i, i_kh = o_i < count, i_h // values_per_key
+    q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
+    scores = tl.zeros((S.CHUNK_SIZE, S.CHUNK_SIZE), tl.float32)
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
+        m_k = o_k < S.KEY_DIM
+        m_ik = m_i[:, None] & m_k[None, :]
+        b_q = _rows(q_ptr, q_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.SCORES)
+        b_k = _rows(k_ptr, k_strides, (i_b, start + o_i[:, None], i_kh, o_k[None, :]), m_ik, S.SCORES)
+        b_G = tl.load(
+            G_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), G_strides), mask=m_k[None, :], other=0.0
+        )  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        scores = add_scores(scores, b_q, b_k, b_G, S.PRECISION)
+    b_beta = tl.load(
+        beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0
+    ).to(tl.float32)  # fmt: skip
+    index = (i_b, i_c, i_h, o_i[:, None], o_i[None, :])
+    tl.store(P_ptr + ptr_offset(index, P_strides), queries_with_keys(scores).to(P_ptr.dtype.element_ty))
+    tl.store(L_ptr + ptr_offset(index, L_strides), keys_with_keys(scores) * b_beta[:, None])
+
+
+def decayed_scores(
+    inputs: KDAInputs, G: torch.Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stage 2: the triangular system of each chunk, and the weights of its own values in the output.
+
+        L[i, j] = beta[i] * sum_k k[i, k] * k[j, k] * exp(G[i, k] - G[j, k])      for j < i, else 0
+        P[i, j] =           sum_k q[i, k] * k[j, k] * exp(G[i, k] - G[j, k])      for j <= i, else 0
+
+    In:   q, k (B, T, H, K) | beta (B, T, HV) | G (B, NT, HV, C, K) fp32; normalised: no number of q or k is above 1
+    Out:  L (B, NT, HV, C, C) fp32 | P (B, NT, HV, C, C) in the operands' dtype
+    Grid: (B * NT * HV), value heads of one key head in neighbouring programs, because they share q and k
+    """
+    q, k, beta, operand = inputs.q, inputs.k, inputs.beta, operand_dtype(inputs.v.dtype, precision)
+    (batch, nchunks, heads, size, key_dim), device = G.shape, k.device
+    L = torch.empty(batch, nchunks, heads, size, size, device=device, dtype=torch.float32)
+    P = torch.empty(batch, nchunks, heads, size, size, device=device, dtype=operand)
+    scores, products = score_products(operand, normalised=normalised)
+    launch(
+        _kda_decayed_scores_kernel, batch * nchunks * heads, (q, k, beta, G, chunks.spans, L, P),
+        (strides_of_each(q, k, beta, G, L, P), inputs.length, heads, nchunks, inputs.values_per_key),
+        CHUNK_SIZE=size, KEY_DIM=key_dim, SCORES=scores, PRECISION=products, UNIT=strides_unit(q, k),
+        **_blocks(key_dim, key_dim, operand)["decayed_scores"],
+    )  # fmt: skip
+    return L, P
+
+
+@triton.jit
+def _kda_recompute_w_u_kernel(tensors, strides, length, heads, nchunks, values_per_key, S: tl.constexpr):
+    A_ptr, k_ptr, v_ptr, beta_ptr, G_ptr, spans_ptr, w_ptr, u_ptr, k_end_ptr = tensors
+    A_strides, k_strides, v_strides, beta_strides, G_strides, w_strides, u_strides, k_end_strides = strides
+    k_strides, v_strides = in_units(k_strides, S.UNIT), in_units(v_strides, S.UNIT)
+    i_h, i_b, i_c, start, count = own_chunk(tl.program_id(0), spans_ptr, length, heads, nchunks, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_i = o_i < count
+    b_A = tl.load(A_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), A_strides)).to(tl.float32)
+    b_beta = tl.load(beta_ptr + ptr_offset((i_b, start + o_i, i_h), beta_strides), mask=m_i, other=0.0)
+    b_A = (b_A * b_beta.to(tl.float32)[None, :]).to(S.OPERAND)
+
+    # --- u
+    for first_v in range(0, S.VALUE_DIM, S.BLOCK_V):
+        o_v = first_v + tl.arange(0, S.BLOCK_V)
+        m_v = o_v < S.VALUE_DIM
+        index = (i_b, start + o_i[:, None], i_h, o_v[None, :])
+        b_v = _rows(v_ptr, v_strides, index, m_i[:, None] & m_v[None, :], S.OPERAND)
+        b_u = tl.dot(b_A, b_v, input_precision=DOT_PRECISION)
+        tl.store(
+            u_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), u_strides),
+            tl.trans(b_u).to(S.OPERAND), mask=m_v[:, None],
+        )  # fmt: skip
+
+    # --- w, and the keys as the end of the chunk sees them
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
+        m_k = o_k < S.KEY_DIM
+        index = (i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :])
+        b_k = _rows(k_ptr, k_strides, index, m_i[:, None] & m_k[None, :], tl.float32)
+        p_G = G_ptr + ptr_offset((i_b, i_c, i_h), G_strides[:3])
+        b_G = tl.load(p_G + ptr_offset((o_i[:, None], o_k[None, :]), G_strides[3:]), mask=m_k[None, :], other=0.0)
+        G_end = tl.load(p_G + ptr_offset((S.CHUNK_SIZE - 1, o_k), G_strides[3:]), mask=m_k, other=0.0)
+        b_w = tl.dot(b_A, (b_k * decay_exp2(b_G)).to(S.OPERAND), input_precision=DOT_PRECISION)
+        index = (i_b, i_c, i_h, o_i[:, None], o_k[None, :])
+        tl.store(w_ptr + ptr_offset(index, w_strides), b_w.to(S.OPERAND), mask=m_k[None, :])
+        k_end = (b_k * decay_exp2(G_end[None, :] - b_G)).to(S.OPERAND)
+        tl.store(k_end_ptr + ptr_offset(index, k_end_strides), k_end, mask=m_k[None, :])
+
+
+def recompute_w_u(
+    inputs: KDAInputs, A: torch.Tensor, G: torch.Tensor, chunks: Chunks, precision: Precision
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stage 4: keys and values of each chunk after the inverse, and its keys decayed to its end.
+
+        u[v, i]     = sum_j A[i, j] * beta[j] * v[j, v]
+        w[i, k]     = sum_j A[i, j] * beta[j] * exp(G[j, k]) * k[j, k]
+        k_end[i, k] = exp(G[C - 1, k] - G[i, k]) * k[i, k]
+
+    In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
+          G (B, NT, HV, C, K) fp32
+    Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), in the operands' dtype; rows past the sequence's end are zero
+    Grid: (B * NT * HV)
+    """
+    k, v, (batch, length, heads, value_dim) = inputs.k, inputs.v, inputs.v.shape
+    key_dim, operand = k.shape[3], operand_dtype(v.dtype, precision)
+    w = torch.empty(batch, chunks.count, heads, chunks.size, key_dim, device=v.device, dtype=operand)
+    u = torch.empty(batch, chunks.count, heads, value_dim, chunks.size, device=v.device, dtype=operand)
+    given, results = (A, k, v, inputs.beta, G), (w, u, torch.empty_like(w))
+    launch(
+        _kda_recompute_w_u_kernel, batch * chunks.count * heads, (*given, chunks.spans, *results),
+        (strides_of_each(*given, *results), length, heads, chunks.count, inputs.values_per_key),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
+        UNIT=strides_unit(k, v), **_blocks(key_dim, value_dim, operand)["recompute_w_u"],
+    )  # fmt: skip
+    return results
+
+
+@triton.jit
+def _kda_chunk_state_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+    (
+        k_end_ptr, w_ptr, u_ptr, G_ptr, initial_state_ptr, spans_ptr, bounds_ptr, prev_states_ptr, v_new_ptr,
+        final_states_ptr,
+    ) = tensors  # fmt: skip
+    (
+        k_end_strides, w_strides, u_strides, G_strides, initial_state_strides, prev_states_strides, v_new_strides,
+        final_states_strides,
+    ) = strides  # fmt: skip
+    # --- this program's slice of V, sequence and head
+    V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    ALL_K: tl.constexpr = S.KEY_DIM == S.BLOCK_K
+    ALL_V: tl.constexpr = S.VALUE_DIM % S.BLOCK_V == 0
+    i_sh = tl.program_id(0) // V_BLOCKS
+    i_s, i_h = i_sh // heads, i_sh % heads
+    o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    o_k, o_i = tl.arange(0, S.BLOCK_K), tl.arange(0, S.CHUNK_SIZE)
+    m_v, m_k = o_v < S.VALUE_DIM, o_k < S.KEY_DIM
+    m_vk = m_v[:, None] & m_k[None, :]
+    if bounds_ptr is None:
+        i_b, first, after = i_s, 0, nchunks
+    else:
+        i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
+
+    # --- addresses of the first chunk
+    k_end_strides, w_strides = in_units(k_end_strides, S.UNIT), in_units(w_strides, S.UNIT)
+    prev_states_strides = in_units(prev_states_strides, S.UNIT)
+    p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
+    p_k = k_end_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), k_end_strides)
+    p_u = u_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), u_strides)
+    p_end = G_ptr + ptr_offset((i_b, first, i_h, S.CHUNK_SIZE - 1, o_k), G_strides)
+    p_prev = prev_states_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides)
+    p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
+
+    # --- loop over chunks
+    state = tl.zeros((S.BLOCK_V, S.BLOCK_K), dtype=tl.float32)
+    if initial_state_ptr is not None:
+        initial_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), initial_state_strides)
+        state += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
+    for turn in range(after - first):
+        step = tl.cast(turn, tl.int64)
+        state_operand = state.to(S.OPERAND)
+        if ALL_K and ALL_V:
+            tl.store(p_prev + step * prev_states_strides[1], state_operand)
+        else:
+            tl.store(p_prev + step * prev_states_strides[1], state_operand, mask=m_vk)
+        b_w = _load(p_w + step * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
+        b_u = _load(p_u + step * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
+        b_k = _load(p_k + step * k_end_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
+        decay = decay_exp2(_load(p_end + step * G_strides[1], m_k, ALL_K))
+        v_new = b_u.to(tl.float32) - tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
+        v_new = v_new.to(S.OPERAND)
+        if ALL_V:
+            tl.store(p_new + step * v_new_strides[1], v_new)
+        else:
+            tl.store(p_new + step * v_new_strides[1], v_new, mask=m_v[:, None])
+        state = tl.dot(v_new, b_k, state * decay[None, :], input_precision=DOT_PRECISION)
+        state = state.to(S.STATE).to(tl.float32)
+    final_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides)
+    tl.store(final_states_ptr + final_offset, state, mask=m_vk)
+
+
+def chunk_state(
+    inputs: KDAInputs, w: torch.Tensor, u: torch.Tensor, k_end: torch.Tensor, G: torch.Tensor, chunks: Chunks,
+    precision: Precision,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Stage 5: the state that enters each chunk, the values that the chunk writes, and the final state.
+
+        v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
+        S'[v, k]     = exp(G[C - 1, k]) * S[v, k] + sum_i v_new[v, i] * k_end[i, k]
+
+    S is the transposed state that enters the chunk.  This is the serial stage.
+
+    In:   w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C) | G (B, NT, HV, C, K) fp32
+          initial_state (sequences, HV, K, V) or None
+    Out:  prev_states (B, NT, HV, V, K) | v_new (B, NT, HV, V, C), both in the operands' dtype
+          final_states (sequences, HV, K, V) fp32
+    Grid: (sequences * HV * blocks of V)
+    """
+    (batch, length, heads, value_dim), key_dim, device = inputs.v.shape, w.shape[4], w.device
+    operand = operand_dtype(inputs.v.dtype, precision)
+    options = _blocks(key_dim, value_dim, operand)["chunk_state"]
+    prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=device, dtype=operand)
+    final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=device, dtype=torch.float32)
+    given, results = (k_end, w, u, G, inputs.initial_state), (prev_states, torch.empty_like(u), final_states)
+    launch(
+        _kda_chunk_state_kernel, chunks.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        (*given, chunks.spans, chunks.bounds, *results),
+        (strides_of_each(*given, *results), length, heads, chunks.count),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
+        STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k_end, w, prev_states),
+        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), **options,
+    )  # fmt: skip
+    return results
+
+
+@triton.jit
+def _kda_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr):
+    q_ptr, G_ptr, P_ptr, prev_states_ptr, v_new_ptr, spans_ptr, out_ptr = tensors
+    q_strides, G_strides, P_strides, prev_states_strides, v_new_strides, out_strides = strides
+    V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    i_bch = tl.program_id(0) // V_BLOCKS
+    i_h, i_bc = i_bch % heads, i_bch // heads
+    i_b, i_c = i_bc // nchunks, i_bc % nchunks
+    start, count = chunk_span(spans_ptr, i_c, length, S.CHUNK_SIZE)
+    if count <= 0:
+        return
+    o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
+    o_i = tl.arange(0, S.CHUNK_SIZE)
+    m_v, m_i = o_v < S.VALUE_DIM, o_i < count
+
+    # --- from the state that enters the chunk
+    q_strides, out_strides = in_units(q_strides, S.UNIT), in_units(out_strides, S.UNIT)
+    prev_states_strides = in_units(prev_states_strides, S.UNIT)
+    acc = tl.zeros((S.BLOCK_V, S.CHUNK_SIZE), dtype=tl.float32)
+    for first_k in range(0, S.KEY_DIM, S.BLOCK_K):
+        o_k = first_k + tl.arange(0, S.BLOCK_K)
+        m_k = o_k < S.KEY_DIM
+        index = (i_b, start + o_i[:, None], i_h // values_per_key, o_k[None, :])
+        b_q = _rows(q_ptr, q_strides, index, m_i[:, None] & m_k[None, :], tl.float32)
+        b_G = tl.load(
+            G_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_k[None, :]), G_strides), mask=m_k[None, :], other=0.0
+        )  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+        b_S = tl.load(
+            prev_states_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_k[None, :]), prev_states_strides),
+            mask=m_v[:, None] & m_k[None, :], other=0.0,
+        )  # [BLOCK_V, BLOCK_K]  # fmt: skip
+        acc = tl.dot(b_S, tl.trans((b_q * decay_exp2(b_G)).to(S.OPERAND)), acc, input_precision=DOT_PRECISION)
+
+    # --- from the chunk's own values
+    b_P = tl.load(P_ptr + ptr_offset((i_b, i_c, i_h, o_i[:, None], o_i[None, :]), P_strides))
+    b_v_new = tl.load(
+        v_new_ptr + ptr_offset((i_b, i_c, i_h, o_v[:, None], o_i[None, :]), v_new_strides),
+        mask=m_v[:, None], other=0.0,
+    )  # [BLOCK_V, CHUNK_SIZE]  # fmt: skip
+    acc = tl.dot(b_v_new, tl.trans(b_P), acc, input_precision=DOT_PRECISION) * scale
+    tl.store(
+        out_ptr + ptr_offset((i_b, start + o_i[:, None], i_h, o_v[None, :]), out_strides),
+        tl.trans(acc).to(out_ptr.dtype.element_ty), mask=m_i[:, None] & m_v[None, :],
+    )  # fmt: skip
+
+
+def chunk_output(
+    inputs: KDAInputs, prev_states: torch.Tensor, v_new: torch.Tensor, P: torch.Tensor, G: torch.Tensor,
+    chunks: Chunks, precision: Precision,
+) -> torch.Tensor:  # fmt: skip
+    """Stage 6: the output, from the state that enters the chunk and from the chunk's own corrected values.
+
+        out[i, v] = scale * (sum_k exp(G[i, k]) * q[i, k] * S[v, k] + sum_{j <= i} P[i, j] * v_new[v, j])
+
+    In:   q (B, T, H, K) | prev_states S (B, NT, HV, V, K) | v_new (B, NT, HV, V, C) | P (B, NT, HV, C, C)
+          G (B, NT, HV, C, K) fp32
+    Out:  out (B, T, HV, V), the inputs' dtype
+    Grid: (B * NT * HV * blocks of V)
+    """
+    q, (batch, length, heads, value_dim), key_dim = inputs.q, inputs.v.shape, inputs.q.shape[3]
+    operand = operand_dtype(inputs.v.dtype, precision)
+    options = _blocks(key_dim, value_dim, operand)["chunk_output"]
+    out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
+    tensors = (q, G, P, prev_states, v_new)
+    launch(
+        _kda_chunk_output_kernel, batch * chunks.count * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        (*tensors, chunks.spans, out),
+        (
+            strides_of_each(*tensors, out), length, heads, chunks.count, inputs.values_per_key,
+            inputs.scale_or_default,
+        ),
+        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
+        UNIT=strides_unit(q, prev_states, out), **options,
+    )  # fmt: skip
+    return out
+
+
+# --- the implementation
+
+
+def run(inputs: KDAInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
+    """Output in v's dtype, final states in fp32.
+
+    Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that require a gradient, and, outside Triton's
+    interpreter, for tensors that are not on a GPU.
+    """
+    _refuse_unsupported(inputs)
+    with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
+        return six_stages(inputs, precision)
+
+
+def six_stages(inputs: KDAInputs, precision: Precision) -> GDNOutput:
+    """`run` without checks, on the current device."""
+    normalised = bool(inputs.use_qk_l2norm)
+    if normalised:
+        operand = operand_dtype(inputs.q.dtype, precision)
+        unit = {name: qk_l2norm(getattr(inputs, name), dtype=operand) for name in ("q", "k")}
+        inputs = KDAInputs.unchecked(**vars(inputs) | unit)
+    chunks = Chunks.of(inputs)
+    G = gate_cumsum(inputs, chunks)
+    L, P = decayed_scores(inputs, G, chunks, precision, normalised=normalised)
+    A = solve_tril(inputs, L, chunks, precision)
+    del L  # w and u can reuse its memory
+    w, u, k_end = recompute_w_u(inputs, A, G, chunks, precision)
+    del A
+    prev_states, v_new, final_states = chunk_state(inputs, w, u, k_end, G, chunks, precision)
+    del w, u, k_end
+    return GDNOutput(chunk_output(inputs, prev_states, v_new, P, G, chunks, precision), final_states)
+
+
+def plan(inputs: KDAInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
+    _refuse_unsupported(inputs)
+    (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
+    operand, size = operand_dtype(inputs.q.dtype, precision), inputs.chunk_size
+    chosen = _blocks(key_dim, value_dim, operand) | {"solve_tril": config.SOLVE_TRIL}
+    extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
+    chunks = batch * inputs.chunk_count * heads
+    w_u, states, squares = (chunks * n for n in (size * (2 * key_dim + value_dim), key_dim * value_dim, size * size))
+    normalised = 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
+    # peak memory beside P and G: L and A; or A, w, u and k_end; or w, u, k_end, v_new and the states
+    most = max((4 + operand.itemsize) * squares, operand.itemsize * (squares + w_u))
+    most = max(most, operand.itemsize * (w_u + chunks * size * value_dim + states))
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable",
+        launches=6 + int(inputs.cu_seqlens is not None) + 2 * int(inputs.use_qk_l2norm),
+        config={"chunk_size": size}
+        | {f"{stage}.{key.lower()}": value for stage, options in chosen.items() for key, value in options.items()},
+        workspace_bytes=most + 4 * chunks * size * key_dim + operand.itemsize * (normalised + squares),
+        reason=", and ".join(["six stages, one launch each", *(what for what, there in extra.items() if there)]),
+    )
+
+
+def _refuse_unsupported(inputs: KDAInputs) -> None:
+    if inputs.chunk_size > MAX_CHUNK_SIZE:
+        raise UnsupportedError(f"unfused: chunk_size is at most {MAX_CHUNK_SIZE}, not {inputs.chunk_size}")
+    refuse_gradient("unfused", vars(inputs).values())
+    refuse_device("unfused", inputs.q, oldest=(0, 0))
+
+
+register(Implementation(operator="kda", name="unfused", run=run, plan=plan))

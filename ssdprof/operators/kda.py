@@ -1,0 +1,260 @@
+"""The operator "kda".  Imports torch at first use only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ssdprof import kernels
+from ssdprof.operators import gdn, generate
+from ssdprof.operators.dtypes import dtype_named
+from ssdprof.operators.gdn import CHUNK
+from ssdprof.operators.generate import Cell, InputGenerator
+from ssdprof.operators.late import LazyModule, rounding, torch
+from ssdprof.operators.operator import CallBinding, Operator, OracleSpec, Stages, computed
+
+if TYPE_CHECKING:
+    from ssdprof.kernels.kda import adapters, reference
+else:
+    adapters, reference = (LazyModule(f"ssdprof.kernels.kda.{name}") for name in ("adapters", "reference"))
+
+STAGES = Stages.of(
+    "kda", {"chunk_state.residual": "residual", "chunk_state.update": "update of the state"},
+    "setup", "setup.store", "qk_l2norm", "gate_cumsum", "decayed_scores", "solve_tril", "recompute_w_u",
+    "out_factor", "state_factor", "chunk_state", "chunk_state.residual", "chunk_state.update", "chunk_output",
+    "recurrence", "step_write", "step_state", "step_output",
+    unfused=(
+        "_gdn_qk_l2norm_kernel", "_kda_gate_cumsum_kernel", "_kda_decayed_scores_kernel", "_gdn_solve_tril_kernel",
+        "_kda_recompute_w_u_kernel", "_kda_chunk_state_kernel", "_kda_chunk_output_kernel",
+    ),
+    fused=("_kda_prep_kernel", "_kda_scan_kernel"),
+    recurrent=("_gdn_recurrent_kernel",),
+    unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
+)  # fmt: skip
+
+# --- how a model calls it
+
+WIDEST = 128  # channels of a head in every model
+
+BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
+    function="chunk_kimi_delta_attention",
+    step="recurrent_kimi_delta_attention",
+    bind=partial(gdn.bind, kind="KDAInputs"),
+    bind_step=partial(gdn.bind, kind="KDAInputs"),
+    refused=(*gdn.BINDING.refused, "safe_gate", "lower_bound"),
+    always_a_pair=True,
+    views=("q", "k", "v"),
+    per_position=("g", "beta"),
+    gate_bytes=lambda item: item + 4 * WIDEST,  # beta, and g in fp32
+    replacement=lambda inputs: computed(inputs, reference.kda_chunked),
+)  # fmt: skip
+
+
+# --- the oracle, and the operator in one precision
+
+
+def bytes_per_position(inputs: kernels.KDAInputs) -> int:
+    """About ten fp32 rows of the rounded form and ten fp64 rows of the oracle, of 2 K + V + CHUNK."""
+    heads, value_dim = inputs.v.shape[2:]
+    return int(heads * (10 * 4 + 10 * 8) * (2 * inputs.q.shape[3] + value_dim + CHUNK))
+
+
+def gate(inputs: kernels.KDAInputs, span: rounding.Span) -> rounding.Gate:
+    """The running sum of g in each chunk, (c, h, CHUNK * K); the padding has g = 0."""
+    g = inputs.g[span.batch, span.start : span.stop].float().clamp(gdn._FORGOTTEN, 0)
+    sums = rounding.running_sum(rounding.split_chunks(g, CHUNK).permute(0, 2, 3, 1))
+    return rounding.Gate(exponents=sums.mT.flatten(2))
+
+
+def rounded_chunks(
+    inputs: kernels.KDAInputs, low: rounding.Rounded, span: rounding.Span, gate: rounding.Gate
+) -> torch.Tensor:
+    """out of a span: the `lo` of the comparison (docs/measuring.md).
+
+    The chunked algorithm of `reference.py` with chunks of 64 positions, in plain torch.  Everything is computed in
+    fp32 and rounded
+
+        where a matrix product takes it     to the input's dtype; fp32 to two tf32 numbers, as tensor cores take it:
+                                            q and k (normalised ones too), with the decays from the chunk's start and
+                                            to its end, the inverse, beta times v, u, w, the state, what a chunk
+                                            writes, the scores
+        in the products of the scores       q and k with the decays of each half, cut to tf32; for fp32 inputs to two
+        and between the inverse's blocks    tf32 numbers
+        where states pass from chunk to chunk, and at the end     to the state dtype
+        as the output     to the input's dtype
+
+    beta and the substitution inside blocks of 16 rows stay in fp32.  Relaxed intermediates round fp32 operands to 16
+    bits and nothing else.
+    """
+    operand, exp = low.operand, rounding.gpu_exp
+    product = rounding.two_tf32 if low.operand_dtype == torch.float32 else gdn._tf32
+
+    def chunked(tensor: torch.Tensor) -> torch.Tensor:
+        """(l, h, ...) -> (c, h, CHUNK, ...)"""
+        return rounding.split_chunks(tensor, CHUNK).transpose(1, 2)
+
+    def queries_or_keys(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor[span.batch, span.start : span.stop].float()
+        if inputs.use_qk_l2norm:
+            tensor = tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+        return chunked(operand(tensor).repeat_interleave(inputs.values_per_key, 1))
+
+    q, k = queries_or_keys(inputs.q), queries_or_keys(inputs.k)  # (c, h, i, K)
+    v = chunked(inputs.v[span.batch, span.start : span.stop].float())  # (c, h, i, V)
+    beta = chunked(inputs.beta[span.batch, span.start : span.stop].float())[..., None]
+    sums = gate.exponents.unflatten(2, (CHUNK, -1))
+    scores, system = reference.decayed_scores(q, k, sums, exp, product)
+    scores, inverse = operand(scores), operand(gdn._inverse(beta * system, product))
+    since_start, to_end = exp(sums), exp((sums[..., -1:, :] - sums).clamp(max=0))
+    u = operand(inverse @ operand(beta * v))
+    w = operand(inverse @ operand(beta * operand(since_start * k)))
+    queries, keys = operand(q * since_start), operand(k * to_end)
+    out = torch.empty_like(v)
+    for c in range(len(v)):
+        entering = operand(low.state)
+        written = operand(u[c] - w[c] @ entering)
+        out[c] = queries[c] @ entering + scores[c] @ written
+        low.state = low.stored(low.state * since_start[c, :, -1, :, None] + keys[c].mT @ written)
+    out = out * inputs.scale_or_default
+    return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
+
+
+# --- cost
+
+
+def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = gdn.SMALLEST_CHUNK) -> int:
+    """Multiplications and additions of the chunked form's matrix products at that many positions.
+
+    As of GDN, but k k^T and q k^T are of every value head, because their decays are inside the sums.
+    """
+    heads, key_dim, value_dim = (sizes[name] for name in ("value_heads", "key_dim", "value_dim"))
+    return positions * heads * (2 * (chunk_size + 1) * (key_dim + value_dim) + 6 * key_dim * value_dim)
+
+
+ORACLE = OracleSpec(
+    blocks=lambda inputs, length: reference.kda_blocks(inputs, torch.float64, block=length), gate=gate,
+    chunks=rounded_chunks, bytes_per_position=bytes_per_position, chunk_size=lambda _inputs: CHUNK,
+    sizes=gdn.sizes_of, words=gdn.ORACLE.words, flops=flops,
+)  # fmt: skip
+
+
+# --- random inputs
+
+BOUND = -5.0  # of the bounded gate
+BOUNDED, SATURATED, LOW_GATES = "bounded", "saturated", "low-gates"
+WAYS = {
+    gdn.NORMALISED: "q and k are normalised before the call and not inside",
+    BOUNDED: "bounded gates, g = -5 sigmoid(a + dt_bias)",
+    SATURATED: "every fourth value head forgets most channels at every token: g is below -50 in the mean",
+    LOW_GATES: "g in the model's dtype, as in bailing_hybrid",
+}
+
+
+def draw(cell: Cell, device: torch.device) -> kernels.KDAInputs:
+    """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias) with A of a head and dt_bias of a channel;
+    beta = sigmoid(N(0, 1)) times its maximum.
+
+    "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.  Packed and very
+    short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes.
+    """
+    key_heads, heads, key_dim, value_dim, largest_beta = (cell.shape.sizes[name] for name in GENERATOR.names)
+    generator = torch.Generator(device).manual_seed(generate.SEED)
+    normal = partial(torch.randn, device=device, generator=generator)
+    q, k, v = generate.empty([(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim)], cell, device)
+    for tensor in (q, k, v):
+        tensor.normal_(generator=generator)
+    dt_bias = generate.gate_bias(heads * key_dim, generator).view(heads, key_dim)
+    A = generate.uniform(heads, gdn.SLOWEST, gdn.FASTEST, generator)[:, None]
+    rows, length, _ = generate.positions(cell)
+    g = normal(rows, length, heads, key_dim).add_(dt_bias)
+    if SATURATED in cell.drawn:
+        g[..., ::4, :] += 10
+    g = BOUND * g.sigmoid_() if BOUNDED in cell.drawn else torch.nn.functional.softplus(g).mul_(-A)
+    if gdn.NORMALISED in cell.drawn:
+        for tensor in (q, k):
+            tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
+    return kernels.KDAInputs(
+        q=q, k=k, v=v, g=g.to(dtype_named(cell.dtype)) if LOW_GATES in cell.drawn else g,
+        beta=(largest_beta * normal(rows, length, heads).sigmoid()).to(dtype_named(cell.dtype)),
+        use_qk_l2norm=gdn.NORMALISED not in cell.drawn,
+        initial_state=normal(cell.tokens.sequences, heads, key_dim, value_dim) if cell.tokens.states else None,
+        cu_seqlens=generate.cu_seqlens(cell, device),
+    )  # fmt: skip
+
+
+def edges(like: kernels.KDAInputs) -> Iterator[kernels.KDAInputs]:
+    """K = V, initial states, some q and k with squared norms near 1e-6, beta up to 2, some g > 0, and channels that
+    forget everything; then without the last three; then like `like`.
+    """
+    key_dim, width, device = like.q.shape[3], like.v.shape[3], like.v.device
+    for value_dim, largest_beta in ((key_dim, 2), (key_dim, 1), (width, 1)):
+        shape = GENERATOR.shape("edges", 2, 4, key_dim, value_dim, largest_beta)
+        drawn = draw(generate.edge_cell(shape, like.v), device)
+        for tensor in (drawn.q, drawn.k):
+            tensor[:, ::5] *= 1e-3 * key_dim**-0.5
+        if largest_beta > 1:
+            drawn.g[:, ::7] *= -1
+            drawn.g[:, ::11, :, ::3] = -torch.inf
+        states = generate.states(2, 4, key_dim, value_dim, device=device)
+        yield replace(drawn, chunk_size=like.chunk_size, initial_state=states)
+
+
+# --- other libraries
+
+
+def _fla_operator() -> ModuleType:
+    """fla's operator, with its calls to other libraries turned off: see `gdn`."""
+    gdn._fla_operator()
+    return import_module(adapters.FLA)
+
+
+LIBRARIES = {
+    "fla": generate.installed(
+        "flash-linear-attention", lambda: gdn.adapters.fla_version(), gdn._states_as_inputs,
+        lambda: adapters.load_fla(_fla_operator()),
+    ),
+    "fla_recurrent": generate.installed(
+        "flash-linear-attention", lambda: gdn.adapters.fla_version(), gdn._fp32_states,
+        lambda: adapters.load_fla_recurrent(_fla_operator()),
+    ),
+}  # fmt: skip
+
+_WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
+GENERATOR: InputGenerator[kernels.KDAInputs] = InputGenerator(
+    form="{key_heads}/{value_heads}x{key_dim}x{value_dim}",
+    order="key heads / value heads x K x V",
+    words=_WORDS,
+    models={  # as in their configs
+        "kimi-linear-48b": (32, 32, 128, 128), "glm-5-next": (64, 64, 128, 128), "kimi-k3": (96, 96, 128, 128),
+        "kimi-k3-tp8": (12, 12, 128, 128),  # one rank of eight
+    },
+    others={"largest_beta": 1},
+    divides=("key_heads", "value_heads"),
+    largest={"key_dim": 256, "value_dim": 256},
+    draw=draw,
+    edges=edges,
+    ways=WAYS,
+    libraries=LIBRARIES,
+)  # fmt: skip
+
+
+OPERATOR = Operator(
+    name="kda",
+    title="KDA",
+    layers="Kimi-Delta-Attention",
+    load_inputs=lambda: kernels.KDAInputs,
+    mixer_sizes={
+        "key_heads": "num_heads", "value_heads": "num_heads", "key_dim": "head_dim", "value_dim": "head_dim",
+    },
+    words=_WORDS,
+    stages=STAGES,
+    binding=BINDING,
+    judged=ORACLE,
+    generated=GENERATOR,
+    refusal=gdn.refusal,
+    divided=gdn.OPERATOR.divided,
+)  # fmt: skip
