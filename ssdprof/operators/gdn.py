@@ -324,37 +324,37 @@ _NO_DISPATCH = "FLA_DISABLE_BACKEND_DISPATCH"  # fla reads it when it is importe
 os.environ.setdefault(_NO_DISPATCH, "1")
 
 
-def _fla_operator() -> ModuleType:
-    """fla's operator, with its calls to other libraries turned off, so that fla's own kernels are timed.
+def fla_operator(name: str = "gdn") -> ModuleType:
+    """fla's module of an operator, with its calls to other libraries turned off, so that fla's own kernels are timed.
 
     Raises ImportError if it is not installed, and if it was imported before with these calls on.
     """
-    if adapters.FLA in sys.modules and os.environ.get(_NO_DISPATCH) != "1":
+    if adapters.FLA[name] in sys.modules and os.environ.get(_NO_DISPATCH) != "1":
         raise ImportError(f"fla was imported before {_NO_DISPATCH}=1 was set, and may call other libraries")
     os.environ[_NO_DISPATCH] = "1"
-    return import_module(adapters.FLA)
+    return import_module(adapters.FLA[name])
 
 
-def _states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+def states_as_inputs(dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return (PrecisionRecord(intermediates="exact", state_dtype=dtype),)
 
 
-def _fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
+def fp32_states(_dtype: InputDType) -> tuple[PrecisionRecord, ...]:
     return (EXACT_FP32,)
 
 
 LIBRARIES = {
     name: generate.installed(package, version, precisions, load)
     for name, package, version, precisions, load in (
-        ("fla", "flash-linear-attention", lambda: adapters.fla_version(), _states_as_inputs,
-         lambda: adapters.load_fla(_fla_operator())),
-        ("fla_recurrent", "flash-linear-attention", lambda: adapters.fla_version(), _fp32_states,
-         lambda: adapters.load_fla_recurrent(_fla_operator())),
-        ("flash_qla", "flash-qla", lambda: packages.package_version("flash_qla"), _fp32_states,
+        ("fla", "flash-linear-attention", lambda: adapters.fla_version(), states_as_inputs,
+         lambda: adapters.load_fla(fla_operator())),
+        ("fla_recurrent", "flash-linear-attention", lambda: adapters.fla_version(), fp32_states,
+         lambda: adapters.load_fla_recurrent(fla_operator())),
+        ("flash_qla", "flash-qla", lambda: packages.package_version("flash_qla"), fp32_states,
          lambda: adapters.load_flash_qla()),
-        ("flashinfer", "flashinfer-python", lambda: packages.package_version("flashinfer-python"), _fp32_states,
+        ("flashinfer", "flashinfer-python", lambda: packages.package_version("flashinfer-python"), fp32_states,
          lambda: adapters.load_flashinfer()),
-        ("flashinfer_mtp", "flashinfer-python", lambda: packages.package_version("flashinfer-python"), _fp32_states,
+        ("flashinfer_mtp", "flashinfer-python", lambda: packages.package_version("flashinfer-python"), fp32_states,
          lambda: adapters.load_flashinfer_mtp()),
     )
 }  # fmt: skip

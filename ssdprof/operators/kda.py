@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ssdprof import kernels
@@ -18,9 +16,10 @@ from ssdprof.operators.late import LazyModule, rounding, torch
 from ssdprof.operators.operator import CallBinding, Operator, OracleSpec, Stages, computed
 
 if TYPE_CHECKING:
-    from ssdprof.kernels.kda import adapters, reference
+    from ssdprof.kernels.gdn import adapters
+    from ssdprof.kernels.kda import reference
 else:
-    adapters, reference = (LazyModule(f"ssdprof.kernels.kda.{name}") for name in ("adapters", "reference"))
+    adapters, reference = (LazyModule(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "kda.reference"))
 
 STAGES = Stages.of(
     "kda", {"chunk_state.residual": "residual", "chunk_state.update": "update of the state"},
@@ -106,7 +105,7 @@ def rounded_chunks(
     q, k = queries_or_keys(inputs.q), queries_or_keys(inputs.k)  # (c, h, i, K)
     v = chunked(inputs.v[span.batch, span.start : span.stop].float())  # (c, h, i, V)
     beta = chunked(inputs.beta[span.batch, span.start : span.stop].float())[..., None]
-    sums = gate.exponents.unflatten(2, (CHUNK, -1))
+    sums = gate.exponents.reshape(*gate.exponents.shape[:2], CHUNK, -1)
     scores, system = reference.decayed_scores(q, k, sums, exp, product)
     scores, inverse = operand(scores), operand(gdn._inverse(beta * system, product))
     since_start, to_end = exp(sums), exp((sums[..., -1:, :] - sums).clamp(max=0))
@@ -206,22 +205,13 @@ def edges(like: kernels.KDAInputs) -> Iterator[kernels.KDAInputs]:
 # --- other libraries
 
 
-def _fla_operator() -> ModuleType:
-    """fla's operator, with its calls to other libraries turned off: see `gdn`."""
-    gdn._fla_operator()
-    return import_module(adapters.FLA)
-
-
 LIBRARIES = {
-    "fla": generate.installed(
-        "flash-linear-attention", lambda: gdn.adapters.fla_version(), gdn._states_as_inputs,
-        lambda: adapters.load_fla(_fla_operator()),
-    ),
-    "fla_recurrent": generate.installed(
-        "flash-linear-attention", lambda: gdn.adapters.fla_version(), gdn._fp32_states,
-        lambda: adapters.load_fla_recurrent(_fla_operator()),
-    ),
-}  # fmt: skip
+    name: generate.installed("flash-linear-attention", lambda: adapters.fla_version(), precisions, load)
+    for name, precisions, load in (
+        ("fla", gdn.states_as_inputs, lambda: adapters.load_fla(gdn.fla_operator("kda"), "kda")),
+        ("fla_recurrent", gdn.fp32_states, lambda: adapters.load_fla_recurrent(gdn.fla_operator("kda"), "kda")),
+    )
+}
 
 _WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
 GENERATOR: InputGenerator[kernels.KDAInputs] = InputGenerator(

@@ -22,7 +22,7 @@ from ssdprof.kernels.gdn.portable import GDNPortableLaunch
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of, three_stages
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.hopper.schedule import Cut
-from ssdprof.kernels.kda.portable import KDAPortableConfig, KDAPortableLaunch
+from ssdprof.kernels.kda.fused import KDAPortableConfig, KDAPortableLaunch
 from ssdprof.kernels.kda.unfused import six_stages as kda_six_stages
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision
@@ -348,15 +348,20 @@ KDA_UNFUSED_CASES: dict[str, tuple[KDACase, Precision]] = {
 }  # fmt: skip
 KDA_UNFUSED = each(kda_unfused, KDA_UNFUSED_CASES)
 KDA_PORTABLE_CASES: dict[str, KDACase] = {
-    "kimi": KIMI, "kimi, batch": KIMI.but(batch=70), "kimi, normalised before": KIMI.but(l2norm=False),
-    "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16), "kimi fp32": KIMI.but(dtype=FP32),
-    "16": KIMI.but(key_dim=16, value_dim=16), "K 60, V 100": KIMI.but(key_dim=60, value_dim=100, seqlen=1000),
+    "kimi": KIMI,
+    "kimi, batch": KIMI.but(batch=70),
+    "kimi, normalised before": KIMI.but(l2norm=False),
+    "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
+    "kimi fp32": KIMI.but(dtype=FP32),
+    "16": KIMI.but(key_dim=16, value_dim=16),
+    "K 60, V 100": KIMI.but(key_dim=60, value_dim=100, seqlen=1000),
     "largest": KIMI.but(key_heads=1, key_dim=256, value_dim=256),
 }
 KDA_PORTABLE = each(kda_portable, KDA_PORTABLE_CASES)
 KDA_TOKEN = KIMI.but(batch=2, seqlen=1, initial_states=True)
 KDA_SMALL: Launches = {
-    "recurrent bf16": partial(gdn_recurrent, KDA_TOKEN), "recurrent tokens": partial(gdn_recurrent, KDA_TOKEN.but(seqlen=8)),
+    "recurrent bf16": partial(gdn_recurrent, KDA_TOKEN),
+    "recurrent tokens": partial(gdn_recurrent, KDA_TOKEN.but(seqlen=8)),
     "recurrent 256": partial(gdn_recurrent, KDA_TOKEN.but(key_dim=256, value_dim=256, seqlen=8, dtype=FP32)),
     "step bf16": partial(gdn_step, KDA_TOKEN),
     "step largest": partial(gdn_step, KDA_TOKEN.but(key_dim=256, value_dim=256, dtype=FP32)),

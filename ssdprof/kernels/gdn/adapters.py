@@ -1,5 +1,5 @@
-"""GDN kernels of other libraries, as installed.  Each `load_...` imports its library, and raises ImportError if it, or
-one of its dependencies, is missing.
+"""GDN and KDA kernels of other libraries, as installed.  Each `load_...` imports its library, and raises ImportError if
+it, or one of its dependencies, is missing.
 
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some calls to other
             installed libraries.  The code that imports it turns this off (`operators/gdn.py`)
@@ -30,8 +30,9 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 HEAD_DIM = 128  # the only K and V of some libraries
 MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
-FLA = "fla.ops.gated_delta_rule"  # the module to pass to `load_fla` and `load_fla_recurrent`
-_FLA_KERNELS = (FLA, "fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
+FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}  # the module to pass to `load_fla...`
+_FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
+_FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
 def _refuse_relaxed(name: str, precision: Precision) -> None:
@@ -52,14 +53,16 @@ def _refuse_unlike_128(name: str, inputs: GDNInputs, precision: Precision) -> No
         raise UnsupportedError(f"{name}: fp16 and bf16 inputs only")
 
 
-def load_fla(operator: Any) -> Implementation:
-    """The chunked kernels of the library's operator."""
-    tunings = Tunings(module for name, module in sorted(sys.modules.items()) if name.startswith(_FLA_KERNELS))
+def load_fla(operator: Any, name: str = "gdn") -> Implementation:
+    """The chunked kernels of the library's operator.  name: ours; of KDA, gates arrive computed."""
+    kernels = (FLA[name], *_FLA_KERNELS)
+    tunings = Tunings(module for file, module in sorted(sys.modules.items()) if file.startswith(kernels))
+    function = getattr(operator, f"chunk_{_FUNCTION[name]}")
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
         short = inputs.v.shape[0] * inputs.v.shape[1] <= SHORT
         tunings.use_for((inputs.q.shape[2:], inputs.v.shape[2:], inputs.q.dtype, short))
-        return _call(operator.chunk_gated_delta_rule, inputs)
+        return _call(function, inputs)
 
     def plan(inputs: GDNInputs, _precision: Precision) -> Plan:
         return Plan(
@@ -72,11 +75,11 @@ def load_fla(operator: Any) -> Implementation:
         if precision.state_dtype != inputs.q.dtype:
             raise UnsupportedError(f"fla: states that enter chunks are {inputs.q.dtype}, as q is")
 
-    return library_kernel("gdn", "fla", refuse, call, plan)
+    return library_kernel(name, "fla", refuse, call, plan)
 
 
-def load_fla_recurrent(operator: Any) -> Implementation:
-    """The library's token-by-token kernel."""
+def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
+    """The library's token-by-token kernel.  name: of our operator."""
 
     def refuse(inputs: GDNInputs, precision: Precision) -> None:
         _refuse_relaxed("fla_recurrent", precision)
@@ -84,9 +87,9 @@ def load_fla_recurrent(operator: Any) -> Implementation:
         if tokens > MOST_STEPS:
             raise UnsupportedError(f"fla_recurrent: token by token, for sequences of at most {MOST_STEPS}")
 
-    call = _function(operator.fused_recurrent_gated_delta_rule)
+    call = _function(getattr(operator, f"fused_recurrent_{_FUNCTION[name]}"))
     plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
-    return library_kernel("gdn", "fla_recurrent", refuse, call, plan)
+    return library_kernel(name, "fla_recurrent", refuse, call, plan)
 
 
 def fla_version() -> str:

@@ -1,15 +1,334 @@
-"""Kimi Delta Attention in few launches: the choice between kernels."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 (Triton unpacks no tuples)
+"""Kimi Delta Attention in two launches, or token by token with GDN's kernel (`../gdn/recurrent.py`).
+
+The two launches: for every chunk and value head what does not depend on the state, then the
+output, with the state in registers from chunk to chunk.
+
+With G_i the sum of g from the chunk's start to position i, S the state that enters it, Q and K normalised if the call
+asks for it, and the decays inside the sums over channels,
+
+    L_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)  (i > j)     P_ij = sum_d q_id k_jd exp(G_id - G_jd)  (i >= j)
+    A = (I + L)^-1                                              decayed_scores, solve_tril
+    keys = k exp(G)      queries = scale q exp(G)               gate_cumsum
+    X = diag(beta) A^T (k exp(G_end - G))                       state_factor
+    W = scale P A diag(beta)                                    out_factor
+    Y = V - keys S,   S' = diag(exp(G_end)) S + X^T Y,   out = queries S + W Y        second launch
+
+From one chunk to the next, two products depend on each other: keys S and X^T Y.  One program of the second launch owns
+one slice of V of one head of one sequence.  No program waits for another.
+
+In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states (sequences, HV, K, V)
+         cu_seqlens (sequences + 1)
+Between: keys, queries, state_factor (slots, HV, C, K padded to blocks) | out_factor (slots, HV, C, C), all in the
+         operands' dtype | ends (slots, HV, K padded) fp32: exp(G_end)
+Out:     out (B, T, HV, V), v's dtype | final_states (sequences, HV, K, V) fp32
+Grids:   (slots * HV), heads fastest; then (sequences * HV * slices of V), slices fastest, then heads
+Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
+import torch
+import triton
+import triton.language as tl
+
+from ssdprof.kernels import registry
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import sm_count
+from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels.gdn import recurrent
+from ssdprof.kernels.gdn.config import inverse_products, operand_dtype
 from ssdprof.kernels.gdn.fused import RECURRENT, _equals
-from ssdprof.kernels.kda.inputs import GDNOutput
-from ssdprof.kernels.kda.portable import KDAPortableConfig, KDAPortableLaunch, handed_on
-from ssdprof.kernels.registry import Implementation, register
+from ssdprof.kernels.gdn.inputs import state_strides
+from ssdprof.kernels.gdn.portable import (
+    L2NORM_EPS,
+    _alignment,
+    first_slot,
+    load_rows,
+    piece_of_slot,
+    slot_count,
+    take_state,
+    unit_lower_inverse,
+)
+from ssdprof.kernels.kda import GDNOutput, KDAInputs
+from ssdprof.kernels.kda.unfused import add_scores, cumulative_decays, keys_with_keys, queries_with_keys, score_products
+from ssdprof.kernels.launch import Launcher
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.tensors import strides_of, tile_strides
+
+STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDAPortableConfig:
+    """chunk: positions per chunk: 16, 32 or 64
+    prep_block_k, block_k: block of K per product of the two launches, powers of two of at least 16
+    block_v: slice of V per program of the second launch, a power of two of at least 16
+    num_warps, scan_stages: of the second launch; stages are chunks in flight
+    prep_warps, prep_registers: of the first launch; most registers per thread, 0: no limit
+    """
+
+    chunk: int = 64
+    prep_block_k: int = 64
+    block_k: int = 64
+    block_v: int = 32
+    num_warps: int = 4
+    scan_stages: int = 2
+    prep_warps: int = 4
+    prep_registers: int = 0
+    reason: str = ""
+
+    @classmethod
+    def choose(cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False) -> KDAPortableConfig:
+        """Slices of V as wide as the number of states allows."""
+        heads, value_dim = inputs.v.shape[2:]
+        block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (inputs.q.shape[3], value_dim))
+        if inputs.q.dtype == torch.float32:
+            return cls(
+                chunk=16, prep_block_k=min(32, block_k), block_k=min(32, block_k), block_v=min(32, block_v),
+                reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
+            )  # fmt: skip
+        config = cls(
+            prep_block_k=min(64, block_k), block_k=min(64, block_k), block_v=min(32, block_v),
+            reason="narrow slices of V, for more programs",
+        )  # fmt: skip
+        states = (1 if batch_invariant else inputs.sequences) * heads
+        if states >= sm_count and block_v >= 64 and inputs.q.shape[3] <= 128:
+            config = replace(config, block_v=64, reason="slices of 64 of V: enough states")
+        return config
+
+
+@triton.jit(do_not_specialize=["seqlen", "sequences"])
+def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
+    (
+        q_ptr, k_ptr, g_ptr, beta_ptr, cu_seqlens_ptr, keys_ptr, queries_ptr, state_factor_ptr, out_factor_ptr,
+        ends_ptr,
+    ) = tensors  # fmt: skip
+    q_strides, k_strides, g_strides, beta_strides, cu_seqlens_strides = strides
+    # stage setup: which chunk of which head is mine
+    slot, i_h = tl.program_id(0) // S.VALUE_HEADS, tl.program_id(0) % S.VALUE_HEADS
+    cu_seqlens_stride = None if cu_seqlens_ptr is None else cu_seqlens_strides[0]
+    _, i_b, i_c, begin, length = piece_of_slot(slot, cu_seqlens_ptr, cu_seqlens_stride, seqlen, sequences, S.CHUNK)
+    t = i_c * S.CHUNK
+    if t >= length:
+        return
+    BLOCKS: tl.constexpr = S.PADDED // S.BLOCK_K
+    WHOLE: tl.constexpr = S.KEY_DIM % S.BLOCK_K == 0
+    i_k = i_h // S.VALUES_PER_KEY
+    o_t, o_k = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K)
+    o_row, m_t = o_t.to(S.OFFSET), o_t < length - t
+    q_ptr = tl.multiple_of(q_ptr + ptr_offset((i_b, begin + t, i_k), q_strides[:3]), S.ALIGNMENT)
+    k_ptr = tl.multiple_of(k_ptr + ptr_offset((i_b, begin + t, i_k), k_strides[:3]), S.ALIGNMENT)
+    g_ptr = tl.multiple_of(g_ptr + ptr_offset((i_b, begin + t, i_h), g_strides[:3]), S.ALIGNMENT)
+    beta_ptr += ptr_offset((i_b, begin + t, i_h), beta_strides)
+    place = tl.program_id(0).to(tl.int64)
+
+    # stage qk_l2norm
+    k_length = tl.full((S.CHUNK,), 1.0, tl.float32)
+    q_length = tl.full((S.CHUNK,), 1.0, tl.float32)
+    if S.L2NORM:
+        k_squares, q_squares = tl.zeros((S.CHUNK,), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
+        for n in tl.static_range(BLOCKS):
+            o_n = n * S.BLOCK_K + o_k
+            k = load_rows(k_ptr, k_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
+            q = load_rows(q_ptr, q_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
+            k_squares += tl.sum(k * k, axis=1)
+            q_squares += tl.sum(q * q, axis=1)
+        k_length, q_length = tl.rsqrt(k_squares + L2NORM_EPS), tl.rsqrt(q_squares + L2NORM_EPS)
+
+    scores = tl.zeros((S.CHUNK, S.CHUNK), tl.float32)
+    at_end = ()
+    for n in tl.static_range(BLOCKS):
+        o_n = n * S.BLOCK_K + o_k
+        # stage gate_cumsum
+        G = cumulative_decays(load_rows(g_ptr, g_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE))
+        G_end = tl.sum(tl.where(o_t[:, None] == S.CHUNK - 1, G, 0.0), axis=0)
+        k = load_rows(k_ptr, k_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32) * k_length[:, None]
+        q = load_rows(q_ptr, q_strides, o_row, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32) * q_length[:, None]
+        since_start = decay_exp2(G)
+        tile = place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + o_n[None, :]
+        tl.store(keys_ptr + tile, (k * since_start).to(S.OPERAND))
+        tl.store(queries_ptr + tile, (q * since_start * scale).to(S.OPERAND))
+        tl.store(ends_ptr + place * S.PADDED + o_n, decay_exp2(G_end))
+        at_end = at_end + ((k * decay_exp2(G_end[None, :] - G)).to(S.OPERAND),)
+        # stage decayed_scores
+        scores = add_scores(scores, q.to(S.SCORES), k.to(S.SCORES), G, S.PRECISION)
+
+    # stage solve_tril
+    beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(tl.float32)
+    A = unit_lower_inverse(keys_with_keys(scores) * beta[:, None], S.MERGE, S.MERGE_PRECISION).to(S.OPERAND)
+
+    # stage out_factor
+    W = tl.dot(queries_with_keys(scores).to(S.OPERAND), A, input_precision=DOT_PRECISION) * (beta * scale)[None, :]
+    tile = place * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
+    tl.store(out_factor_ptr + tile, tl.where(o_t[:, None] >= o_t[None, :], W, 0.0).to(S.OPERAND))
+
+    # stage state_factor
+    for n in tl.static_range(BLOCKS):
+        tile = place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + (n * S.BLOCK_K + o_k)[None, :]
+        X = tl.dot(tl.trans(A), at_end[n], input_precision=DOT_PRECISION) * beta[:, None]
+        tl.store(state_factor_ptr + tile, X.to(S.OPERAND))
+
+
+@triton.jit(do_not_specialize=["seqlen"])
+def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
+    (
+        v_ptr, keys_ptr, queries_ptr, state_factor_ptr, out_factor_ptr, ends_ptr, initial_states_ptr, cu_seqlens_ptr,
+        out_ptr, final_states_ptr,
+    ) = tensors  # fmt: skip
+    v_strides, initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides = strides
+    # stage setup: which slice of which sequence and head is mine
+    SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
+    BLOCKS: tl.constexpr = S.PADDED // S.BLOCK_K
+    sequence, unit = tl.program_id(0) // (S.VALUE_HEADS * SLICES), tl.program_id(0) % (S.VALUE_HEADS * SLICES)
+    i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
+    if cu_seqlens_ptr is None:
+        i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
+    else:
+        begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
+        i_b = 0
+    nchunks = tl.cdiv(length, S.CHUNK)
+    first = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
+    place = first.to(tl.int64) * S.VALUE_HEADS + i_h
+
+    o_c = tl.arange(0, S.CHUNK)
+    o_t, o_k, o_v = o_c.to(S.OFFSET), tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
+    m_v = ((o_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0))[:, None]
+    v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
+    out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
+    v_tile = o_v[:, None] * v_strides[3] + o_t[None, :] * v_strides[1]
+    out_tile = o_v[:, None] * out_strides[3] + o_t[None, :] * out_strides[1]
+
+    state = ()
+    for _ in tl.static_range(BLOCKS):
+        state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
+    state_v, state_k = o_v[:, None], o_k.to(S.OFFSET)[None, :]
+    if initial_states_ptr is not None:
+        initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, 0, first_v), initial_states_strides)
+        state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
+
+    # stage chunk_state
+    for i_c in tl.range(0, nchunks, num_stages=S.SCAN_STAGES):
+        t = tl.cast(i_c, tl.int64) * S.CHUNK
+        at = place + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        rows = at * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
+        m_tile = m_v
+        if not S.ALIGNED:
+            m_tile = m_v & (o_c < length - i_c * S.CHUNK)[None, :]
+        # stage chunk_state.residual
+        product = tl.zeros((S.BLOCK_V, S.CHUNK), tl.float32)
+        out = tl.zeros((S.BLOCK_V, S.CHUNK), tl.float32)
+        for n in tl.static_range(BLOCKS):
+            keys = tl.load(keys_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
+            product = tl.dot(state[n].to(S.OPERAND), tl.trans(keys), product, input_precision=DOT_PRECISION)
+        for n in tl.static_range(BLOCKS):
+            queries = tl.load(queries_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
+            out = tl.dot(state[n].to(S.OPERAND), tl.trans(queries), out, input_precision=DOT_PRECISION)
+        v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
+        v = tl.load(v_rows_ptr + v_tile, mask=m_tile, other=0.0).to(tl.float32)
+        Y = (v - product).to(S.OPERAND)
+        # stage chunk_state.update
+        after = ()
+        for n in tl.static_range(BLOCKS):
+            X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
+            end = tl.load(ends_ptr + at * S.PADDED + n * S.BLOCK_K + o_k)
+            after = after + (tl.dot(Y, X, state[n] * end[None, :], input_precision=DOT_PRECISION),)
+        state = after
+        # stage chunk_output
+        W = tl.load(out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :])
+        out = tl.dot(Y, tl.trans(W), out, input_precision=DOT_PRECISION)
+        tl.store(out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile)
+
+    # stage setup.store
+    final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
+    for n in tl.static_range(BLOCKS):
+        o_n = state_k + n * S.BLOCK_K
+        tile = o_n * final_states_strides[2] + state_v * final_states_strides[3]
+        tl.store(final_ptr + tile, state[n], mask=m_v & (o_n < S.KEY_DIM))
+
+
+def handed_on(
+    inputs: KDAInputs, precision: Precision, config: KDAPortableConfig
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor that the first launch writes for the second, in order."""
+    length, heads = inputs.v.shape[1:3]
+    slots = slot_count(length, inputs.sequences, config.chunk, packed=inputs.cu_seqlens is not None)
+    widest = max(config.prep_block_k, config.block_k)
+    padded = triton.cdiv(inputs.q.shape[3], widest) * widest
+    operand = operand_dtype(inputs.q.dtype, precision)
+    operands = [((slots, heads, config.chunk, columns), operand) for columns in (padded, padded, padded, config.chunk)]
+    return [*operands, ((slots, heads, padded), torch.float32)]
+
+
+class KDAPortableLaunch:
+    """A call without its tensors.  It serves all inputs of one `KDAInputs.signature` and keeps none of them."""
+
+    def __init__(
+        self, inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
+    ) -> None:
+        (length, heads, value_dim), key_dim, chunk = inputs.v.shape[1:], inputs.q.shape[3], config.chunk
+        self._index, self._handed_on = inputs.q.get_device(), handed_on(inputs, precision, config)
+        self._states = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+        packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
+        self._prep_programs = slot_count(*sizes, chunk, packed=packed) * heads
+        self._scan_programs = inputs.sequences * heads * triton.cdiv(value_dim, config.block_v)
+        new = torch.empty(inputs.v.shape, device="meta")
+        initial_strides, cu_strides = strides_of(inputs.initial_state), strides_of(inputs.cu_seqlens)
+        (*_, padded), operand = self._handed_on[0]
+        tiled = (inputs.q, inputs.k, inputs.g, inputs.v, new)
+        spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in tiled]
+        spans += [key_dim * st[2] + value_dim * st[3] for st in (initial_strides, self._states[1]) if st]
+        scores, products = score_products(operand, normalised=bool(inputs.use_qk_l2norm))
+        merge = tl.float16 if inputs.use_qk_l2norm and operand != torch.float32 else tl.float32
+        common: dict[str, Any] = dict(
+            VALUE_HEADS=heads, KEY_DIM=key_dim, PADDED=padded, CHUNK=chunk, OPERAND=TL_DTYPE[operand],
+            ALIGNED=not packed and length % chunk == 0, ALIGNMENT=_alignment(inputs.q, inputs.k, inputs.g, inputs.v),
+            OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
+        )  # fmt: skip
+        registers = {"maxnreg": config.prep_registers} if config.prep_registers else {}
+        strides = (*map(tile_strides, (inputs.q, inputs.k, inputs.g)), inputs.beta.stride(), cu_strides)
+        self._prep = Launcher(
+            _kda_prep_kernel,
+            (strides, *sizes, inputs.scale_or_default),
+            common
+            | dict(
+                VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.prep_block_k, L2NORM=bool(inputs.use_qk_l2norm),
+                SCORES=scores, PRECISION=products, MERGE=merge, MERGE_PRECISION=inverse_products(operand),
+                num_warps=config.prep_warps, num_stages=1,
+            )
+            | registers,
+        )  # fmt: skip
+        strides = (tile_strides(inputs.v), initial_strides, cu_strides, tile_strides(new), self._states[1])
+        self._scan = Launcher(
+            _kda_scan_kernel,
+            (strides, length),
+            common
+            | dict(
+                VALUE_DIM=value_dim, BLOCK_K=config.block_k, BLOCK_V=config.block_v, SCAN_STAGES=config.scan_stages,
+                num_warps=config.num_warps,
+            ),
+        )  # fmt: skip
+
+    def __call__(self, inputs: KDAInputs) -> GDNOutput:
+        with torch.cuda.device(self._index):  # no effect for -1, the CPU
+            device, cu_seqlens = inputs.q.device, inputs.cu_seqlens
+            between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._handed_on]
+            self._prep(self._prep_programs, inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *between)
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=device)
+            self._scan(
+                self._scan_programs, inputs.v, *between, inputs.initial_state, cu_seqlens, out, final_states
+            )  # fmt: skip
+        return GDNOutput(out, final_states)
+
+
+# --- the choice between kernels
 
 _H200_SMS = 132  # the interpreter divides calls as an H200 does
 
@@ -36,4 +355,6 @@ PORTABLE: Variant[GDNOutput] = Variant(
 )
 FUSED: Fused[GDNOutput] = Fused("fused", (RECURRENT, PORTABLE))
 run, plan = FUSED.run, FUSED.plan
-register(Implementation(operator="kda", name="fused", run=run, plan=plan))
+registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
+for _name in ("recurrent", recurrent._STEP):
+    registry.register(replace(registry.get("gdn", _name), operator="kda"))

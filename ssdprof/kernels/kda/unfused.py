@@ -4,7 +4,7 @@
 
 gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state, chunk_output.  The norm of q and k and solve_tril
 are the kernels of unfused GDN, and dtypes are its exact ones (`../gdn/config.py`), with two differences: operands of
-the scores keep 11 significant bits (`levels.py`), and relaxed intermediates change fp32 operands only.
+the scores keep 11 significant bits (`score_products`), and relaxed intermediates change fp32 operands only.
 
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
@@ -17,19 +17,21 @@ import triton.language as tl
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, in_units, ptr_offset
+from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import operand_dtype
+from ssdprof.kernels.gdn.portable import FORGOTTEN
 from ssdprof.kernels.gdn.unfused.pipeline import MAX_CHUNK_SIZE
 from ssdprof.kernels.gdn.unfused.stages import _load, _rows, qk_l2norm, solve_tril
-from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
-from ssdprof.kernels.kda.levels import add_scores, cumulative_decays, keys_with_keys, queries_with_keys, score_products
+from ssdprof.kernels.kda import GDNOutput, KDAInputs
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 STAGES = {
+    "half_decays": "decayed_scores", "add_scores": "decayed_scores", "queries_with_keys": "decayed_scores",
+    "keys_with_keys": "decayed_scores", "cumulative_decays": "gate_cumsum",
     "_kda_gate_cumsum_kernel": "gate_cumsum", "_kda_decayed_scores_kernel": "decayed_scores",
     "_kda_recompute_w_u_kernel": "recompute_w_u", "_kda_chunk_state_kernel": "chunk_state",
     "_kda_chunk_output_kernel": "chunk_output",
@@ -50,6 +52,80 @@ def _blocks(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, dic
                             num_stages=1 if fp32 else 2 if key_dim > 128 else 3),
         "chunk_output": dict(BLOCK_K=block_k, BLOCK_V=whole_v, num_warps=8 if fp32 else 4, num_stages=2),
     }  # fmt: skip
+
+
+# --- scores with a decay for every channel, whose exponents are never positive.
+#
+# In a block of 2 h positions, take the last position of its first half as the anchor.  A pair of a row i in the second
+# half and a column j in the first has the decay exp(G_i - G_anchor) exp(G_anchor - G_j), and both exponents are at most
+# 0 for any gate.  The pairs inside a half follow from blocks of half the size.  So h = C / 2, ..., 2, 1 cover all pairs
+# but the diagonal, whose decay is 1.
+
+
+def score_products(operand: torch.dtype, *, normalised: bool) -> tuple[tl.dtype, str]:
+    """The dtype and input precision of the scores' operands.
+
+    They keep 11 significant bits, more than bfloat16, because the inverse amplifies errors of the system.  fp16 is
+    twice as fast as tf32, but its range suffices only for fp16 inputs and for normalised ones.
+    """
+    if operand == torch.float32:
+        return tl.float32, "tf32x3"
+    return (tl.float16, "tf32") if normalised or operand == torch.float16 else (tl.float32, "tf32")
+
+
+@triton.jit
+def cumulative_decays(g):
+    """Sums of the clamped g over axis 0, in log2 units; NaN stays NaN.  Rounded once, because differences follow."""
+    g = tl.clamp(g.to(tl.float32) * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.cumsum(g.to(tl.float64), axis=0).to(tl.float32)
+
+
+@triton.jit
+def half_decays(G, half):
+    """The decay between each position and the anchor of its block of 2 * half positions, for cumulative G (C, n)."""
+    i = tl.broadcast_to(tl.arange(0, G.shape[0])[:, None], G.shape)
+    after = G - tl.gather(G, (i & ~(2 * half - 1)) + (half - 1), axis=0)
+    return decay_exp2(tl.where((i & half) == 0, -after, after))
+
+
+@triton.jit
+def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
+    """Add a block of channels to `scores` (C, C): q with k on and below the diagonal, k with k, transposed, above it.
+
+    q, k: (C, n), in the products' dtype.  One product serves both: a pair's row i has q_i and its column k_j, and with
+    the roles exchanged row j has k_j and column i has k_i.  The loop is not unrolled: its masks and factors would
+    otherwise fill the registers.
+    """
+    SIZE: tl.constexpr = G.shape[0]
+    o = tl.arange(0, SIZE)
+    i, j = o[:, None], o[None, :]
+    scores += tl.where(i == j, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[:, None], 0.0)
+    half = SIZE // 2
+    while half > 0:
+        decays = half_decays(G, half)
+        rows = (tl.where((i & half) == 0, k, q).to(tl.float32) * decays).to(k.dtype)
+        columns = tl.trans((k.to(tl.float32) * decays).to(k.dtype))
+        product = tl.dot(rows, columns, input_precision=PRECISION)
+        scores += tl.where((i ^ j) // half == 1, product, 0.0)  # in the two halves of one block
+        half = half // 2
+    return scores
+
+
+@triton.jit
+def queries_with_keys(scores):
+    """The lower triangle of `add_scores`: P."""
+    o = tl.arange(0, scores.shape[0])
+    return tl.where(o[:, None] >= o[None, :], scores, 0.0)
+
+
+@triton.jit
+def keys_with_keys(scores):
+    """The upper one, transposed: L without beta, strictly lower triangular."""
+    o = tl.arange(0, scores.shape[0])
+    return tl.trans(tl.where(o[:, None] < o[None, :], scores, 0.0))
+
+
+# --- the stages
 
 
 @triton.jit
@@ -200,7 +276,7 @@ def recompute_w_u(
 
     In:   A (B, NT, HV, C, C) operands' dtype | k (B, T, H, K) | v (B, T, HV, V) | beta (B, T, HV)
           G (B, NT, HV, C, K) fp32
-    Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), in the operands' dtype; rows past the sequence's end are zero
+    Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), operands' dtype; rows past the sequence's end are zero
     Grid: (B * NT * HV)
     """
     k, v, (batch, length, heads, value_dim) = inputs.k, inputs.v, inputs.v.shape
@@ -218,10 +294,9 @@ def recompute_w_u(
 
 
 @triton.jit
-def _kda_chunk_state_kernel(tensors, strides, length, heads, nchunks, S: tl.constexpr):
+def _kda_chunk_state_kernel(tensors, strides, heads, nchunks, S: tl.constexpr):
     (
-        k_end_ptr, w_ptr, u_ptr, G_ptr, initial_state_ptr, spans_ptr, bounds_ptr, prev_states_ptr, v_new_ptr,
-        final_states_ptr,
+        k_end_ptr, w_ptr, u_ptr, G_ptr, initial_state_ptr, bounds_ptr, prev_states_ptr, v_new_ptr, final_states_ptr,
     ) = tensors  # fmt: skip
     (
         k_end_strides, w_strides, u_strides, G_strides, initial_state_strides, prev_states_strides, v_new_strides,
@@ -297,7 +372,7 @@ def chunk_state(
           final_states (sequences, HV, K, V) fp32
     Grid: (sequences * HV * blocks of V)
     """
-    (batch, length, heads, value_dim), key_dim, device = inputs.v.shape, w.shape[4], w.device
+    (batch, _, heads, value_dim), key_dim, device = inputs.v.shape, w.shape[4], w.device
     operand = operand_dtype(inputs.v.dtype, precision)
     options = _blocks(key_dim, value_dim, operand)["chunk_state"]
     prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=device, dtype=operand)
@@ -305,8 +380,7 @@ def chunk_state(
     given, results = (k_end, w, u, G, inputs.initial_state), (prev_states, torch.empty_like(u), final_states)
     launch(
         _kda_chunk_state_kernel, chunks.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
-        (*given, chunks.spans, chunks.bounds, *results),
-        (strides_of_each(*given, *results), length, heads, chunks.count),
+        (*given, chunks.bounds, *results), (strides_of_each(*given, *results), heads, chunks.count),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
         STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k_end, w, prev_states),
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), **options,
