@@ -129,6 +129,42 @@ def olmo_hybrid() -> Any:
     return tf.OlmoHybridForCausalLM(config)
 
 
+_LATENT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+}  # fmt: skip
+
+
+def kimi_linear() -> Any:
+    config = tf.KimiLinearConfig(
+        **_LATENT, qk_rope_head_dim=8, num_local_experts=4, linear_head_dim=16, linear_num_heads=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )  # fmt: skip
+    return tf.KimiLinearForCausalLM(config)
+
+
+def glm5_next(lower_bound: float | None = -5.0) -> Any:
+    config = tf.Glm5NextTextConfig(
+        **_LATENT, q_lora_rank=16, n_routed_experts=4, linear_head_dim=16, linear_num_heads=4, index_topk=16,
+        index_head_dim=16, index_n_heads=2, linear_lower_bound=lower_bound,
+    )  # fmt: skip
+    return tf.AutoModelForCausalLM.from_config(config)
+
+
+def glm5_next_softplus() -> Any:
+    return glm5_next(lower_bound=None)
+
+
+def bailing_hybrid() -> Any:
+    config = tf.BailingHybridConfig(
+        **_LATENT, qk_rope_head_dim=8, num_local_experts=4, n_group=2, topk_group=1, head_dim=16,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )  # fmt: skip
+    return tf.BailingHybridForCausalLM(config)
+
+
 SSD: dict[str, Callable[[], Any]] = {
     "mamba2": mamba2, "granitemoehybrid": granitemoehybrid, "bamba": bamba, "nemotron_h": nemotron_h,
     "falcon_h1": falcon_h1, "falcon_h1_rms": falcon_h1_rms, "zamba2": zamba2,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, FP16, FP32, GDNCase, SSDCase, assert_close
+from kernel_cases import BF16, EXACT, FP16, FP32, GDNCase, KDACase, SSDCase, assert_close
 
 from ssdprof.kernels import get
 from ssdprof.kernels.device import capability, sm_count
@@ -26,6 +26,8 @@ from ssdprof.kernels.gdn.portable import GDNPortableLaunch
 from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
 from ssdprof.kernels.hopper.schedule import Cut
+from ssdprof.kernels.kda.fused import KDAPortableConfig, KDAPortableLaunch
+from ssdprof.kernels.kda.reference import kda_chunked, kda_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
@@ -88,7 +90,8 @@ class Subject:
             return SSDCase(**on_device | here | self.sizes | changes | lengths)
         here = GDN_ON_HOPPER if self.device == "emulator" else GDN_ON_HOPPER | dict(key_heads=2)
         here = {} if self.device == "cpu" else here
-        return GDNCase(**on_device | here | self.sizes | changes | lengths)
+        kind = {"gdn": GDNCase, "kda": KDACase}[self.operator]
+        return kind(**on_device | here | self.sizes | changes | lengths)
 
     def assert_right(self, output: Any, inputs: Any, precision: Precision = EXACT) -> None:
         limits = self.gpu_limits if self.device == "cuda" else self.limits
@@ -96,7 +99,10 @@ class Subject:
         if limit is None:
             assert_passes(output, inputs, precision)
             return
-        oracle = {"ssd": (ssd_recurrence, ssd_chunked), "gdn": (gdn_recurrence, gdn_chunked)}[self.operator]
+        oracle = {
+            "ssd": (ssd_recurrence, ssd_chunked), "gdn": (gdn_recurrence, gdn_chunked),
+            "kda": (kda_recurrence, kda_chunked),
+        }[self.operator]  # fmt: skip
         if self.operator == "gdn" and self.device == "cuda" and output.out.dtype == FP32:
             # a decay is the exponential of a difference of two fp32 sums, so its error grows with the sums
             limit += 2**-24 * float(inputs.g.abs().max()) * 64 * 1.44
@@ -175,12 +181,20 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
     return run
 
 
+# --- KDA
+
+
+def kda_portable(config: KDAPortableConfig) -> Run:
+    return lambda inputs, precision: KDAPortableLaunch(inputs, precision, config, state_v_first=False)(inputs)
+
+
 # --- all of them
 
 GDN_LIMITS, HOPPER_LIMITS = {FP32: 5e-6, FP16: 2e-3, BF16: 1.2e-2}, {FP16: 6e-4, BF16: 4.5e-3}
 of_ssd = partial(Subject, "ssd", limits={FP32: 2e-6})
 ssd_on_hopper = partial(Subject, "ssd", only_hopper=True)
 of_gdn = partial(Subject, "gdn", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
+of_kda = partial(Subject, "kda", limits=GDN_LIMITS, gpu_limits=GDN_LIMITS)
 gdn_on_hopper = partial(Subject, "gdn", limits=HOPPER_LIMITS, gpu_limits=HOPPER_LIMITS, only_hopper=True)
 SUBJECTS = {
     "ssd reference": Subject("ssd", lambda inputs, _: ssd_chunked(inputs), limits={torch.float64: 1e-12}),
@@ -222,6 +236,13 @@ SUBJECTS = {
     "gdn hopper": gdn_on_hopper(gdn_hopper_by(None)),
     "gdn first passes": gdn_on_hopper(gdn_hopper_by(GDN_CUT)),
     "gdn parts": gdn_on_hopper(gdn_hopper_by(GDN_PARTS), sizes=dict(gate=1e-3)),
+    "kda reference": Subject("kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}),
+    "kda unfused": Subject("kda", chosen("kda", "unfused")),
+    "kda fused": of_kda(chosen("kda", "fused")),
+    "kda tiny": of_kda(kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))),
+    "kda wide": of_kda(kda_portable(KDAPortableConfig())),
+    "kda recurrent": of_kda(chosen("kda", "recurrent")),
+    "kda step": of_kda(chosen("kda", "unfused_step")),
     "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO, gpu_limits={}),
 }
 SSD_CHOSEN = ("ssd portable", "ssd hopper")

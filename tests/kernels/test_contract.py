@@ -20,6 +20,7 @@ from kernel_cases import (
     PRECISIONS,
     RELAXED_FP32,
     GDNCase,
+    KDACase,
     SSDCase,
     assert_bitwise,
     assert_close,
@@ -43,13 +44,15 @@ from ssdprof.measure.accuracy import assert_passes
 
 TOKENS = ("dt", "g", "beta")
 TWO_HEADS: dict[str, dict[str, int]] = dict(ssd=dict(heads=2), gdn=dict(key_heads=2))
+TWO_HEADS["kda"] = TWO_HEADS["gdn"]
 WIDE = dict(ssd=("dt", "A", "D", "dt_bias", "initial_states"), gdn=("g", "beta", "initial_state"))
+WIDE["kda"] = WIDE["gdn"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, FP16, BF16, FP32], ids=str)
 @subjects(
-    "ssd fused", "ssd unfused", "gdn fused", "gdn unfused", emulated=("ssd hopper, short", "gdn first passes"),
-    gpu=("ssd hopper, short", "gdn first passes"),
+    "ssd fused", "ssd unfused", "gdn fused", "gdn unfused", "kda fused", "kda unfused",
+    emulated=("ssd hopper, short", "gdn first passes"), gpu=("ssd hopper, short", "gdn first passes"),
 )  # fmt: skip
 def test_dtypes_of_steps_gates_and_states(kernel: Subject, dtype: torch.dtype) -> None:
     inputs, names = kernel.case(initial_states=True).inputs(), WIDE[kernel.operator]
@@ -84,7 +87,7 @@ NEIGHBOURS = dict(
 )  # fmt: skip
 
 
-@subjects("ssd tiny", "ssd unfused", "gdn unfused", "gdn recurrent", **NEIGHBOURS)
+@subjects("ssd tiny", "ssd unfused", "gdn unfused", "gdn recurrent", "kda unfused", "kda tiny", **NEIGHBOURS)
 def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
     """Nor do NaN and infinity in the others and in their states reach one."""
     lengths = (21, 40, 3)
@@ -105,7 +108,8 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Subject) -> None:
 
 
 @subjects(
-    "ssd unfused", "ssd tiny", "gdn reference", "gdn unfused", slow=("gdn recurrent", "gdn fused", "gdn tiny, cut"),
+    "ssd unfused", "ssd tiny", "gdn reference", "gdn unfused", "kda unfused", "kda wide",
+    slow=("gdn recurrent", "gdn fused", "gdn tiny, cut", "kda reference", "kda recurrent"),
     emulated_slow=("gdn first passes", "gdn parts"), gpu=("gdn parts", "gdn first passes", "gdn unfused"),
 )  # fmt: skip
 def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
@@ -157,8 +161,8 @@ def test_a_pack_is_its_sequences_alone(kernel: Subject, lengths: tuple[int, ...]
 
 @pytest.mark.parametrize("where", [1, 41, pytest.param(64, marks=pytest.mark.slow)])
 @subjects(
-    "ssd reference", "ssd tiny", "ssd unfused", "gdn reference", "gdn unfused", "gdn tiny, cut",
-    slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"), gpu=("ssd unfused", "gdn unfused"),
+    "ssd reference", "ssd tiny", "ssd unfused", "gdn reference", "gdn unfused", "gdn tiny, cut", "kda unfused",
+    "kda tiny", slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"), gpu=("ssd unfused", "gdn unfused"),
 )  # fmt: skip
 def test_two_calls_with_a_carried_state_are_one(kernel: Subject, where: int) -> None:
     inputs = kernel.case(seqlen=70, initial_states=True).inputs()
@@ -167,7 +171,7 @@ def test_two_calls_with_a_carried_state_are_one(kernel: Subject, where: int) -> 
     kernel.assert_right(second._replace(out=torch.cat([first.out, second.out], 1)), inputs)
 
 
-@subjects("ssd recurrent", "gdn recurrent")
+@subjects("ssd recurrent", "gdn recurrent", "kda recurrent")
 def test_steps_are_a_sequence(kernel: Subject) -> None:
     """Decoding one position at a time, with the state carried over, has the bits of one call over all positions."""
     inputs = kernel.case(seqlen=4, initial_states=True).inputs()
@@ -191,7 +195,8 @@ NAMES = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_states", "z", "q", "
 
 
 @subjects(
-    "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", emulated=("ssd hopper, fine", "ssd hopper, alone"),
+    "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", "kda unfused", "kda tiny",
+    emulated=("ssd hopper, fine", "ssd hopper, alone"),
     emulated_slow=("ssd hopper, short", "ssd hopper, uneven"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny"),
 )  # fmt: skip
@@ -290,17 +295,21 @@ def test_softplus_keeps_its_digits(kernel: Subject) -> None:
     torch.testing.assert_close(kernel(inputs).final_states.double(), expected, rtol=1e-5, atol=0)
 
 
-@subjects("gdn unfused", "gdn recurrent", slow=("gdn reference", "gdn fused", "gdn tiny, cut"))
+@subjects(
+    "gdn unfused", "gdn recurrent", "kda unfused", "kda tiny", "kda recurrent",
+    slow=("gdn reference", "gdn fused", "gdn tiny, cut", "kda reference"),
+)  # fmt: skip
 def test_gates_from_none_to_all(kernel: Subject) -> None:
     """A head of each kind."""
     gates = torch.tensor([0.0, 1e-3, 50.0, 1e30, torch.inf])
     inputs = kernel.case(seqlen=70, initial_states=True, values_per_key=len(gates)).inputs()
-    inputs = replace(inputs, g=-gates.expand_as(inputs.g))
+    inputs = replace(inputs, g=-gates.view(-1, *[1] * (inputs.g.ndim - 3)).expand_as(inputs.g))
     kernel.assert_right(kernel(inputs), inputs)
 
 
 @subjects(
-    "gdn reference", "gdn unfused", "gdn fused", "gdn tiny", "gdn tiny, cut", emulated_slow=["gdn first passes"],
+    "gdn reference", "gdn unfused", "gdn fused", "gdn tiny", "gdn tiny, cut", "kda reference", "kda unfused",
+    "kda tiny", "kda recurrent", emulated_slow=["gdn first passes"],
     gpu=("gdn fused", "gdn unfused", "gdn first passes"),
 )  # fmt: skip
 def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) -> None:
@@ -317,10 +326,10 @@ def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Subject) 
     ("collinear", "largest_beta"),
     [(0.99, 2.0), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0.9, 1.0), (0.9, 2.0), (0.99, 1.0)))],
 )
-@subjects("gdn unfused")
+@subjects("gdn unfused", "kda unfused", "kda wide")
 def test_collinear_keys(kernel: Subject, dtype: torch.dtype, collinear: float, largest_beta: float) -> None:
-    case = GDNCase(seqlen=100, key_dim=32, dtype=dtype, gate=0.0, collinear=collinear, largest_beta=largest_beta)
-    inputs = case.inputs()
+    sizes = dict(seqlen=100, key_dim=32, gate=0.0, collinear=collinear, largest_beta=largest_beta)
+    inputs = kernel.case(**sizes, dtype=dtype).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
@@ -343,7 +352,10 @@ ORDERS = [
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@subjects("ssd tiny", "ssd unfused", "gdn unfused", slow=("gdn tiny", "gdn tiny, v rows", "gdn tiny, cut"))
+@subjects(
+    "ssd tiny", "ssd unfused", "gdn unfused", "kda unfused", "kda tiny", "kda recurrent",
+    slow=("gdn tiny", "gdn tiny, v rows", "gdn tiny, cut"),
+)  # fmt: skip
 def test_any_strides(kernel: Subject, order: tuple[int, ...]) -> None:
     ssd: dict[str, Any] = dict(heads=2, gate=True, groups=2, skip="(h, p)")
     options = ssd if kernel.operator == "ssd" else dict(key_dim=20, value_dim=24)
@@ -353,7 +365,8 @@ def test_any_strides(kernel: Subject, order: tuple[int, ...]) -> None:
 
 
 @subjects(
-    "ssd unfused", "gdn unfused", "gdn fused", emulated=["ssd hopper, short"], emulated_slow=["gdn parts"],
+    "ssd unfused", "gdn unfused", "gdn fused", "kda unfused", "kda fused",
+    emulated=["ssd hopper, short"], emulated_slow=["gdn parts"],
     gpu=("ssd hopper, short", "gdn parts", "ssd fused"),
 )  # fmt: skip
 def test_views_of_a_buffer_for_longer_sequences(kernel: Subject) -> None:
@@ -395,7 +408,10 @@ LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, o
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@subjects("ssd fused", "ssd unfused", "gdn unfused", slow=["gdn fused"], gpu=("ssd fused", "gdn unfused", "gdn fused"))
+@subjects(
+    "ssd fused", "ssd unfused", "gdn unfused", "kda unfused", slow=["gdn fused", "kda fused"],
+    gpu=("ssd fused", "gdn unfused", "gdn fused"),
+)  # fmt: skip
 def test_layouts_of_models(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
     sizes = dict(dstate=24) if kernel.operator == "ssd" else dict(key_dim=24, value_dim=20)
@@ -411,12 +427,20 @@ def test_layouts_of_models(kernel: Subject, layout: Callable[[torch.Tensor], tor
 
 
 @subjects(
-    "ssd unfused", "ssd fused", "ssd recurrent", "ssd step", "gdn unfused", "gdn fused", "gdn recurrent", "gdn step"
+    "ssd unfused",
+    "ssd fused",
+    "ssd recurrent",
+    "ssd step",
+    "gdn unfused",
+    "gdn fused",
+    "gdn recurrent",
+    "gdn step",
+    "kda unfused",
+    "kda fused",
 )
 def test_refuses_to_drop_a_gradient(kernel: Subject) -> None:
     """Also of a call whose launch is kept."""
-    case: Any = SSDCase if kernel.operator == "ssd" else GDNCase
-    inputs = case(seqlen=1, batch=2).inputs()
+    inputs = {"ssd": SSDCase, "gdn": GDNCase, "kda": KDACase}[kernel.operator](seqlen=1, batch=2).inputs()
     kernel(inputs)
     for name in ("D", "x") if kernel.operator == "ssd" else ("v", "k"):
         wanting = changed(inputs, lambda tensor: tensor.clone().requires_grad_(), name)
@@ -433,6 +457,7 @@ REFUSED: list[tuple[str, str, Any, str]] = [
         for name in ("unfused", "fused", "recurrent")
     ),
     ("gdn", "unfused", GDNCase(chunk_size=128), "chunk_size is at most 64"),
+    ("kda", "unfused", KDACase(chunk_size=128), "chunk_size is at most 64"),
     *(
         ("ssd", "unfused_step", case, "one token of each sequence")
         for case in (SSDCase(seqlen=2), SSDCase(lengths=(1,)))

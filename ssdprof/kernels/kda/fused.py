@@ -284,7 +284,6 @@ class KDAPortableLaunch:
         tiled = (inputs.q, inputs.k, inputs.g, inputs.v, new)
         spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in tiled]
         spans += [key_dim * st[2] + value_dim * st[3] for st in (initial_strides, self._states[1]) if st]
-        scores, products = score_products(operand, normalised=bool(inputs.use_qk_l2norm))
         merge = tl.float16 if inputs.use_qk_l2norm and operand != torch.float32 else tl.float32
         common: dict[str, Any] = dict(
             VALUE_HEADS=heads, KEY_DIM=key_dim, PADDED=padded, CHUNK=chunk, OPERAND=TL_DTYPE[operand],
@@ -299,8 +298,8 @@ class KDAPortableLaunch:
             common
             | dict(
                 VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.prep_block_k, L2NORM=bool(inputs.use_qk_l2norm),
-                SCORES=scores, PRECISION=products, MERGE=merge, MERGE_PRECISION=inverse_products(operand),
-                num_warps=config.prep_warps, num_stages=1,
+                MERGE=merge, MERGE_PRECISION=inverse_products(operand), num_warps=config.prep_warps, num_stages=1,
+                **score_products(operand, normalised=bool(inputs.use_qk_l2norm)),
             )
             | registers,
         )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Kimi Delta Attention: its gates, its oracle, and its exactness."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors, rows
+from subjects import SUBJECTS, Subject, subjects
+
+from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.kda import KDAInputs
+from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
+from ssdprof.measure.accuracy import assert_passes
+
+GATES = ("drawn", "saturated", "bound", "none", "cuts", "one channel")
+RAGGED = dict(lengths=(70, 0, 1, 19), initial_states=True, values_per_key=2, key_dim=32, value_dim=24)
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_the_oracle_is_the_recurrence(gates: str) -> None:
+    """To fp64's last digits for any gate, with empty sequences and beta up to 2."""
+    inputs = KDACase(gates=gates, largest_beta=2.0, **RAGGED).inputs()
+    for ours, theirs in zip(kda_chunked(inputs, block=64), kda_recurrence(inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_the_recurrence_is_the_sum_it_stands_for() -> None:
+    """Equation by equation, with numbers of its own."""
+    inputs = KDACase(seqlen=5, key_dim=3, value_dim=2, l2norm=False, initial_states=True).inputs()
+    q, k, v, g, beta, state = (
+        one[0].double() for one in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state)
+    )
+    S = state[0]
+    for t in range(5):
+        forgetting = torch.diag(g[t, 0].exp())
+        S = (torch.eye(3) - beta[t, 0] * torch.outer(k[t, 0], k[t, 0])) @ forgetting @ S
+        S = S + beta[t, 0] * torch.outer(k[t, 0], v[t, 0])
+        torch.testing.assert_close(kda_recurrence(inputs).out[0, t, 0], S.T @ q[t, 0] * 3**-0.5)
+
+
+def test_equal_decays_of_all_channels_are_gdn() -> None:
+    inputs = KDACase(seqlen=20, values_per_key=2, initial_states=True).inputs()
+    one = inputs.g[..., 0]
+    as_gdn = GDNInputs(**vars(inputs) | dict(g=one))
+    ours = kda_recurrence(replace(inputs, g=one[..., None].expand_as(inputs.g)))
+    torch.testing.assert_close(ours, gdn_recurrence(as_gdn), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
+    """Whatever the gate: this is what one anchor for a whole chunk cannot promise."""
+    inputs = KDACase(seqlen=64, key_dim=32, gates=gates).inputs()
+    sums = inputs.g[0, :, 0].double().clamp(min=-800).cumsum(0)
+    q, k = (torch.rand(64, 32, dtype=torch.float64) for _ in range(2))
+    largest: list[float] = []
+
+    def noted(exponents: torch.Tensor) -> torch.Tensor:
+        largest.append(exponents.max().item())
+        return exponents.exp()
+
+    P, L = decayed_scores(q, k, sums, noted)
+    assert max(largest) <= 0
+    pairs = (sums[:, None] - sums[None]).clamp(max=0).exp()
+    torch.testing.assert_close(P, torch.einsum("id,jd,ijd->ij", q, k, pairs).tril(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(L, torch.einsum("id,jd,ijd->ij", k, k, pairs).tril(-1), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, *(pytest.param(one, marks=pytest.mark.slow) for one in (FP16, FP32))], ids=str)
+@pytest.mark.parametrize("gates", GATES)
+@subjects("kda unfused", "kda wide", slow=("kda recurrent", "kda tiny"), gpu=("kda unfused", "kda fused"))
+def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
+    """In packs with empty sequences, with initial states and beta up to 2."""
+    inputs = kernel.case(gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0)).inputs()
+    assert_passes(kernel(inputs), inputs, EXACT)
+
+
+@pytest.mark.parametrize("sizes", [dict(key_dim=20, value_dim=24), dict(key_dim=100, value_dim=16)], ids=str)
+@subjects("kda unfused", "kda wide", "kda recurrent")
+def test_sizes(kernel: Subject, sizes: dict[str, int]) -> None:
+    inputs = kernel.case(seqlen=40, **sizes, dtype=BF16, l2norm=False).inputs()
+    assert_passes(kernel(inputs), inputs, EXACT)
+
+
+@pytest.mark.parametrize("gates", GATES)
+@subjects("kda wide", gpu=["kda fused"])
+def test_no_head_is_less_exact_than_unfused(kernel: Subject, gates: str) -> None:
+    sizes = dict(key_dim=32, value_dim=32, key_heads=2, dtype=BF16)
+    inputs = kernel.case(seqlen=192, gates=gates, **sizes).inputs()
+    exact = kda_chunked(inputs)
+    (out, states), (their_out, their_states) = (
+        head_errors(run(inputs), exact) for run in (kernel, SUBJECTS["kda unfused"])
+    )
+    assert (out <= 1.01 * their_out).all(), (out / their_out).tolist()
+    assert states.mean() <= 1.3 * their_states.mean(), "of a few numbers, where channels forget at once"
+
+
+def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
+    inputs = KDACase(seqlen=70, dtype=BF16, gate=0.01).inputs()
+    low = changed(inputs, lambda one: one.to(BF16), "g")
+    for name in ("kda unfused", "kda wide", "kda recurrent"):
+        kernel = SUBJECTS[name]
+        same = kernel(changed(low, torch.Tensor.float, "g"))
+        assert all(map(torch.equal, kernel(low), same))
+
+
+@subjects("kda unfused", "kda wide", gpu=("kda unfused", "kda fused"))
+def test_a_row_has_the_bits_of_a_call_of_its_own(kernel: Subject) -> None:
+    inputs = kernel.case(batch=3, seqlen=40, initial_states=True).inputs()
+    whole, one = kernel(inputs), kernel(rows(inputs, slice(1, 2)))
+    assert torch.equal(whole.out[1:2], one.out)
+    assert torch.equal(whole.final_states[1:2], one.final_states)
+
+
+def test_slices_are_as_wide_as_states_allow() -> None:
+    few, many = (KDACase(batch=n, seqlen=1, key_heads=4, key_dim=128, value_dim=128, dtype=BF16) for n in (1, 40))
+    assert KDAPortableConfig.choose(few.inputs(), 132).block_v == 32
+    assert KDAPortableConfig.choose(many.inputs(), 132).block_v == 64
+    assert KDAPortableConfig.choose(many.inputs(), 132, batch_invariant=True).block_v == 32
+
+
+@pytest.mark.parametrize(("name", "shape"), [("g", (1, 4, 2)), ("g", (1, 4, 2, 15)), ("beta", (1, 4, 2, 16))])
+def test_inputs_are_checked_by_name(name: str, shape: tuple[int, ...]) -> None:
+    inputs = KDACase(seqlen=4, key_heads=2).inputs()
+    with pytest.raises(ValueError, match=f"{name} must have shape"):
+        KDAInputs(**vars(inputs) | {name: torch.zeros(shape)})
+
+
+# --- cases as fla's public tests of KDA have them: sizes, gates that are often 0, and initial states
+
+FLA: list[dict[str, Any]] = [
+    dict(batch=1, seqlen=63, key_heads=1, key_dim=64, value_dim=64, gates="none"),
+    dict(batch=2, seqlen=100, key_heads=1, key_dim=60, value_dim=60, gate=0.5, initial_states=True),
+    dict(seqlen=90, key_heads=2, key_dim=64, value_dim=64, gate=5.0, l2norm=False, initial_states=True),
+    dict(lengths=(15, 47, 1), key_heads=1, key_dim=64, value_dim=64, initial_states=True),
+]
+
+
+@pytest.mark.parametrize("case", [FLA[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FLA[1:])], ids=str)
+@subjects("kda unfused", "kda fused", "kda recurrent")
+def test_cases_of_fla(kernel: Subject, case: dict[str, Any]) -> None:
+    inputs = KDACase(dtype=FP16, **case).inputs()
+    assert_passes(kernel(inputs), inputs, EXACT)
