@@ -146,11 +146,12 @@ def kimi_linear() -> Any:
 
 
 def glm5_next(lower_bound: float | None = -5.0) -> Any:
-    config = tf.Glm5NextTextConfig(
+    text = dict(
         **_LATENT, q_lora_rank=16, n_routed_experts=4, linear_head_dim=16, linear_num_heads=4, index_topk=16,
         index_head_dim=16, index_n_heads=2, linear_lower_bound=lower_bound,
     )  # fmt: skip
-    return tf.AutoModelForCausalLM.from_config(config)
+    vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64, image_size=28)
+    return tf.Glm5NextForConditionalGeneration(tf.Glm5NextConfig(text_config=text, vision_config=vision))
 
 
 def glm5_next_softplus() -> Any:
