@@ -176,13 +176,23 @@ GDN: dict[str, Callable[[], Any]] = {
     "qwen3_5_moe_text": qwen3_5_moe_text,
     "olmo_hybrid": olmo_hybrid,
 }
-MODELS = SSD | GDN
+KDA: dict[str, Callable[[], Any]] = {
+    "kimi_linear": kimi_linear, "glm5_next": glm5_next, "glm5_next_softplus": glm5_next_softplus,
+    "bailing_hybrid": bailing_hybrid,
+}  # fmt: skip
+MODELS = SSD | GDN | KDA
+
+
+def operator_of(name: str) -> str:
+    return "ssd" if name in SSD else "gdn" if name in GDN else "kda"
+
 
 # Decoder layers that hold an operator.
 OPERATOR_LAYERS: dict[str, tuple[int, ...]] = {
     "mamba2": (0, 1, 2), "granitemoehybrid": (0, 1, 3), "bamba": (0, 1, 3), "nemotron_h": (0, 2, 4),
     "falcon_h1": (0, 1, 2), "falcon_h1_rms": (0, 1, 2), "zamba2": (0, 1, 2, 3, 4, 5), "qwen3_next": (0, 1, 2),
     "qwen3_5_text": (0, 1, 2), "qwen3_5_moe_text": (0, 1, 2), "olmo_hybrid": (0, 1, 2),
+    **dict.fromkeys(KDA, (0, 1, 2)),
 }  # fmt: skip
 
 
@@ -217,7 +227,7 @@ def prompt(seqlen: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
 
 def layer_refs(name: str) -> tuple[LayerRef, ...]:
     """The operator layers as the checkpoint stage lists them."""
-    operator: str = "ssd" if name in SSD else "gdn"
+    operator = operator_of(name)
     return tuple(LayerRef(index=i, name=f"model.layers.{i}.mixer", operator=operator) for i in OPERATOR_LAYERS[name])
 
 

@@ -184,7 +184,7 @@ DryRun = Annotated[bool, info("", _DRY_RUN, "--dry-run")]
 RunFolder = Annotated[Path | None, info("DIR", "Folder of the run.", shown="runs/<time>-<model>", parser=path)]
 Output = Annotated[Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)]
 Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
-_SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN."
+_SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN and KDA."
 Shape = Annotated[str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b or qwen3-next-80b")]
 Json = Annotated[bool, info("", "Print JSON on stdout.", "--json")]
 FormatJson = Annotated[bool, info("", "The same as --format json.", "--json")]
@@ -509,7 +509,7 @@ class BenchOptions:
     refused a case, that nothing was compared, or that a gate does not hold: gates judge the fused kernel.
     """
 
-    operator: str = argument(..., "OPERATOR", "ssd or gdn.")
+    operator: str = argument(..., "OPERATOR", "ssd, gdn or kda.")
     shape: Shape = None
     seq: str = option("1k,4k,16k,64k", "N[,N...]", _LENGTHS)
     batch: str = option("1", "B[,B...]", _BATCHES)
@@ -523,7 +523,7 @@ class BenchOptions:
         "Memory layout of the inputs.  views: slices of wide tensors, as in a model; "
         "transposed: with positions innermost.",
     )
-    draw: str = option("", "W[,W...]", "Other inputs: normalised, slow, quarter-slow, quarter-ungated (GDN).")
+    draw: str = option("", "W[,W...]", "Other inputs, such as slow (GDN) or bounded (KDA); a wrong word lists them.")
     intermediates: Dtypes = "exact"
     states: tuple[DType, ...] | None = _states()
     implementations: tuple[str, ...] = _implementations()

@@ -79,7 +79,7 @@ def test_layers_and_sizes_are_those_of_the_model(opened: Open, name: str) -> Non
         assert model.get_submodule(layer.name).A_log.shape == (
             sizes["nheads" if layer.operator == "ssd" else "value_heads"],
         )
-        assert layer.operator == ("ssd" if name in tiny_models.SSD else "gdn")
+        assert layer.operator == tiny_models.operator_of(name)
 
 
 @pytest.mark.parametrize(

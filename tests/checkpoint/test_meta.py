@@ -30,7 +30,7 @@ def test_every_mixer_is_found(name: str) -> None:
     for model in (tiny_models.shared(name), tiny_models.shared(name).base_model):
         sites = find_mixers(model)
         assert tuple(site.layer_index for site in sites) == tiny_models.OPERATOR_LAYERS[name]
-        assert {site.operator for site in sites} == {"ssd" if name in tiny_models.SSD else "gdn"}
+        assert {site.operator for site in sites} == {tiny_models.operator_of(name)}
         assert all(model.get_submodule(site.name) is site.module for site in sites)
 
 

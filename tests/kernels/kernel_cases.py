@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.kda import KDAInputs
+from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 

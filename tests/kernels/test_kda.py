@@ -12,8 +12,8 @@ from subjects import SUBJECTS, Subject, subjects
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.kda import KDAInputs
 from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 from ssdprof.measure.accuracy import assert_passes
 

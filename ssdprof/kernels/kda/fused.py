@@ -56,7 +56,7 @@ from ssdprof.kernels.gdn.portable import (
     take_state,
     unit_lower_inverse,
 )
-from ssdprof.kernels.kda import GDNOutput, KDAInputs
+from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
 from ssdprof.kernels.kda.unfused import add_scores, cumulative_decays, keys_with_keys, queries_with_keys, score_products
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
@@ -86,7 +86,11 @@ class KDAPortableConfig:
 
     @classmethod
     def choose(cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False) -> KDAPortableConfig:
-        """Slices of V as wide as the number of states allows."""
+        """Slices of V as wide as the number of states allows.
+
+        Chunks of 32: on an H200, 8 sequences of 4K with 32 heads take 2.2 and 0.55 ms so, and in chunks of 64 4.1 and
+        0.49 ms.
+        """
         heads, value_dim = inputs.v.shape[2:]
         block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (inputs.q.shape[3], value_dim))
         if inputs.q.dtype == torch.float32:
@@ -95,12 +99,15 @@ class KDAPortableConfig:
                 reason="short chunks: a product holds each fp32 operand as two tf32 numbers",
             )  # fmt: skip
         config = cls(
-            prep_block_k=min(64, block_k), block_k=min(64, block_k), block_v=min(32, block_v),
+            chunk=32, prep_block_k=min(64, block_k), block_k=min(128 if block_k <= 128 else 64, block_k),
+            block_v=min(32, block_v), prep_registers=128, scan_stages=3 if block_k <= 128 else 2,
             reason="narrow slices of V, for more programs",
         )  # fmt: skip
-        states = (1 if batch_invariant else inputs.sequences) * heads
-        if states >= sm_count and block_v >= 64 and inputs.q.shape[3] <= 128:
-            config = replace(config, block_v=64, reason="slices of 64 of V: enough states")
+        slices = triton.cdiv(value_dim, 64)
+        if (1 if batch_invariant else inputs.sequences) * heads * slices >= sm_count and block_v >= 64 >= block_k // 2:
+            config = replace(
+                config, block_k=min(64, block_k), block_v=64, reason="slices of 64 of V: one for each multiprocessor"
+            )
         return config
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ssdprof.kernels.gdn.reference import _load
-from ssdprof.kernels.kda import GDNOutput, KDAInputs
+from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
 from ssdprof.kernels.oracle import ORACLE_CHUNK, OutputBlock, Span, blocks_of, initial_states, joined, oracle_plan
 from ssdprof.kernels.oracle import sequences as sequences_of
 from ssdprof.kernels.precision import Precision

@@ -25,7 +25,7 @@ from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.portable import FORGOTTEN
 from ssdprof.kernels.gdn.unfused.pipeline import MAX_CHUNK_SIZE
 from ssdprof.kernels.gdn.unfused.stages import _load, _rows, qk_l2norm, solve_tril
-from ssdprof.kernels.kda import GDNOutput, KDAInputs
+from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
