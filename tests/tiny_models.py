@@ -147,8 +147,8 @@ def kimi_linear() -> Any:
 
 def glm5_next(lower_bound: float | None = -5.0) -> Any:
     text = dict(
-        **_LATENT, q_lora_rank=16, n_routed_experts=4, linear_head_dim=16, linear_num_heads=4, index_topk=16,
-        index_head_dim=16, index_n_heads=2, linear_lower_bound=lower_bound,
+        **_LATENT, q_lora_rank=16, n_routed_experts=4, linear_head_dim=16, linear_num_heads=4, index_topk=512,
+        index_head_dim=16, index_n_heads=2, index_kpool=1, linear_lower_bound=lower_bound,
     )  # fmt: skip
     vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64, image_size=28)
     return tf.Glm5NextForConditionalGeneration(tf.Glm5NextConfig(text_config=text, vision_config=vision))
@@ -176,11 +176,9 @@ GDN: dict[str, Callable[[], Any]] = {
     "qwen3_5_moe_text": qwen3_5_moe_text,
     "olmo_hybrid": olmo_hybrid,
 }
-KDA: dict[str, Callable[[], Any]] = {
-    "kimi_linear": kimi_linear, "glm5_next": glm5_next, "glm5_next_softplus": glm5_next_softplus,
-    "bailing_hybrid": bailing_hybrid,
-}  # fmt: skip
+KDA: dict[str, Callable[[], Any]] = {"kimi_linear": kimi_linear, "bailing_hybrid": bailing_hybrid}
 MODELS = SSD | GDN | KDA
+IN_MEMORY = {"glm5_next": glm5_next, "glm5_next_softplus": glm5_next_softplus}  # of KDA; not cut to its text model yet
 
 
 def operator_of(name: str) -> str:
@@ -192,7 +190,7 @@ OPERATOR_LAYERS: dict[str, tuple[int, ...]] = {
     "mamba2": (0, 1, 2), "granitemoehybrid": (0, 1, 3), "bamba": (0, 1, 3), "nemotron_h": (0, 2, 4),
     "falcon_h1": (0, 1, 2), "falcon_h1_rms": (0, 1, 2), "zamba2": (0, 1, 2, 3, 4, 5), "qwen3_next": (0, 1, 2),
     "qwen3_5_text": (0, 1, 2), "qwen3_5_moe_text": (0, 1, 2), "olmo_hybrid": (0, 1, 2),
-    **dict.fromkeys(KDA, (0, 1, 2)),
+    **dict.fromkeys(KDA | IN_MEMORY, (0, 1, 2)),
 }  # fmt: skip
 
 
@@ -200,7 +198,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A causal language model of family `name` in eval mode, on the CPU; the same weights for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = MODELS[name]().eval()
+        model = (MODELS | IN_MEMORY)[name]().eval()
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("A_log"):
@@ -235,5 +233,5 @@ def checkpoint_ref(name: str) -> CheckpointRef:
     return CheckpointRef(
         requested=f"tiny/{name}", source="local", repo_id=f"tiny-{name}", revision=None,
         model_type=shared(name).config.model_type, layers=layer_refs(name),
-        layer_count=shared(name).config.num_hidden_layers,
+        layer_count=shared(name).config.get_text_config().num_hidden_layers,
     )  # fmt: skip

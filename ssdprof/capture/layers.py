@@ -186,9 +186,13 @@ def _groups(
 def capture_bytes_per_token(mixer: Mixer) -> int:
     """Bytes of the operator's inputs for one position."""
     item = next(mixer.module.parameters()).element_size()
-    heads = mixer.module.A_log.numel()  # type: ignore[operator]
-    per_head = operators.get(mixer.operator).binding.gate_bytes(item)
-    return item * conv_width(mixer.module) + per_head * heads
+    per_head = operators.get(mixer.operator).binding.gate_bytes(item, mixer.sizes)
+    return item * conv_width(mixer.module) + per_head * gates(mixer.module)
+
+
+def gates(mixer: nn.Module) -> int:
+    """Heads with a gate: the numbers in A_log, which of Kimi Delta Attention a module inside the mixer has."""
+    return next(one.numel() for name, one in mixer.named_parameters() if name.endswith("A_log"))
 
 
 def conv_width(mixer: nn.Module) -> int:

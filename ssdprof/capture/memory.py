@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ssdprof import operators
 from ssdprof.capture.forward import Feed, attention
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
-from ssdprof.capture.layers import PromptBuffer, capture_bytes_per_token, conv_width, token_major
+from ssdprof.capture.layers import PromptBuffer, capture_bytes_per_token, conv_width, gates, token_major
 from ssdprof.checkpoint.meta import Mixer, find_mixers, is_attention
 from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.subject import LayerRef, Serving, split_prompt
@@ -120,8 +120,7 @@ def _mixer_bytes(mixer: Mixer, hidden: int, item: int) -> int:
 
 def _streaming_bytes(mixer: Mixer) -> int:
     """Bytes of our fp32 operator in plain torch, which holds a few blocks of inputs, keys and chunk-wide decays."""
-    heads = mixer.module.A_log.numel()  # type: ignore[operator]
-    return _BLOCK_TENSORS * _BLOCK * 4 * (3 * _inner_width(mixer.module) + 64 * heads)
+    return _BLOCK_TENSORS * _BLOCK * 4 * (3 * _inner_width(mixer.module) + 64 * gates(mixer.module))
 
 
 def _block_bytes(model: Any, mixers: list[Mixer], hidden: int, item: int, depth: int) -> int:

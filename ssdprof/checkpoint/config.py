@@ -96,7 +96,8 @@ def _check_sizes(config: Mapping[str, Any], where: str) -> None:
         raise BadInputError(f"{where} has no SSD or gated-delta-rule layer: all are attention.", hint)
     for key in filter(_SIZE.search, given):
         if type(config[key]) is int:  # transformers says what is wrong with another type
-            integer(config, key, where, least=0 if _MAY_BE_ZERO.search(key) else 1)
+            derived = key == "head_dim" and "linear_head_dim" in given  # of glm5_next, whose attention has parts
+            integer(config, key, where, least=0 if derived or _MAY_BE_ZERO.search(key) else 1)
     limits = config.get("time_step_limit", [0, 1])
     numbers = [one for one in limits if isinstance(one, int | float)] if isinstance(limits, list) else []  # or a text
     in_order = numbers == sorted(numbers) and all(abs(one) < _LARGEST_STEP or abs(one) == math.inf for one in numbers)

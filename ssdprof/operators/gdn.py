@@ -109,7 +109,7 @@ BINDING: CallBinding[kernels.GDNInputs] = CallBinding(
     views=("q", "k", "v"),
     per_position=("g", "beta"),
     always_fp32=("g",),
-    gate_bytes=lambda item: item + 4,  # beta, and g in fp32
+    gate_bytes=lambda item, _sizes: item + 4,  # beta, and g in fp32
     replacement=lambda inputs: computed(inputs, reference.gdn_chunked),
 )  # fmt: skip
 

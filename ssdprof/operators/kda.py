@@ -37,8 +37,6 @@ STAGES = Stages.of(
 
 # --- how a model calls it
 
-WIDEST = 128  # channels of a head in every model
-
 BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
     function="chunk_kimi_delta_attention",
     step="recurrent_kimi_delta_attention",
@@ -48,7 +46,7 @@ BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
     always_a_pair=True,
     views=("q", "k", "v"),
     per_position=("g", "beta"),
-    gate_bytes=lambda item: item + 4 * WIDEST,  # beta, and g in fp32
+    gate_bytes=lambda item, sizes: item + 4 * sizes["key_dim"],  # beta, and g in fp32
     replacement=lambda inputs: computed(inputs, reference.kda_chunked),
 )  # fmt: skip
 

@@ -135,7 +135,8 @@ class CallBinding(Generic[I]):
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
     per_position: the other tensors (b, l, ...).  What is in neither belongs to the whole call.
     always_fp32: those that a model computes in fp32 whatever its own dtype.
-    gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype.
+    gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype
+        and the sizes of the layer.
     replacement: what computes the operator in the model while its inputs are taken.
     scalars, arguments: the arguments that are no tensors as JSON's types, and back.
     """
@@ -152,7 +153,7 @@ class CallBinding(Generic[I]):
     views: tuple[str, ...]
     per_position: tuple[str, ...]
     always_fp32: tuple[str, ...] = ()
-    gate_bytes: Callable[[int], int]
+    gate_bytes: Callable[[int, Mapping[str, int]], int]
     replacement: Callable[[I], Output]
     scalars: Callable[[I], dict[str, Scalar]] = tensors.scalars
     arguments: Callable[[dict[str, Scalar]], dict[str, Any]] = dict

@@ -7,8 +7,8 @@ import torch
 
 from ssdprof.capture.layers import CapturedLayer, capture_layers
 from ssdprof.core.subject import LayerRef, Serving
-from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.kda.reference import kda_recurrence
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 
 FP32_ROUNDING = 5e-5  # of the largest value: a few hundred roundings through the layers
@@ -36,7 +36,8 @@ def capture(
 
 
 def oracle(inputs: Any) -> Any:
-    return (gdn_recurrence if isinstance(inputs, GDNInputs) else ssd_recurrence)(inputs, torch.float64)
+    recurrence = {"ssd": ssd_recurrence, "gdn": gdn_recurrence, "kda": kda_recurrence}[inputs.operator]
+    return recurrence(inputs, torch.float64)
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -30,7 +30,7 @@ def logits(model: Any, **kwargs: Any) -> torch.Tensor:
         return model(tiny_models.prompt(LENGTH), use_cache=False, **kwargs).logits
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
 def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name: str) -> None:
     model = tiny_models.shared(name)
     before = logits(model)
@@ -52,7 +52,7 @@ def test_observing_changes_no_bit_and_sees_what_the_operator_computes_from(name:
     assert torch.equal(before, logits(model))
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
 def test_on_our_operator_logits_are_the_same_to_rounding(name: str) -> None:
     model = tiny_models.shared(name)
     with intercept(find_mixers(model), lambda call: call.replacement()) as count:
@@ -142,7 +142,7 @@ def captured_without_transformers_operator(
     return capture(name, tiny_models.prompt(seqlen), model=model)[0]
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
+@pytest.mark.parametrize("name", tiny_models.MODELS | tiny_models.IN_MEMORY)
 def test_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = captured_without_transformers_operator(name, tiny_models.build(name).base_model, 70, monkeypatch)
     assert len(layers) == len(tiny_models.OPERATOR_LAYERS[name])

@@ -111,7 +111,7 @@ def bind(_mixer: object, x: torch.Tensor, a: torch.Tensor, **_dropped: object) -
 
 
 BINDING = CallBinding(
-    function="toy_scan", bind=bind, views=("x",), per_position=("a",), gate_bytes=lambda item: item,
+    function="toy_scan", bind=bind, views=("x",), per_position=("a",), gate_bytes=lambda item, _sizes: item,
     replacement=lambda inputs: running_sum(inputs, Precision()),
 )  # fmt: skip
 
