@@ -18,8 +18,8 @@ from ssdprof.jobs import tune as tune_job
 from ssdprof.jobs.options import BenchOptions, StallsOptions, TuneOptions
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.progress import Unwatched, Watcher
+from ssdprof.report import html, tuning
 from ssdprof.report import stalls as stall_report
-from ssdprof.report import tuning
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.stalls.facts import analyse
@@ -98,11 +98,13 @@ def stalls(options: StallsOptions) -> None:
         folder, report = stalls_job.profile(replace(options, tuned=found, command=terminal.command_line()), watcher)
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
+    if options.html is not None:
+        files.write_text(options.html, html.of_stalls_alone(report), replace=options.force)
     if options.json:
         print(stall_files.dump(report))
     else:
         terminal.out().print(render(stall_report.compose(report), rest="--markdown FILE"))
-    for written in (folder, options.markdown):
+    for written in (folder, options.markdown, options.html):
         if written is not None:
             terminal.say(output.kept(written))
     if report.missing:

@@ -28,7 +28,7 @@ from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
 from ssdprof.jobs import options, stall_files
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
-from ssdprof.report import brief, comparison, exports, markdown, stalls
+from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.document import compose
 from ssdprof.report.table import Table
 from ssdprof.report.terminal import SplitTable, render
@@ -256,8 +256,8 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def compare(options: options.CompareOptions) -> None:
-    if options.json and options.format == "markdown":
-        raise both("--json", "--format markdown")
+    if options.json and options.format not in (None, "json"):
+        raise both("--json", f"--format {options.format}")
     stored = settings.load(options.config).compare
     conditions = [parse("--fail-if", text) for text in (stored.fail_if if options.fail_if is None else options.fail_if)]
     smallest = parse_percent("--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%")
@@ -267,9 +267,12 @@ def compare(options: options.CompareOptions) -> None:
     found = pairs.compare(*sides, smallest_difference=smallest, conditions=conditions)
     changes = stalls.changes(stall_files.of_run(one), stall_files.of_run(other))
     document = comparison.compose(found, tuple(changes), every=bool(options.format or target))
-    if options.json or options.format == "json":
+    chosen = options.format or (format_of(target) if target else "")
+    if options.json or chosen == "json":
         _write(pairs.DOCUMENT.dump_json(found, indent=1).decode(), target, force=options.force)
-    elif target is not None or options.format:
+    elif chosen == "html":
+        _write(html.of_document(document), target, force=options.force)
+    elif chosen:
         _write(markdown.render(document), target, force=options.force)
     else:
         terminal.out().print(render(document, rest="--format markdown"))

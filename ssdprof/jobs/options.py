@@ -231,6 +231,7 @@ class ModelOptions:
     segment_length: int | None = words(
         "N", "Tokens per forward call of the model: 8192, or 8k.", "--segment", shown="by length"
     )
+    yes: bool = flag("--yes", "Download more than 10 GB without asking.")
     placement: Literal["one-gpu", "all-gpus", "cpu-offload", "disk-offload"] | None = derived(None)
     batch: int = derived(1)
     packed: Tokens | None = derived(None)
@@ -433,7 +434,9 @@ class CompareOptions:
     )
     smallest_difference: str | None = option(None, "P%", f"Report a case {_DIFFERENCE}", shown="1%")
     config: Config = None
-    format: Literal["markdown", "json"] | None = option(None, "", "What to write.", shown="a report")
+    format: Literal["markdown", "html", "json"] | None = option(
+        None, "", "What to write.", shown="that of FILE's suffix"
+    )
     output: Output = None
     force: Force = False
     json: FormatJson = False
@@ -492,6 +495,7 @@ class StallsOptions:
         None, "FILE", "Read a report of ncu (.ncu-rep) instead.  Repeatable.", "--from", parser=path
     )
     markdown: Path | None = option(None, "FILE", "Write Markdown to FILE, and its pictures next to it.", parser=path)
+    html: Path | None = option(None, "FILE", "Write a page to FILE.", parser=path)
     timeout_s: float = option(300, "S", "Time limit of each process, in seconds.", "--timeout", min=1)
     out: Path | None = option(None, "DIR", "Folder for the results.", shown="the run's", parser=path)
     force: bool = flag("--force", "Replace existing results.")

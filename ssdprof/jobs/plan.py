@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
+MOST_BYTES = 10 * 10**9  # of a download that needs --yes
+TOLD_BYTES = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,6 +428,7 @@ def load(subject: Subject, watcher: Watcher) -> Loaded:
     placed = choose(subject)
     placed.check_disk()
     built = build_prompts(subject)
+    refuse_large_download(subject, watcher)
     local = fetch(subject.located, deepest_layer=subject.deepest_layer, head=subject.head, progress=watcher.say)
     placed.check_disk()  # again: the download may have filled the disk
     record = placed.priced(weights_file(local))
@@ -458,6 +461,19 @@ def sources(found: Subject | Stored, several: Iterable[Implementation]) -> list[
     if isinstance(found, Subject) and found.ref.source == "local":
         folders = [found.located.source.folder]
     return [*(path for folder in folders for path in folder.iterdir() if path.is_file()), *source_files(several)]
+
+
+def refuse_large_download(subject: Subject, watcher: Watcher) -> None:
+    """Tell the size of a large download.  Raises BadInputError above `MOST_BYTES`, unless --yes is given."""
+    files = subject.located.files(subject.deepest_layer, head=subject.head)
+    size = sum(file.size_bytes for file in files if not file.cached)
+    if size > MOST_BYTES and not subject.request.yes:
+        raise BadInputError(
+            f"{subject.ref.repo_id} is a download of {size_words(size)}.",
+            "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see the files.",
+        )
+    if size > TOLD_BYTES:
+        watcher.say(f"Downloading {size_words(size)} of {subject.ref.repo_id}.")
 
 
 def weights_file(local: LocalCheckpoint) -> Path | None:

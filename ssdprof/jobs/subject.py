@@ -390,8 +390,8 @@ def stalls(options: declared.StallsOptions) -> declared.StallsOptions:
         raise BadInputError(
             "The name is empty.", "Name a run, a model or captures, or leave it out for the latest run."
         )
-    if options.markdown is not None:
-        check_target(options.markdown, replace=options.force)
+    for file in filter(None, (options.markdown, options.html)):
+        check_target(file, replace=options.force)
     asked = read(options)
     if asked.files and any(one is not None for one in (asked.where, asked.layer, asked.seqlen, asked.out)):
         raise BadInputError(

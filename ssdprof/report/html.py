@@ -18,7 +18,7 @@ from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
 from ssdprof.report.facts import when
 from ssdprof.report.groups import Group, groups
-from ssdprof.report.table import Figure, Section, Table, section, tone
+from ssdprof.report.table import Document, Figure, Section, Table, section, tone
 
 _LAYERED = 3  # lengths with a plot of positions; the tables have all
 _UNITS = {
@@ -33,6 +33,19 @@ Picture = tuple[str, Markup, bool]  # title, SVG, and whether the picture is wid
 PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
 
 
+def of_stalls_alone(stalls: StallReport) -> str:
+    """A stall report as an HTML file."""
+    document = of_stalls.compose(stalls)
+    return _page(
+        document, [*map(_part, document.sections), _part(section("Pictures"), _stall_pictures(stalls, count(1)))]
+    )
+
+
+def of_document(document: Document) -> str:
+    """A document without pictures as an HTML file."""
+    return _page(document, [*map(_part, document.sections)])
+
+
 def render(report: Report, stalls: StallReport | None = None) -> str:
     """One HTML file.  stalls: the stall report in the run's folder."""
     document, numbers = compose(report), count(1)
@@ -40,6 +53,10 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
     extra = {SPEED: _speed(report, found, numbers), ACCURACY: _accuracy(found[:_LAYERED], numbers)}
     parts = [_part(one, extra.get(one.title, ())) for one in document.sections]
     parts += _stalls(stalls, numbers) if stalls else ()
+    return _page(document, parts)
+
+
+def _page(document: Document, parts: Sequence[PagePart]) -> str:
     seen: Counter[object] = Counter()
     for part in parts:  # the stall report may have a section with the same title as the run's report
         seen[anchor := part["anchor"]] += 1
@@ -99,10 +116,13 @@ def _stalls(stalls: StallReport, numbers: Iterator[int]) -> Iterator[PagePart]:
     document = of_stalls.compose(stalls)
     recorded = (f"Profiled {when(stalls.created)}: {document.title}.",) if stalls.created else ()
     said = (*(line.text for line in document.verdict), *document.caveats, *recorded)
-    pictures = _pictures(numbers, plots.of_stalls(stalls).values(), titled=True)
-    yield _part(section("Warp stalls"), [("list", said), *pictures])
+    yield _part(section("Warp stalls"), [("list", said), *_stall_pictures(stalls, numbers)])
     for one in document.sections:
         yield _part(one, level=3, folded=one.title != "Hints")
+
+
+def _stall_pictures(stalls: StallReport, numbers: Iterator[int]) -> Iterator[Block]:
+    return _pictures(numbers, plots.of_stalls(stalls).values(), titled=True)
 
 
 def inline(svg: str, prefix: str, title: str) -> str:
@@ -119,7 +139,7 @@ def inline(svg: str, prefix: str, title: str) -> str:
         element.attrib = {_local(name): _value(_local(name), text, prefix) for name, text in element.attrib.items()}
     for size in ("width", "height"):
         root.attrib.pop(size, None)
-    width = float(root.attrib["viewBox"].split()[2]) * 4 / 3  # from points of 1/72 inch to the page's pixels
+    width = float(root.attrib["viewBox"].split()[2]) * 1.7  # larger than a telephone's 4/3 pixels per point
     root.attrib |= {"role": "img", "style": f"max-width: {width:.0f}px"}
     name = ElementTree.Element("title")
     name.text = title

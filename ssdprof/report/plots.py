@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 # readable on white and on black, and, as far as nine colours can be, distinct without colour vision
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999933", "#bbbbbb")
 GREY = "#777777"
-_NARROW = (5.2, 3.4)  # inches: readable on a page that is 400 pixels wide
+_NARROW = (3.5, 2.9)  # inches: the width of a page of 360 pixels, on which text has 11 pixels at least
 _SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "ssdprof",
     "svg.fonttype": "none",
@@ -50,7 +51,7 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
         axes.spines[["top", "right"]].set_visible(False)
         paint(axes)
         if legend:
-            figure.legend(loc="outside lower center", ncols=legend, fontsize=8, frameon=False)
+            figure.legend(loc="outside lower center", ncols=legend, fontsize=9, frameon=False)
         out = io.StringIO()
         canvas: Any = FigureCanvasSVG(figure)
         canvas.print_svg(out, metadata={"Date": None, "Creator": "ssdprof"})
@@ -72,11 +73,11 @@ def speedups(found: Sequence[Group]) -> str | None:
         spread = [[one.value - one.low for _, one in rows], [one.high - one.value for _, one in rows]]
         axes.barh(names, ratios, xerr=spread, color=COLORS[0], height=0.6, ecolor=GREY)
         for position, ratio in enumerate(ratios):
-            axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=8)
+            axes.text(ratio * 0.97, position, fmt.ratio(ratio), va="center", ha="right", color="#fffffe", fontsize=9)
         axes.axvline(1.0, color=GREY, linewidth=1, linestyle=":")
         baseline, *others = {one.group.baseline for one, _ in rows}
         size = f", {found[0].size}" if len(found) == 1 else ""
-        axes.set_xlabel(f"times as fast as {'the baseline' if others else baseline}, by device time{size}")
+        axes.set_xlabel(f"times as fast as {'the baseline' if others else baseline},\nby device time{size}")
 
     return draw(paint, (_NARROW[0], 1.2 + 0.35 * len(rows)), legend=0)
 
@@ -151,11 +152,11 @@ def _roofline(
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("")
-        axes.set_xlabel(f"floating-point operations per {per}")
+        axes.set_xlabel(f"floating-point operations\nper {per}")
         axes.set_ylabel("TFLOP/s by device time")
         axes.set_title(title, loc="left", fontsize=10)
 
-    return draw(paint, (9.0, 4.5) if title else _NARROW, legend=3)
+    return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1)
 
 
 # --- errors
@@ -184,6 +185,7 @@ def along_positions(group: Group) -> str | None:
         axes.yaxis.set_major_formatter(lambda value, _position: fmt.small(value))
         axes.set_xlim(0, group.seqlen)
         axes.set_xlabel(f"position in the {'prompt' if group.call is None else _PLACES[group.call.kind]}, tokens")
+        axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
     return draw(paint)
@@ -204,20 +206,22 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
     reasons = [reason for reason, _ in most(summed(group.all() for group in sampled))]
+    longest = max((sum(share.values()) for group in sampled for share in group.stages.values()), default=0.0)
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
         bars = {
             f"{name.split('.')[0]}: {group.part(name)}" if "." in name else name: share
             for name, share in group.stages.items()
         }
-        found[group.name.lstrip("_")] = (title, stages(bars, title, reasons))
+        found[group.name.lstrip("_")] = (title, stages(bars, title, reasons, longest))
     roof = stall_roofline(report)
     return found if roof is None else found | {"roofline": ("Roofline", roof)}
 
 
-def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str]) -> str:
+def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str], longest: float = 0.0) -> str:
     """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
 
+    longest: of the bars of all plots of a report, which have one axis.
     reasons: all reasons in the order of their colours, which is the same in all plots of a report; the last ones
     share a colour.
     """
@@ -233,13 +237,12 @@ def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequenc
             axes.barh(names, widths, left=left, color=color, label=reason, height=0.75)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for position, total in enumerate(left):
-            axes.text(total + 0.4, position, f"{total:.1f} %", va="center", fontsize=8)
-        axes.set_xlim(0, max(left) * 1.12)
+            axes.text(total * 1.01, position, f"{total:.1f} %", va="center", fontsize=9)
+        axes.set_xlim(0, max(*left, longest) * 1.3)
         axes.set_xlabel("percent of the busy warp time")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+        axes.figure.suptitle("\n".join(textwrap.wrap(title, 40)), x=0.02, ha="left", fontsize=10)
 
-    return draw(paint, (10.0, 1.2 + 0.32 * len(bars)), legend=0)
+    return draw(paint, (_NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(reasons)), legend=2)
 
 
 def _color(number: int) -> str:

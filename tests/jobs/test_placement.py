@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from ssdprof.capture.memory import LiveBytes, predict_memory
 from ssdprof.checkpoint.load import REWRITTEN
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import PlacementKind
-from ssdprof.core.subject import Held, Placement, Serving
+from ssdprof.core.subject import Held, Placement, PlannedFile, Serving
 from ssdprof.core.words import placement_words
 from ssdprof.environment import machine
 from ssdprof.errors import BadInputError, MissingCapabilityError
@@ -519,3 +520,29 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
 
 def on_host(inputs: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors(inputs).items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "cached", "yes", "told"),
+    [
+        (64 * 10**9, False, False, None),
+        (64 * 10**9, False, True, "Downloading 59.6 GiB of org/model."),
+        (64 * 10**9, True, False, ""),
+        (2 * 10**9, False, False, "Downloading 1.86 GiB of org/model."),
+        (10**8, False, False, ""),
+    ],
+)
+def test_a_large_download_needs_a_yes(size: int, cached: bool, yes: bool, told: str | None) -> None:
+    found = (PlannedFile(name="model.safetensors", size_bytes=size, cached=cached),)
+    subject: Any = SimpleNamespace(
+        located=SimpleNamespace(files=lambda *_, **__: found), deepest_layer=None, head=False,
+        ref=SimpleNamespace(repo_id="org/model"), request=SimpleNamespace(yes=yes),
+    )  # fmt: skip
+    said: list[str] = []
+    watcher: Any = SimpleNamespace(say=said.append)
+    if told is None:
+        with pytest.raises(BadInputError, match="a download of 59.6 GiB"):
+            placement.refuse_large_download(subject, watcher)
+    else:
+        placement.refuse_large_download(subject, watcher)
+    assert said == ([told] if told else [])

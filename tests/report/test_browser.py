@@ -4,15 +4,19 @@ Skipped without Chromium; tests/report/test_html.py reads the same pages with a 
 """
 
 import json
+import os
 import re
 import shutil
 import subprocess
+from html import unescape
+from pathlib import Path
 
 import pytest
-from cases import report
+from cases import answers, bench, cell, prefill, report
 from report.test_html import STALLS, broken
 
-from ssdprof.report import html
+from ssdprof.core import pairs
+from ssdprof.report import comparison, html
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -23,6 +27,13 @@ PAGES = {
     "lengths": lambda: html.render(report(seqlens=(1024, 131_072), layers=range(0, 36, 3))),
     "broken": lambda: html.render(report(change=broken, complete=False)),
     "cpu": lambda: html.render(report(gpu=False)),
+    "bench": lambda: html.render(bench(*cell())),
+    "prefill": lambda: html.render(prefill()),
+    "answers": lambda: html.render(answers()),
+    "compare": lambda: html.of_document(
+        comparison.compose(pairs.compare(("a", report()), ("b", report()), smallest_difference=0.01), every=True)
+    ),
+    "stalls alone": lambda: html.of_stalls_alone(STALLS),
 }
 
 
@@ -56,23 +67,61 @@ def _asked(log):
     return found
 
 
-WIDER = """
-  document.documentElement.style.width = "400px";  // the least window of a headless Chromium is 500 pixels wide
-  const wide = [...document.body.querySelectorAll("*")].filter(
-    (one) => one.getBoundingClientRect().right > 400 && !one.parentElement.closest(".scroll"));
-  document.body.dataset.wider = wide.map((one) => one.outerHTML.slice(0, 60)).join(" ") || "nothing";
+WIDTHS = (360, 800, 1600)
+MEASURE = """
+  const root = document.documentElement, found = {};
+  for (const details of document.querySelectorAll("details")) details.open = true;
+  for (const width of [360, 800, 1600]) {
+    root.style.width = width + "px";  // the least window of a headless Chromium is 500 pixels wide
+    fit();
+    const all = [...document.body.querySelectorAll("*")];
+    const wide = all.filter((one) => one.getBoundingClientRect().right > width + 1);
+    const scrolls = all.filter(
+      (one) => one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX === "auto");
+    const sizes = [...document.querySelectorAll("svg text")].filter((one) => one.textContent.trim()).map(
+      (one) => parseFloat(getComputedStyle(one).fontSize) * Math.hypot(one.getScreenCTM().a, one.getScreenCTM().b));
+    found[width] = {
+      beyond: [...wide, ...scrolls].map((one) => one.outerHTML.slice(0, 90)).slice(0, 3), text: Math.min(99, ...sizes),
+    };
+  }
+  document.body.dataset.found = JSON.stringify(found);
 """
 
 
 @pytest.mark.parametrize(
-    "name", ["stalls", "broken", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lengths", "cpu"))]
+    "name",
+    [
+        "stalls",
+        "broken",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in PAGES if name not in ("stalls", "broken")),
+    ],
 )
-def test_a_page_opens_quietly_and_is_no_wider_than_a_telephone(name, tmp_path):
-    visit = Visit(tmp_path, PAGES[name](), WIDER)
+def test_a_page_opens_quietly_and_nothing_scrolls_sideways_or_is_too_small_to_read(name, tmp_path):
+    visit = Visit(tmp_path, PAGES[name](), MEASURE)
     assert visit.console == []
     assert visit.asked == set()
-    assert re.search(r'data-wider="([^"]*)"', visit.dom)[1] == "nothing"
     assert "</footer>" in visit.dom
+    found = json.loads(unescape(re.search(r'data-found="([^"]*)"', visit.dom)[1]))
+    for width in WIDTHS:
+        assert found[str(width)]["beyond"] == [], width
+        assert found[str(width)]["text"] >= 11, width
+    if folder := os.environ.get("SSDPROF_SCREENSHOTS"):  # CI keeps them as artefacts
+        (tmp_path / "plain.html").write_text(PAGES[name](), encoding="utf-8")
+        screenshots(tmp_path / "plain.html", Path(folder), name)
+
+
+def screenshots(page, folder, name):
+    """Of a page at each width, in a frame, because a window is at least 500 pixels wide."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for width in WIDTHS:
+        frame = page.with_name("frame.html")
+        frame.write_text(
+            f'<body style="margin:0"><iframe src="plain.html" style="width:{width}px;height:3000px;border:0">'
+        )
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={max(width, 500)},3000"]
+        subprocess.run(
+            [*command, f"--screenshot={folder / f'{name}-{width}.png'}", frame.as_uri()], check=True, timeout=120
+        )
 
 
 def test_a_click_sorts_by_number_and_a_second_one_the_other_way(tmp_path):

@@ -23,6 +23,29 @@ for (const button of document.querySelectorAll("table.sortable button")) {
   button.addEventListener("click", () => sortBy(button.closest("th")));
 }
 
+// A table that is wider than the page becomes a list of its rows, so that nothing is hidden beside the page.
+function fit() {
+  for (const box of document.querySelectorAll(".scroll")) {
+    const table = box.querySelector("table");
+    if (!table) continue;
+    table.classList.remove("stacked");
+    if (box.scrollWidth > box.clientWidth) table.classList.add("stacked");
+  }
+}
+for (const table of document.querySelectorAll("table")) {
+  const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent.trim());
+  for (const row of table.tBodies[0].rows) {
+    [...row.cells].forEach((cell, column) => {
+      cell.dataset.name = names[column];
+      cell.classList.toggle("none", cell.textContent === "-");
+    });
+  }
+}
+for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", fit);
+addEventListener("resize", fit);
+addEventListener("beforeprint", fit);
+fit();
+
 // A link to a folded section opens it.
 function openTarget() {
   const target = location.hash.length > 1 ? document.getElementById(location.hash.slice(1)) : null;
