@@ -130,7 +130,6 @@ def run(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
     """
     watcher = watcher or Unwatched()
     asked, found, ranks = subject.run(_asked(options.RunOptions, "run", model, given))
-    asked = replace(asked, conditions=run_job.judged_here(asked, watcher))
     _use_tuned(asked, watcher)
     folder, report = run_job.run(found, asked, watcher, ranks)
     return Results(report, folder)

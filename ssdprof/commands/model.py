@@ -56,9 +56,7 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
             _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
     watcher = TerminalWatcher() if reports else Unwatched()
-    options = replace(
-        options, conditions=run_job.judged_here(options, TerminalWatcher()), command=terminal.command_line()
-    )
+    options = replace(options, command=terminal.command_line())
     tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():
         folder, report = run_job.run(found, options, watcher, ranks)

@@ -164,7 +164,7 @@ def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int
         )
 
 
-def judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]:
+def _judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]:
     """The conditions that this machine can judge: without a GPU nothing is timed.
 
     Raises MissingCapabilityError if a condition on times was given, not in a settings file.
@@ -188,6 +188,7 @@ def run(
     ranks: processes that share the layers.  The first one returns the report of all.
     Returns the run's folder and its report.
     """
+    replay = replace(replay, conditions=_judged_here(replay, watcher))
     if why := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {why}")
     resolved = check(found, replay, ranks)
