@@ -64,7 +64,10 @@ def sample_again(command: Sequence[str], folder: Path, number: int) -> None:
 
 def sampler() -> int:
     """The number of this process, if another one runs it for its samples; else 0."""
-    return int(os.environ.get(_SAMPLER) or 0)
+    number = os.environ.get(_SAMPLER) or "0"
+    if not re.fullmatch(r"[0-9]{1,4}", number):
+        raise BadInputError(f"{_SAMPLER}={number!r} is set by ssdprof alone.", f"Run: unset {_SAMPLER}")
+    return int(number)
 
 
 # --- a command in a child process, which may end in any way

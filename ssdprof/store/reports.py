@@ -190,7 +190,8 @@ def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> No
     if changed := [path for path in sources if path.stat().st_ctime > began + 1]:
         why = why or f"from before {changed[0]} was changed"
     if why:
-        hint = f"Name another folder with --out.  What goes on there is: {shlex.join(known.command)}"
+        command = shlex.join([*_without_folder(known.command), "--out", str(folder)])
+        hint = f"Name another folder with --out.  What goes on there is: {command}"
         raise BadInputError(f"{folder} holds an interrupted run {why}.", hint)
 
 

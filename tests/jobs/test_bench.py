@@ -17,6 +17,7 @@ from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.report import Report
 from ssdprof.environment.machine import kernels_hash
+from ssdprof.errors import BadInputError
 from ssdprof.jobs import bench as job
 from ssdprof.jobs import compare
 from ssdprof.jobs.bench import bench, sampling_seconds
@@ -134,6 +135,13 @@ def test_an_interrupted_bench_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(job, "measured", noted)
     whole = benched(*cells(36, 40), out=Path("result"))
     assert (again, whole.complete, whole.missing, whole.cases[:2]) == ([40], True, (), report.cases)
+
+
+def test_a_number_of_a_process_that_ssdprof_did_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, why in (("abc", "is set by ssdprof alone"), ("1", "cannot be read")):
+        monkeypatch.setenv("SSDPROF_SAMPLER", number)
+        with pytest.raises(BadInputError, match=why):
+            benched(*cells(36), out=Path("result"))
 
 
 @pytest.mark.parametrize("fault", ["", "slow", "wrong"])

@@ -298,7 +298,7 @@ def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None
     with pytest.raises(BadInputError) as caught, opened(folder, Unwatched(), **(header() | fields)):
         pytest.fail("the folder was handed out")
     assert str(caught.value) == f"my run holds an interrupted run {of}."
-    assert caught.value.hint == "Name another folder with --out.  What goes on there is: ssdprof run"
+    assert caught.value.hint == "Name another folder with --out.  What goes on there is: ssdprof run --out 'my run'"
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
