@@ -337,6 +337,11 @@ def kda_portable(case: KDACase, **changes: Any) -> None:
     KDAPortableLaunch(inputs, EXACT, config, state_v_first=False)(inputs)
 
 
+def kda_hopper(case: KDACase) -> None:
+    inputs = on_meta(case.inputs())
+    KDAPortableLaunch(inputs, EXACT, KDAPortableConfig.choose_hopper(inputs, 132), state_v_first=False)(inputs)
+
+
 KIMI = KDACase(key_heads=2, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
 KDA_UNFUSED_CASES: dict[str, tuple[KDACase, Precision]] = {
     "kimi bf16": (KIMI, EXACT), "kimi bf16, normalised before": (KIMI.but(l2norm=False), EXACT),
@@ -358,6 +363,14 @@ KDA_PORTABLE_CASES: dict[str, KDACase] = {
     "largest": KIMI.but(key_heads=1, key_dim=256, value_dim=256),
 }
 KDA_PORTABLE = each(kda_portable, KDA_PORTABLE_CASES)
+KDA_HOPPER: Launches = {
+    label: partial(kda_hopper, case)
+    for label, case in {
+        "kimi": KIMI, "kimi, batch": KIMI.but(batch=70), "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
+        "V 64, grouped": KIMI.but(value_dim=64, key_heads=1, values_per_key=2, initial_states=True),
+        "kimi, few states": KIMI.but(key_heads=1),
+    }.items()
+}  # fmt: skip
 KDA_TOKEN = KIMI.but(batch=2, seqlen=1, initial_states=True)
 KDA_SMALL: Launches = {
     "recurrent bf16": partial(gdn_recurrent, KDA_TOKEN),

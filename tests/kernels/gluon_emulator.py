@@ -27,6 +27,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
+from ssdprof.kernels.kda import fused as kda_launch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.hopper import launch as ssd_launch
 from ssdprof.kernels.tensors import Part
@@ -42,7 +43,7 @@ class Source(NamedTuple):
 
     launch: the module that launches them, in the kernels' package
     lanes: number of threads of the first role
-    files: names of their modules, each after those that it imports
+    files: names of their modules, with the package if it is another, each after those that it imports
     """
 
     launch: ModuleType
@@ -53,13 +54,18 @@ class Source(NamedTuple):
     def modules(self) -> tuple[str, ...]:
         package = self.launch.__name__.rpartition(".")[0]
         common = (f"ssdprof.kernels.{file}" for file in ("_gluon", "hopper.work", "hopper.ring"))
-        return (*common, *(f"{package}.{file}" for file in self.files))
+        own = (f"ssdprof.kernels.{file}" if "." in file else f"{package}.{file}" for file in self.files)
+        return (*common, *own)
 
 
 SSD = Source(ssd_launch, 2, ("rings", "lanes", "role_gates", "role_copies", "role_states", "hopper_kernel"))
 GDN = Source(gdn_launch, 1, (
     "rings", "assignment", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores", "role_states",
     "role_copies", "parts", "hopper_kernel",
+))  # fmt: skip
+KDA = Source(kda_launch, 1, (
+    "gdn.hopper.rings", "gdn.hopper.assignment", "gdn.hopper.inverse", "gdn.hopper.role_gates",
+    "gdn.hopper.prep_kernel", "prep_kernel",
 ))  # fmt: skip
 
 
@@ -544,7 +550,7 @@ class Machine:
             if jitted.__name__ not in kernels:  # not in Gluon: Triton's interpreter runs it
                 interpreted = Launcher(InterpretedFunction(jitted.fn), scalars, options)
                 return lambda programs, *tensors: interpreted(programs, *map(_tensor, tensors))
-            constants = {name: value for name, value in options.items() if name.isupper()}
+            constants = {name: _DTYPES.get(str(value), value) for name, value in options.items() if name.isupper()}
             kernel = kernels[jitted.__name__]
             names = list(signature(kernel).parameters)
             if "S" in names:
@@ -588,6 +594,11 @@ class _Constant:
 
     def __new__(cls, value: Any) -> Any:
         return value
+
+
+_DTYPES = {  # of Triton
+    "int32": torch.int32, "int64": torch.int64, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+}  # fmt: skip
 
 
 def _tensor(value: Any) -> Any:

@@ -41,13 +41,14 @@ STAGES = {
 @gluon.constexpr_function
 def narrow(warps):
     """Layout of products of 16-bit operands: 16 rows per warp, 8 columns."""
-    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+    return gl.NVMMADistributedLayout([2, 0], [min(warps, BLOCKS), max(warps // BLOCKS, 1)], [16, 8])
 
 
 @gluon.constexpr_function
 def by_column(heads, warps):
     """Layout (head, block, column, row) for one or two heads: a thread holds a column, half a warp holds a block."""
-    half, *whole = [[heads - 1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]] if warps == 4 else [[0, 1, 0, 0], [0, 2, 0, 0]]
+    half, *whole = [[heads - 1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]] if warps >= 4 else [[0, 1, 0, 0], [0, 2, 0, 0]]
+    whole += [[0, 0, 0, 0]] * (warps == 8)  # the second half of the warps computes the same
     return gl.DistributedLinearLayout(
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]],
         [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0], half], whole, [], [heads, 4, 16, 16],
