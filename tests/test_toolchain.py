@@ -73,7 +73,7 @@ LOADED = "7f00-7f01 r-xp 00000000 00:4d 12    /usr/local/nvidia/lib64/libcuda.so
 NO_HEADERS = "#!/bin/sh\ngrep -q dlfcn && exit 1\n"
 APT, TOLD = "apt-get update && apt-get install -y", "export TRITON_LIBCUDA_PATH="
 GCC, CACHE = {"bin/gcc": None}, "export TRITON_CACHE_DIR=/tmp/triton"
-NO_DRIVER, LIBRARY = r"does not find libcuda\.so\.1", "lib/libcuda.so.1"
+NO_DRIVER, LIBRARY, FAILS = r"does not find libcuda\.so\.1", "lib/libcuda.so.1", "#!/bin/sh\nexit 1\n"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ NO_DRIVER, LIBRARY = r"does not find libcuda\.so\.1", "lib/libcuda.so.1"
         ({LIBRARY: None}, {}, "driver library", NO_DRIVER, "ldconfig"),
         ({LIBRARY: None, "maps": LOADED}, {}, "driver library", NO_DRIVER, f"{TOLD}/usr/local/nvidia/lib64"),
         # Triton calls ldconfig before it reads LD_LIBRARY_PATH
-        ({"bin/ldconfig": None}, {}, "driver library", NO_DRIVER, f"{TOLD}{{0}}/lib"),
+        *(({"bin/ldconfig": one}, {}, "driver library", NO_DRIVER, f"{TOLD}{{0}}/lib") for one in (None, FAILS)),
         ({}, {"TRITON_LIBCUDA_PATH": "/nowhere"}, "driver library", "PATH=/nowhere does not hold", f"{TOLD}{{0}}/lib"),
         (
             {}, {"TRITON_LIBCUDA_PATH": "/nowhere", "LD_LIBRARY_PATH": ""}, "driver library", "=/nowhere does not hold",
