@@ -577,7 +577,8 @@ def forgetting(inputs: Any) -> tuple[int, ...]:
     """Heads whose decays leave 1/1000 of the state after 64 tokens, after 1K or 16K, and later or never, in the mean of
     all tokens."""
     gate = operators.get(inputs.operator).judged.gate
-    spans = [span for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens) if span.length]
+    bounds = getattr(inputs, "cu_seqlens", None)  # an operator need not have packed sequences
+    spans = [span for span in sequences(*inputs.values.shape[:2], bounds) if span.length]
     decays = torch.stack([gate(inputs, span).exponents[..., -1].sum(0) for span in spans]).sum(0)
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]

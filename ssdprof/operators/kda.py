@@ -30,7 +30,7 @@ STAGES = Stages.of(
         "_gdn_qk_l2norm_kernel", "_kda_gate_cumsum_kernel", "_kda_decayed_scores_kernel", "_gdn_solve_tril_kernel",
         "_kda_recompute_w_u_kernel", "_kda_chunk_state_kernel", "_kda_chunk_output_kernel",
     ),
-    fused=("_kda_prep_kernel", "_kda_scan_kernel"),
+    fused=("_kda_prep_kernel", "_kda_hopper_prep", "_kda_scan_kernel"),
     recurrent=("_gdn_recurrent_kernel",),
     unfused_step=("_gdn_step_write_kernel", "_gdn_step_state_kernel", "_gdn_step_output_kernel"),
 )  # fmt: skip

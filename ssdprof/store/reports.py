@@ -496,7 +496,10 @@ def _folder(path: Path) -> Report:
         processes += [process] if process else []
     place = {one.name: number for number, one in enumerate(header.requested)}
     ordered = sorted(cases.values(), key=lambda case: place.get(case.name, len(place)))
-    return header.changed(cases=tuple(ordered), processes=tuple(processes))
+    try:
+        return header.changed(cases=tuple(ordered), processes=tuple(processes))
+    except ValidationError as error:
+        raise BadInputError(f"{path} is damaged: {first_fault(error)}.", _AGAIN) from error
 
 
 def _joined(lines: Iterable[Case]) -> dict[str, Case]:

@@ -404,6 +404,7 @@ GOOD = dump(cases.report(layers=(0,)))
         (GOOD.replace('"subject"', '"subjekt"'), "subject: Field required"),
         (GOOD.replace('"elements": 1000', '"elements": 0', 1), r"cases\.0\.accuracy\.0"),
         (GOOD.replace('"elements": 1000', '"elements": NaN', 1), r"cases\.0\.accuracy\.0"),
+        (GOOD.replace("0.004", "0.004, 0.1", 1), "another number of slices"),
     ],
 )
 def test_a_damaged_document_is_refused_with_the_place(text: str, words: str) -> None:
@@ -436,4 +437,15 @@ def test_a_damaged_line_is_refused_with_its_number(line: str, words: str) -> Non
     first, *rest = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join((first, line.encode(errors="surrogatepass"), *rest, b"")))
     with pytest.raises(BadInputError, match=words):
+        load(folder)
+
+
+def test_a_folder_whose_lines_do_not_fit_together_is_damaged() -> None:
+    folder = store("one", case("unfused"), case("fused"))
+    file = folder / "cases.0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line.get("case", {}).pop("accuracy", None)
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(BadInputError, match="is damaged: .*nothing says what it computed"):
         load(folder)

@@ -32,7 +32,7 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, reg
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 STAGES = {
-    "since_anchor": "decayed_scores", "add_scores": "decayed_scores", "queries_with_keys": "decayed_scores",
+    "half_decays": "decayed_scores", "add_scores": "decayed_scores", "queries_with_keys": "decayed_scores",
     "keys_with_keys": "decayed_scores", "cumulative_decays": "gate_cumsum",
     "_kda_gate_cumsum_kernel": "gate_cumsum", "_kda_decayed_scores_kernel": "decayed_scores",
     "_kda_recompute_w_u_kernel": "recompute_w_u", "_kda_chunk_state_kernel": "chunk_state",
@@ -61,14 +61,11 @@ def _blocks(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, dic
 # In a block of 2 h positions, take the last position of its first half as the anchor.  A pair of a row i in the second
 # half and a column j in the first has the decay exp(G_i - G_anchor) exp(G_anchor - G_j), and both exponents are at most
 # 0 for any gate.  The pairs inside a half follow from blocks of half the size.  So h = C / 2, ..., 2, 1 cover all pairs
-# but the diagonal, whose decay is 1.  Where gates are mild, exp(G_i - G_anchor) and exp(G_anchor - G_j) are in fp32's
-# range for all pairs of a block, and one product replaces its halves.
-
-MOST_LOG2 = tl.constexpr(58.0)  # of such a factor: also products with keys of up to 2^63 are in fp32's range
+# but the diagonal, whose decay is 1.  No choice depends on gates: it would change bits of earlier outputs.
 
 
 def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
-    """The dtype and input precision of the scores' operands, in the products of halves and in those of blocks.
+    """The dtype and input precision of the scores' operands.
 
     They keep 11 significant bits, more than bfloat16, because the inverse amplifies errors of the system.  fp16 is
     twice as fast as tf32, but its range suffices only for fp16 inputs and for normalised ones.
@@ -86,39 +83,32 @@ def cumulative_decays(g):
 
 
 @triton.jit
-def since_anchor(G, half):
-    """Cumulative G (C, n) minus that of the anchor of each block of 2 * half positions; of 2 for a half of 0."""
-    i, half = tl.broadcast_to(tl.arange(0, G.shape[0])[:, None], G.shape), tl.maximum(half, 1)
-    return G - tl.gather(G, (i & ~(2 * half - 1)) + (half - 1), axis=0)
+def half_decays(G, half):
+    """The decay between each position and the anchor of its block of 2 * half positions, for cumulative G (C, n)."""
+    i = tl.broadcast_to(tl.arange(0, G.shape[0])[:, None], G.shape)
+    return decay_exp2(-tl.abs(G - tl.gather(G, (i & ~(2 * half - 1)) + (half - 1), axis=0)))
 
 
 @triton.jit
 def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
     """Add a block of channels to `scores` (C, C): q with k on and below the diagonal, k with k, transposed, above it.
 
-    q, k: (C, n), in the products' dtype.  In the halves of a block, one product serves both: a pair's row i has q_i and
-    its column k_j, and with the roles exchanged row j has k_j and column i has k_i.  Once no decay inside a block is
-    below 2^-58, the block needs no more halves: factors of up to 2^58 on either side of its anchor are in fp32's range.
-    Loops are not unrolled: their masks and factors would otherwise fill the registers.
+    q, k: (C, n), in the products' dtype.  One product serves both: a pair's row i has q_i and its column k_j, and with
+    the roles exchanged row j has k_j and column i has k_i.  The loop is not unrolled: its masks and factors would
+    otherwise fill the registers.
     """
     o = tl.arange(0, G.shape[0])
     i, j = o[:, None], o[None, :]
-    half, after = G.shape[0] // 2, since_anchor(G, G.shape[0] // 2)
-    narrow = tl.max(tl.max(tl.abs(after), axis=1), axis=0) <= MOST_LOG2
-    while (half > 0) & (not narrow):
-        decays = decay_exp2(tl.where((i & half) == 0, -after, after))
+    scores += tl.where(i == j, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[:, None], 0.0)
+    half = G.shape[0] // 2
+    while half > 0:
+        decays = half_decays(G, half)
         rows = (tl.where((i & half) == 0, k, q).to(tl.float32) * decays).to(k.dtype)
         columns = tl.trans((k.to(tl.float32) * decays).to(k.dtype))
         product = tl.dot(rows, columns, input_precision=PRECISION)
         scores += tl.where((i ^ j) // half == 1, product, 0.0)  # in the two halves of one block
         half = half // 2
-        after = tl.where(half > 0, since_anchor(G, half), 0.0)
-        narrow = tl.max(tl.max(tl.abs(after), axis=1), axis=0) <= MOST_LOG2
-    up = k.to(tl.float32) * tl.exp2(-after)
-    below = tl.dot(q.to(tl.float32) * tl.exp2(after), tl.trans(up), input_precision=PRECISION)
-    above = tl.dot(up, tl.trans(k.to(tl.float32) * tl.exp2(after)), input_precision=PRECISION)
-    block = tl.maximum(2 * half, 1)
-    return scores + tl.where(i // block == j // block, tl.where(i >= j, below, above), 0.0)
+    return scores
 
 
 @triton.jit
