@@ -318,6 +318,7 @@ def models(*, as_json: bool) -> None:
 _DRY = "run --dry-run, capture --dry-run, answers --dry-run"
 SCHEMAS = {
     "report-v3": ("run, accuracy, answers, prefill, bench, export", "ssdprof.core.report:Report"),
+    "case": ("case", "ssdprof.core.case:Case"),
     "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),

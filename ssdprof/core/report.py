@@ -172,9 +172,9 @@ class Report(Record):
             raise ValueError(f"it has {len(self.processes)} processes of {self.files}")
         slices: dict[int, int] = {}
         for case in self.cases:
-            of_out = case.tensor("out")
-            for error in (of_out.vs_oracle, of_out.floor) if of_out and case.dims else ():
-                if error.along and slices.setdefault(case.dims.seqlen, len(error.along)) != len(error.along):
+            of_out, seqlen = case.tensor("out"), case.dims.seqlen if case.dims else 0
+            for error in (of_out.vs_oracle, of_out.floor) if of_out else ():
+                if error.along and slices.setdefault(seqlen, len(error.along)) != len(error.along):
                     raise ValueError(f"{case.name} has errors along the positions in another number of slices")
             if case.status == "ran" and (case.layer or case.drawn) and not case.tensor("out"):
                 raise ValueError(f"{case.name} ran, and nothing says what it computed")

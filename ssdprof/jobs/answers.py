@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +60,7 @@ def answers(subject: Subject, wanted: AnswersOptions, watcher: Watcher) -> tuple
     with opened(
         wanted.out,
         watcher,
-        sources=sources(subject, implementations),
+        sources=partial(sources, subject, implementations),
         kind="answers",
         subject=subject.ref.repo_id,
         command=wanted.command,

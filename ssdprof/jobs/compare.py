@@ -475,8 +475,6 @@ def replaying(
             writer.note(lost and f"{where}: {lost}")
             if zero := zeros(inputs):
                 writer.note(f"{where}: 0 everywhere in {words(zero, 'and')}, so that wrong kernels may pass.")
-            if (key := str(layer.index)) not in writer.report.first.gates:
-                writer.update(gates=writer.report.first.gates | {key: forgetting(inputs)})
             judged = operators.get(inputs.operator).judged
             dims, work = judged.cost(inputs)
             prompt = (dims.seqlen, dims.batch)
@@ -508,6 +506,8 @@ def replaying(
                 writer.case(case)
                 if case.samples:
                     clocks.poll()
+            if (key := str(layer.index)) not in writer.report.first.gates:
+                writer.update(gates=writer.report.first.gates | {key: forgetting(inputs)})
             del inputs
             if gpu:
                 writer.update(clocks=clocks.clocks)
@@ -578,7 +578,8 @@ def forgetting(inputs: Any) -> tuple[int, ...]:
     all tokens."""
     gate = operators.get(inputs.operator).judged.gate
     bounds = getattr(inputs, "cu_seqlens", None)  # an operator need not have packed sequences
-    spans = [span for span in sequences(*inputs.values.shape[:2], bounds) if span.length]
+    rows, length = inputs.values.shape[:2]
+    spans = [span for span in sequences(rows, length, bounds) if span.length]
     decays = torch.stack([gate(inputs, span).exponents[..., -1].sum(0) for span in spans]).sum(0)
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]

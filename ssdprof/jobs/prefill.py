@@ -126,7 +126,7 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
         smallest_difference=request.smallest_difference,
         absent=resolved.absent,
     )
-    files = sources(subject, (*resolved.found, *resolved.baselines))
+    files = partial(sources, subject, (*resolved.found, *resolved.baselines))
     with opened(request.out, watcher, None, files, **report) as writer, ClockWatch() as clocks, limits.memory_errors():
         writer.update(steps=dict(steps))
         for length in lengths:

@@ -213,7 +213,7 @@ def run(
         replay.out,
         watcher,
         ranks,
-        sources(found, (*resolved.found, *resolved.baselines)),
+        partial(sources, found, (*resolved.found, *resolved.baselines)),
         kind="run",
         subject=found.ref.repo_id,
         command=replay.command,

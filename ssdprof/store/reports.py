@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -203,13 +203,17 @@ def _without_folder(command: Sequence[str]) -> list[str]:
 
 @contextmanager
 def opened(
-    out: Path | None, watcher: Watcher, ranks: Ranks | None = None, sources: Iterable[Path] = (), **fields: Any
+    out: Path | None,
+    watcher: Watcher,
+    ranks: Ranks | None = None,
+    sources: Callable[[], Iterable[Path]] = tuple,
+    **fields: Any,
 ) -> Iterator[Writer]:
     """Keep a report while the context is open.
 
     out: the folder; None: `runs/<time>-<subject>/`.  ranks: processes that share the cases; the first one makes the
     folder, and waits at the end for the others.  fields: see `draft`.
-    sources: files on which the results depend, and the fields do not.
+    sources: gives the files on which the results depend, and the fields do not.
     After an exception what was done stays, and the user is told where it is; without a case the files are removed.
     The same request goes on in the folder of an interrupted report: its cases are `Writer.earlier`.
 
@@ -233,7 +237,7 @@ def opened(
             file.truncate(0)
         if first:
             if (path / HEADER).exists():
-                _refuse_another(path, header, sources)
+                _refuse_another(path, header, sources())
             else:
                 for stale in path.glob("cases.*.jsonl"):
                     os.truncate(stale, 0)

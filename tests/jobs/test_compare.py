@@ -93,7 +93,7 @@ def test_what_goes_wrong_is_a_status_with_a_reason() -> None:
     assert "(0, 5, 1, 2)" in found["nan"].why
     assert found["refusing"].why == "refusing: z is not supported"
     assert found["large"].why == "tried to allocate 80 GiB"
-    assert found["broken"].why == "RuntimeError: illegal memory access"
+    assert found["broken"].why.startswith("RuntimeError: illegal memory access (fakes.py:")
     assert "out must be torch.bfloat16 of shape" in found["transposed"].why
     good = found["good"]
     assert [tensor.tensor for tensor in good.accuracy] == ["out", "final_states"]
@@ -378,7 +378,7 @@ def test_what_goes_wrong_while_it_is_timed() -> None:
     assert found["racy"].why.startswith("after it was timed: out, head 1")
     assert found["bits"].reason == "repeated calls differ in their bits, within the budget"
     assert found["drifting"].why.startswith("after it was timed: out, head")
-    assert found["raising"].why == "a later call raised ValueError: no more calls"
+    assert found["raising"].why.startswith("a later call raised ValueError: no more calls (fakes.py:")
 
 
 @pytest.mark.parametrize(("precision", "factor", "largest"), [(RELAXED, 2.0, 256), (RELAXED_FP16, 0.5, 1)])

@@ -286,7 +286,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
         ({"model": cases.checkpoint(revision="f" * 40)}, "of another model"),
         ({"environment": cases.environment(triton="3.9.0")}, "of another machine"),
         ({"prompts": (cases.prompt(8),)}, "of another prompt"),
-        ({"sources": [Path("new")]}, "from before new was changed"),
+        ({"sources": lambda: [Path("new")]}, "from before new was changed"),
     ],
 )
 def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None:
