@@ -171,6 +171,15 @@ def test_the_times_of_prefills() -> None:
             assert number(row[head]) == shown(us[name] / us["fused"], "0.00"), (row, head)
 
 
+def test_the_speeds_of_kda() -> None:
+    for row in table_with("kda-mathematics.md", "over fla", "sequences x tokens"):
+        shape = {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}[row["heads"]]
+        (cell,) = cell_of("kda", shape, row["sequences x tokens"])
+        library = "fla" if device_us(cell, "fla") else "fla_recurrent"
+        assert microseconds(cell, row, {"fused": "fused", "fla": library})
+        assert number(row["over fla"]) == shown(device_us(cell, library) / device_us(cell, "fused"), "0.00")
+
+
 # --- figures in sentences
 
 FIGURE = re.compile(

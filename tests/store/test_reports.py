@@ -447,5 +447,5 @@ def test_a_folder_whose_lines_do_not_fit_together_is_damaged() -> None:
     for line in lines:
         line.get("case", {}).pop("accuracy", None)
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with pytest.raises(BadInputError, match="is damaged: .*nothing says what it computed"):
+    with pytest.raises(BadInputError, match=r"is damaged: .*nothing says what it computed"):
         load(folder)
