@@ -578,8 +578,7 @@ def forgetting(inputs: Any) -> tuple[int, ...]:
     all tokens."""
     gate = operators.get(inputs.operator).judged.gate
     bounds = getattr(inputs, "cu_seqlens", None)  # an operator need not have packed sequences
-    rows, length = inputs.values.shape[:2]
-    spans = [span for span in sequences(rows, length, bounds) if span.length]
+    spans = [span for span in sequences(len(inputs.values), inputs.values.shape[1], bounds) if span.length]
     decays = torch.stack([gate(inputs, span).exponents[..., -1].sum(0) for span in spans]).sum(0)
     each = decays / sum(span.length for span in spans)
     within = [0, *(int((each * length <= math.log(1e-3)).sum()) for length in MEMORIES), len(each)]
