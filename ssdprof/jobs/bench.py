@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def bench(
     )
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget
-    files = source_files(request.compared)
+    files = partial(source_files, request.compared)
     with opened(request.out, watcher, ranks, files, **header) as writer, ClockWatch() as clocks:
         began -= writer.report.first.seconds
         writer.update(ceilings=writer.report.ceilings or measure_ceilings(device))

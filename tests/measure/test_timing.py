@@ -145,7 +145,9 @@ def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls: int) 
             return super().__call__()
 
     session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
-    assert session.failed_later == {"b": FailedAfterTiming("failed", "a later call raised ValueError: no more calls")}
+    ((name, found),) = session.failed_later.items()
+    assert (name, found.status) == ("b", "failed")
+    assert found.reason.startswith("a later call raised ValueError: no more calls (test_timing.py:")
     assert list(session.sampled) == ["a"]
     assert [len(one) for one in session.sampled["a"].device] == [PLAN.max_rounds] * PLAN.max_recordings
 
