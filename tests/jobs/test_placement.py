@@ -159,6 +159,7 @@ def save_in_fp8(folder: Path) -> None:
     (file,) = folder.glob("*.safetensors")
     stored = {}
     for name, tensor in load_file(file).items():
+        tensor = tensor.contiguous()
         if ".mlp." in name:
             stored |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
         else:
