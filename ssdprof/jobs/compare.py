@@ -500,14 +500,14 @@ def replaying(
                 for entry, known in zip(entries, earlier, strict=True):
                     if known and known.probes:
                         prober.probed(entry.call.implementation, inputs)
+                writer.remembers(layer.index, partial(forgetting, inputs))
                 advance(1)
                 return
             for case in comparer.compare(entries, layer.name):
                 writer.case(case)
                 if case.samples:
                     clocks.poll()
-            if (key := str(layer.index)) not in writer.report.first.gates:
-                writer.update(gates=writer.report.first.gates | {key: forgetting(inputs)})
+            writer.remembers(layer.index, partial(forgetting, inputs))
             del inputs
             if gpu:
                 writer.update(clocks=clocks.clocks)

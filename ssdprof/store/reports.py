@@ -144,6 +144,11 @@ class Writer:
         """The peak of this process's GPU memory so far is `size` bytes."""
         self.update(peak_bytes=max(size, self.report.first.peak_bytes or 0))
 
+    def remembers(self, layer: int, heads: Callable[[], tuple[int, ...]]) -> None:
+        """Heads of a layer by how long they remember, unless they are known."""
+        if (key := str(layer)) not in self.report.first.gates:
+            self.update(gates=self.report.first.gates | {key: heads()})
+
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
             return
