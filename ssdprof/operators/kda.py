@@ -79,8 +79,8 @@ def rounded_chunks(
                                             q and k (normalised ones too), with the decays from the chunk's start and
                                             to its end, the inverse, beta times v, u, w, the state, what a chunk
                                             writes, the scores
-        in the products of the scores       q and k with the decays of each half, cut to tf32; for fp32 inputs to two
-        and between the inverse's blocks    tf32 numbers
+        in the products of the scores       q and k with the decays of each half: bf16 inputs cut to tf32, fp16 ones
+        and between the inverse's blocks    rounded to fp16, fp32 ones to two tf32 numbers
         where states pass from chunk to chunk, and at the end     to the state dtype
         as the output     to the input's dtype
 
@@ -88,7 +88,7 @@ def rounded_chunks(
     bits and nothing else.
     """
     operand, exp = low.operand, rounding.gpu_exp
-    product = rounding.two_tf32 if low.operand_dtype == torch.float32 else gdn._tf32
+    product = {torch.float32: rounding.two_tf32, torch.float16: operand}.get(low.operand_dtype, gdn._tf32)
 
     def chunked(tensor: torch.Tensor) -> torch.Tensor:
         """(l, h, ...) -> (c, h, CHUNK, ...)"""
