@@ -66,19 +66,17 @@ def compare(timer: Timer, place: Place, runs: tuple[Run, Run], seed: int) -> Row
     """The speedup of the first over the second, and the cost of measuring it."""
     plan = SamplingPlan(seed=seed)
     began = time.monotonic()
-    session = time_in_turns(dict(zip("ab", runs, strict=True)), timer, plan, check=lambda _key, _output: "")
+    found = time_in_turns(dict(zip("ab", runs, strict=True)), timer, plan, check=lambda _key, _output: "")
     seconds = time.monotonic() - began
-    first, second = (session.sampled[key] for key in "ab")
-    ratios = {
-        "device": statistics.ratio(second.device, first.device), "call": statistics.ratio(second.call, first.call)
-    }  # fmt: skip
+    (call, device), other = ([one.us for one in found[key]["samples"]] for key in "ab")
+    ratios = {"device": statistics.ratio(other[1], device), "call": statistics.ratio(other[0], call)}
     return {
         **named(place),
         **{clock: told(ratio, plan.smallest_difference) for clock, ratio in ratios.items()},
         "seconds": round(seconds, 3),
-        "recordings": len(first.device),
-        "replays": sum(map(len, first.device)),
-        "calls": sum(map(len, first.call)),
+        "recordings": len(device),
+        "replays": sum(map(len, device)),
+        "calls": sum(map(len, call)),
     }
 
 

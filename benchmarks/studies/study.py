@@ -168,15 +168,18 @@ def timed(
 
     wrong(key, output): the defect, or "" if the output is right; called after the timed loop.
     """
-    session = time_in_turns(runs, timer, SamplingPlan(seconds=seconds), check=lambda key, run: wrong(key, run()))
-    found = {}
-    for key, sampled in session.sampled.items():
-        device = statistics.median(sampled.device)
-        found[key] = {
-            "device_us": device.value, "device_low_us": device.low, "device_high_us": device.high,
-            "call_us": statistics.median(sampled.call).value,
-        }  # fmt: skip
-    return found, session.untimed | {key: failed.reason for key, failed in session.failed_later.items()}
+    every = time_in_turns(runs, timer, SamplingPlan(seconds=seconds), check=lambda key, run: wrong(key, run()))
+    found, untimed = dict[str, Times](), dict[str, str]()
+    for key, fields in every.items():
+        if "samples" in fields:
+            call, device = (statistics.median(one.us) for one in fields["samples"])
+            found[key] = {
+                "device_us": device.value, "device_low_us": device.low, "device_high_us": device.high,
+                "call_us": call.value,
+            }  # fmt: skip
+        else:
+            untimed[key] = fields.get("later_fault") or fields["reason"]
+    return found, untimed
 
 
 def options_of(about: str | None, *, seconds: float) -> argparse.ArgumentParser:

@@ -304,24 +304,19 @@ class Comparer:
         calls = [entry.call for entry in group]
         owns = next((case for case in group.values() if case.kind == "own"), None)
         with while_it_runs(owns), _changeable(calls) as scale:
-            session = time_in_turns(
+            found = time_in_turns(
                 {name: entry.call.run for name, entry in named.items()},
                 timer,
                 self.sampling,
                 check=check,
                 change=_never_the_same(scale, any(map(_has_fp16, calls))),
+                process=self.process,
             )
         for name, case in zip(named, group.values(), strict=True):
             if name in remarks:
                 case = case.changed(reason=remarks[name])
-            if failed := session.failed_later.get(name):
-                fields = {"status": "failed", "reason": failed.reason} if failed.status == "failed" else {}
-                yield case.changed(**(fields or {"later_fault": failed.reason}))
-            elif untimed := session.untimed.get(name):
-                yield case.changed(reason=untimed)
-            else:
-                timed = case.changed(samples=session.sampled[name].records(self.process))
-                yield case.changed(**unmeasured) if (unmeasured := _above_roof(timed, self.ceilings)) else timed
+            timed = case.changed(**found[name])
+            yield case.changed(**unmeasured) if (unmeasured := _above_roof(timed, self.ceilings)) else timed
 
 
 def _poison(output: Output, inputs: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -183,39 +183,10 @@ class Event:
 # --- several implementations in turns
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """Microseconds of one implementation."""
-
-    call: Recordings
-    device: Recordings
-
-    def records(self, process: str) -> tuple[Samples, Samples]:
-        """Those of both clocks, for a case."""
-        return record(process, "call", self.call), record(process, "device", self.device)
-
-
 def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
     """For a case, to five significant digits, the resolution of the clocks.  process: the name of this one."""
     rounds = tuple(tuple(float(f"{us:.5g}") for us in recording) for recording in sampled)
     return Samples(process=process, clock=clock, us=rounds)
-
-
-@dataclass(frozen=True)
-class FailedAfterTiming:
-    """The reason why an implementation that passed has no time: a later output was wrong, or a later call raised."""
-
-    status: Literal["inaccurate", "failed"]
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Session:
-    """The results of timing several implementations together, by key."""
-
-    sampled: dict[str, Sampled]
-    untimed: dict[str, str]  # why there is no time; the output stays valid
-    failed_later: dict[str, FailedAfterTiming]
 
 
 class _CallError(Exception):
@@ -224,17 +195,17 @@ class _CallError(Exception):
 
 def time_in_turns(
     runs: Mapping[str, Run], timer: Timer, plan: SamplingPlan, *, check: Callable[[str, Run], str],
-    change: Callable[[bool], None] = lambda _: None,
-) -> Session:  # fmt: skip
-    """Time every run against the others.
+    change: Callable[[bool], None] = lambda _: None, process: str = "",
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Time every run against the others.  Fields of its case: `samples` by both clocks, or why it has no time.
 
     check(key, run): "" if what `run` computes is still right.  Called after the timed loop for replays and for calls.
     change: called with True before each sample, to change the numbers in the inputs; with False before the checks.
+    process: the name of this one, for the samples.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
     """
     recordings: dict[str, Recording] = {}
-    untimed: dict[str, str] = {}
-    failed_later: dict[str, FailedAfterTiming] = {}
+    untimed: dict[str, dict[str, Any]] = {}
 
     def called(key: str, work: Callable[[], T]) -> T:
         """The result.  Raises _CallError, or MissingCapabilityError with the key if the GPU is unusable."""
@@ -244,7 +215,7 @@ def time_in_turns(
             raise
         except Exception as error:  # a kernel's own, of any kind
             refuse_if_interrupted(error)
-            failed_later[key] = FailedAfterTiming("failed", f"a later call raised {type_and_message(error)}")
+            untimed[key] = {"status": "failed", "reason": f"a later call raised {type_and_message(error)}"}
             raise _CallError from error
 
     def changed(sample: Callable[[Any], float], of: Any) -> float:
@@ -254,14 +225,14 @@ def time_in_turns(
     def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
         recordings.clear()
         timer.reallocate(generator)
-        keys = [key for key in runs if key not in untimed and key not in failed_later]
+        keys = [key for key in runs if key not in untimed]
         for key in (keys[place] for place in generator.permutation(len(keys))):
             try:
                 recordings[key] = blaming(timer.device, key, partial(timer.record, runs[key]))
             except CaptureError as error:
-                untimed[key] = f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"
+                untimed[key] = {"reason": f"{key} is not timed: it cannot be captured as a CUDA graph: {error}"}
             except torch.OutOfMemoryError as error:
-                untimed[key] = f"{key} is not timed: no memory is left for its CUDA graph: {error}"
+                untimed[key] = {"reason": f"{key} is not timed: no memory is left for its CUDA graph: {error}"}
         samplers: dict[Name, Sampler] = {}
         for key, recording in recordings.items():
             samplers["call", key] = partial(called, key, partial(changed, timer.call_us, runs[key]))
@@ -287,14 +258,15 @@ def time_in_turns(
     with no_garbage_collection():  # a collection during a call is not part of the call
         samples = sampled_without_errors()
     change(False)
-    sampled: dict[str, Sampled] = {}
-    for key in (key for key in runs if key not in untimed and key not in failed_later):
+    found: dict[str, dict[str, Any]] = {}
+    for key in (key for key in runs if key not in untimed):
         with suppress(_CallError):
             if reason := called(key, partial(reason_now, key)):
-                failed_later[key] = FailedAfterTiming("inaccurate", f"after it was timed: {reason}")
+                untimed[key] = {"later_fault": f"after it was timed: {reason}"}
             else:
-                sampled[key] = Sampled(call=samples["call", key], device=samples["device", key])
-    return Session(sampled=sampled, untimed=untimed, failed_later=failed_later)
+                taken = (record(process, clock, samples[clock, key]) for clock in get_args(Clock))
+                found[key] = {"samples": tuple(taken)}
+    return found | untimed
 
 
 # --- times without a check

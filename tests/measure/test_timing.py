@@ -17,7 +17,7 @@ from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import first_run as faults
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import Samples, SamplingPlan
-from ssdprof.measure.timing import CaptureError, CudaTimer, Event, FailedAfterTiming, Recording, record, time_in_turns
+from ssdprof.measure.timing import CaptureError, CudaTimer, Event, Recording, record, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
@@ -69,13 +69,13 @@ def fine(_key: str, run: Run) -> str:
 
 def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None:
     timer = FakeTimer()
-    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=fine)
+    found = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=fine, process="one")
     rounds = 2 * (PLAN.warmup_rounds + PLAN.max_rounds)
     first, again = timer.events[: 3 + 2 * rounds], timer.events[3 + 2 * rounds : -2]
     for recording in (first, again):
         assert recording[:3] == ["reallocate", "record", "record"]
         assert (recording.count("call"), recording.count("device")) == (rounds, rounds)
-    call, device = session.sampled["a"].records("one")
+    call, device = found["a"]["samples"]
     assert (call.process, call.clock, call.us) == ("one", "call", ((200.0,) * 5,) * 2)
     assert (device.process, device.clock, device.us) == ("one", "device", ((100.0,) * 5,) * 2)
 
@@ -83,12 +83,10 @@ def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew() -> None
 def test_inputs_change_before_every_sample_and_another_clock_is_asked() -> None:
     changes: list[bool] = []
     runs = {"fast": FakeRun(20), "slow": FakeRun(100)}
-    session = time_in_turns(runs, FakeTimer(), PLAN, check=fine, change=changes.append)
+    found = time_in_turns(runs, FakeTimer(), PLAN, check=fine, change=changes.append)
     assert changes == [True] * (2 * 2 * SAMPLED) + [False]
-    assert session.failed_later == {
-        "fast": FailedAfterTiming("inaccurate", "after it was timed: the device clock is slow")
-    }
-    assert list(session.sampled) == ["slow"]
+    assert found["fast"] == {"later_fault": "after it was timed: the device clock is slow"}
+    assert list(found["slow"]) == ["samples"]
 
 
 def test_samples_have_the_resolution_of_the_clocks() -> None:
@@ -125,9 +123,9 @@ def test_what_cannot_be_recorded_a_second_time_has_no_time() -> None:
                 raise torch.OutOfMemoryError("2 GiB more")
             return super().__call__()
 
-    session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
-    assert list(session.sampled) == ["a"]
-    assert session.untimed["b"].startswith("b is not timed: no memory is left")
+    found = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
+    assert list(found["a"]) == ["samples"]
+    assert found["b"]["reason"].startswith("b is not timed: no memory is left")
 
 
 LAST_CALL = PLAN.max_recordings + SAMPLED + 1  # recorded, timed, and finally checked
@@ -144,25 +142,23 @@ def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls: int) 
                 raise ValueError("no more calls")
             return super().__call__()
 
-    session = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
-    ((name, found),) = session.failed_later.items()
-    assert (name, found.status) == ("b", "failed")
-    assert found.reason.startswith("a later call raised ValueError: no more calls (test_timing.py:")
-    assert list(session.sampled) == ["a"]
-    assert [len(one) for one in session.sampled["a"].device] == [PLAN.max_rounds] * PLAN.max_recordings
+    found = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
+    assert found["b"]["status"] == "failed"
+    assert found["b"]["reason"].startswith("a later call raised ValueError: no more calls (test_timing.py:")
+    assert [len(one) for one in found["a"]["samples"][1].us] == [PLAN.max_rounds] * PLAN.max_recordings
 
 
 @pytest.mark.parametrize("error", [CaptureError("operation not permitted"), torch.OutOfMemoryError("2 GiB more")])
 def test_what_cannot_be_captured_is_named_and_the_others_are_timed(error: Exception) -> None:
-    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100, error)}, FakeTimer(), PLAN, check=fine)
-    assert list(session.sampled) == ["a"]
-    assert session.untimed["b"].startswith("b is not timed")
-    assert str(error) in session.untimed["b"]
+    found = time_in_turns({"a": FakeRun(200), "b": FakeRun(100, error)}, FakeTimer(), PLAN, check=fine)
+    assert (list(found["a"]), list(found["b"])) == (["samples"], ["reason"])
+    assert found["b"]["reason"].startswith("b is not timed")
+    assert str(error) in found["b"]["reason"]
 
 
 def test_nothing_left_to_time_is_no_error() -> None:
-    session = time_in_turns({"a": FakeRun(1, CaptureError("no"))}, FakeTimer(), PLAN, check=fine)
-    assert (session.sampled, list(session.untimed)) == ({}, ["a"])
+    ((name, fields),) = time_in_turns({"a": FakeRun(1, CaptureError("no"))}, FakeTimer(), PLAN, check=fine).items()
+    assert (name, list(fields)) == ("a", ["reason"])
 
 
 @pytest.mark.parametrize("event", ["record", "call_us", "device_us"])
@@ -201,12 +197,12 @@ def test_outputs_are_looked_at_after_the_loop_from_a_replay_and_a_call() -> None
         seen.append((key, float(run()[0]), len(timer.events)))
         return "" if key == "a" else "head 3 is wrong"
 
-    session = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=check)
+    found = time_in_turns({"a": FakeRun(200), "b": FakeRun(100)}, timer, PLAN, check=check)
     loop = 2 * 3 + 2 * 2 * SAMPLED
     assert [(key, value) for key, value, _ in seen] == [("a", 200), ("a", 200), ("b", 100)]
     assert min(events for *_, events in seen) > loop
-    assert list(session.sampled) == ["a"]
-    assert session.failed_later == {"b": FailedAfterTiming("inaccurate", "after it was timed: head 3 is wrong")}
+    assert list(found["a"]) == ["samples"]
+    assert found["b"] == {"later_fault": "after it was timed: head 3 is wrong"}
 
 
 def test_a_patched_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,10 +75,9 @@ def compared(seed: int, ratio: float) -> dict[str, str]:
     """The verdict by each clock on a call of 100 us and one of 100 / ratio us, as `ssdprof run` does."""
     plan = SamplingPlan(seconds=math.inf)
     runs = {"slow": Work(100), "fast": Work(100 / ratio)}
-    session = time_in_turns(runs, SimulatedGpu(seed), plan, check=lambda _key, _run: "")
-    slow, fast = session.sampled["slow"], session.sampled["fast"]
-    ratios = {"call": ratio_of(slow.call, fast.call), "device": ratio_of(slow.device, fast.device)}
-    return {clock: found.verdict(plan.smallest_difference) for clock, found in ratios.items()}
+    found = time_in_turns(runs, SimulatedGpu(seed), plan, check=lambda _key, _run: "")
+    pairs = zip(found["slow"]["samples"], found["fast"]["samples"], strict=True)
+    return {slow.clock: ratio_of(slow.us, fast.us).verdict(plan.smallest_difference) for slow, fast in pairs}
 
 
 @pytest.mark.slow
