@@ -24,9 +24,9 @@ from ssdprof.errors import SsdprofError
 from ssdprof.jobs.bench import bench
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.implementations import required, resolve
+from ssdprof.operators.tensors import dtype_named
 from ssdprof.report import document, markdown
 
 BATCHES = (  # sequences, tokens of each, heads, K = V, divisor of the gate, share of gates that are 0

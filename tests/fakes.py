@@ -27,9 +27,9 @@ from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.first_run import Call, Run
 from ssdprof.measure.sampling import Samples, SamplingPlan
 from ssdprof.measure.timing import CaptureError, Recording
-from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
+from ssdprof.operators.tensors import precision_of
 
 SHAPE = Shape("tiny", "2x16, N 16, G 1", {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1})
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))

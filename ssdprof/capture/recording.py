@@ -34,8 +34,8 @@ from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 from ssdprof.files import parse_json, regular
 from ssdprof.kernels.oracle import sequences
-from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.operator import Output
+from ssdprof.operators.tensors import dtype_name
 
 T = TypeVar("T")
 Format = Literal["flashinfer", "safetensors"]

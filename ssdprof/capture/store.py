@@ -39,8 +39,7 @@ from ssdprof.core.subject import (
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
 from ssdprof.files import check_writable, locked, put
 from ssdprof.kernels.oracle import sequences
-from ssdprof.operators.dtypes import dtype_named, stored_dtype_name
-from ssdprof.operators.tensors import tensors
+from ssdprof.operators.tensors import dtype_named, stored_dtype_name, tensors
 
 _SERVED = ("served.out", "served.final_states")  # in a file, besides the inputs
 

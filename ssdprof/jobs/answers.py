@@ -36,8 +36,8 @@ from ssdprof.measure.answers import Divergence, bands, compare_logits, first_non
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import while_it_runs
 from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required, resolve
+from ssdprof.operators.tensors import dtype_name
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report

@@ -28,10 +28,10 @@ from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
-from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required, resolve, source_files
 from ssdprof.operators.operator import Operator
+from ssdprof.operators.tensors import precision_of
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import load, opened

@@ -42,8 +42,8 @@ from ssdprof.measure.roofline import SMLimits, measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, Timer, device_times, time_in_turns
 from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import dtype_name, dtype_named, precision_of
 from ssdprof.operators.operator import Output
+from ssdprof.operators.tensors import dtype_name, dtype_named, precision_of
 from ssdprof.progress import Unwatched, Watcher
 from ssdprof.store.reports import Writer
 

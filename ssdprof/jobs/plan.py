@@ -45,8 +45,8 @@ from ssdprof.files import why
 from ssdprof.jobs import limits
 from ssdprof.jobs.subject import Stored, Subject
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.implementations import source_files
+from ssdprof.operators.tensors import dtype_named
 from ssdprof.progress import Watcher
 
 if TYPE_CHECKING:

@@ -47,8 +47,8 @@ from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.timing import CudaTimer, Timer, device_times, record
 from ssdprof.measure.trace import Trace, traced, work
-from ssdprof.operators.dtypes import dtype_name, precision_of
 from ssdprof.operators.implementations import own_precisions
+from ssdprof.operators.tensors import dtype_name, precision_of
 from ssdprof.progress import StepClock, Watcher
 from ssdprof.store.reports import Writer, opened
 from ssdprof.store.reports import load as load_report

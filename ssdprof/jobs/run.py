@@ -35,8 +35,8 @@ from ssdprof.jobs.plan import load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
+from ssdprof.operators.tensors import dtype_name
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import load as load_report

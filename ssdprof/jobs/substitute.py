@@ -17,8 +17,8 @@ from ssdprof.core.base import PartName, PrecisionRecord, grouped
 from ssdprof.core.case import PartTime
 from ssdprof.environment import child
 from ssdprof.measure.trace import GpuWork, marked
-from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.implementations import required, resolve
+from ssdprof.operators.tensors import precision_of
 
 _SHOWN = 3  # kernels of a part
 _IN_A_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")

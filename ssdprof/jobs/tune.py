@@ -35,9 +35,9 @@ from ssdprof.measure.first_run import Call, first_line, type_and_message
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, Timer, device_times
-from ssdprof.operators.dtypes import precision_of, precision_record
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.tensors import precision_of, precision_record
 from ssdprof.operators.tuning import Config
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import CAPTURES, load

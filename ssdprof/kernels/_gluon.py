@@ -1,14 +1,22 @@
 # mypy: ignore-errors
-"""Shared code of Gluon kernels: names that later versions of Triton changed, slots and phases of rings, layouts."""
+"""Shared code of Gluon kernels: names that later versions of Triton changed, aggregates, slots and phases of rings.
+
+An aggregate holds the arguments of a program's roles, or a program's work, one or more segments.  Each operator has its
+own for a segment and for all arguments of a role, because the order of its fields is that of the arguments in machine
+code.
+"""
+
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate
 
 STAGES = {
     "add": "caller", "place_in": "caller", "phase": "caller", "scalar": "caller", "arrive": "caller",
-    "masked": "caller",
+    "masked": "caller", "segments": "ticket", "segment_at": "ticket", "chunks": "ticket",
 }  # fmt: skip
 
 # Later versions of Triton have other names for these: the barrier of a role's threads, TMA copies, and views of shared
@@ -18,6 +26,46 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 _descriptor = gl.shared_memory_descriptor
 reinterpret = _descriptor.reinterpret if hasattr(_descriptor, "reinterpret") else _descriptor._reinterpret
+
+
+@gluon.constexpr_function
+def constants(value):
+    """`value` with None and whole numbers, also in tuples, as constants."""
+    if isinstance(value, gl.tuple):
+        return gl.tuple([constants(one) for one in value])
+    return gl.constexpr(value) if value is None or isinstance(value, int) else value
+
+
+def aggregate(cls: type) -> Any:
+    """A Gluon aggregate with a constructor: its annotated fields, in their order or by name, some with defaults."""
+    kinds = cls.__annotations__
+    defaults = {name: getattr(cls, name) for name in kinds if hasattr(cls, name)}
+
+    @gluon.constexpr_function
+    def __init__(self, *values, **named):
+        for name, value in (defaults | dict(zip(kinds, values, strict=False)) | named).items():
+            setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else constants(value))
+
+    cls.__init__ = __init__
+    return _aggregate(cls)
+
+
+class OneSegment:
+    """Methods of a segment that is the whole work of its program.  An aggregate cannot inherit them in Triton 3.9."""
+
+    @gluon.jit
+    def segments(self):
+        return 1
+
+    @gluon.jit
+    def segment_at(self, k):  # noqa: ARG002
+        """The program's k-th segment, and the number of the program's chunks before it."""
+        return self, 0
+
+    @gluon.jit
+    def chunks(self):
+        """Chunks of all segments, without first passes."""
+        return self.nchunks
 
 
 @gluon.constexpr_function

@@ -12,7 +12,7 @@ from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan, when_overridden
-from ssdprof.kernels.rows import contiguous_copy, contiguous_view, is_scattered, overlaps
+from ssdprof.kernels.tensors import contiguous_copy, contiguous_view, is_scattered, overlaps
 
 Output = TypeVar("Output")
 

@@ -30,9 +30,9 @@ from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence
-from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.operator import OracleSpec, Output
 from ssdprof.operators.rounding import Span, coarsest_rounding, unit_roundoff
+from ssdprof.operators.tensors import dtype_name
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
 K = TypeVar("K")  # of candidates

@@ -38,7 +38,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import fingerprint
 from ssdprof.measure.first_run import Call, CallRejected, type_and_message
 from ssdprof.operators import implementations, tensors
-from ssdprof.operators.dtypes import precision_of
+from ssdprof.operators.tensors import precision_of
 
 GUARD = 1 << 20  # bytes on each side
 _ALIGNED = 512  # bytes; a copy keeps the tensor's offset within such a block

@@ -27,9 +27,9 @@ from ssdprof.measure.accuracy import Candidate, compare, fingerprint, unravel
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import precision_of
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span, unit_roundoff
+from ssdprof.operators.tensors import precision_of
 
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
 MOST_SEQUENCES = 3

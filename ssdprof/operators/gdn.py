@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.operators import generate
-from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator
 from ssdprof.operators.late import LazyModule, packages, rounding, torch
 from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output, Stages, computed, from_call
+from ssdprof.operators.tensors import dtype_named
 
 if TYPE_CHECKING:
     from ssdprof.kernels.gdn import adapters, reference

@@ -13,8 +13,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.dtypes import dtype_name, dtype_named
 from ssdprof.operators.late import torch
+from ssdprof.operators.tensors import dtype_name, dtype_named
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ssdprof import kernels
 from ssdprof.operators import gdn, generate
-from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.gdn import CHUNK
 from ssdprof.operators.generate import Cell, InputGenerator
 from ssdprof.operators.late import LazyModule, rounding, torch
 from ssdprof.operators.operator import CallBinding, Operator, OracleSpec, Stages, computed
+from ssdprof.operators.tensors import dtype_named
 
 if TYPE_CHECKING:
     from ssdprof.kernels.gdn import adapters

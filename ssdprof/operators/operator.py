@@ -25,9 +25,9 @@ from ssdprof.core.subject import Dims
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
 from ssdprof.operators import tensors
-from ssdprof.operators.dtypes import dtype_name
 from ssdprof.operators.generate import InputGenerator
 from ssdprof.operators.late import precision, rounding, torch
+from ssdprof.operators.tensors import dtype_name
 
 if TYPE_CHECKING:
     from ssdprof.kernels.oracle import OutputBlock

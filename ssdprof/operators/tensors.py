@@ -1,4 +1,4 @@
-"""Access to an operator's inputs, a frozen dataclass of tensors and scalars."""
+"""Access to an operator's inputs, a frozen dataclass of tensors and scalars, and the names of dtypes in records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from dataclasses import fields
 from typing import Any
 
-from ssdprof.operators.late import torch
+from ssdprof.core.base import DType, PrecisionRecord, StoredDType
+from ssdprof.operators.late import precision, torch
 
 
 def tensors(inputs: Any) -> dict[str, torch.Tensor]:
@@ -26,3 +27,39 @@ def form(inputs: Any) -> Hashable:
     """All properties of the inputs except the values of their tensors."""
     found = ((name, one.shape, one.stride(), one.dtype) for name, one in tensors(inputs).items())
     return (type(inputs), *found, *scalars(inputs).items())
+
+
+# --- dtypes and precisions between stored records, torch and the kernels
+
+_TORCH: dict[StoredDType, str] = {
+    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int32": "int32", "int64": "int64",
+}  # fmt: skip
+_NAMES: dict[str, StoredDType] = {f"torch.{word}": name for name, word in _TORCH.items()}
+_INTEGERS = ("int32", "int64")
+
+
+def dtype_name(dtype: torch.dtype) -> DType:
+    """torch.bfloat16 -> "bf16".  KeyError for a dtype that records do not have."""
+    name = _NAMES[str(dtype)]
+    if name in _INTEGERS:
+        raise KeyError(dtype)
+    return name  # type: ignore[return-value]
+
+
+def dtype_named(name: StoredDType) -> torch.dtype:
+    """ "bf16" -> torch.bfloat16."""
+    return getattr(torch, _TORCH[name])  # type: ignore[no-any-return]
+
+
+def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
+    """As `dtype_name`, also for the integers of `cu_seqlens`."""
+    return _NAMES[str(dtype)]
+
+
+def precision_of(record: PrecisionRecord) -> precision.Precision:
+    return precision.Precision(intermediates=record.intermediates, state_dtype=dtype_named(record.state_dtype))
+
+
+def precision_record(one: precision.Precision) -> PrecisionRecord:
+    """The inverse of `precision_of`."""
+    return PrecisionRecord(intermediates=one.intermediates, state_dtype=dtype_name(one.state_dtype))

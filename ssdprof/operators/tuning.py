@@ -14,7 +14,7 @@ from ssdprof.core.base import Intermediates, Record
 from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedConfig, Value
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, use_overrides
-from ssdprof.operators.dtypes import dtype_name, dtype_named
+from ssdprof.operators.tensors import dtype_name, dtype_named
 
 CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
 CALL_CHUNK = 64

@@ -36,8 +36,8 @@ from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, counted_launches, recorded_launches
 from ssdprof.measure.roofline import SMLimits, with_occupancy
-from ssdprof.operators.dtypes import precision_of, precision_record
 from ssdprof.operators.implementations import own_precisions, required, resolve
+from ssdprof.operators.tensors import precision_of, precision_record
 from ssdprof.stalls import ncu
 from ssdprof.stalls.attribute import UNKNOWN, Sources
 from ssdprof.stalls.read import base_name

@@ -26,13 +26,13 @@ from ssdprof.kernels.kda.fused import KDAPortableConfig, KDAPortableLaunch
 from ssdprof.kernels.kda.unfused import six_stages as kda_six_stages
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.rows import contiguous_copy
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.portable import ssd_fused_portable
 from ssdprof.kernels.ssd.recurrent import recurrent_launch, two_stages
 from ssdprof.kernels.ssd.unfused import chunk_scan, five_stages
+from ssdprof.kernels.tensors import contiguous_copy
 
 Launches = dict[str, Callable[[], Any]]
 

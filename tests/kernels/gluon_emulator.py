@@ -25,6 +25,7 @@ import ptx
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import KernelInterface
 
 from ssdprof.kernels.gdn.hopper import launch as gdn_launch
 from ssdprof.kernels.kda import fused as kda_launch
@@ -53,14 +54,14 @@ class Source(NamedTuple):
     @property
     def modules(self) -> tuple[str, ...]:
         package = self.launch.__name__.rpartition(".")[0]
-        common = (f"ssdprof.kernels.{file}" for file in ("_gluon", "hopper.work", "hopper.ring"))
+        common = (f"ssdprof.kernels.{file}" for file in ("_gluon", "hopper.ring"))
         own = (f"ssdprof.kernels.{file}" if "." in file else f"{package}.{file}" for file in self.files)
         return (*common, *own)
 
 
 SSD = Source(ssd_launch, 2, ("rings", "lanes", "role_gates", "role_copies", "role_states", "hopper_kernel"))
 GDN = Source(gdn_launch, 1, (
-    "rings", "assignment", "inverse", "role_gates", "prep_kernel", "role_inverse", "role_scores", "role_states",
+    "rings", "assignment", "inverse", "role_gates", "prep_kernel", "role_scores", "role_states",
     "role_copies", "parts", "hopper_kernel",
 ))  # fmt: skip
 KDA = Source(kda_launch, 1, (
@@ -539,7 +540,10 @@ class Machine:
                 exec(compile(file.read_text(), file, "exec"), vars(module))
                 if full.endswith(".lanes"):
                     vars(module).update(LANES=1, lane_number=lambda: torch.tensor(self.turns.local.lane))
-                functions |= {name: one for name, one in vars(module).items() if callable(one)}
+                functions |= {
+                    name: one for name, one in vars(module).items()
+                    if callable(one) and not isinstance(one, KernelInterface)
+                }  # fmt: skip
         return functions
 
     def launcher(self) -> Callable[..., Callable[..., None]]:

@@ -12,7 +12,7 @@ from subjects import GDN_ON_HOPPER, OLMO
 
 from ssdprof import kernels
 from ssdprof.kernels.choice import Fused, Variant
-from ssdprof.kernels.rows import contiguous_copy, is_scattered
+from ssdprof.kernels.tensors import contiguous_copy, is_scattered
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:

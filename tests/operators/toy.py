@@ -19,10 +19,10 @@ from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import OutputBlock
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
-from ssdprof.operators.dtypes import dtype_named
 from ssdprof.operators.generate import Cell, InputGenerator
 from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output
 from ssdprof.operators.rounding import Gate, Rounded, Span
+from ssdprof.operators.tensors import dtype_named
 
 CHUNK = 16  # positions after which the state is stored
 

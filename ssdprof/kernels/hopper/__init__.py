@@ -1,6 +1,5 @@
 """What the Hopper kernels of both operators share.
 
 ring.py       ring buffers in shared memory, and their mbarriers
-work.py       arguments of a program's roles
 schedule.py   the cut of sequences into segments, by a model of the time
 """

@@ -9,8 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels._gluon import phase, place_in
-from ssdprof.kernels.hopper.work import aggregate
+from ssdprof.kernels._gluon import aggregate, phase, place_in
 
 CHUNK = gl.constexpr(64)  # positions per chunk: rows of one matrix instruction
 

@@ -15,9 +15,8 @@ earlier launches compute the state that enters a segment (`parts.py`), or the fi
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._gluon import add
+from ssdprof.kernels._gluon import OneSegment, add, aggregate
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.work import OneSegment, aggregate
 
 BLOCK = gl.constexpr(256)  # bounds that one iteration reads
 FIRST_PASS_16THS = gl.constexpr(9)  # time of a first-pass chunk, in sixteenths of a second-pass chunk

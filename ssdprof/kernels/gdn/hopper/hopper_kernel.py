@@ -7,7 +7,7 @@ launches compute that state instead (`parts.py`).  No program waits for another.
 (`rings.py`): `states` updates the state chunk by chunk, and `scores` computes its factors from the chunk's inverse.
 
 In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V) | cu_seqlens (sequences + 1)
-      inverse, decays, bounds, norms: from `prep_kernel.py` | entering: `combine_kernel.py` | warmup_lengths: `parts.py`
+      inverse, decays, bounds, norms: from `prep_kernel.py` | entering: `_combine_kernel` | warmup_lengths: `parts.py`
 Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, any strides
 Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or one program per SM, which processes
       several whole sequences
@@ -18,17 +18,16 @@ form of the products: docs/gdn-performance.md.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._gluon import role_barrier
+from ssdprof.kernels._gluon import aggregate, role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import GDNSegment, Persistent, segment_of
+from ssdprof.kernels.gdn.hopper.inverse import Inversion, begin_inversion, inverses
 from ssdprof.kernels.gdn.hopper.parts import Parts, part_gates, part_loads, part_states, parts_of
 from ssdprof.kernels.gdn.hopper.rings import Rings, allocate, begin_barriers
 from ssdprof.kernels.gdn.hopper.role_copies import copies, loads, stores
 from ssdprof.kernels.gdn.hopper.role_gates import gates, gates_of_inputs
-from ssdprof.kernels.gdn.hopper.role_inverse import Inversion, begin_inversion, inverses
 from ssdprof.kernels.gdn.hopper.role_scores import scores, scores_and_lower
 from ssdprof.kernels.gdn.hopper.role_states import states
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.work import aggregate
 
 STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup", "run_roles": "setup", "as_tensors": "setup"}
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from triton import next_power_of_2
 
-from ssdprof.kernels.gdn.hopper.combine_kernel import _combine_kernel
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel, _parts_kernel
-from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, MOST_ROWS
+from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, MOST_ROWS, _combine_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
@@ -19,10 +18,10 @@ from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.tensors import Descriptor, Layout, Part, Place, part, row_stride, rows, steps, tiles
 
-AHEAD = 3  # parts of which `combine_kernel.py` has loads under way, or uses them
+AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
 PARTS_RING = 3  # slots of the rings of `parts.py`
 PARTS_REGISTERS = 240  # of a role of two matrices
-WIDE = 16  # most pairs with 16 rows of V in a program of `combine_kernel.py`; with more, 32 fill the GPU, too
+WIDE = 16  # most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
 
 
 def workspace(
@@ -33,7 +32,7 @@ def workspace(
     `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 | bounds (HV, slots) fp32
         norms (slots, H, 2, 64) fp32, if it normalises q and k
     `parts.py`: backs (rows) int32 | parts (rows, parts, V, K) fp32 | moves (rows, parts, 2, K, K) bf16
-    `combine_kernel.py`: entering (rows, V, K) fp32
+    `_combine_kernel`: entering (rows, V, K) fp32
     `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
     """
     layout, single = Layout(), torch.float32

@@ -14,9 +14,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels._gluon import place_in
+from ssdprof.kernels._gluon import aggregate, place_in
 from ssdprof.kernels.hopper.ring import CHUNK, Ring, allocate_ring, barriers, begin_ring
-from ssdprof.kernels.hopper.work import aggregate
 
 DIM = gl.constexpr(128)  # K and V
 STATE_THREADS = gl.constexpr(256)

@@ -41,9 +41,8 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._gluon import add, role_barrier
+from ssdprof.kernels._gluon import OneSegment, add, aggregate, role_barrier
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.work import OneSegment, aggregate
 from ssdprof.kernels.ssd.hopper.lanes import allocate_exchange
 from ssdprof.kernels.ssd.hopper.rings import SLICE, Shared, allocate, begin_barriers
 from ssdprof.kernels.ssd.hopper.role_copies import loads, stores

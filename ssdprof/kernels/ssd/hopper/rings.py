@@ -29,9 +29,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ssdprof.kernels._gluon import place_in, reinterpret
+from ssdprof.kernels._gluon import aggregate, place_in, reinterpret
 from ssdprof.kernels.hopper.ring import CHUNK, barriers, begin_pairs
-from ssdprof.kernels.hopper.work import aggregate
 
 SLICE = gl.constexpr(64)  # slice of P: rows of one matrix instruction
 COLUMNS = gl.constexpr(64)  # 16-bit columns of a block that TMA writes to shared memory; wider tiles have several
