@@ -82,12 +82,9 @@ def in_json(draw: random.Random, text: bytes) -> bytes:
     document = json.loads(text)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         found = list(places(document))
-        sizes = [one for one in found if one[1] in SIZES] if draw.random() < 0.15 else []
-        inside, key = draw.choice(sizes or found)
+        inside, key = draw.choice(found)
         value, way = inside[key], draw.random()
-        if sizes:
-            inside[key] = draw.choice((0, -1, 10**6, 2**31, 10**12, 2**64))
-        elif way < 0.1 and len(found) > 9:
+        if way < 0.1 and len(found) > 9:
             del inside[key]
         elif way < 0.2 and isinstance(inside, list):
             inside.append(json.loads(json.dumps(value)))
@@ -100,6 +97,16 @@ def in_json(draw: random.Random, text: bytes) -> bytes:
             inside[key] = json.loads(json.dumps(other.get(name) if isinstance(other, dict) else other))
         else:
             inside[key] = draw.choice(VALUES)
+    return json.dumps(document).encode()
+
+
+def in_sizes(draw: random.Random, text: bytes) -> bytes:
+    """A size or a count that is impossible, or far too large, in a JSON document."""
+    document = json.loads(text)
+    found = [one for one in places(document) if type(one[0][one[1]]) is int]
+    known = [one for one in found if one[1] in SIZES]
+    for inside, key in draw.sample(known, min(len(known), draw.choice((1, 1, 2)))) or [draw.choice(found)]:
+        inside[key] = draw.choice((0, -1, -inside[key], int(10 ** draw.uniform(5, 20))))
     return json.dumps(document).encode()
 
 
@@ -147,6 +154,26 @@ def in_words(draw: random.Random, data: bytes) -> bytes:
     parts = data.split(b" ")
     parts[draw.randrange(len(parts))] = json.dumps(draw.choice(VALUES)).encode()
     return b" ".join(parts)
+
+
+def replaced(draw: random.Random, file: Path) -> None:
+    """What is not a regular file, where a file was."""
+    file.unlink()
+    way = draw.choice(("pipe", "pipe", "linked pipe", "folder", "no target", "itself", "device"))
+    if "pipe" in way:
+        os.mkfifo("pipe" if way != "pipe" else file)
+    if way == "folder":
+        file.mkdir()
+    elif way != "pipe":
+        file.symlink_to(
+            {"no target": "none", "itself": file.name, "device": "/dev/null"}.get(way, Path("pipe").resolve())
+        )
+
+
+def restored(file: Path, data: bytes) -> None:
+    for path in (file, Path("pipe")):
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+    file.write_bytes(data)
 
 
 # --- what a damaged file is given to: each function returns what is wrong
@@ -207,9 +234,18 @@ def impossible(document: Any, code: int) -> str:
 
 def of_settings(_draw: random.Random, file: Path) -> str:
     code, _ = invoked("accuracy", "good.json", "--config", str(file))
-    gates = tomllib.loads(file.read_text()).get("gates", {}) if code < 2 else {}
+    gates = tomllib.loads(file.read_text()).get("gates", {}) if code < 2 and file.is_file() else {}
     wrong = [one for one in gates.values() if not isinstance(one, dict) and not 0 <= one < math.inf]
     return f"taken: {wrong}" if wrong else ""
+
+
+def of_prompt(_draw: random.Random, file: Path) -> str:
+    planned, ran = (
+        invoked("run", "mamba2", "--prompt-file", str(file), *RUN, *more)[0]
+        for more in (("--dry-run",), ("--out", "out"))
+    )
+    shutil.rmtree("out", ignore_errors=True)
+    return f"exit {planned} of the dry run, {ran} of the run" if planned < 2 <= ran else ""
 
 
 def of_folder(_draw: random.Random, file: Path) -> str:
@@ -222,7 +258,7 @@ def of_folder(_draw: random.Random, file: Path) -> str:
     if planned < 2 <= ran:
         return f"exit {planned} of the dry run, {ran} of the run"
     try:
-        if ran > 1:
+        if ran > 1 or not file.is_file():
             return ""
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
@@ -241,6 +277,7 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, 
     "stored": (of_report, "runs/stored/*.json", JSON),
     "lines": (of_report, "runs/stored/*.jsonl", (in_lines, in_lines, in_bytes)),
     "settings": (of_settings, "settings.toml", (in_words, in_words, in_bytes)),
+    "prompt": (of_prompt, "prompt.txt", (in_bytes,)),
     "config": (of_folder, "mamba2/config.json", JSON),
     "tokenizer": (of_folder, "mamba2/tokenizer*.json", JSON),
     "weights": (of_folder, "whole/*.safetensors", (in_header, in_header, in_bytes)),
@@ -249,6 +286,10 @@ KINDS: dict[str, tuple[Callable[[random.Random, Path], str], str, tuple[Damage, 
     "manifest": (of_folder, "captures/manifest.json", JSON),
     "captured": (of_folder, "captures/*.safetensors", (in_header, in_bytes)),
 }
+
+
+# damage to files of several kinds: a size that cannot be; a pipe, folder or link in the place of a file
+SEVERAL = {"sizes": [kind for kind, (*_, ways) in KINDS.items() if ways is JSON], "special": list(KINDS)}
 
 
 def reports() -> None:
@@ -268,6 +309,7 @@ def prepare() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "GITHUB_OUTPUT": "outputs", "GITHUB_STEP_SUMMARY": "summary"}
     reports()
     Path("settings.toml").write_text(SETTINGS)
+    Path("prompt.txt").write_text("A text of more than eight tokens. " * 9)
     model = tiny_models.shared("mamba2")
     model.save_pretrained("mamba2", max_shard_size="100KB")
     model.save_pretrained("whole")
@@ -286,23 +328,27 @@ def prepare() -> None:
 
 def tried(kind: str, draw: random.Random) -> str:
     """What is wrong with how one damaged input of a kind ends; empty if nothing is."""
-    given, pattern, ways = KINDS[kind]
+    several = kind in SEVERAL
+    given, pattern, ways = KINDS[draw.choice(SEVERAL[kind]) if several else kind]
     file = draw.choice(sorted(Path().glob(pattern)))
     whole = file.read_bytes()
-    file.write_bytes(draw.choice(ways)(draw, whole))
+    if kind == "special":
+        replaced(draw, file)
+    else:
+        file.write_bytes((in_sizes if several else draw.choice(ways))(draw, whole))
     try:
         wrong = given(draw, file)
     except Hang:
-        wrong = f"a hang of {HANGS_S:g} s"
+        wrong = f"a hang of {HANGS_S:g} s: {file}"
     except Exception as error:
         wrong = "an internal error: " + "".join(traceback.format_exception(error, limit=-3))
     finally:
-        file.write_bytes(whole)
+        restored(file, whole)
     return wrong
 
 
 def main() -> None:
-    seconds, seed, kinds = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or KINDS
+    seconds, seed, kinds = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or (*KINDS, *SEVERAL)
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30,) * 2)  # a config may ask for any amount of memory
     ends, counts = time.monotonic() + seconds, Counter[str]()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """SIGKILL at any moment of a run loses at most the case in work; the same command goes on; two runs never mix.
 
-`PYTHONPATH=.:tests python tests/test_kills.py 200` kills 200 runs.
+`PYTHONPATH=.:tests python tests/test_kills.py 200 [SEED]` kills 200 runs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def without_times(report: Report) -> Report:
     return report.changed(id="", created="2026-01-01T00:00:00+00:00", command=(), processes=processes)
 
 
-def main(kills: int) -> None:
+def main(kills: int, seed: int = 0) -> None:
     import tiny_models
 
     tiny_models.shared("mamba2").save_pretrained("mamba2")
@@ -90,7 +90,7 @@ def main(kills: int) -> None:
     two = [started("shared") for _ in range(2)]
     assert sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in two) == [0, 2]
     assert list(reports.load("shared")[1].cases) == whole
-    draw = random.Random(0)
+    draw = random.Random(seed)
     kept = [check_killed(f"killed-{number}", whole, draw.uniform(0, took_s)) for number in range(kills)]
     print(f"{kills} kills of runs of {len(whole)} cases in {took_s:.1f} s kept {len(set(kept))} numbers of cases")
 
@@ -108,4 +108,4 @@ if __name__ == "__main__":
 
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        main(int(sys.argv[1]))
+        main(*map(int, sys.argv[1:]))
