@@ -336,6 +336,7 @@ def test_interrupted_before_the_first_case(running: Running) -> None:
     assert reports.latest("run") is None
 
 
+@pytest.mark.slow
 def test_interrupted(running: Running) -> None:
     """The report is valid and marked as partial, and no command treats it as passed.
 

@@ -83,7 +83,7 @@ def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]
 
 
 @dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(name, marks=[pytest.mark.slow] * ("256" in name)) for name in SHAPES])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_another_evaluation_passes(
     make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, shape: str, seed: int
