@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.registry import Plan
+from ssdprof.kernels.registry import Implementation, Plan, register
 
 ORACLE_CHUNK = 64  # positions per chunk of the chunked forms: takes little work, and does not affect the result
 
@@ -51,6 +51,7 @@ class OutputBlock(Span):
     state: torch.Tensor
 
 
+Output = TypeVar("Output")
 Evaluate = Callable[[Any, Span, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -74,10 +75,13 @@ def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(inputs.states_shape, dtype=dtype, device=inputs.values.device)
 
 
-def blocks_of(inputs: Inputs, evaluate: Evaluate, dtype: torch.dtype, block: int) -> Iterator[OutputBlock]:
-    """A stream of blocks of at most `block` positions, in order, sequence after sequence.
+def blocks_of(
+    evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
+) -> Iterator[OutputBlock]:
+    """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
     Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
+    Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = length.
 
     evaluate: (inputs, span, dtype, the state before it) -> out of the span, and the state after it
     """
@@ -89,10 +93,17 @@ def blocks_of(inputs: Inputs, evaluate: Evaluate, dtype: torch.dtype, block: int
             yield OutputBlock(**vars(part), last=part.stop == span.stop, out=out, state=state)
 
 
-def joined(
+def chunked(
+    evaluate: Evaluate, output: Callable[..., Output], inputs: Inputs, dtype: torch.dtype = torch.float64, *,
+    block: int = 2048,
+) -> Output:  # fmt: skip
+    """The blocks of `blocks_of` joined.  Output and final states in `dtype`."""
+    return output(*_joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype))
+
+
+def _joined(
     inputs: Inputs, blocks: Iterable[OutputBlock], dtype: torch.dtype, state_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and the final states of the blocks, in these dtypes."""
     out = torch.empty(inputs.values.shape, dtype=dtype, device=inputs.values.device)
     final_states = torch.empty(inputs.states_shape, dtype=state_dtype, device=inputs.values.device)
     for block in blocks:
@@ -102,12 +113,18 @@ def joined(
     return out, final_states
 
 
-def oracle_plan(_inputs: object, _precision: object) -> Plan:
-    """How an oracle runs as an implementation."""
-    return Plan(
+def register_oracle(operator: str, evaluate: Evaluate, output: Callable[..., Output]) -> Callable[..., Output]:
+    """The oracle as an implementation: computes in fp64 at every precision, and rounds once.  Torch operations only."""
+    plan = Plan(
         variant="torch", launches=0, config={"chunk_size": ORACLE_CHUNK},
         reason="fp64, rounded once at the end; torch operations, not kernels of ours",
     )  # fmt: skip
+
+    def run(inputs: Inputs, _precision: object = None) -> Output:
+        return output(*_joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32))
+
+    register(Implementation(operator=operator, name="reference", run=run, plan=lambda _inputs, _precision: plan))
+    return run
 
 
 def segment_sums(steps: torch.Tensor) -> torch.Tensor:

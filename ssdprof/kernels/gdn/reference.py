@@ -20,54 +20,45 @@ Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.oracle import (
     ORACLE_CHUNK,
-    OutputBlock,
     Span,
     blocks_of,
+    chunked,
     initial_states,
-    joined,
-    oracle_plan,
+    register_oracle,
     segment_sums,
     sequences,
 )
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, register
+
+# (q, k, g, beta) of chunks -> scores and L with their decays (the solver adds the identity), and the decays since the
+# chunk's start and to its end, of a head or of each channel
+Decayed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 def gdn_recurrence(inputs: GDNInputs, dtype: torch.dtype = torch.float64) -> GDNOutput:
-    """The recurrence, position by position, for short inputs.  Output and final states in `dtype`."""
+    """The recurrence, position by position, for short inputs; g of a head, or of each of its K channels.
+
+    Output and final states in `dtype`.
+    """
     out = torch.empty(inputs.v.shape, dtype=dtype, device=inputs.v.device)
     final_states = initial_states(inputs, dtype)
     for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
         state, (all_q, all_k, all_v, g, all_beta) = final_states[span.sequence], _load(inputs, span, dtype)
         for t in range(span.stop - span.start):
             q, k, v, beta = (tensor[:, t, :, None] for tensor in (all_q, all_k, all_v, all_beta[..., None]))
-            state = state * g[:, t, None, None].exp()
+            state = state * g[:, t].reshape(len(g), -1, 1).exp()
             u = beta * (v - state.mT @ k)
             state = state + k @ u.mT
             out[span.batch, span.start + t] = (state.mT @ q)[..., 0]
         final_states[span.sequence] = state
     return GDNOutput(out, final_states)
-
-
-def gdn_blocks(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OutputBlock]:
-    """The chunked form as a stream of blocks: see `blocks_of`.
-
-    Memory for one block is about 10 * block * HV * (K + V + ORACLE_CHUNK) elements of `dtype`.
-    Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = T.
-    """
-    return blocks_of(inputs, _chunked, dtype, block)
-
-
-def gdn_chunked(inputs: GDNInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> GDNOutput:
-    """The blocks of `gdn_blocks` joined.  Output and final states in `dtype`."""
-    return GDNOutput(*joined(inputs, gdn_blocks(inputs, dtype, block=block), dtype, dtype))
 
 
 def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -82,10 +73,10 @@ def _load(inputs: GDNInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tens
     return q, k, v, g.clamp(max=0), beta
 
 
-def _chunked(
-    inputs: GDNInputs, span: Span, dtype: torch.dtype, state: torch.Tensor
+def delta_chunks(
+    decayed: Decayed, inputs: GDNInputs, span: Span, dtype: torch.dtype, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (T, HV, V) and the state (HV, K, V) after the span."""
+    """Output (T, HV, V) and the state (HV, K, V) after the span, with the decays of `decayed`."""
     pieces, length = _load(inputs, span, dtype), span.stop - span.start
     count = -(-length // ORACLE_CHUNK)
     pad = count * ORACLE_CHUNK - length  # positions with g = beta = 0: they neither decay nor add
@@ -97,27 +88,27 @@ def _chunked(
 
     q, k, v, g, beta = map(chunks, pieces)
     beta = beta[..., None]
-    decay = segment_sums(g).exp()  # d_ts, zero above the diagonal
-    since_start = g.cumsum(-1).exp()[..., None]  # d_t
-    to_end = decay[..., -1, :, None]
-
-    system = (beta * decay * (k @ k.mT)).tril(-1)  # L; the solver adds the identity
+    scores, system, since_start, to_end = decayed(q, k, g, beta)
     right = torch.cat([beta * v, beta * since_start * k], -1)
     U0, W = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], -1
     )
-    scores = (q @ k.mT) * decay
     out = torch.empty_like(v)
     for i in range(count):
         u = U0[:, i] - W[:, i] @ state
         out[:, i] = (q[:, i] * since_start[:, i]) @ state + scores[:, i] @ u
-        state = state * since_start[:, i, -1:] + (k[:, i] * to_end[:, i]).mT @ u
+        state = state * since_start[:, i, -1, :, None] + (k[:, i] * to_end[:, i]).mT @ u
     return out.flatten(1, 2)[:, :length].transpose(0, 1), state
 
 
-def gdn_reference(inputs: GDNInputs, _precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """The oracle as an implementation: computes in fp64 at every precision, and rounds once."""
-    return GDNOutput(*joined(inputs, gdn_blocks(inputs), inputs.v.dtype, torch.float32))
+def _decayed(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    decay = segment_sums(g).exp()  # d_ts, zero above the diagonal
+    since_start = g.cumsum(-1).exp()[..., None]  # d_t
+    return (q @ k.mT) * decay, (beta * decay * (k @ k.mT)).tril(-1), since_start, decay[..., -1, :, None]
 
 
-register(Implementation(operator="gdn", name="reference", run=gdn_reference, plan=oracle_plan))
+_chunked = partial(delta_chunks, _decayed)
+# Memory for one block is about 10 * block * HV * (K + V + ORACLE_CHUNK) elements of the dtype.
+gdn_blocks = partial(blocks_of, _chunked)
+gdn_chunked: Callable[..., GDNOutput] = partial(chunked, _chunked, GDNOutput)
+gdn_reference = register_oracle("gdn", _chunked, GDNOutput)

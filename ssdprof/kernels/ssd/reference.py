@@ -12,23 +12,21 @@ the digits of later ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from ssdprof.kernels.oracle import (
     ORACLE_CHUNK,
-    OutputBlock,
     Span,
     blocks_of,
+    chunked,
     initial_states,
-    joined,
-    oracle_plan,
+    register_oracle,
     segment_sums,
     sequences,
 )
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _FORGETS = -1e30  # as A = -inf: the decay is 0 at every step; but times a step of 0, which decays by nothing, it is 0
@@ -49,20 +47,6 @@ def ssd_recurrence(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSD
             out[span.batch, t] = _skip_and_gate(inputs, here, (state * C[:, None, :]).sum(-1)[None])[0]
         final_states[span.sequence] = state
     return SSDOutput(out, final_states)
-
-
-def ssd_blocks(inputs: SSDInputs, dtype: torch.dtype = torch.float64, *, block: int = 2048) -> Iterator[OutputBlock]:
-    """The chunked form as a stream of blocks: see `blocks_of`.
-
-    Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements of `dtype`.
-    Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = l.
-    """
-    return blocks_of(inputs, _chunked, dtype, block)
-
-
-def ssd_chunked(inputs: SSDInputs, dtype: torch.dtype = torch.float64) -> SSDOutput:
-    """The blocks of `ssd_blocks` joined.  Output and final states in `dtype`."""
-    return SSDOutput(*joined(inputs, ssd_blocks(inputs, dtype), dtype, dtype))
 
 
 def _load(inputs: SSDInputs, span: Span, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -134,9 +118,7 @@ def _chunked(
     return _skip_and_gate(inputs, span, out), carried.permute(0, 2, 3, 1).reshape(h, p, n)
 
 
-def ssd_reference(inputs: SSDInputs, _precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """The oracle as an implementation: computes in fp64 at every precision, and rounds once."""
-    return SSDOutput(*joined(inputs, ssd_blocks(inputs), inputs.x.dtype, torch.float32))
-
-
-register(Implementation(operator="ssd", name="reference", run=ssd_reference, plan=oracle_plan))
+# Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements of the dtype.
+ssd_blocks = partial(blocks_of, _chunked)
+ssd_chunked: Callable[..., SSDOutput] = partial(chunked, _chunked, SSDOutput)
+ssd_reference = register_oracle("ssd", _chunked, SSDOutput)
