@@ -156,20 +156,7 @@ def rounded_chunks(
     oracle.
     """
     operand, intermediate, exp = low.operand, low.intermediate, rounding.gpu_exp
-
-    def chunked(tensor: torch.Tensor) -> torch.Tensor:
-        """(l, h, ...) -> (c, h, CHUNK, ...)"""
-        return rounding.split_chunks(tensor, CHUNK).transpose(1, 2)
-
-    def queries_or_keys(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor[span.batch, span.start : span.stop].float()
-        if inputs.use_qk_l2norm:
-            tensor = tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-        return chunked(operand(tensor).repeat_interleave(inputs.values_per_key, 1))
-
-    q, k = queries_or_keys(inputs.q), queries_or_keys(inputs.k)  # (c, h, i, K)
-    v = chunked(inputs.v[span.batch, span.start : span.stop].float())  # (c, h, i, V)
-    beta = chunked(inputs.beta[span.batch, span.start : span.stop].float())[..., None]
+    q, k, v, beta = operands(inputs, low, span)
     g = gate.exponents
 
     decay = exp((g[..., :, None] - g[..., None, :]).clamp(max=0)).tril()  # (c, h, i, j)
@@ -189,6 +176,27 @@ def rounded_chunks(
         written = intermediate(u[c] - w[c] @ entering)
         out[c] = since_start[c] * (q[c] @ entering) + scores[c] @ operand(written)
         low.state = low.stored(low.state * chunk_decay[c] + k[c].mT @ operand(written * to_end[c]))
+    return in_positions(out, inputs, span)
+
+
+def operands(inputs: Any, low: rounding.Rounded, span: rounding.Span) -> tuple[torch.Tensor, ...]:
+    """Of chunks (c, h, CHUNK, ...): q and k of value heads as operands, normalised if the call asks for it; v and
+    beta (..., 1) in fp32."""
+
+    def chunked(tensor: torch.Tensor) -> torch.Tensor:
+        return rounding.split_chunks(tensor, CHUNK).transpose(1, 2)
+
+    q, k, v, beta = (
+        tensor[span.batch, span.start : span.stop].float() for tensor in (inputs.q, inputs.k, inputs.v, inputs.beta)
+    )
+    if inputs.use_qk_l2norm:
+        q, k = (tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for tensor in (q, k))
+    q, k = (chunked(low.operand(tensor).repeat_interleave(inputs.values_per_key, 1)) for tensor in (q, k))
+    return q, k, chunked(v), chunked(beta)[..., None]
+
+
+def in_positions(out: torch.Tensor, inputs: Any, span: rounding.Span) -> torch.Tensor:
+    """(c, h, CHUNK, V), before the scale, -> the output of the span."""
     out = out * inputs.scale_or_default
     return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
 
@@ -270,8 +278,23 @@ WAYS = {
 }
 
 
-def draw(cell: Cell, device: torch.device) -> kernels.GDNInputs:
-    """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias); beta = sigmoid(N(0, 1)) times its maximum.
+def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
+    """g = -A softplus(a + dt_bias) with a ~ N(0, 1), unless `WAYS` says otherwise."""
+    heads, (rows, length, _) = cell.shape.sizes["value_heads"], generate.positions(cell)
+    dt_bias = generate.gate_bias(heads, generator)
+    A = generate.uniform(heads, SLOWEST, FASTEST, generator)
+    raw = torch.randn(rows, length, heads, device=generator.device, generator=generator)
+    g = -A * torch.nn.functional.softplus(raw + dt_bias)
+    for way, heads_of_it in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
+        if way in cell.drawn:
+            g[..., heads_of_it].uniform_(-2e-4, 0, generator=generator)
+    if QUARTER_UNGATED in cell.drawn:
+        g[..., ::4] = 0
+    return g
+
+
+def draw(cell: Cell, device: torch.device, *, kind: str = "GDNInputs", gates: Callable[..., Any] = gates) -> Any:
+    """q, k, v ~ N(0, 1), normalised inside; g of `gates`; beta = sigmoid(N(0, 1)) times its maximum.
 
     "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.  Packed and very
     short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes.
@@ -282,27 +305,19 @@ def draw(cell: Cell, device: torch.device) -> kernels.GDNInputs:
     q, k, v = generate.empty([(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim)], cell, device)
     for tensor in (q, k, v):
         tensor.normal_(generator=generator)
-    dt_bias = generate.gate_bias(heads, generator)
-    A = generate.uniform(heads, SLOWEST, FASTEST, generator)
-    rows, length, _ = generate.positions(cell)
-    g = -A * torch.nn.functional.softplus(normal(rows, length, heads) + dt_bias)
-    for way, heads_of_it in ((QUARTER_SLOW, slice(None, None, 4)), (SLOW, slice(None))):
-        if way in cell.drawn:
-            g[..., heads_of_it].uniform_(-2e-4, 0, generator=generator)
-    if QUARTER_UNGATED in cell.drawn:
-        g[..., ::4] = 0
+    g = gates(cell, generator)
     if NORMALISED in cell.drawn:
         for tensor in (q, k):
             tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
-    return kernels.GDNInputs(
-        q=q, k=k, v=v, g=g, beta=(largest_beta * normal(rows, length, heads).sigmoid()).to(dtype_named(cell.dtype)),
+    return getattr(kernels, kind)(
+        q=q, k=k, v=v, g=g, beta=(largest_beta * normal(*v.shape[:3]).sigmoid()).to(dtype_named(cell.dtype)),
         use_qk_l2norm=NORMALISED not in cell.drawn,
         initial_state=normal(cell.tokens.sequences, heads, key_dim, value_dim) if cell.tokens.states else None,
         cu_seqlens=generate.cu_seqlens(cell, device),
     )  # fmt: skip
 
 
-def edges(like: kernels.GDNInputs) -> Iterator[kernels.GDNInputs]:
+def edges(like: Any, draw: Callable[[Cell, torch.device], Any] = draw) -> Iterator[Any]:
     """K = V, initial states, some q and k with squared norms near 1e-6, beta up to 2 and some g > 0; then without the
     last two; then like `like`.
     """
@@ -360,7 +375,7 @@ LIBRARIES = {
 }  # fmt: skip
 
 _WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
-GENERATOR: InputGenerator[kernels.GDNInputs] = InputGenerator(
+GENERATOR: InputGenerator[Any] = InputGenerator(
     form="{key_heads}/{value_heads}x{key_dim}x{value_dim}",
     order="key heads / value heads x K x V",
     words=_WORDS,
@@ -390,7 +405,7 @@ def refusal(sizes: Mapping[str, int], ranks: int) -> str:
     return f"its {heads} key heads cannot be divided by {ranks}" if heads % ranks else ""
 
 
-OPERATOR = Operator(
+OPERATOR: Operator[Any] = Operator(
     name="gdn",
     title="GDN",
     layers="Gated-DeltaNet",

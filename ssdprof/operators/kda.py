@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ssdprof import kernels
 from ssdprof.operators import gdn, generate
 from ssdprof.operators.gdn import CHUNK
-from ssdprof.operators.generate import Cell, InputGenerator
+from ssdprof.operators.generate import Cell
 from ssdprof.operators.late import LazyModule, rounding, torch
-from ssdprof.operators.operator import CallBinding, Operator, OracleSpec, Stages, computed
+from ssdprof.operators.operator import CallBinding, OracleSpec, Stages, computed
 from ssdprof.operators.tensors import dtype_named
 
 if TYPE_CHECKING:
@@ -89,20 +89,7 @@ def rounded_chunks(
     """
     operand, exp = low.operand, rounding.gpu_exp
     product = {torch.float32: rounding.two_tf32, torch.float16: operand}.get(low.operand_dtype, gdn._tf32)
-
-    def chunked(tensor: torch.Tensor) -> torch.Tensor:
-        """(l, h, ...) -> (c, h, CHUNK, ...)"""
-        return rounding.split_chunks(tensor, CHUNK).transpose(1, 2)
-
-    def queries_or_keys(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor[span.batch, span.start : span.stop].float()
-        if inputs.use_qk_l2norm:
-            tensor = tensor * (tensor.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-        return chunked(operand(tensor).repeat_interleave(inputs.values_per_key, 1))
-
-    q, k = queries_or_keys(inputs.q), queries_or_keys(inputs.k)  # (c, h, i, K)
-    v = chunked(inputs.v[span.batch, span.start : span.stop].float())  # (c, h, i, V)
-    beta = chunked(inputs.beta[span.batch, span.start : span.stop].float())[..., None]
+    q, k, v, beta = gdn.operands(inputs, low, span)
     sums = gate.exponents.reshape(*gate.exponents.shape[:2], CHUNK, -1)
     scores, system = reference.decayed_scores(q, k, sums, exp, product)
     scores, inverse = operand(scores), operand(gdn._inverse(beta * system, product))
@@ -116,8 +103,7 @@ def rounded_chunks(
         written = operand(u[c] - w[c] @ entering)
         out[c] = queries[c] @ entering + scores[c] @ written
         low.state = low.stored(low.state * since_start[c, :, -1, :, None] + keys[c].mT @ written)
-    out = out * inputs.scale_or_default
-    return out.transpose(1, 2).flatten(0, 1)[: span.stop - span.start].to(inputs.v.dtype)
+    return gdn.in_positions(out, inputs, span)
 
 
 # --- cost
@@ -151,53 +137,29 @@ WAYS = {
 }
 
 
-def draw(cell: Cell, device: torch.device) -> kernels.KDAInputs:
-    """q, k, v, a ~ N(0, 1), normalised inside; g = -A softplus(a + dt_bias) with A of a head and dt_bias of a channel;
-    beta = sigmoid(N(0, 1)) times its maximum.
-
-    "contiguous" tensors, or "views" as a model passes them: q, k and v as slices of one tensor.  Packed and very
-    short sequences have an initial state ~ N(0, 1) too.  `WAYS` says what `cell.drawn` changes.
-    """
-    key_heads, heads, key_dim, value_dim, largest_beta = (cell.shape.sizes[name] for name in GENERATOR.names)
-    generator = torch.Generator(device).manual_seed(generate.SEED)
-    normal = partial(torch.randn, device=device, generator=generator)
-    q, k, v = generate.empty([(key_heads, key_dim), (key_heads, key_dim), (heads, value_dim)], cell, device)
-    for tensor in (q, k, v):
-        tensor.normal_(generator=generator)
+def gates(cell: Cell, generator: torch.Generator) -> torch.Tensor:
+    """g = -A softplus(a + dt_bias), a ~ N(0, 1), A of a head and dt_bias of a channel, unless `WAYS` says otherwise."""
+    sizes, (rows, length, _) = cell.shape.sizes, generate.positions(cell)
+    heads, key_dim = sizes["value_heads"], sizes["key_dim"]
     dt_bias = generate.gate_bias(heads * key_dim, generator).view(heads, key_dim)
     A = generate.uniform(heads, gdn.SLOWEST, gdn.FASTEST, generator)[:, None]
-    rows, length, _ = generate.positions(cell)
-    g = normal(rows, length, heads, key_dim).add_(dt_bias)
+    g = torch.randn(rows, length, heads, key_dim, device=generator.device, generator=generator).add_(dt_bias)
     if SATURATED in cell.drawn:
         g[..., ::4, :] += 10
     g = BOUND * g.sigmoid_() if BOUNDED in cell.drawn else torch.nn.functional.softplus(g).mul_(-A)
-    if gdn.NORMALISED in cell.drawn:
-        for tensor in (q, k):
-            tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
-    return kernels.KDAInputs(
-        q=q, k=k, v=v, g=g.to(dtype_named(cell.dtype)) if LOW_GATES in cell.drawn else g,
-        beta=(largest_beta * normal(rows, length, heads).sigmoid()).to(dtype_named(cell.dtype)),
-        use_qk_l2norm=gdn.NORMALISED not in cell.drawn,
-        initial_state=normal(cell.tokens.sequences, heads, key_dim, value_dim) if cell.tokens.states else None,
-        cu_seqlens=generate.cu_seqlens(cell, device),
-    )  # fmt: skip
+    return g.to(dtype_named(cell.dtype)) if LOW_GATES in cell.drawn else g
+
+
+draw = partial(gdn.draw, kind="KDAInputs", gates=gates)
 
 
 def edges(like: kernels.KDAInputs) -> Iterator[kernels.KDAInputs]:
-    """K = V, initial states, some q and k with squared norms near 1e-6, beta up to 2, some g > 0, and channels that
-    forget everything; then without the last three; then like `like`.
-    """
-    key_dim, width, device = like.q.shape[3], like.v.shape[3], like.v.device
-    for value_dim, largest_beta in ((key_dim, 2), (key_dim, 1), (width, 1)):
-        shape = GENERATOR.shape("edges", 2, 4, key_dim, value_dim, largest_beta)
-        drawn = draw(generate.edge_cell(shape, like.v), device)
-        for tensor in (drawn.q, drawn.k):
-            tensor[:, ::5] *= 1e-3 * key_dim**-0.5
-        if largest_beta > 1:
-            drawn.g[:, ::7] *= -1
-            drawn.g[:, ::11, :, ::3] = -torch.inf
-        states = generate.states(2, 4, key_dim, value_dim, device=device)
-        yield replace(drawn, chunk_size=like.chunk_size, initial_state=states)
+    """As of GDN; the first one has channels that forget everything, too."""
+    drawn = gdn.edges(like, draw)
+    first = next(drawn)
+    first.g[:, ::11, :, ::3] = -torch.inf
+    yield first
+    yield from drawn
 
 
 # --- other libraries
@@ -211,38 +173,19 @@ LIBRARIES = {
     )
 }
 
-_WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
-GENERATOR: InputGenerator[kernels.KDAInputs] = InputGenerator(
-    form="{key_heads}/{value_heads}x{key_dim}x{value_dim}",
-    order="key heads / value heads x K x V",
-    words=_WORDS,
+GENERATOR = replace(
+    gdn.GENERATOR, draw=draw, edges=edges, ways=WAYS, alternatives=(), libraries=LIBRARIES,
     models={  # as in their configs
         "kimi-linear-48b": (32, 32, 128, 128), "glm-5-next": (64, 64, 128, 128), "kimi-k3": (96, 96, 128, 128),
         "kimi-k3-tp8": (12, 12, 128, 128),  # one rank of eight
     },
-    others={"largest_beta": 1},
-    divides=("key_heads", "value_heads"),
-    largest={"key_dim": 256, "value_dim": 256},
-    draw=draw,
-    edges=edges,
-    ways=WAYS,
-    libraries=LIBRARIES,
 )  # fmt: skip
 
 
-OPERATOR = Operator(
-    name="kda",
-    title="KDA",
-    layers="Kimi-Delta-Attention",
-    load_inputs=lambda: kernels.KDAInputs,
+OPERATOR = replace(
+    gdn.OPERATOR, name="kda", title="KDA", layers="Kimi-Delta-Attention", load_inputs=lambda: kernels.KDAInputs,
     mixer_sizes={
         "key_heads": "num_heads", "value_heads": "num_heads", "key_dim": "head_dim", "value_dim": "head_dim",
     },
-    words=_WORDS,
-    stages=STAGES,
-    binding=BINDING,
-    judged=ORACLE,
-    generated=GENERATOR,
-    refusal=gdn.refusal,
-    divided=gdn.OPERATOR.divided,
+    stages=STAGES, binding=BINDING, judged=ORACLE, generated=GENERATOR, load_tuning=None,
 )  # fmt: skip
