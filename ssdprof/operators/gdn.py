@@ -180,7 +180,7 @@ def rounded_chunks(
 
 
 def operands(inputs: Any, low: rounding.Rounded, span: rounding.Span) -> tuple[torch.Tensor, ...]:
-    """Of chunks (c, h, CHUNK, ...): q and k of value heads as operands, normalised if the call asks for it; v and
+    """In chunks (c, h, CHUNK, ...): q and k of value heads as operands, normalised if the call asks for it; v and
     beta (..., 1) in fp32."""
 
     def chunked(tensor: torch.Tensor) -> torch.Tensor:
