@@ -49,16 +49,17 @@ def started(out: str, written: int | None = None) -> int:
     os._exit(70)
 
 
-def check_killed(out: str, whole: list[Case], after_s: float) -> int:
-    """The number of cases that were kept of a run that is killed after a time."""
+def check_killed(out: str, whole: list[Case], lines: int, after_s: float) -> int:
+    """The number of cases that were kept of a run that is killed some time after it wrote some lines."""
     read, write = os.pipe()
     pid = started(out, write)
     os.close(write)
-    time.sleep(after_s)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
     with os.fdopen(read, "rb") as pipe:
-        written = len(pipe.read())
+        written = len(pipe.read(lines))
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        written += len(pipe.read())
     kept, complete, file = [], False, Path(out, "cases.0.jsonl")
     with suppress(SsdprofError):
         report = reports.load(out)[1]
@@ -91,7 +92,11 @@ def main(kills: int, seed: int = 0) -> None:
     assert sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in two) == [0, 2]
     assert list(reports.load("shared")[1].cases) == whole
     draw = random.Random(seed)
-    kept = [check_killed(f"killed-{number}", whole, draw.uniform(0, took_s)) for number in range(kills)]
+    kept = []
+    for number in range(kills):
+        lines = draw.choice((0, draw.randrange(len(whole))))  # from the start, or between two cases
+        after_s = draw.uniform(0, 2 * took_s / len(whole) if lines else took_s)
+        kept.append(check_killed(f"killed-{number}", whole, lines, after_s))
     print(f"{kills} kills of runs of {len(whole)} cases in {took_s:.1f} s kept {len(set(kept))} numbers of cases")
 
 
