@@ -31,7 +31,7 @@ from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence
 from ssdprof.operators.operator import OracleSpec, Output
-from ssdprof.operators.rounding import Span, coarsest_rounding, unit_roundoff
+from ssdprof.operators.rounding import FLUSHED, Span, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
@@ -40,8 +40,6 @@ ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _FINE_DRAWS = 8  # of lo with fp32 inputs
 _WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
-# a GPU may flush numbers below the least normal fp32 number to zero
-FLUSHED = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +179,9 @@ class _TensorSums(Generic[K]):
             def counted(null: str, several: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
                 norms = self._drawn.setdefault(null, [HeadNorms(len(high), high.device) for _ in range(DRAWS)])
                 for one, tensor in zip(norms, several, strict=True):
-                    one.add(tensor - high)
-                    yield rows(tensor)
+                    error = tensor - high
+                    one.add(error)
+                    yield rows(error)
 
             self._evidence.add(
                 rows(high),
@@ -318,8 +317,9 @@ class HeadNorms:
         """block: (h, elements), fp64.  Elements that are not finite are left out."""
         if block.numel() == 0:
             return
-        block = torch.where(block.isfinite(), block, 0.0)
-        self.max = torch.maximum(self.max, block.abs().amax(1))
+        block = block.nan_to_num(0.0, 0.0, 0.0)
+        least, most = block.aminmax(dim=1)
+        self.max = torch.maximum(self.max, torch.maximum(-least, most))
         self.square_sum += block.square().sum(1)
 
     def rms(self, elements: float) -> torch.Tensor:

@@ -74,8 +74,9 @@ class Evidence:
     ) -> None:
         """A block; tensors are (h, rows, width) in fp64.
 
-        high: the oracle; floor: rounded to the output's dtype.  draws: computed as they are taken, so that one is in
-        memory at a time.  start: position of the first row; origin: of the first of its sequence.
+        high: the oracle; floor: rounded to the output's dtype.  draws: the errors of the draws, computed as they are
+        taken, so that one is in memory at a time.  start: position of the first row; origin: of the first of its
+        sequence.
         """
         if high.numel() == 0:
             for several in draws.values():
@@ -87,7 +88,7 @@ class Evidence:
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
         def summed(key: tuple[str, Any, int], error: torch.Tensor) -> None:
-            error = torch.where(error.isfinite(), error, 0.0)
+            error = error.nan_to_num(0.0, 0.0, 0.0)
             squares = error.square()
             new = _Moments((error * scaled).sum((1, 2))[:, None], squares.sum(1), squares.sum(2) @ in_slice)
             self._sums[key] = self._sums[key] + new if key in self._sums else new
@@ -97,8 +98,8 @@ class Evidence:
         for name, tensor in ours.items():
             summed(("ours", name, 0), (tensor - high) * weights)
         for null, several in draws.items():
-            for k, draw in enumerate(several):
-                summed(("draw", null, k), (draw - high) * weights)
+            for k, error in enumerate(several):
+                summed(("draw", null, k), error * weights)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> torch.Tensor:
         """(rows, s): 1 where the row is in the slice."""

@@ -23,7 +23,7 @@ from ssdprof.core.base import REPEATS, Holds, PrecisionRecord, Probe
 from ssdprof.environment import child
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.accuracy import Candidate, compare, fingerprint, unravel
+from ssdprof.measure.accuracy import Candidate, compare, fingerprint, oracle_output, unravel
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall
 from ssdprof.operators import tensors
@@ -32,6 +32,7 @@ from ssdprof.operators.rounding import Span, unit_roundoff
 from ssdprof.operators.tensors import precision_of
 
 LONGEST = {"cuda": 2048, "cpu": 512}  # positions of a sequence
+MOST_WHOLE_BYTES = 2 << 30  # of inputs that are not cut
 MOST_SEQUENCES = 3
 REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
@@ -53,7 +54,8 @@ class Prober:
     tests the loud past alone, and not of bundled kernels: how slowly heads forget differs from layer to layer.
 
     thorough: in every call, and bundled kernels by every law.  Else these are probed by the laws that call what was
-        compiled for the captured call, since compiling takes longer than the run; in Triton's interpreter not at all.
+        compiled for the captured call, at its length, since compiling takes longer than the run; in Triton's
+        interpreter not at all.
     kinds: of the implementations that are probed.
     """
 
@@ -76,10 +78,12 @@ class Prober:
         if again and (same or interpreted or implementation.kind == "bundled"):
             return ()
         self.probed(implementation, inputs)
-        longest = LONGEST[inputs.device.type]
-        spans = [replace(one, stop=min(one.stop, one.start + longest)) for one in _spans(inputs) if one.length]
-        short = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
-        laws = _Laws(implementation, short, precision, self._isolated)
+        every, given = self._thorough or implementation.kind != "bundled", inputs
+        if every or sum(tensor.nbytes for tensor in tensors.tensors(inputs).values()) > MOST_WHOLE_BYTES:
+            longest = LONGEST[inputs.device.type]
+            spans = [replace(one, stop=min(one.stop, one.start + longest)) for one in _spans(inputs) if one.length]
+            given = _joined(inputs, spans[:MOST_SEQUENCES], packed=_packed(inputs))
+        laws = _Laws(implementation, given, precision, self._isolated)
         if interpreted and not self._thorough:
             why = "Triton's interpreter runs it; --thorough tests it"
             return tuple(Probe(name=name, holds="not applicable", detail=why) for name in laws.tests)
@@ -87,7 +91,6 @@ class Prober:
             return (laws.tested(LOUD_PAST),)
         if implementation.kind == "own":
             self._isolated.prepare(implementation, list(laws.forms()), precision)
-        every = self._thorough or implementation.kind != "bundled"
         return tuple(laws.tested(name) for name in laws.tests if every or name in OF_THE_SAME_FORM)
 
     def probed(self, implementation: Implementation, inputs: Any) -> None:
@@ -103,7 +106,7 @@ class Prober:
 
 @dataclass(frozen=True)
 class _Laws:
-    """inputs: contiguous, at most `MOST_SEQUENCES` sequences of at most `LONGEST` positions."""
+    """inputs: a captured call, or of it at most `MOST_SEQUENCES` sequences of at most `LONGEST` positions."""
 
     implementation: Implementation
     inputs: Any
@@ -317,16 +320,21 @@ class _Laws:
         return min(LOUD_FACTOR, NEGLIGIBLE * unit_roundoff(self._one.values.dtype) / share) if share else LOUD_FACTOR
 
     def _loud_past(self) -> str:
-        loud = self._one.values.clone()
+        (whole,), loud = _spans(self._one), self._one.values.clone()
+        judged = replace(whole, stop=min(whole.stop, LONGEST[loud.device.type]))
         if self._fp16:
             raise _NotApplicable("fp16 numbers would overflow")
-        if loud.shape[1] < 2 * LOUD_SHARE:
+        if judged.length < 2 * LOUD_SHARE:
             raise _NotApplicable(f"the sequences have fewer than {2 * LOUD_SHARE} positions")
         if self._loud_factor <= 1:
             raise _NotApplicable("what it neglects of a state is as small as a rounding")
-        loud[:, : loud.shape[1] // LOUD_SHARE] *= self._loud_factor
+        loud[:, : judged.length // LOUD_SHARE] *= self._loud_factor
         inputs = replace(self._one, **{self.inputs.LINEAR[0]: loud})
-        return self._judged(inputs, self._run(inputs))
+        out, states = self._run(inputs)
+        if judged != whole:  # the states after these positions are not known
+            inputs = _joined(inputs, [judged], packed=False)
+            states = oracle_output(inputs)[1]
+        return self._judged(inputs, (out[:, : judged.stop], states))
 
 
 # --- inputs of any operator

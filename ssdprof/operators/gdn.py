@@ -159,7 +159,7 @@ def rounded_chunks(
     q, k, v, beta = operands(inputs, low, span)
     g = gate.exponents
 
-    decay = exp((g[..., :, None] - g[..., None, :]).clamp(max=0)).tril()  # (c, h, i, j)
+    decay = gate.decays.tril()  # (c, h, i, j)
     product = rounding.two_tf32 if low.operand_dtype == torch.float32 else _tf32
     inverse = operand(_inverse(((k @ k.mT) * decay * beta).tril(-1), product))
     beta, since_start = intermediate(beta), intermediate(exp(g))[..., None]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,6 +16,8 @@ from ssdprof.kernels.precision import Precision
 
 _LOG2_E = math.log2(math.e)
 _TF32_EPS, _TWO_TF32_EPS = 2.0**-10, 2.0**-21
+_SIGN_AND_EXPONENT = -0x800000  # of an fp32 number's bits, as an int32
+FLUSHED = torch.finfo(torch.float32).tiny  # a GPU may flush numbers below the least normal fp32 number to zero
 
 
 def coarsest_rounding(input_dtype: torch.dtype, precision: Precision, largest_exponent: torch.Tensor) -> torch.Tensor:
@@ -78,6 +81,11 @@ class Gate:
 
     exponents: torch.Tensor
     dt: torch.Tensor | None = None
+
+    @cached_property
+    def decays(self) -> torch.Tensor:
+        """From position j to position i of a chunk, (c, h, i, j), for exponents that fall: 1 above the diagonal."""
+        return gpu_exp((self.exponents[..., :, None] - self.exponents[..., None, :]).clamp(max=0))
 
     def largest_exponent(self) -> torch.Tensor:
         """The largest magnitude of an exponent in each head, (h); 0 without positions."""
@@ -145,10 +153,13 @@ class Rounded:
         if self._generator is None or dtype == torch.float32:
             return tensor.to(dtype).float()
         info = torch.finfo(dtype)
-        return self._with_error(tensor, info.eps, -0.5, smallest=info.smallest_normal * info.eps)
+        return self._with_error(tensor, info.eps, -0.5, smallest=info.smallest_normal)
 
     def _with_error(self, tensor: torch.Tensor, eps: float, least: float, smallest: float = 0.0) -> torch.Tensor:
-        """With uniform errors from `least` to `least` + 1 units in the last place, away from zero."""
-        power = (tensor.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
-        error = torch.rand(tensor.shape, generator=self._generator, device=tensor.device) + least
-        return tensor + tensor.sign() * (power * eps).clamp(min=smallest) * error
+        """With errors from `least` to `least` + 1 units in the last place, away from zero; below `smallest`, its unit."""
+        tensor = tensor.contiguous()
+        power = (tensor.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
+        if smallest > FLUSHED:
+            power = tensor.sign() * power.abs().clamp(min=smallest)
+        error = torch.empty_like(tensor).uniform_(least, least + 1, generator=self._generator)
+        return torch.addcmul(tensor, power, error, value=eps)

@@ -205,7 +205,7 @@ def rounded_chunks(
     a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
 
     causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
-    decay = intermediate(exp((a[..., :, None] - a[..., None, :]).clamp(max=0)))  # (c, g, r, q, s)
+    decay = intermediate(gate.decays).reshape(*a.shape, q)  # (c, g, r, q, s)
     CB = intermediate(C @ B.mT)[:, :, None]
     scores = torch.where(causal, intermediate(intermediate(CB * decay) * dt[..., None, :]), 0.0)
     out = operand(scores) @ x

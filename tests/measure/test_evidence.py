@@ -73,13 +73,13 @@ def test_a_cut_of_operands_must_be_declared() -> None:
     generator = torch.Generator().manual_seed(0)
     high = torch.randn(2, 100, 16, generator=generator, dtype=torch.float64)
 
-    def drawn(gain: float) -> list[torch.Tensor]:
+    def errors(gain: float) -> list[torch.Tensor]:
         noise = torch.randn(DRAWS, *high.shape, generator=generator, dtype=torch.float64)
-        return list(high * (1 + gain + 1e-3 * noise))
+        return list(high * (gain + 1e-3 * noise))
 
     evidence = Evidence(None)
-    draws = {"rounds": drawn(0), "cuts": drawn(-3e-3)}
-    evidence.add(high, high, {"ours": drawn(-3e-3)[0]}, draws, 0, 0)
+    draws = {"rounds": errors(0), "cuts": errors(-3e-3)}
+    evidence.add(high, high, {"ours": high + errors(-3e-3)[0]}, draws, 0, 0)
 
     def failed(*nulls: str) -> list[str]:
         checks = evidence.checks("ours", nulls, 2.0**-9, torch.full((2,), 2.0**-9))

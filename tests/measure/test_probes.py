@@ -243,6 +243,21 @@ def test_bundled_kernels_break_no_law_on_a_gpu(
     assert [one for one in found if one.holds == "no" and one.name != REPEATS] == []
 
 
+def test_bundled_kernels_are_probed_at_the_length_of_the_call() -> None:
+    """At another length, another kernel may be compiled."""
+    lengths = set()
+
+    def noted(kernel: Kernel, inputs: Any) -> Any:
+        lengths.add(inputs.length)
+        return kernel(inputs)
+
+    for kernel, holds in ((oracle_output, "yes"), (forgetting_the_start, "no")):
+        bundled = own_implementation(operators.get("ssd"), "fused", partial(noted, kernel))
+        found = Prober(Here()).probe(replace(bundled, kind="bundled"), ssd(seqlen=600), EXACT_FP32)
+        assert {one.name: one.holds for one in found}["loud past"] == holds
+    assert lengths == {600}
+
+
 def test_bundled_kernels_are_probed_in_the_interpreter_if_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "INTERPRETED", True)
     bundled = replace(own_implementation(operators.get("ssd"), "fused", oracle_output), kind="bundled")
