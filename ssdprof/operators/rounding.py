@@ -156,7 +156,7 @@ class Rounded:
         return self._with_error(tensor, info.eps, -0.5, smallest=info.smallest_normal)
 
     def _with_error(self, tensor: torch.Tensor, eps: float, least: float, smallest: float = 0.0) -> torch.Tensor:
-        """With errors from `least` to `least` + 1 units in the last place, away from zero; below `smallest`, its unit."""
+        """With errors of `least` to `least` + 1 units in the last place, at least the unit of `smallest`."""
         tensor = tensor.contiguous()
         power = (tensor.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
         if smallest > FLUSHED:
