@@ -25,7 +25,7 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.core.base import DType, precisions_for
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.conditions import parse_percent
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report, Requested
 from ssdprof.core.subject import LayerRef
 from ssdprof.environment.machine import collect
@@ -64,7 +64,7 @@ class Results:
     @property
     def passed(self) -> bool:
         """Whether all requested cases were compared and passed, and all gates hold."""
-        return outcome(self.report).passed
+        return Outcome(self.report).passed
 
     @property
     def cases(self) -> tuple[Case, ...]:

@@ -37,14 +37,13 @@ EPILOG = (
 )
 
 
-class _Process:
-    """of_main: whether this process is the command's own, which may fork."""
+class Commands(TyperGroup):
+    """Turns errors that a user can cause into lines on stderr and an exit code.
+
+    of_main: whether this process is the command's own, which may fork.
+    """
 
     of_main = False
-
-
-class Commands(TyperGroup):
-    """Turns errors that a user can cause into lines on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -167,7 +166,7 @@ _COMMANDS: dict[Any, tuple[str, ...]] = {
 def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     def command(**given: Any) -> None:
         asked = kind(**given)
-        if _Process.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
+        if Commands.of_main and (names := options.own_kernels(given)) and (ended := child.fork()):
             _module("commands.stored").after_child(names, ended, as_json=getattr(asked, "json", False))
             return
         for name in functions:
@@ -202,7 +201,7 @@ def ssdprof(
 def main() -> None:
     """The console script.  An internal error is one line on the screen; its traceback goes to a file."""
     signal.signal(signal.SIGTERM, _interrupt)
-    _Process.of_main = True
+    Commands.of_main = True
     code: Any = INTERNAL_ERROR
     try:
         terminal.prepare()
@@ -216,7 +215,7 @@ def main() -> None:
         _line("internal error", f"{type(error).__name__}: {error}", "red")
         _line("hint", _kept_traceback(), "cyan")
     finally:
-        _Process.of_main = False
+        Commands.of_main = False
     child.finish(code if isinstance(code, int) else 1)
     sys.exit(code)
 

@@ -29,9 +29,7 @@ class GateSettings(BaseModel):
 
     model_config = _CONFIG
     min_speedup: _Limit | None = None
-    min_match: dict[Literal["0", "1e-3", "1e-2"], Annotated[float, Field(ge=0, le=100, strict=True)]] = Field(
-        default_factory=dict
-    )
+    min_match: dict[Literal["0", "1e-3", "1e-2"], _Share] = Field(default_factory=dict)
     max_rms_ratio: _Limit | None = None
 
 

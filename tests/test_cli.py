@@ -134,7 +134,7 @@ def test_a_mistake_of_ours_is_short_on_the_screen_and_whole_in_a_file(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == cli.INTERNAL_ERROR
-    assert not cli._Process.of_main, "later calls in this process do not fork it"
+    assert not cli.Commands.of_main, "later calls in this process do not fork it"
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("internal error: ZeroDivisionError: somewhere deep at http://...@host\n")

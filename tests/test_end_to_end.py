@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from ssdprof import kernels
 from ssdprof.checkpoint.names import DEMO_FOLDERS
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.store import reports
@@ -68,7 +68,7 @@ def read(document: str) -> Report:
 def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
     report = latest()
     assert report.complete
-    assert outcome(report).passed
+    assert Outcome(report).passed
     assert [layer.index for layer in report.captured] == [1]
     compared = {(case.implementation, str(case.precision)) for case in report.cases}
     assert compared == {

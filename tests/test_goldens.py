@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import tiny_models
 import torch
@@ -27,13 +28,11 @@ import typer
 from jobs import tuning_fakes
 from typer.testing import CliRunner
 
-from ssdprof import __version__
 from ssdprof.cli import app
 from ssdprof.commands.stored import SCHEMAS, schema
 from ssdprof.core.case import Case
-from ssdprof.core.report import Report
-from ssdprof.core.tuned import TuneReport
-from ssdprof.store import reports, tuned
+from ssdprof.core.report import LeftOut, Report
+from ssdprof.store import reports
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).with_name("goldens")
@@ -135,15 +134,16 @@ def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
 
 def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     """Replaces what needs a GPU by functions that return stored reports."""
-    found = TuneReport(
-        operator="ssd",
-        ssdprof_version=__version__,
-        created="2026-01-01T00:00:00+00:00",
-        command=("ssdprof", "tune"),
+    of: dict[str, Any] = {"drawn": cases.drawn(), "baseline": "committed", "variant": "hopper"}
+    broken = cases.failed(cases.case("ring 5", **of), "failed")
+    faster = cases.case("ring 2", **of, samples=cases.timed(90.9, 100.0))
+    committed = cases.case("committed", **of | {"baseline": "", "plan": "segment 4"}, samples=cases.timed(100.0, 110.0))
+    left = LeftOut(place="4x16x16x1, bf16, 1 x 40, exact", reason="the budget of 150 s was spent")
+    found = cases.of_cases(
+        "tune", (committed, faster, broken), subject="ssd", model=None, baseline="committed", left_out=(left,),
+        clocks=None, ceilings=None, notes=(f"{committed.place}, exact: found ring 2, 1.10x [1.09, 1.11].",),
         environment=tuning_fakes.environment(),
-        outcomes=(tuning_fakes.outcome(), tuning_fakes.outcome(segment=None)),
-        left_out=("4x16x16x1, 1 x 40, bf16, exact: the budget of 150 s was spent",),
-    )
+    )  # fmt: skip
 
     def job(kind: str) -> Callable[..., tuple[Path, Report]]:
         def returns(request: Any, *_: Any) -> tuple[Path, Report]:
@@ -154,9 +154,10 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
 
         return returns
 
-    def tune(*given: Any, **_: Any) -> TuneReport:
-        *_, on_outcome = given
-        on_outcome(found)
+    def tune(*given: Any, **_: Any) -> Report:
+        *_, on_search = given
+        for segment in (4, None):
+            on_search(found, *tuning_fakes.finding(32, segment))
         return found
 
     patch.setattr("ssdprof.jobs.bench.bench", job("bench"))
@@ -165,7 +166,7 @@ def prepare_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("ssdprof.jobs.tune.gpu_to_tune", lambda: torch.device("cpu"))
     for module in ("environment.toolchain", "jobs.bench", "commands.model"):
         patch.setattr(f"ssdprof.{module}.require_gpu", lambda *_: torch.device("cpu"))
-    tuned.keep(found.environment, found.outcomes)
+    tuning_fakes.kept()
 
 
 def prepare_machine(_patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from documented_kernels import DOCUMENT, write_example
 from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.core.base import PrecisionRecord
 from ssdprof.core.case import Case
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.kernels import UnsupportedError, registry
 from ssdprof.measure import isolate
@@ -299,7 +299,7 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch: pytest
         assert "gpu_only needs an NVIDIA GPU, and this machine has none" in shown
     assert "mamba_ssm cannot be imported" in shown
     assert "Without a time: shy (exact, bf16 states) in layer 0: shy: no chunks of 256." in shown
-    assert outcome(latest()).passed
+    assert Outcome(latest()).passed
 
 
 def test_an_inexact_library_fails_no_run_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

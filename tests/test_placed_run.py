@@ -7,7 +7,7 @@ import json
 import pytest
 from command_line import Answer
 
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Chooser
@@ -43,7 +43,7 @@ def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
     assert answer.code == 0, answer.err
     assert "on the disk; a layer of" in answer.err
     _, report = reports.load("a")
-    assert outcome(report).passed
+    assert Outcome(report).passed
     assert report.placement is not None
     assert (report.placement.kind, report.placement.device) == ("disk-offload", "cpu")
     assert report.placement.bytes_per_s is not None

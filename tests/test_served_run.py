@@ -9,7 +9,7 @@ from command_line import Answer
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.store import CaptureWriter
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerCapture, Serving
 from ssdprof.jobs import compare, limits
@@ -72,7 +72,7 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     assert report.prompts[0].batch == 2
     assert "2 pieces of it one after the other" in report.prompts[0].source
     assert not report.of_answers  # not requested
-    assert outcome(report).passed
+    assert Outcome(report).passed
     for words in ("in decode steps after 2 x 24 tokens", "2 prompts side by side; 2 decode steps", "recurrent"):
         assert words in " ".join(answer.out.split())
 
@@ -88,8 +88,8 @@ def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     assert "in decode steps after 2 x 24 tokens" in Answer("export", "b").out
 
     lost = report.changed(cases=tuple(case for case in report.cases if case.call is None))
-    assert outcome(lost).missing == 4
-    assert not outcome(lost).passed
+    assert Outcome(lost).missing == 4
+    assert not Outcome(lost).passed
 
 
 def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
@@ -103,7 +103,7 @@ def test_steps_are_compared_at_one_precision_whatever_the_prompts_are() -> None:
     relaxed = report.restricted(
         precisions={case.precision for case in report.cases if case.precision.intermediates != "exact"}
     )
-    assert outcome(relaxed).passed
+    assert Outcome(relaxed).passed
     assert not any(case.call for case in relaxed.cases)
 
 

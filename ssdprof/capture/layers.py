@@ -279,10 +279,7 @@ class PromptBuffer:
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in an unlinked file of the temporary folder, which is freed with the tensor.
-
-    Raises MissingCapabilityError if the disk is full: without this check it would kill the process later.
-    """
+    """A tensor in an unlinked temporary file.  MissingCapabilityError if the disk is full, instead of SIGBUS later."""
     size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
         try:

@@ -107,11 +107,7 @@ def decoder_layer_bytes(model: nn.Module) -> dict[int, int]:
 
 
 def _mixer_bytes(mixer: Mixer, hidden: int, item: int) -> int:
-    """Bytes at the gated norm after the operator, which is the peak of a mixer.
-
-    Live tensors are the residual, the layer's input, the input projection (its gate and dt are views), the output of
-    the convolution (x, B, C or q, k, v are views), the operator's output, and three fp32 tensors of the norm.
-    """
+    """Bytes at the gated norm after the operator, the peak of a mixer: its tensors, and three fp32 ones of the norm."""
     inner = _inner_width(mixer.module)
     linears = _linears(mixer.module).items()
     projected = sum(linear.out_features for name, linear in linears if name not in _OUTPUT_PROJECTIONS)

@@ -49,10 +49,7 @@ _METADATA_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One call of an operator.  shape: tokens and sequences.  load: the inputs and the recorded output, if any.
-
-    said: what was recorded of it besides tensors, which identifies it.
-    """
+    """A call of an operator.  shape: tokens and sequences.  load: inputs and output.  said: what else identifies it."""
 
     operator: str
     process: str
@@ -127,11 +124,7 @@ def open_recording(folder: Path, kind: Format) -> ServerCalls:
 
 
 def _passes(calls: Iterable[_Call]) -> tuple[list[tuple[_Call, ...]], dict[str, int], dict[str, int]]:
-    """Forward passes, and the numbers of calls of a warm-up and of those that are no whole pass.
-
-    Calls on equal sequences follow each other.  The model has as many layers as divide all of these runs, except a
-    process's first, which may be a warm-up, and its last, which may be cut off.
-    """
+    """Forward passes, of which a process's last may be cut off; numbers of calls of a warm-up, and of no whole pass."""
     runs = [
         [list(run) for _, run in groupby(own, key=lambda call: call.shape)]
         for _, own in groupby(calls, key=lambda call: call.process)

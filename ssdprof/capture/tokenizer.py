@@ -31,11 +31,7 @@ _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokeniz
 
 
 def _load(folder: Path) -> Any:
-    """The tokenizer in `folder`, of transformers, without remote code and without the network.
-
-    Only tokenizer.json is used if the class that the checkpoint names is not available: it is unknown, remote
-    code, or in a package that is missing.  Raises BadInputError for files that are damaged.
-    """
+    """The tokenizer, without remote code; tokenizer.json if its class is unavailable.  BadInputError if damaged."""
     _check_config(folder / CONFIG)
     with _refusals():
         try:
@@ -193,10 +189,7 @@ def _file_ids(tokenizer: Any, file: Path, lengths: Sequence[int], advice: Callab
 def _first_ids(
     tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str, advice: Callable[[int], str]
 ) -> list[int]:
-    """The first ids of the stream's text, `sum(lengths)` of them; only the beginning is read and encoded.
-
-    Fewer if the text is shorter, but enough for different pieces of these lengths.
-    """
+    """The first `sum(lengths)` ids of the stream, or all if it is shorter but enough for different pieces."""
     content = ""
     seqlen, least = sum(lengths), max(lengths) + len(lengths) - 1
     wanted = CHARACTERS_PER_TOKEN * seqlen
@@ -220,11 +213,7 @@ def _first_ids(
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], str]:
-    """Pieces of a text's `ids` with these lengths, and a phrase that says how they were cut.
-
-    They follow each other in the text.  If it is too short for that, they begin at equal distances and overlap.
-    Every piece begins with the special tokens that the tokenizer puts before a text.
-    """
+    """Pieces of `ids`, overlapping if they must, each with the special tokens of a text; a phrase on the cuts."""
     if len(lengths) == 1:
         return list(ids[: lengths[0]]), ""
     opening = _opening(tokenizer, ids)

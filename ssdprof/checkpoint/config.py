@@ -166,10 +166,7 @@ def _check_model_type(config: Mapping[str, Any], where: str) -> str:
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config of the language model in that of a larger model, with the outer values for all parts.
-
-    None: `config` describes a language model alone.
-    """
+    """The language model's config in that of a larger model, with its outer values; None: it describes only that."""
     keys = [key for key in config if key.endswith("_config") and not _OTHER_PARTS.search(key)]
     for key in sorted(keys, key=lambda key: key not in _TEXT_CONFIGS):
         nested = config[key]
@@ -235,10 +232,7 @@ def cut_config(
 
 
 def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The config that transformers' Mamba2Config reads, with `model_type` "mamba2".
-
-    BadInputError for Mamba-1, for attention or MLP layers, and for layer options that Mamba2Config has no key for.
-    """
+    """The config for Mamba2Config.  BadInputError for Mamba-1, other layers, and options that it has no key for."""
     ssm = config["ssm_cfg"]
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None
     if layer != "Mamba2":

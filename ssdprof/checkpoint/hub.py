@@ -290,10 +290,7 @@ def _masked(record: logging.LogRecord) -> bool:
 
 
 def _resumed(ask: Callable[[], T]) -> T:
-    """The result of `ask`, which is repeated if the connection drops, as proxies cause between two requests.
-
-    The client itself retries only while it receives the body of a file.  Downloaded data is kept.
-    """
+    """The result of `ask`, repeated if the connection drops between two requests, which the client does not retry."""
     for _ in range(ATTEMPTS - 1):
         try:
             return ask()

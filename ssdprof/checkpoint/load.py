@@ -139,10 +139,7 @@ def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = 
 
 @contextmanager
 def _temporary_folder(repo_id: str) -> Iterator[Path]:
-    """A new temporary folder, which is removed if the context raises.  MissingCapabilityError if it cannot be written.
-
-    Errors of the files themselves are ssdprof's already.
-    """
+    """A new temporary folder, removed if the context raises.  MissingCapabilityError if it cannot be written."""
     with ExitStack() as undo:
         try:
             folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
@@ -267,8 +264,7 @@ def _load(
 
 
 def _foreign_prefix(local: LocalCheckpoint, model: PreTrainedModel) -> dict[str, str] | None:
-    """transformers' renaming of stored weights whose layers are those of the model under another prefix; None if none
-    are, or if all stored names lack one."""
+    """transformers' renaming of stored weights whose layers have another prefix; None if none have, or all lack one."""
     for name, _ in model.named_parameters():
         before, layers, rest = name.partition("layers.")
         for key in local.tensors or () if layers and rest.startswith("0.") else ():
@@ -280,8 +276,7 @@ def _foreign_prefix(local: LocalCheckpoint, model: PreTrainedModel) -> dict[str,
 
 @contextmanager
 def _whole_blocks() -> Iterator[None]:
-    """transformers decodes FP8 by the blocks of the config, the last of which may be cut off: it would take blocks of
-    equal sizes instead."""
+    """Fills up the last FP8 block, which may be cut off: transformers would take blocks of equal sizes instead."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     decode = Fp8Dequantize._dequantize_one

@@ -131,11 +131,7 @@ def usual_dtype(tensors: Iterable[StoredTensor]) -> str | None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The weight map of a safetensors index: tensor name -> file name.
-
-    BadInputError when it names a file outside the folder or one that holds no safetensors;
-    ModelUnavailableError when the index cannot be read.
-    """
+    """Tensor name -> file name.  BadInputError for a file outside the folder, ModelUnavailableError if unreadable."""
     try:
         weight_map = read_json(path)["weight_map"]
         pairs = [(key, file) for key, file in weight_map.items() if isinstance(file, str)]

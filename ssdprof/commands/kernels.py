@@ -9,7 +9,8 @@ import typer
 from ssdprof import files, operators
 from ssdprof.commands import output, terminal
 from ssdprof.core.base import Intermediates
-from ssdprof.core.tuned import TuneReport
+from ssdprof.core.report import Report
+from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.errors import ExitCode
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs import stall_files
@@ -26,6 +27,7 @@ from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
 from ssdprof.store import tuned
 from ssdprof.store.ranks import join
+from ssdprof.store.reports import dump
 
 
 def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
@@ -65,25 +67,26 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         return
     watcher = output.TerminalWatcher()
 
-    def write(report: TuneReport) -> None:
-        if options.out is not None:
-            files.write_text(options.out, report.model_dump_json(indent=1) + "\n")
+    found: list[bool] = []
 
-    def keep(report: TuneReport) -> None:
+    def write(report: Report) -> None:
+        if options.out is not None:
+            files.write_text(options.out, dump(report) + "\n")
+
+    def keep(report: Report, calls: TunedCalls, find: TunedConfig | None) -> None:
         """After each search, so that an interruption loses nothing."""
-        tuned.keep(report.environment, report.outcomes[-1:])
+        tuned.keep(report.environment, calls, find)
+        found.append(find is not None)
         write(report)
 
-    report = tune_job.tune(
-        operator, sources, wanted, device, watcher, keep, budget=options.budget, command=terminal.command_line()
-    )
+    header = {"subject": options.where or operator.name, "command": terminal.command_line()}
+    report = tune_job.tune(operator, sources, wanted, device, watcher, keep, budget=options.budget, **header)
     write(report)
-    found = sum(outcome.find is not None for outcome in report.outcomes)
-    if report.environment.gpu is not None and found:
+    if any(found) and report.environment.gpu:
         file = tuned.file_of(report.environment.gpu)
-        watcher.say(f"{found} of {len(report.outcomes)} searches found a faster configuration: {file}")
+        watcher.say(f"{sum(found)} of {len(found)} searches found a faster configuration: {file}")
     if options.json:
-        print(report.model_dump_json(indent=1))
+        print(dump(report))
     else:
         terminal.out().print(render(tuning.compose(report), rest="--json"))
 

@@ -12,7 +12,7 @@ import typer
 from ssdprof.commands import output, terminal
 from ssdprof.commands.output import TerminalWatcher
 from ssdprof.core.base import Record, Text
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import CaptureManifest
 from ssdprof.environment.toolchain import require_gpu
@@ -83,10 +83,7 @@ def _plan(found: Subject | Stored, check: Callable[[], object], *, tensor_parall
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:
-    """Time and show prefills, a report in the run's folder.  If this machine cannot time them, prints why.
-
-    Returns the exit code of `ssdprof prefill`.
-    """
+    """Time and show prefills in the run's folder, or print why not.  Returns the exit code of `ssdprof prefill`."""
     try:
         require_gpu(*prefill_job.NEEDS_GPU)
         wanted = PrefillOptions(
@@ -103,14 +100,11 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
     if not options.json:
         terminal.out().print("", tables.render(compose(report)), sep="\n")
     terminal.say(f"Prefill times are in {place}.")
-    return ExitCode.OK if outcome(report).passed else ExitCode.GATE_FAILED
+    return ExitCode.OK if Outcome(report).passed else ExitCode.GATE_FAILED
 
 
 def _stalls(options: RunOptions, folder: Path, report: Report, tuned: Path | None) -> ExitCode:
-    """Profile, show and store stalls.  If this machine cannot profile, prints why and leaves the run.
-
-    Returns the exit code of `ssdprof stalls`.
-    """
+    """Profile, show and store stalls, or print why not.  Returns the exit code of `ssdprof stalls`."""
     try:
         found = profile_run(options, folder, report, TerminalWatcher(), tuned=tuned)
     except SsdprofError as error:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ssdprof.commands import terminal
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
@@ -64,8 +64,7 @@ class TerminalWatcher:
 
     @contextmanager
     def _bar(self, text: str, total: int | None, unit: str) -> Iterator[Advance]:
-        """A bar below those of the outer steps.  It is drawn when a step reports progress, not by a separate thread,
-        which would share the interpreter with the timed work."""
+        """A bar below those of outer steps, drawn at progress: a thread would share the interpreter with timed work."""
         outermost = self._bars is None
         bars = self._bars = self._bars or Progress(
             TextColumn("{task.description}", markup=False),
@@ -115,7 +114,7 @@ def end(report: Report) -> None:
 
     The reasons are named on stderr; of the failed cases of a run its report tells.
     """
-    found = outcome(report)
+    found = Outcome(report)
     if not found.passed:
         of_cases = report.kind in ("bench", "prefill")
         fail(statements.errors(report) if of_cases else (f"GATE FAILED: {one}" for one in found.broken))

@@ -317,14 +317,13 @@ def models(*, as_json: bool) -> None:
 # A version in a name is also a field of the document.
 _DRY = "run --dry-run, capture --dry-run, answers --dry-run"
 SCHEMAS = {
-    "report-v3": ("run, accuracy, answers, prefill, bench, export", "ssdprof.core.report:Report"),
+    "report-v3": ("run, accuracy, answers, prefill, bench, tune, export", "ssdprof.core.report:Report"),
     "case": ("case", "ssdprof.core.case:Case"),
     "dry-run": (_DRY, "ssdprof.core.subject:DryRun"),
     "capture": ("capture", "ssdprof.commands.model:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.commands.stored:ListedRun[]"),
     "stalls-v3": ("stalls", "ssdprof.core.stalls:StallReport"),
-    "tune-v3": ("tune", "ssdprof.core.tuned:TuneReport"),
     "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearch[]"),
     "models": ("models", "ssdprof.checkpoint.names:Family[]"),
     "settings-v1": ("", "ssdprof.settings:ProjectSettings"),

@@ -43,10 +43,6 @@ class Outcome:
         self.passed = self.judged + len(self.answers) > 0 and not (self.ended_early or failed)
 
 
-def outcome(report: Report) -> Outcome:
-    return Outcome(report)
-
-
 def exact_answer_is_finite(case: Case) -> bool:
     """Whether the fp64 oracle, rounded to the output's dtype, is finite.  If not, no kernel's output can be."""
     return not any(tensor.floor.nonfinite for tensor in case.accuracy)

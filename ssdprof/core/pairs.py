@@ -15,7 +15,7 @@ from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionRecord, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import METRICS, SLOWER, judge, number
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Condition, Report, Verdict
 from ssdprof.core.statistics import Estimate, Faster
 from ssdprof.errors import BadInputError
@@ -214,16 +214,13 @@ def compare(
 
 
 def _side(name: str, report: Report) -> Side:
-    found = outcome(report)
+    found = Outcome(report)
     missing = f"{found.missing} of the requested cases are missing" if found.missing else ""
     return Side(name=name, report=report, unfinished=found.ended_early or missing)
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
-    """What must be the same in both for a comparison of absolute times; empty without a GPU, which has none.
-
-    case: of a prefill, whose time depends on more; on the model's own convolution only if that ran.
-    """
+    """What must be the same in both for a comparison of absolute times; empty without a GPU.  case: of a prefill."""
     gpu, packages = report.environment.gpu, {"Triton": "triton"}
     if gpu is None:
         return {}
@@ -288,8 +285,7 @@ def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None
 
 
 def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
-    """Every implementation and precision: the layers of a prompt together, or the chunks or decode steps of all layers,
-    or the lengths of a bench's shape or of the prefills with the same convolution and norm."""
+    """For every implementation and precision all layers, calls, or lengths of one kind together."""
 
     def key(pair: Pair) -> tuple[str, TotalOver, str, PrecisionRecord, TotalBy]:
         case = pair.case

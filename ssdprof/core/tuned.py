@@ -60,54 +60,8 @@ class TunedConfigs(Record):
     finds: tuple[TunedConfig, ...]
 
 
-class Trial(Record):
-    """One candidate.  change: the difference from the committed configuration, in words; empty for that one itself.
-
-    device_us: of the call, or the geometric mean over the lengths that share the configuration; None if it was not
-        timed; then `why` is the reason.
-    device_ratio: the committed one's time over this one's, sampled in turns with it.
-    """
-
-    change: Text
-    settings: KernelSettings
-    verdict: Literal["committed", "faster", "no difference", "slower", "wrong", "does not run"]
-    why: Text = ""
-    device_us: float | None = None
-    device_ratio: float | None = None
-    device_interval: Interval | None = None
-
-
-class SearchOutcome(Record):
-    """One search.  tokens: in words, "1 x 8,192".  find: None if the committed one stays; `why`: the reason."""
-
-    shape: Text
-    tokens: Text
-    calls: TunedCalls
-    committed: KernelSettings
-    trials: tuple[Trial, ...]
-    find: TunedConfig | None
-    why: Text
-
-
 class PlannedSearch(Record):
-    """The first candidates of a search.  candidates: the changes in the committed configuration."""
+    """The first candidates of a search for one setting: the changes in the committed configuration."""
 
-    shape: Text
-    tokens: Text  # in words, "1 x 8,192"
-    intermediates: Intermediates
+    search: Text
     candidates: tuple[Text, ...]
-
-
-class TuneReport(Record):
-    """left_out: searches that were skipped, each with the reason."""
-
-    version: Literal[3] = 3
-    kind: Literal["tune"] = "tune"
-    operator: Text
-    ssdprof_version: Text
-    created: Text  # ISO 8601, UTC
-    command: tuple[Text, ...]
-    seconds: float = 0.0
-    environment: Environment
-    outcomes: tuple[SearchOutcome, ...] = ()
-    left_out: tuple[Text, ...] = ()

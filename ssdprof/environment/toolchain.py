@@ -255,9 +255,7 @@ def _driver(nvml: Any) -> tuple[int, list[str]]:
 
 
 def _is_gpu(entry: str, uuids: Sequence[str]) -> bool:
-    """Whether the first entry of CUDA_VISIBLE_DEVICES names a GPU: by its number, its UUID or the beginning of it, or
-    the UUID of a slice.  CUDA reads the entries up to the first that names none.
-    """
+    """Whether an entry of CUDA_VISIBLE_DEVICES names a GPU: by number, UUID, beginning of one, or UUID of a slice."""
     if entry.isdecimal():
         return int(entry) < len(uuids)
     if not entry.startswith(("GPU-", "MIG-")):

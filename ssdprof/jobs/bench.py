@@ -218,27 +218,15 @@ def measured(
 def _entries(
     request: BenchOptions, operator: Operator[Any], cell: Cell, device: torch.device, checked: int | None
 ) -> list[Entry]:
-    """An entry for each implementation, precision and chunk size; all of a cell are timed together.
-
-    checked: tokens of the cell whose outputs are compared instead; None: its own are.
-    """
-    drawn = Drawn(
-        shape=cell.shape.name,
-        shape_words=str(cell.shape),
-        tokens=str(cell.tokens),
-        sequences=cell.tokens.sequences,
-        packed=cell.tokens.packed,
-        layout=cell.layout,
-        ways=cell.drawn,
-        checked=checked,
-    )
+    """All of a cell, timed together.  checked: tokens of the cell whose outputs are compared instead; None: its own."""
     inputs = operator.generated.draw(cell, device)
     sized = {size: replace(inputs, chunk_size=size) for size in request.sizes}
     inputs = sized[min(sized)] if sized else inputs
     dims, work = operator.judged.cost(inputs)
     words = ", ".join((cell.dtype, *cell.drawn, cell.layout))
     common: dict[str, Any] = {
-        "drawn": drawn, "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, "inputs": words, **work,
+        "drawn": drawn_of(cell, checked), "dims": dims, "batch": dims.batch, "seqlen": dims.seqlen, "inputs": words,
+        **work,
     }  # fmt: skip
     entries: list[Entry] = []
     for one, precision in compared(request, operator, cell):
@@ -251,6 +239,20 @@ def _entries(
     for entry in entries:
         entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)
     return entries
+
+
+def drawn_of(cell: Cell, checked: int | None) -> Drawn:
+    """What cases say of the cell."""
+    return Drawn(
+        shape=cell.shape.name,
+        shape_words=str(cell.shape),
+        tokens=str(cell.tokens),
+        sequences=cell.tokens.sequences,
+        packed=cell.tokens.packed,
+        layout=cell.layout,
+        ways=cell.drawn,
+        checked=checked,
+    )
 
 
 def matched_with(entry: Entry, entries: Sequence[Entry], name: str) -> Entry | None:

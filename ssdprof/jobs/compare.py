@@ -237,12 +237,9 @@ class Comparer:
     # --- speed
 
     def _fastest(self, cases: Mapping[Entry, Case], timer: Timer) -> tuple[Entry, Case]:
-        """The fastest chunk size that passed; without one, the first entry, which says why.
-
-        Several are compared by a few replays in turns.
-        """
+        """The fastest chunk size that passed, by a few replays in turns; else the first entry, which says why."""
         passed = [entry for entry, case in cases.items() if case.result == "passed"]
-        samples = device_times({one: [one.call] for one in passed}, timer, TRIALS) if len(passed) > 1 else {}
+        samples = device_times({one: one.call for one in passed}, timer, TRIALS) if len(passed) > 1 else {}
         times = {entry: statistics.median(values).value for entry, values in samples.items()}
         best = min(passed, key=lambda entry: times.get(entry, math.inf), default=next(iter(cases)))
         trials = tuple(
@@ -329,10 +326,7 @@ def _poison(output: Output, inputs: Any) -> None:
 
 @contextmanager
 def _changeable(calls: Sequence[Call]) -> Iterator[Callable[[float], None] | None]:
-    """The value writes the inputs in which the operator is linear, times a number, to their addresses.
-
-    They are as before at the end.  None: there is no memory for a copy of them.
-    """
+    """Writes the linear inputs, times a number, to their addresses, restored at the end.  None: no memory for it."""
     own: dict[int, torch.Tensor] = {}
     for call in calls:
         given = tensors.tensors(call.inputs)
@@ -383,10 +377,7 @@ def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, str]:
 
 
 def _borrowed(verdict: Case, own: dict[str, Any], output: Output) -> dict[str, Any]:
-    """Fields of a case that is not compared: those of the same entry on other inputs.
-
-    The slower of its two first calls counts, because the other found its kernels in Triton's cache.
-    """
+    """Fields as of the same entry on other inputs; the slower first call counts, as the other found its kernels."""
     if verdict.status != "ran":
         return {"status": verdict.status, "reason": verdict.reason}
     first_calls = (verdict.first_call, own.get("first_call"))
@@ -401,10 +392,7 @@ def _alternatives(entry: Entry, entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Entries whose outputs are in memory together, each with its baseline; a baseline may be in several.
-
-    If two outputs do not fit, no entry is compared with a baseline.
-    """
+    """Entries whose outputs are in memory together, each with its baseline; without, if two outputs do not fit."""
     capacity = entries[0].call.outputs_that_fit if entries else 0
     if capacity < 2:
         return [[entry] for entry in entries]

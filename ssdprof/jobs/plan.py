@@ -267,12 +267,7 @@ class Chooser:
         )
 
     def _rewritten(self, mapped: meta.DeviceMap) -> int:
-        """Bytes of weights that transformers writes to a temporary folder.
-
-        It reads a streamed weight from the checkpoint if the stored form is the used one.  A weight that it assembles
-        from several, such as all experts of a layer, has a shape that is not in the files.  It writes all weights of a
-        checkpoint that it decodes.
-        """
+        """Bytes that transformers writes to a temporary folder: streamed weights that it assembles or decodes."""
         located = self._subject.located
         depth = located.depth(self._subject.deepest_layer)
         stored = {tensor.shape for tensor in located.weights.tensors(depth, head=self._subject.head).values()}

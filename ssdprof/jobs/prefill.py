@@ -158,10 +158,7 @@ def _contenders(
     resolved: Resolved,
     isolated: IsolatedFirstCall,
 ) -> Iterator[_Contender]:
-    """The baseline first, then the others.
-
-    Other libraries, except a baseline, run only with the first origin of convolution and norm.
-    """
+    """The baseline first; other libraries, except a baseline, only with the model's own convolution and norm."""
     request, model, config = length.request, length.model, length.model.config.get_text_config()
     dtype = dtype_name(model.get_input_embeddings().weight.dtype)
     batch, seqlen = length.ids.shape
@@ -254,10 +251,7 @@ class _Contender:
 
     @contextmanager
     def judging(self, device: torch.device) -> Iterator[None]:
-        """Turn errors of the implementation into a status and a reason.
-
-        Passes BadInputError on, and raises MissingCapabilityError, with the label, if the GPU is unusable.
-        """
+        """Errors of the implementation become its status.  Passes BadInputError and MissingCapabilityError on."""
         try:
             with self.at_work():
                 yield
@@ -303,11 +297,7 @@ class _Length:
         return len(self.sites) * self.segments
 
     def run(self, writer: Writer, clock: StepClock) -> None:
-        """clock: a step begins only if its budget is not spent.
-
-        Raises BadInputError if a part of the model bypasses its operator, MissingCapabilityError if a kernel made
-        the GPU unusable.  The report has the results so far in any case.
-        """
+        """A step begins only if the budget is not spent.  BadInputError if the model bypasses its operator."""
         self._try_operators(clock)
         for contender in self.contenders:
             if clock.left() == 0:
@@ -333,10 +323,7 @@ class _Length:
     def running(
         self, contender: _Contender, compute: Compute | None = None, *, marks: bool = False
     ) -> Iterator[CallCount]:
-        """While the context is open the model runs with the contender, or with `compute` instead.
-
-        marks: its parts are marked for a profile.
-        """
+        """The model runs with the contender, or with `compute`.  marks: its parts are marked for a profile."""
         compute = compute or contender.compute
         with ExitStack() as stack:
             if contender.conv_and_norm.startswith("bundled"):
@@ -348,11 +335,7 @@ class _Length:
     # --- operators alone, so that kernels are compiled and tuned
 
     def _try_operators(self, clock: StepClock) -> None:
-        """Call each contender once, on the inputs of the first operator, and time it on those of `layer`.
-
-        The inputs are the model's own tensors, while the model waits.  If the model fails before its operator, nothing
-        is known.
-        """
+        """Call each contender once, on the model's own tensors while it waits, and time it on those of `layer`."""
         tried = False
 
         def compute(call: OperatorCall) -> Result:
@@ -372,7 +355,7 @@ class _Length:
                     return passed[0].compute(call)
             users = next((one for one in passed if one.case.kind == "own"), passed[0])
             with clock.step("one layer's operator alone"), users.at_work():
-                alone = device_times({one: [one.call(call)] for one in passed}, self.timer, ALONE)
+                alone = device_times({one: one.call(call) for one in passed}, self.timer, ALONE)
                 for contender, samples in alone.items():
                     contender.found(alone_us=statistics.median(samples).value)
             raise _Enough
@@ -456,10 +439,7 @@ class _Length:
             writer.case(contender.case)
 
     def _round_s(self, contenders: Sequence[_Contender], clock: StepClock) -> float:
-        """Seconds of one turn of all contenders: the GPU's work, or the host's if a first turn shows that it is longer.
-
-        That turn is skipped if the GPU's work alone is too long to be repeated often.
-        """
+        """Seconds of a turn of all: the GPU's work, or the host's by a first turn, skipped if that work is long."""
         busy_s = 1e-6 * sum(one.case.prefill.busy_us for one in contenders if one.case.prefill)
         if sampling_plan(busy_s, self.request.seconds, self.request.smallest_difference).warmup_rounds == 0:
             return busy_s

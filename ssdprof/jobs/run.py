@@ -165,10 +165,7 @@ def refuse_sharding(ref: CheckpointRef, layer: LayerRef, sizes: Mapping[str, int
 
 
 def _judged_here(options: RunOptions, watcher: Watcher) -> tuple[Condition, ...]:
-    """The conditions that this machine can judge: without a GPU nothing is timed.
-
-    Raises MissingCapabilityError if a condition on times was given, not in a settings file.
-    """
+    """The conditions without those on times if there is no GPU.  MissingCapabilityError if an option gave one."""
     if torch.cuda.is_available():
         return options.conditions
     of_times = [one for one in options.conditions if one.metric in ("speedup", "time")]
@@ -250,8 +247,7 @@ def run(
 
 
 def _requested(found: Subject | Stored, prompts: Sequence[Prompt], pairs: Pairs, dtype: DType) -> Iterator[Requested]:
-    """Every implementation at every precision, in every call of every layer, on every prompt; what a server computed
-    is told where it was recorded."""
+    """Every implementation and precision in every call of every layer; what a server recorded is told there."""
     for prompt in prompts:
         for layer in found.layers:
             calls = prompt.serving.calls(prompt.seqlen, prompt.batch)

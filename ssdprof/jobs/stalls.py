@@ -76,10 +76,7 @@ def profile_run(
 def _profile(
     places: Sequence[Path], wanted: Callable[[], ModelOptions], request: StallsOptions, folder: Path, watcher: Watcher
 ) -> StallReport:
-    """Launch, profile, read and write: `folder` gets an ncu report per implementation, and the stall report.
-
-    places: that may hold captures; else what is `wanted` is captured.
-    """
+    """Launch, profile, read, write into `folder`.  places: that may hold captures of what is `wanted`."""
     with _captured(places, wanted, request, watcher) as (captures, layer):
         torch.cuda.empty_cache()
         created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -120,10 +117,7 @@ def _profile(
 def _launch(
     captures: Path, layer: LayerCapture, request: StallsOptions, cache: Path, watcher: Watcher, advance: Advance
 ) -> tuple[dict[ncu.Job, Launched], tuple[str, ...]]:
-    """Each implementation's launches, and a sentence for each library that cannot be profiled.
-
-    Raises BadInputError for an implementation that launches no Triton kernel, and what `ncu.launch` raises.
-    """
+    """Each implementation's launches, and a sentence for each library that cannot be profiled."""
     launched: dict[ncu.Job, Launched] = {}
     left_out: list[str] = []
     for name in request.implementations:

@@ -232,10 +232,7 @@ class _TensorSums(Generic[K]):
         return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
 
     def _coarser_than(self, key: K, claimed: torch.dtype) -> DType | None:
-        """The dtype of states that are declared as `claimed` and hold only 16-bit numbers; None if they do not.
-
-        With 16-bit inputs the rounding of the operands hides a rounded state from every norm, but not from this check.
-        """
+        """The dtype of fp32 states that hold only 16-bit numbers, which no norm shows; None if they do not."""
         for dtype in _COARSE:
             coarser = torch.finfo(dtype).eps > torch.finfo(claimed).eps
             if coarser and bool(_fits(self._tensors[key], dtype)) and not bool(self._fits_oracle[dtype]):

@@ -155,11 +155,7 @@ def _stacked(draws: Sequence[_Moments], part: slice) -> torch.Tensor:
 
 
 def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """(h, places): the largest sum of squares that rounding explains.
-
-    floor: (h, places), of the rounded oracle; draws: (DRAWS, h, places); elements: (h, places), counts.  The places are
-    parts of the head.
-    """
+    """(h, places), parts of the head: the largest sum of squares that rounding explains.  draws: (DRAWS, h, places)."""
     internal = draws - floor
     of_one = internal.sum(2).var(0) / elements.sum(1)  # (h), the variance of an element
     variance = torch.maximum(internal.var(0), elements * of_one[:, None])

@@ -266,10 +266,7 @@ def _tried(
 
 
 def _run(command: list[str], words: Path, timeout_s: float) -> int:
-    """The exit code of a command, `_STOPPED` if it takes too long.  Its output goes into a file.
-
-    In any case, no process of its group is left.
-    """
+    """The exit code of a command, or `_STOPPED` if it takes too long.  No process of its group is left."""
     environment = {name: value for name, value in os.environ.items() if not _SECRET.search(name)} | child.search_path()
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
     with words.open("wb") as file, subprocess.Popen(command, env=environment, stdout=file, **streams) as process:

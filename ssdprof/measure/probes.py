@@ -383,10 +383,7 @@ def _louder(inputs: Any, spans: Sequence[Span], factor: float) -> Any:
 
 
 def _different(ours: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> str:
-    """The first element of out or of the final states that differs; empty if none does.
-
-    Numbers that a GPU may flush to zero, or that such numbers were added to, do not count.
-    """
+    """The first element of an output that differs, except numbers that a GPU may flush to zero; empty if none does."""
     for name, one, two in zip(("out", "final_states"), ours, other, strict=False):
         differs = (one != two) & ~(one.isnan() & two.isnan()) & ~(torch.maximum(one.abs(), two.abs()) < 2.0**-100)
         if bool(differs.any()):

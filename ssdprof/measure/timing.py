@@ -9,8 +9,7 @@ Both start with a cold L2.
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -272,17 +271,8 @@ def time_in_turns(
 # --- times without a check
 
 
-def device_times(
-    calls: Mapping[K, Sequence[Call]],
-    timer: Timer,
-    plan: SamplingPlan,
-    *,
-    on_untimed: Callable[[K, Exception], object] = lambda _key, _error: None,
-) -> dict[K, Recordings]:
-    """Device times in turns, in microseconds; for each key the geometric mean over its calls.
-
-    Keys with a call that cannot be recorded are left out, and passed to `on_untimed`.
-    """
+def device_times(calls: Mapping[K, Call], timer: Timer, plan: SamplingPlan) -> dict[K, Recordings]:
+    """Device times in turns, in microseconds, of the calls that can be recorded."""
     numbered = {str(number): key for number, key in enumerate(calls)}
     untimed: set[str] = set()
 
@@ -292,15 +282,15 @@ def device_times(
         for number, key in numbered.items():
             if number in untimed:
                 continue
-            label = calls[key][0].label
+            call = calls[key]
             try:
-                kept = [blaming(timer.device, call.label, partial(_recorded, call, timer)) for call in calls[key]]
+                kept = _recorded(call, timer)
             except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
-                refuse_if_lost(timer.device, label, error)
+                refuse_if_lost(timer.device, call.label, error)
                 untimed.add(number)
-                on_untimed(key, error)
             else:
-                samplers["device", number] = partial(blaming, timer.device, label, partial(_mean_us, timer, kept))
+                sample = partial(timer.device_us, kept)
+                samplers["device", number] = partial(blaming, timer.device, call.label, sample)
         return samplers
 
     return {numbered[number]: samples for (_, number), samples in sample_in_turns(set_up, plan).items()}
@@ -314,7 +304,3 @@ def _recorded(call: Call, timer: Timer) -> Recording:
         return out.new_empty(0), final_states.new_empty(0)
 
     return timer.record(run)
-
-
-def _mean_us(timer: Timer, recordings: Sequence[Recording]) -> float:
-    return math.prod(timer.device_us(recording) for recording in recordings) ** (1 / len(recordings))

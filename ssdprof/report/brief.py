@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import DType, Intermediates, precisions_for
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError, harmless
 from ssdprof.report import calls, model, terminal
@@ -42,7 +42,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if found:
         yield ""
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
-    failed = {case.why: case for case in reversed(outcome(report).failed) if case.why}
+    failed = {case.why: case for case in reversed(Outcome(report).failed) if case.why}
     reasons = [
         f"{one.where}, {one.implementation} ({one.precision}): {why}{calls.again(report, one)}"
         for why, one in failed.items()
@@ -98,8 +98,7 @@ def _accuracy(found: Sequence[Group]) -> Table | None:
 
 
 def _table(title: str, rows: Sequence[Series], numbers: Sequence[Column[Series]]) -> Table | None:
-    """A table whose title has the names that are equal in all rows; precisions with the same numbers share a row, and
-    what is the same in all rows is below."""
+    """The title has the names that are equal in all rows; what else is equal is below; equal precisions share a row."""
     if not rows:
         return None
     names: tuple[Column[Series], ...] = (
@@ -166,7 +165,7 @@ def accuracy_table(
         elif report.cases:
             hint = f"It holds {report.baseline} alone."
         raise BadInputError(f"Run {report.id} compared no implementation with its baseline.", hint)
-    wrong = shortcomings(outcome(report.restricted(precisions=wanted)))
+    wrong = shortcomings(Outcome(report.restricted(precisions=wanted)))
     lines = [VerdictLine(line, False) for line in wrong]
     lines += advice((group, name) for group in found for name in group.compared)
     parts: list[RenderableType] = [Text(f"{report.subject}, run {report.id}", style="bold")]
@@ -213,7 +212,7 @@ def runs(found: Sequence[_Stored]) -> Table | None:
 
 def verdict_word(report: Report) -> str:
     """ "passed", "failed", "refused" or "incomplete"."""
-    found = outcome(report)
+    found = Outcome(report)
     if found.passed:
         return "passed"
     if found.failed or found.broken or found.answers_failed:

@@ -20,7 +20,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import CLOCKS, EXACT_FP32, TOLERANCES, PartName
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import judged
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Dims, LayerRef
@@ -206,7 +206,7 @@ def junit(report: Report) -> str:
 
     Keeps to the schema of Apache Ant's JUnit task (https://github.com/windyroad/JUnit-Schema), the strictest in use.
     """
-    found = outcome(report)
+    found = Outcome(report)
     counted = {case.name for case in (*found.failed, *found.refused, *found.answers_failed)}
     cases = []
     for case in rows(report):
@@ -320,7 +320,7 @@ def outputs(report: Report) -> dict[str, str]:
         "largest-rms-ratio": max((ratio for one in out if (ratio := one.over_floor) is not None), default=None),
     }
     return {
-        "passed": "true" if outcome(report).passed else "false",
+        "passed": "true" if Outcome(report).passed else "false",
         "verdict": whole_words(printable(" ".join(line.text for line in verdict_lines(report))), LONGEST_MESSAGE),
         "run": printable(report.id),
         **{name: "" if value is None else f"{value:.6g}" for name, value in worst.items()},

@@ -125,9 +125,7 @@ def stall_roofline(report: StallReport) -> str | None:
 def _roofline(
     points: Mapping[str, Sequence[tuple[float, float]]], roof: tuple[float, float] | None, per: str, title: str = ""
 ) -> str | None:
-    """points: of each label, (operations per byte, TFLOP/s).  roof: GB/s and TFLOP/s, if known.
-
-    title: it is wide and has one."""
+    """points: of each label, (operations per byte, TFLOP/s).  roof: GB/s and TFLOP/s, if known.  title: it is wide."""
     every = [point for own in points.values() for point in own]
     if not every:
         return None

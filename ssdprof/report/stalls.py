@@ -223,8 +223,7 @@ def meaning(reason: str) -> str:
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
-    """Sentences on failed self-checks, on implementations that are unavailable or lack the requested precision, and on
-    files whose stages are unknown."""
+    """Failed self-checks, implementations without the requested precision or left out, files of unknown stages."""
     checks = [("", check) for check in report.checks]
     checks += [(f" of {kernel.kernel}", check) for kernel in report.kernels for check in kernel.checks]
     for what, check in checks:

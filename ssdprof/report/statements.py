@@ -9,7 +9,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import LONGEST_SEQLEN, PrecisionRecord, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import METRICS
-from ssdprof.core.outcome import Outcome, exact_answer_is_finite, outcome
+from ssdprof.core.outcome import Outcome, exact_answer_is_finite
 from ssdprof.core.report import Report, Verdict
 from ssdprof.report.calls import baseline_us
 from ssdprof.report.facts import gpu_name
@@ -29,7 +29,7 @@ _SAME_AS = "the same as "  # the start of the part of a plan that names a precis
 
 def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     """Whether the report is complete, what failed, what was refused, what passed, and where it may be used."""
-    found = outcome(report)
+    found = Outcome(report)
     advised = advice((group, name) for group in groups(report) for name in group.compared if name != "served")
     may = advised if found.passed and report.kind == "run" else ()
     return (*(VerdictLine(line, False) for line in errors(report)), *_passed(report, found), *may)
@@ -37,7 +37,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
 
 def errors(report: Report) -> tuple[str, ...]:
     """The reasons why it did not pass."""
-    found = outcome(report)
+    found = Outcome(report)
     lines = shortcomings(found)
     for case in found.answers_failed:
         broken = "; ".join(one.found for one in found.broken if one.case == case.name)
@@ -48,7 +48,7 @@ def errors(report: Report) -> tuple[str, ...]:
 
 def incomplete(report: Report) -> str:
     """Why a report is incomplete; empty if it is complete."""
-    found = outcome(report)
+    found = Outcome(report)
     missing = f"{found.missing} cases are missing" if found.missing else ""
     return (found.ended_early or missing) if report.cases else NOTHING
 
@@ -158,7 +158,7 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
 
     Recommends the most accurate precision that is not clearly slower than the fastest one.
     """
-    judged, group = outcome(report), next(iter(groups(report)), None)
+    judged, group = Outcome(report), next(iter(groups(report)), None)
     if report.kind != "run" or group is None or not group.compared:
         return
     if not judged.passed:
@@ -274,7 +274,7 @@ def _of_baselines(report: Report) -> Iterator[str]:
     def rms(case: Case) -> float:
         return math.inf if case.error is None or case.error.rms_ratio is None else case.error.rms_ratio
 
-    for label, cases in grouped(outcome(report).outside, lambda case: case.label).items():
+    for label, cases in grouped(Outcome(report).outside, lambda case: case.label).items():
         worst = max(cases, key=rms)
         rated = [one for one in report.cases if one.rated_against == (worst.place, worst.implementation)]
         rated.sort(key=lambda one: one.precision == worst.precision)  # where there is one, the same precision is shown

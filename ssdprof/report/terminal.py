@@ -96,10 +96,7 @@ def _section(section: Section, rest: str) -> Iterator[RenderableType]:
 def _drawn(
     table: Table, rows: Sequence[tuple[str, ...]], block: Sequence[int], *, part: bool, squeezed: bool
 ) -> RenderableType:
-    """The columns of a block; a part of a table has no rows that are empty in it.
-
-    squeezed: every column may wrap, because the console is too narrow for the keys and one column.
-    """
+    """The columns of a block; a part of a table has no empty rows.  squeezed: every column may wrap."""
     drawn = RichTable(box=box.SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0), show_edge=False, pad_edge=False)
     for column in block:
         drawn.add_column(
@@ -117,11 +114,7 @@ def _drawn(
 
 
 def _blocks(table: Table, width: int) -> list[tuple[int, ...]]:
-    """Columns of each part: the fewest parts that fit, of most similar widths.
-
-    A column that does not fit next to the keys has a part of its own, which wraps.  A table that is split loses
-    columns that are empty in all rows.
-    """
+    """Columns of each part: the fewest parts that fit, of similar widths.  A split table loses empty columns."""
     keys, rest = tuple(range(table.keys)), tuple(range(table.keys, len(table.headers)))
     if _taken(table, (*keys, *rest)) <= width:
         return [(*keys, *rest)]

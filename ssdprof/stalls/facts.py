@@ -168,11 +168,7 @@ def numbers(kernel: RawKernel) -> dict[str, Any]:
 
 
 def _tensor(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | None, float | None]:
-    """(operations on the tensor cores, their peak in TFLOP/s for the operand type that was used most).
-
-    If the cores have a sparse mode, ncu's peak is that of sparse operands, twice that of dense ones.
-    Then the share of cycles in which the cores worked is twice the share of operations.
-    """
+    """(operations on the tensor cores, their dense peak in TFLOP/s for the operand type that was used most)."""
     kinds = {
         name.removesuffix(".sum"): count
         for name in kernel.metrics

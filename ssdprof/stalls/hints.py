@@ -62,10 +62,7 @@ def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]]) -> dict[
 
 
 def _advice(kernel: KernelStalls, stage: str, reason: str, text: str, late: tuple[str, ...]) -> str:
-    """The rest of a hint: more evidence, the end of its sentence, and the advice; "" if there is none.
-
-    text: of the hottest line.  late: functions that end the wait.
-    """
+    """The end of a hint, or "".  text: of the hottest line.  late: functions that end the wait."""
     if reason in ("selected", "not_selected"):  # the warp could issue: no stall
         return ""
     if stage.startswith("waiting") or "mbarrier.wait" in text:

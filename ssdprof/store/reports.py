@@ -183,10 +183,7 @@ def _refuse_complete(folder: Path) -> Report:
 
 
 def _refuse_another(folder: Path, header: Report, sources: Iterable[Path]) -> None:
-    """BadInputError unless the report in the folder is an interrupted one of this header.
-
-    sources: files that a case depends on, and the header does not.
-    """
+    """BadInputError unless it is an interrupted report of this header, and the `sources` are unchanged."""
     known = _refuse_complete(folder)
     before, now = (one.own | {"command": _without_folder(one.command)} for one in (known, header))
     differs = next((name for name in before | now if before.get(name) != now.get(name) and name not in _MAY_DIFFER), "")
@@ -285,10 +282,7 @@ def opened(
 
 
 def _ended(writer: Writer, error: BaseException, made: bool | None = None) -> str:
-    """Note why the report ended early.  A sentence on where the results are.
-
-    made: whether this process made the folder; None: the header is another rank's.
-    """
+    """Note why it ended; a sentence on where the results are.  made: the folder; None: another rank did."""
     if not writer.begun:
         files = [*writer.folder.glob("cases.*.jsonl")]
         if made is not None and not any(b'{"case":' in file.read_bytes() for file in files):

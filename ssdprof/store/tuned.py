@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ssdprof import __version__, files, operators
 from ssdprof.core.subject import Environment, Gpu
-from ssdprof.core.tuned import SearchOutcome, TunedConfigs
+from ssdprof.core.tuned import TunedCalls, TunedConfig, TunedConfigs
 from ssdprof.environment import machine
 from ssdprof.environment.machine import installed_version, kernels_hash
 
@@ -39,16 +39,15 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
     return (None, why) if why else (finds, "")
 
 
-def keep(found_on: Environment, outcomes: Sequence[SearchOutcome]) -> Path:
-    """Store the finds of these outcomes, and delete earlier ones for the same calls and invalid ones.
+def keep(found_on: Environment, calls: TunedCalls, find: TunedConfig | None) -> Path:
+    """Store what a search found for these calls, and delete earlier finds for them and invalid ones.
 
     Raises MissingCapabilityError if the file cannot be written.
     """
     assert found_on.gpu is not None
     before, _ = load(found_on.gpu)
-    anew = [outcome.calls for outcome in outcomes]
-    kept = [find for find in before.finds if find.calls not in anew] if before else []
-    found = (*kept, *(outcome.find for outcome in outcomes if outcome.find is not None))
+    kept = [one for one in before.finds if one.calls != calls] if before else []
+    found = (*kept, find) if find else tuple(kept)
     finds = TunedConfigs(
         ssdprof_version=__version__,
         kernels={name: kernels_hash(name) for name in dict.fromkeys(find.calls.operator for find in found)},

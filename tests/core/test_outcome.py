@@ -9,7 +9,7 @@ import pytest
 from cases import EXACT_FP32, RELAXED_FP32, answers, band, bench, cell, failed, of_answers, of_prefill, prefill
 
 from ssdprof.core.conditions import of_options
-from ssdprof.core.outcome import exact_answer_is_finite, outcome
+from ssdprof.core.outcome import Outcome, exact_answer_is_finite
 from ssdprof.core.report import LeftOut, ProcessLine, Report, Requested
 
 
@@ -101,7 +101,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
 def test_a_report_passes_if_all_of_it_was_compared_and_passed(
     found: Report, passed: bool, fields: dict[str, Any]
 ) -> None:
-    result = outcome(found)
+    result = Outcome(found)
     shown = {name: getattr(result, name) for name in fields}
     names = {name: {one.implementation for one in of} for name, of in shown.items() if isinstance(of, tuple | list)}
     assert (result.passed, shown | names) == (passed, fields)

@@ -535,16 +535,11 @@ def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it(
 # --- times without a check
 
 
-def test_device_times_are_geometric_means_and_leave_out_what_cannot_be_recorded() -> None:
-    untimed: dict[str, str] = {}
-    calls = {
-        "both": [entries("a", us)[0].call for us in (100.0, 400.0)],
-        "broken": [entries("b", spoil=raising(RuntimeError("no kernel")))[0].call],
-    }
-    times = device_times(calls, FakeTimer(), QUICK, on_untimed=lambda key, error: untimed.update({key: str(error)}))
-    assert list(times) == ["both"]
-    assert [rounds.tolist() for rounds in times["both"]] == [pytest.approx([200.0] * 3)] * 2
-    assert untimed == {"broken": "no kernel"}
+def test_device_times_leave_out_what_cannot_be_recorded() -> None:
+    broken = entries("b", spoil=raising(RuntimeError("no kernel")))[0].call
+    times = device_times({"a": entries("a", 100.0)[0].call, "broken": broken}, FakeTimer(), QUICK)
+    assert list(times) == ["a"]
+    assert [rounds.tolist() for rounds in times["a"]] == [[100.0] * 3] * 2
 
 
 def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

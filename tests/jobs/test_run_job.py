@@ -16,7 +16,7 @@ from fakes import QUICK, FakeTimer, inputs, noting
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import precisions_for
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
 from ssdprof.jobs import compare, limits
@@ -74,7 +74,7 @@ def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> 
     ]
     assert len(report.cases) == 16
     assert report.captured == LAYERS
-    assert outcome(report).passed
+    assert Outcome(report).passed
     assert {(case.inputs, case.samples, case.workspace_bytes, case.reason) for case in report.cases} == {
         (TOKENS, (), None, "")
     }
@@ -106,7 +106,7 @@ def test_an_interrupted_run_keeps_the_errors_of_what_was_not_timed(monkeypatch: 
     with pytest.raises(KeyboardInterrupt, match="marked as partial: 4 cases of 1 layer"):
         replayed(intermediates="exact", states=("fp32", "fp16"))
     report = load("kept")[1]
-    assert (report.complete, outcome(report).passed) == (False, False)
+    assert (report.complete, Outcome(report).passed) == (False, False)
     assert {case.result for case in report.cases} == {"passed"}
     assert [(case.precision.state_dtype, bool(case.samples), case.reason) for case in report.cases] == [
         *[("fp32", True, "")] * 2,

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import count, product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ import pytest
 import tiny_models
 import torch
 from command_line import call
-from tuning_fakes import COMMITTED_SEGMENT, GPU, FakeTimer, cell, environment, outcome, ssd_inputs, ssd_problem
+from tuning_fakes import COMMITTED_SEGMENT, GPU, FakeTimer, cell, environment, kept, ssd_inputs, ssd_problem
 
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.case import Case
+from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerRef, Prompt, Serving
-from ssdprof.core.tuned import KernelSettings, SearchOutcome, Trial, TunedConfigs, TuneReport
+from ssdprof.core.tuned import KernelSettings, TunedConfig, TunedConfigs
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import tune as job
 from ssdprof.jobs.tune import DECIDING, SCREENING, Problem, captured, difference, drawn, search
@@ -46,6 +48,7 @@ from ssdprof.operators.ssd_tuning import TUNING as SSD
 from ssdprof.operators.tensors import tensors
 from ssdprof.stalls import ncu
 from ssdprof.store import tuned as store
+from ssdprof.store.reports import load
 
 CPU = torch.device("cpu")
 EXACT = Precision()
@@ -177,7 +180,7 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence() -> None:
 
 def made(sources: Any = None, intermediates: Any = "exact") -> list[Problem]:
     sources = sources or drawn(OPERATOR, (cell(100), cell(40, sequences=2)), CPU)
-    (of_layer,) = sources.values()
+    (of_layer,) = sources
     return list(job.problems(OPERATOR, of_layer, intermediates))
 
 
@@ -189,8 +192,8 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
     assert [inputs.x.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
     assert "nchunks" not in problem.calls.sizes
     assert problem.calls.sizes["nheads"] == 2
-    assert problem.precision.state_dtype == torch.float32
-    assert made(intermediates="relaxed")[0].precision.state_dtype == torch.bfloat16, "as in a bench"
+    assert problem.cases[0].precision == EXACT_FP32
+    assert made(intermediates="relaxed")[0].cases[0].precision.state_dtype == "bf16", "as in a bench"
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
     monkeypatch.setattr(device, "sm_count", lambda _: 132)
     found = made()
@@ -211,8 +214,7 @@ def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(tm
             layer = LayerRef(index=index, name=f"layers.{index}", operator="ssd")
             writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides, call=of_call))
     (problem,) = made(captured(OPERATOR, captures, None, CPU))
-    assert problem.shape.endswith("layer 1")
-    assert problem.tokens == "20 tokens; 40 tokens"
+    assert str(problem) == "layer 1, 20 tokens; layer 1, 40 tokens, exact"
     torch.testing.assert_close(problem.inputs[1].x, ssd_inputs(40).x)
     (problem,) = made(captured(OPERATOR, captures, (40, 80), CPU))
     assert [inputs.x.shape[1] for inputs in problem.inputs] == [40]
@@ -226,17 +228,26 @@ def test_captures_give_their_middle_layer_at_every_length_but_no_decode_steps(tm
 # --- the search: it finds faster configurations, names wrong ones, and keeps the committed one in doubt
 
 
-def found(fake: FakeTimer, problem: Problem | None = None, run: Any = None) -> SearchOutcome:
+Found = tuple[tuple[Case, ...], TunedConfig | None, str]
+
+
+def found(fake: FakeTimer, problem: Problem | None = None, run: Any = None) -> Found:
     return search(problem or ssd_problem("hopper", 1280), fake, run or fake.run)
 
 
-def value(outcome: SearchOutcome, name: str) -> Any:
-    assert outcome.find is not None, outcome.why
-    return outcome.find.settings.values[name]
+def value(outcome: Found, name: str) -> Any:
+    _, find, why = outcome
+    assert find is not None, why
+    return find.settings.values[name]
 
 
-def trials(outcome: SearchOutcome, verdict: str) -> list[Trial]:
-    return [trial for trial in outcome.trials if trial.verdict == verdict]
+def of_result(outcome: Found, result: str) -> dict[str, str]:
+    """The candidates with this result, and why."""
+    return {case.implementation: case.why for case in outcome[0] if case.result == result and not case.samples}
+
+
+COMPARED = ("committed", "segment 4, ring 2")
+FOURS = ("committed", "segment 4")
 
 
 def by_segment(config: SSDHopperConfig, _tokens: int) -> float:
@@ -246,18 +257,19 @@ def by_segment(config: SSDHopperConfig, _tokens: int) -> float:
 
 def test_it_goes_to_the_fastest_axis_by_axis() -> None:
     """A configuration is written to the file and read back unchanged."""
-    fake = FakeTimer(by_segment)
-    outcome = found(fake)
-    assert outcome.find is not None
-    assert outcome.find.device_ratio == pytest.approx(by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01)
-    assert outcome.find.device_interval[0] > 1.01
-    assert outcome.why == ""
-    (committed,) = trials(outcome, "committed")
-    assert committed.settings.values["segment"] == COMMITTED_SEGMENT
-    assert outcome.committed == committed.settings
-    kept = SSD.config(outcome.find.settings, outcome.find.reason)
-    assert kept == SSDHopperConfig(segment=4, ring=2, reason=outcome.find.reason)
-    assert kept.reason.startswith("tuned on this GPU, 20")
+    fake = FakeTimer(cost=by_segment)
+    cases, find, why = found(fake)
+    assert find is not None
+    assert find.device_ratio == pytest.approx(by_segment(SSDHopperConfig(segment=10), 0) / 106, rel=0.01)
+    assert find.device_interval[0] > 1.01
+    assert why.startswith("found segment 4, ring 2, 1.08x [")
+    committed, best = (next(one for one in cases if one.implementation == name) for name in COMPARED)
+    assert committed.plan.startswith(f"segment {COMMITTED_SEGMENT}, ")
+    assert (len(committed.samples), {one.process for one in best.samples}) == (2 * 6, {"6"}), "five axes, and the end"
+    assert best.over(committed) == (find.device_ratio, *find.device_interval)
+    config = SSD.config(find.settings, find.reason)
+    assert config == SSDHopperConfig(segment=4, ring=2, reason=find.reason)
+    assert config.reason.startswith("tuned on this GPU, 20")
     checked = {config.segment for config, tokens in fake.ran if tokens == 1024}
     assert checked == {1, 2, 3, 4, 5, 16}, "with and without a carry"
 
@@ -275,13 +287,13 @@ class PlacedTimer(FakeTimer):
 
     def device_us(self, recording: Recording) -> float:
         factor = self.factors.setdefault(recording.graph[0], float(self.generator.uniform(0.96, 1.04)))
-        return self.cost(*recording.graph) * factor
+        return super().device_us(recording) * factor
 
 
 def by_warps(better_at: tuple[int, ...]) -> FakeTimer:
     """8 warps are 20 % faster at some lengths, and 5 % slower at others."""
     return FakeTimer(
-        lambda config, tokens: tokens * (1.0 if config.num_warps < 8 else 0.8 if tokens in better_at else 1.05)
+        cost=lambda config, tokens: tokens * (1.0 if config.num_warps < 8 else 0.8 if tokens in better_at else 1.05)
     )
 
 
@@ -301,53 +313,53 @@ def noise(seed: int) -> Iterator[float]:
 @pytest.mark.parametrize(
     ("fake", "why"),
     [
-        (FakeTimer(lambda *_: 100.0, noise=noise(0)), ""),
-        *(pytest.param(FakeTimer(lambda *_: 100.0, noise=noise(seed)), "", marks=pytest.mark.slow) for seed in (1, 2)),
-        (PlacedTimer(lambda *_: 100.0), ""),
-        (FakeTimer(lambda config, _: 99.2 if config.segment == 4 else 100.0), "not 1% faster with 95 % confidence"),
+        (FakeTimer(noise=noise(0)), ""),
+        *(pytest.param(FakeTimer(noise=noise(seed)), "", marks=pytest.mark.slow) for seed in (1, 2)),
+        (PlacedTimer(), ""),
+        (FakeTimer(cost=lambda config, _: 99.2 if config.segment == 4 else 100.0), "not 1% faster with 95 %"),
         # the short input has 1,024 of the 1,280 positions
-        (FakeTimer(by_segment, spoilt=lambda config, tokens: tokens == 1280 and config.ring == 2),
+        (FakeTimer(cost=by_segment, spoilt=lambda config, tokens: tokens == 1280 and config.ring == 2),
          "the fastest was wrong: out, head"),
-        (FakeTimer(by_segment, refused=lambda _: True),
-         "the committed configuration: RuntimeError: out of resources: shared memory"),
-        (FakeTimer(by_segment, uncapturable=lambda _: True),
-         "the committed configuration: CaptureError: it synchronises"),
+        (FakeTimer(cost=by_segment, refused=lambda _: True),
+         "the committed configuration stays: of itself: RuntimeError: out of resources: shared memory"),
+        (FakeTimer(cost=by_segment, unrecorded=lambda _: True), "captured as a CUDA graph: it synchronises"),
     ],
     ids=[*(f"noise {seed}" for seed in range(3)), "a lucky place in memory", "0.8 %", "wrong at length", "refused",
          "cannot be captured"],
 )  # fmt: skip
 def test_the_committed_configuration_stays_in_doubt(fake: FakeTimer, why: str) -> None:
     outcome = found(fake)
-    assert outcome.find is None
-    assert why in outcome.why
+    assert outcome[1] is None
+    assert why in outcome[2]
     if isinstance(fake, PlacedTimer):
         assert fake.recordings >= SCREENING.min_recordings + DECIDING.min_recordings >= 8
-        assert found(PlacedTimer(lambda config, _: 70.0 if config.segment == 4 else 100.0)).find is not None
+        assert found(PlacedTimer(cost=lambda config, _: 70.0 if config.segment == 4 else 100.0))[1] is not None
     if "1%" in why:
-        assert trials(outcome, "faster") == []
-        ratios = {trial.settings.values["segment"]: trial.device_ratio for trial in trials(outcome, "no difference")}
-        assert ratios[4] == pytest.approx(100 / 99.2, rel=0.003)
+        committed, best = (next(one for one in outcome[0] if one.implementation == name) for name in FOURS)
+        ratio = best.over(committed)
+        assert ratio is not None
+        assert (ratio.verdict(0.01), ratio.value) == ("no difference", pytest.approx(100 / 99.2, rel=0.003))
     if "wrong" in why:
-        assert [trial.settings.values["ring"] for trial in trials(outcome, "wrong")] == [2]
+        assert list(of_result(outcome, "inaccurate")) == ["segment 4, ring 2"]
 
 
 def test_a_wrong_candidate_is_named_and_never_found() -> None:
     def cost(config: SSDHopperConfig, _tokens: int) -> float:
         return 50.0 if config.ring == 2 else 100.0 + config.segment
 
-    outcome = found(FakeTimer(cost, spoilt=lambda config, _tokens: config.ring == 2))
+    outcome = found(FakeTimer(cost=cost, spoilt=lambda config, _tokens: config.ring == 2))
     assert value(outcome, "ring") == 3
-    wrong = trials(outcome, "wrong")
-    assert {trial.settings.values["ring"] for trial in wrong} == {2}
-    assert all("budget" in trial.why and trial.device_us is None for trial in wrong)
+    wrong = of_result(outcome, "inaccurate")
+    assert wrong
+    assert all("ring 2" in name and "budget" in why for name, why in wrong.items())
 
 
 @pytest.mark.parametrize(
     ("broken", "why"),
     [
         ("refused", "RuntimeError: out of resources: shared memory"),
-        ("uncapturable", "CaptureError: it synchronises"),
-        ("faulty", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+        ("unrecorded", "The candidate segment 4 is not timed: it cannot be captured as a CUDA graph: it synchronises"),
+        ("faulty", ""),
     ],
 )
 def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_the_search(
@@ -356,11 +368,12 @@ def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_
     """Otherwise all other candidates would be reported as failing."""
 
     def fake() -> FakeTimer:
-        return FakeTimer(by_segment, **{broken: lambda config: config.segment == 4})
+        return FakeTimer(cost=by_segment, **{broken: lambda config: config.segment == 4})
 
     if broken != "faulty":
         outcome = found(fake())
-        assert {trial.why.partition(" (")[0] for trial in trials(outcome, "does not run")} == {why}
+        result = "failed" if broken == "refused" else "passed"
+        assert why in {reason.partition(" (")[0] for reason in of_result(outcome, result).values()}
         assert value(outcome, "segment") in (3, 5)
     monkeypatch.setattr("ssdprof.measure.first_run._answers", lambda _: False)
     with pytest.raises(MissingCapabilityError, match="The candidate segment 4 left the GPU unusable"):
@@ -370,15 +383,14 @@ def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_
 def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_sequences() -> None:
     problem, both = ssd_problem("portable", 128, 192), by_warps((128, 192))
     outcome = found(both, problem)
-    assert outcome.find is not None
-    assert outcome.find.settings.kernel == "portable"
     assert value(outcome, "num_warps") == 8
-    assert outcome.find.device_ratio == pytest.approx(1.25, rel=0.01)
-    outcome = found(by_warps((128,)), problem)
-    assert (outcome.find, outcome.why) == (None, "the fastest was slower at 192 tokens")
-    outcome = found(both, problem, wrong_if_packed(both))
-    assert outcome.find is None
-    assert outcome.why.startswith("the fastest was wrong")
+    assert outcome[1] is not None
+    assert (outcome[1].settings.kernel, outcome[1].device_ratio) == ("portable", pytest.approx(1.25, rel=0.01))
+    _, find, why = found(by_warps((128,)), problem)
+    assert (find, why) == (None, "the committed configuration stays: the fastest was slower at 192 tokens")
+    _, find, why = found(both, problem, wrong_if_packed(both))
+    assert find is None
+    assert why.startswith("the committed configuration stays: the fastest was wrong")
 
 
 # --- stored configurations are used, unless they do not apply
@@ -393,7 +405,7 @@ def used() -> list[str]:
 
 def test_what_is_stored_is_used_and_said_also_in_another_process(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert used() == []
-    file = store.keep(environment(), [outcome()])
+    file = kept()
     assert file == cache / "NVIDIA-Test.json"
     said, segment = used()
     assert said == "1 configuration tuned on this GPU will be used where they fit; --no-tuned takes the committed ones."
@@ -420,26 +432,27 @@ def test_what_is_stored_is_used_and_said_also_in_another_process(cache: Path, mo
 
 
 def test_later_outcomes_replace_those_for_the_same_calls() -> None:
-    store.keep(environment(), [outcome(nchunks=16, segment=4), outcome(nchunks=32, segment=8)])
-    store.keep(environment(), [outcome(nchunks=16, segment=5)])
+    kept(nchunks=16, segment=4)
+    kept(nchunks=32, segment=8)
+    kept(nchunks=16, segment=5)
     assert used()[1:] == ["segment 8", "segment 5"]
-    store.keep(environment(), [outcome(nchunks=16, segment=None)])
+    kept(nchunks=16, segment=None)
     assert used()[1:] == ["segment 8"], "a search that finds nothing deletes what was found before"
 
 
 def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = store.keep(environment(GPU.model_copy(update={"name": "NVIDIA Other"})), [outcome()])
+    file = kept(environment(GPU.model_copy(update={"name": "NVIDIA Other"})))
     assert used() == []
     file.rename(file.with_name("NVIDIA-Test.json"))
     assert "ignored: they are of NVIDIA Other, this is NVIDIA Test" in used()[0]
-    store.keep(environment(triton="3.5.0"), [outcome()])
+    kept(environment(triton="3.5.0"))
     assert "ignored: they were compiled by Triton 3.5.0, this is" in used()[0]
-    store.keep(environment(), [outcome()])
+    kept()
     monkeypatch.setattr(store, "kernels_hash", lambda _operator: "another")
     (said,) = used()
     assert "ignored: the kernels have changed since" in said
     assert "ssdprof tune" in said
-    store.keep(environment(), [outcome(nchunks=99)])  # the next find removes it
+    kept(nchunks=99)  # the next find removes it
     assert len(used()) == 2
 
 
@@ -452,7 +465,7 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monk
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_said(damage: Callable[[str], str]) -> None:
-    file = store.keep(environment(), [outcome()])
+    file = kept()
     before = file.read_text()
     file.write_text(damage(before))
     assert file.read_text() != before
@@ -468,7 +481,7 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file where a folder should be")
     with pytest.raises(BadInputError, match="cannot be made: a file is in its place"):
-        store.keep(environment(), [outcome()])
+        kept()
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     assert store.folder() == Path.home() / ".cache" / "ssdprof" / "tuned", "a relative folder does not count"
 
@@ -535,9 +548,9 @@ def test_wrong_words_are_answered_before_a_gpu_is_missed(words: str, expected: i
 
 
 def test_clear_needs_no_gpu() -> None:
-    kept = store.keep(environment(), [outcome()])
+    file = kept()
     code, _, err = tune("--clear")
-    assert (code, kept.exists()) == (0, False)
+    assert (code, file.exists()) == (0, False)
     assert "Removed" in err
     assert "There is nothing in" in tune("--clear")[2]
 
@@ -545,7 +558,7 @@ def test_clear_needs_no_gpu() -> None:
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its timer 8 warps are twice as fast.  Kernels run in the interpreter, and their outputs are right."""
-    fake = FakeTimer(lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0))
+    fake = FakeTimer(cost=lambda config, tokens: tokens * (0.5 if config.num_warps == 8 else 1.0), noise=repeat(1.0))
     run = Problem.run
 
     def noted(problem: Problem, inputs: Any, config: Any) -> Any:
@@ -565,25 +578,26 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_interpreter
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize(
-    ("words", "tokens", "plan"),
+    ("words", "places", "plan"),
     [
-        ("ssd --shape 2x16x16x1 --seq 40,100", "1 x 40, bf16; 1 x 100, bf16", lambda: ssd_fused.plan(ssd_inputs(100))),
+        ("ssd --shape 2x16x16x1 --seq 40,100", ("2x16x16x1, bf16, 1 x 40", "2x16x16x1, bf16, 1 x 100"),
+         lambda: ssd_fused.plan(ssd_inputs(100))),
         pytest.param(
-            "gdn --shape 1/2x16x16 --seq 70", "1 x 70, bf16", lambda: gdn_fused.plan(gdn_inputs(70)),
+            "gdn --shape 1/2x16x16 --seq 70", ("1/2x16x16, bf16, 1 x 70",), lambda: gdn_fused.plan(gdn_inputs(70)),
             marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip
-def test_from_words_to_kernels_that_take_the_find(words: str, tokens: str, plan: Callable[[], Any]) -> None:
+def test_from_words_to_kernels_that_take_the_find(words: str, places: tuple[str, ...], plan: Callable[[], Any]) -> None:
     """The file is real: the next command reads it and says so, and its kernels use the configuration."""
     code, out, err = tune(*words.split(), "--out", "found.json", "--json")
     assert code == 0, err
-    report = TuneReport.model_validate_json(out)
-    assert report == TuneReport.model_validate_json(Path("found.json").read_text())
-    (found,) = report.outcomes
-    assert found.tokens == tokens
-    assert {trial.verdict for trial in found.trials} <= {"committed", "faster", "no difference", "slower"}
-    assert value(found, "num_warps") == 8
+    report = Report.model_validate_json(out)
+    assert report == load("found.json", "tune")[1]
+    assert {case.place for case in report.cases} == set(places)
+    assert all(case.samples for case in report.cases)
+    (note,) = report.remarks
+    assert f"{'; '.join(places)}, exact: found num_warps 8" in note
     assert "1 of 1 searches found a faster configuration" in err
     assert "1 configuration tuned on this GPU" in used()[0]
     assert "tuned on this GPU" in plan().reason
@@ -601,7 +615,7 @@ def test_a_person_sees_what_was_tried_and_found(cache: Path) -> None:
     code, out, _ = tune(*words)
     assert code == 0
     shown = " ".join(out.split())
-    for part in ("2x16x16x1, 1 x 40, bf16, exact: portable kernel", "num_warps 8", "2.00x [", "committed"):
+    for part in ("2x16x16x1, bf16, 1 x 40, exact: portable kernel", "num_warps 8", "2.00x [", "committed"):
         assert part in shown
 
 
@@ -610,15 +624,16 @@ def test_a_person_sees_what_was_tried_and_found(cache: Path) -> None:
 def test_what_ends_early_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     words = ["ssd", "--shape", "2x16x16x1,4x16x16x1", "--seq", "40"]
     with monkeypatch.context() as patch:
-        seconds = iter(range(0, 10_000, 100))
+        seconds = count(0, 100)
         patch.setattr(job.time, "monotonic", lambda: next(seconds))
-        report = TuneReport.model_validate_json(tune(*words, "--budget", "150", "--json")[1])
-    assert [one.shape for one in report.outcomes] == ["2x16x16x1"]
-    assert report.left_out == ("4x16x16x1, 1 x 40, bf16, exact: the budget of 150 s was spent",)
+        report = Report.model_validate_json(tune(*words, "--budget", "150", "--json")[1])
+    assert {case.place for case in report.cases} == {"2x16x16x1, bf16, 1 x 40"}
+    ((place, _, reason),) = (tuple(dict(one).values()) for one in report.left_out)
+    assert (place, reason) == ("4x16x16x1, bf16, 1 x 40, exact", "the budget of 150 s was spent")
     tune("--clear")
 
     def interrupted(problem: Problem, timer: Any) -> Any:
-        if problem.shape == "4x16x16x1":
+        if str(problem).startswith("4x16x16x1"):
             raise KeyboardInterrupt
         return search(problem, timer)
 
@@ -633,12 +648,11 @@ def test_on_a_gpu_from_words_to_a_run_that_says_so() -> None:
     """Two tunings, one for each kernel.  Every find has a right output and is used."""
     code, out, err = tune("ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--json")
     assert code == 0, err
-    report = TuneReport.model_validate_json(out)
-    assert {one.committed.kernel for one in report.outcomes} >= {"portable"}
-    for one in report.outcomes:
-        assert trials(one, "committed")
-        assert not trials(one, "wrong")
-    found = any(one.find is not None for one in report.outcomes)
+    report = Report.model_validate_json(out)
+    assert "portable" in {case.variant for case in report.cases}
+    assert all(case.samples for case in report.cases if case.implementation == "committed")
+    assert not [case.name for case in report.cases if case.result == "inaccurate"]
+    found = any(": found " in one for one in report.remarks)
     words = ["bench", "ssd", "--shape", "16x64x128x1,3x64x64x1", "--seq", "1k,4k", "--chunk-size", "128", "--json"]
     code, out, err = call(*words)
     assert (code, "tuned on this GPU" in err, "tuned on this GPU, " in out) == (0, found, found)

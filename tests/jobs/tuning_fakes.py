@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import fakes
 import torch
+from cases import layer
 
+from ssdprof.core.base import EXACT_FP32
+from ssdprof.core.case import Case
 from ssdprof.core.subject import Environment, Gpu
-from ssdprof.core.tuned import KernelSettings, SearchOutcome, Trial, TunedCalls, TunedConfig
+from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedConfig
 from ssdprof.environment.machine import installed_version
 from ssdprof.jobs.tune import Problem
-from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
@@ -25,6 +28,7 @@ from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import GENERATOR, draw
 from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.operators.tuning import Config
+from ssdprof.store import tuned as store
 
 GPU = Gpu(
     name="NVIDIA Test", compute_capability="9.0", sm_count=132, memory_bytes=1, l2_bytes=1, driver="1", cuda="13.0"
@@ -49,26 +53,25 @@ def ssd_inputs(seqlen: int, shape: str = "2x16x16x1") -> SSDInputs:
 def ssd_problem(kernel: str, *seqlens: int) -> Problem:
     """Of the Hopper kernel with 1,280 positions: 20 chunks, and the committed configuration has two segments."""
     inputs = tuple(ssd_inputs(seqlen) for seqlen in seqlens)
-    return Problem(
-        operator=SSD, shape="tiny", tokens="some", inputs=inputs, precision=Precision(),
-        calls=SSD.tunable.calls(inputs[-1], "exact", kernel), committed=COMMITTED[kernel],
-    )  # fmt: skip
+    of = dict(layer=layer(), implementation="committed", precision=EXACT_FP32, status="ran", batch=1)
+    cases = tuple(Case(dims=SSD.judged.dims(one), seqlen=one.length, **of) for one in inputs)
+    calls = SSD.tunable.calls(inputs[-1], "exact", kernel)
+    return Problem(operator=SSD, calls=calls, inputs=inputs, cases=cases, committed=COMMITTED[kernel])
 
 
 @dataclass
-class FakeTimer:
+class FakeTimer(fakes.FakeTimer):
     """cost(config, tokens): microseconds.  spoilt(config, tokens): whether the output is wrong.  noise: factors.
-    faulty(config): whether timing it fails."""
+    refused, unrecorded, faulty(config): whether it raises, cannot be captured, or fails while it is timed."""
 
-    device = torch.device("cpu")
-    cost: Callable[[Any, int], float]
+    cost: Callable[[Any, int], float] = lambda *_: 100.0
     spoilt: Callable[[Any, int], bool] = lambda _config, _tokens: False
     refused: Callable[[Any], bool] = lambda _config: False
-    uncapturable: Callable[[Any], bool] = lambda _config: False
+    unrecorded: Callable[[Any], bool] = lambda _config: False
     faulty: Callable[[Any], bool] = lambda _config: False
     noise: Iterator[float] = field(default_factory=lambda: cycle((0.999, 1.001)))
     ran: list[tuple[Config, int]] = field(default_factory=list)
-    _right: dict[tuple[object, ...], SSDOutput] = field(default_factory=dict)
+    _right: dict[tuple[object, ...], tuple[SSDOutput, torch.Tensor]] = field(default_factory=dict)
 
     def run(self, inputs: SSDInputs, config: Config) -> SSDOutput:
         if self.refused(config):
@@ -78,53 +81,49 @@ class FakeTimer:
         key = (tokens, inputs.cu_seqlens is not None)
         if key not in self._right:
             exact = ssd_chunked(inputs, torch.float64)
-            self._right[key] = SSDOutput(exact.out.to(inputs.x.dtype), exact.final_states.float())
-        out, final_states = self._right[key]
-        return SSDOutput(out * 2 if self.spoilt(config, tokens) else out, final_states)
-
-    def reallocate(self, _generator: np.random.Generator) -> None:
-        """Does nothing: there is no memory to move."""
+            output = SSDOutput(exact.out.to(inputs.x.dtype), exact.final_states.float())
+            self._right[key] = output, inputs.x.abs().max()
+        (out, final_states), largest = self._right[key]
+        factor = inputs.x.abs().max() / largest  # the inputs are scaled from call to call
+        return SSDOutput(out * factor * (2 if self.spoilt(config, tokens) else 1), final_states * factor)
 
     def record(self, run: Run) -> Recording:
         output = run()
-        if self.uncapturable(self.ran[-1][0]):
+        if self.unrecorded(self.ran[-1][0]):
             raise CaptureError("it synchronises")
-        return Recording(graph=self.ran[-1], output=output)
+        return Recording(graph=(*self.ran[-1], run), output=output)
 
     def device_us(self, recording: Recording) -> float:
-        if self.faulty(recording.graph[0]):
+        config, tokens, run = recording.graph
+        if self.faulty(config):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return self.cost(*recording.graph) * next(self.noise)
+        out = recording.output[0]
+        if out.numel() and bool(out.isnan().all()):  # poisoned: only then can it be told that nothing was computed
+            for own, new in zip(recording.output, run(), strict=True):
+                own.copy_(new)
+        return self.cost(config, tokens) * next(self.noise)
 
     def call_us(self, _run: Run) -> float:
-        raise AssertionError("nobody asks for call times")
+        return 100.0
 
 
-def outcome(nchunks: int = 16, segment: int | None = 4) -> SearchOutcome:
-    """The outcome of a search for mamba2-2.7b.  segment: of the find, or None without a find."""
+def finding(nchunks: int = 16, segment: int | None = 4) -> tuple[TunedCalls, TunedConfig | None]:
+    """What a search for mamba2-2.7b found.  segment: of the find, or None without a find."""
     sizes = dict(nheads=80, headdim=64, dstate=128, ngroups=1, dtype="bf16", gate=False, sequences=1, nchunks=nchunks)
     calls = TunedCalls(operator="ssd", kernel="hopper", intermediates="exact", sizes=sizes)
     values = dict(
-        segment=segment or 1, long_count=0, long_segment=0, recompute=False, shares=0, ring=3, score_ring=2,
+        segment=segment or 1, long_count=0, long_segment=0, recompute=False, shares=0, ring=2, score_ring=2,
         unit_registers=192, other_registers=24,
     )  # fmt: skip
     settings = KernelSettings(kernel="hopper", values=values)
-    interval = (1.09, 1.11)
-    committed = Trial(change="", settings=settings, verdict="committed", device_us=100.0)
-    faster = Trial(
-        change="ring 2", settings=settings.changed(values=values | {"ring": 2}), verdict="faster", device_us=90.9,
-        device_ratio=1.1, device_interval=interval,
-    )  # fmt: skip
-    broken = Trial(change="ring 5", settings=settings, verdict="does not run", why="out of shared memory")
     created = "2026-11-20T12:00:00+00:00"
-    find = TunedConfig(
-        calls=calls, settings=faster.settings, device_ratio=1.1, device_interval=interval, created=created
-    )
-    return SearchOutcome(
-        shape="mamba2-2.7b", tokens="1 x 1,024", calls=calls, committed=settings,
-        trials=(committed, faster, broken) if segment else (committed,), find=find if segment else None,
-        why="" if segment else "no candidate was faster",
-    )  # fmt: skip
+    find = TunedConfig(calls=calls, settings=settings, device_ratio=1.1, device_interval=(1.09, 1.11), created=created)
+    return calls, find if segment else None
+
+
+def kept(*given: Environment, nchunks: int = 16, segment: int | None = 4) -> Path:
+    """The file in which what a search found is stored."""
+    return store.keep(given[0] if given else environment(), *finding(nchunks, segment))
 
 
 def environment(gpu: Gpu = GPU, triton: str | None = None) -> Environment:

@@ -17,7 +17,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.capture.store import load as load_captures
-from ssdprof.core.outcome import outcome
+from ssdprof.core.outcome import Outcome
 from ssdprof.core.subject import CheckpointRef, LayerRef, Prompt
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import registry
@@ -69,7 +69,7 @@ def test_from_stored_captures_to_reports(captures: Path) -> None:
     shown = ssdprof("run", str(captures), "--out", "run", "--states", "all")
     assert "toy" in shown
     report = load("run")[1]
-    assert outcome(report).passed
+    assert Outcome(report).passed
     assert len(report.cases) == len(LAYERS) * 2 * 6
     assert {case.result for case in report.cases} == {"passed"}
     case = report.cases[0]
