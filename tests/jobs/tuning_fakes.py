@@ -88,20 +88,15 @@ class FakeTimer(fakes.FakeTimer):
         return SSDOutput(out * factor * (2 if self.spoilt(config, tokens) else 1), final_states * factor)
 
     def record(self, run: Run) -> Recording:
-        output = run()
-        if self.unrecorded(self.ran[-1][0]):
+        output, (config, tokens) = run(), self.ran[-1]
+        if self.unrecorded(config):
             raise CaptureError("it synchronises")
-        return Recording(graph=(*self.ran[-1], run), output=output)
+        return Recording(graph=(config, self.cost(config, tokens), run), output=output)
 
     def device_us(self, recording: Recording) -> float:
-        config, tokens, run = recording.graph
-        if self.faulty(config):
+        if self.faulty(recording.graph[0]):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        out = recording.output[0]
-        if out.numel() and bool(out.isnan().all()):  # poisoned: only then can it be told that nothing was computed
-            for own, new in zip(recording.output, run(), strict=True):
-                own.copy_(new)
-        return self.cost(config, tokens) * next(self.noise)
+        return super().device_us(recording) * next(self.noise)
 
     def call_us(self, _run: Run) -> float:
         return 100.0
