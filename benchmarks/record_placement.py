@@ -40,7 +40,7 @@ from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import load
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 
 MODEL = "granite-4.0-h-small"
 LAYER_BYTES = 1_610_000_000
@@ -114,7 +114,7 @@ def measure(subject: Subject, captures: Captures) -> Row:
         compared += 1
 
     began = seconds()
-    loaded = load(subject, Unwatched())
+    loaded = load(subject, Watcher())
     loaded_at = seconds()
     for device in gpus():
         torch.cuda.reset_peak_memory_stats(device)

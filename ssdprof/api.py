@@ -40,7 +40,7 @@ from ssdprof.jobs.export import exported, format_of
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import ImplementationCache, own_implementation, required
 from ssdprof.operators.operator import Operator
-from ssdprof.progress import Unwatched, Watcher
+from ssdprof.progress import Watcher
 from ssdprof.report import brief, exports
 from ssdprof.report.document import compose
 from ssdprof.report.terminal import render
@@ -128,7 +128,7 @@ def run(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
     Options: those of `ssdprof run`.  watcher: gets the progress.
     Raises SsdprofError where the command ends with an exit code above 1.
     """
-    watcher = watcher or Unwatched()
+    watcher = watcher or Watcher()
     asked, found, ranks = subject.run(_asked(options.RunOptions, "run", model, given))
     _use_tuned(asked, watcher)
     folder, report = run_job.run(found, asked, watcher, ranks)
@@ -137,7 +137,7 @@ def run(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
 
 def answers(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
     """Compare a model's next-token predictions between implementations.  Options: those of `ssdprof answers`."""
-    watcher = watcher or Unwatched()
+    watcher = watcher or Watcher()
     asked, found = subject.answers(_asked(options.AnswersOptions, "answers", model, given))
     _use_tuned(asked, watcher)
     folder, report = answers_job.answers(answers_job.loaded_as(found, asked), asked, watcher)
@@ -146,7 +146,7 @@ def answers(model: str, *, watcher: Watcher | None = None, **given: Any) -> Resu
 
 def prefill(model: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
     """Time a whole model up to its first token, on an NVIDIA GPU.  Options: those of `ssdprof prefill`."""
-    watcher = watcher or Unwatched()
+    watcher = watcher or Watcher()
     asked = subject.prefill(_asked(options.PrefillOptions, "prefill", model, given))
     _use_tuned(asked, watcher)
     folder, report = prefill_job.time_prefills(asked, prefill_job.find(asked), watcher)
@@ -155,7 +155,7 @@ def prefill(model: str, *, watcher: Watcher | None = None, **given: Any) -> Resu
 
 def bench(operator: str, *, watcher: Watcher | None = None, **given: Any) -> Results:
     """Time kernels on random inputs, on an NVIDIA GPU.  Options: those of `ssdprof bench`."""
-    watcher = watcher or Unwatched()
+    watcher = watcher or Watcher()
     asked, names, too_large = subject.bench(_asked(options.BenchOptions, "bench", operator, given))
     request = bench_job.resolved(asked, names, too_large, watcher)
     _use_tuned(asked, watcher)
@@ -258,7 +258,7 @@ def compare(
         ),
     )
     writer = reports.Writer(Path(), header.changed(id="in memory"), None)
-    with replaying(writer, wanted, lambda *_: pairs, None, watcher or Unwatched(), 1) as replay:
+    with replaying(writer, wanted, lambda *_: pairs, None, watcher or Watcher(), 1) as replay:
         replay(CapturedLayer(layer=LayerRef(index=0, name="", operator=operator.name), inputs=inputs, model_strides={}))
     writer.update(complete=True)
     return Results(writer.report)

@@ -124,26 +124,24 @@ def put(file: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def locked(folder: Path, what: str, hint: str) -> Iterator[Path]:
-    """A folder, created if necessary, that this process alone writes to in the context.  The value is its lock file.
+def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
+    """The file for appending, in a folder created if necessary, which this process alone writes to in the context.
 
     what: the start of the error's sentence: "Another run is writing into".
-    Raises BadInputError if another process holds it or it is a file; MissingCapabilityError if it cannot be written.
+    Raises BadInputError if another process holds it or a folder is a file; MissingCapabilityError if it cannot be
+    written.
     """
-    file = folder / LOCK
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open_to_append(path)
     except OSError as error:
-        raise unwritable(folder, error) from error
-    try:
+        raise unwritable(path.parent, error) from error
+    with file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BadInputError(f"{what} {folder}.", hint) from error
+            raise BadInputError(f"{what} {path.parent}.", hint) from error
         yield file
-    finally:
-        os.close(lock)
 
 
 def check_target(file: Path, *, replace: bool) -> None:

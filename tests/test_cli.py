@@ -21,7 +21,7 @@ from ssdprof.core.conditions import parse_percent
 from ssdprof.environment.doctor import Check
 from ssdprof.environment.machine import collect
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.store import reports
 
 
@@ -88,7 +88,7 @@ def test_a_percentage_with_or_without_its_sign(text: str, value: float) -> None:
 
 def test_another_run_in_the_same_folder() -> None:
     header: Any = {"kind": "bench", "subject": "demo", "environment": collect(), "baseline": "unfused"}
-    with reports.opened(Path("shared"), Unwatched(), **header):
+    with reports.opened(Path("shared"), Watcher(), **header):
         assert "Another run is writing into shared" in refused(2, "run", "demo", "--out", "shared", "--seq", "16")
     assert reports.load("shared")[1].complete
 

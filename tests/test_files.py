@@ -76,7 +76,7 @@ def test_neither_a_pipe_nor_a_link_of_others_is_written_to() -> None:
         append_text(Path("pipe"), "text")
     Path("folder").mkdir()
     Path("folder/.lock").symlink_to(Path("elsewhere").absolute())
-    with pytest.raises(MissingCapabilityError, match="folder cannot be written"), locked(Path("folder"), "", ""):
+    with pytest.raises(MissingCapabilityError, match="folder cannot be written"), locked(Path("folder/.lock"), "", ""):
         pytest.fail("it was locked")
     assert not Path("elsewhere").exists()
 

@@ -23,7 +23,7 @@ from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.run import capture
 from ssdprof.jobs.subject import find
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 
 
 def driver(monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
@@ -184,7 +184,7 @@ def test_folders_that_may_not_be_searched_are_lacking(furnished: Path, monkeypat
 
 def capture_demo(folder: Path) -> None:
     request = ServedModelOptions(model="demo")
-    capture(find(request), folder / "captures", overwrite=False, watcher=Unwatched())
+    capture(find(request), folder / "captures", overwrite=False, watcher=Watcher())
 
 
 def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ import cases
 from pathlib import Path
 from ssdprof import cli
 from ssdprof.environment import child
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.store.reports import opened
 
 def work(*_):
@@ -109,7 +109,7 @@ def work(*_):
     unfused, own = cases.case("unfused"), cases.case("k:f", kind="own")
     requested = tuple(map(cases.requested, (unfused, own)))
     header = dict(kind="run", subject="m", model=cases.checkpoint(), environment=cases.environment())
-    with opened(Path("out"), Unwatched(), **header, baseline="unfused", requested=requested) as writer:
+    with opened(Path("out"), Watcher(), **header, baseline="unfused", requested=requested) as writer:
         writer.case(unfused)
         child.tell("case " + own.model_dump_json(exclude_defaults=True))
         {deed}

@@ -37,7 +37,7 @@ from ssdprof.core.subject import (
     scalars_hash,
 )
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
-from ssdprof.files import check_writable, locked, put
+from ssdprof.files import LOCK, check_writable, locked, put
 from ssdprof.kernels.oracle import sequences
 from ssdprof.operators.tensors import dtype_named, stored_dtype_name, tensors
 
@@ -109,7 +109,7 @@ class CaptureWriter:
     def __enter__(self) -> CaptureWriter:
         with ExitStack() as held:
             hint = "Wait for it, or name another folder."
-            held.enter_context(locked(self.folder, "Another capture is being written to", hint))
+            held.enter_context(locked(self.folder / LOCK, "Another capture is being written to", hint))
             if is_capture(self.folder) and not self._overwrite:
                 _refuse_complete(self.folder)
             if _is_complete(self.folder):

@@ -18,7 +18,7 @@ from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs import tune as tune_job
 from ssdprof.jobs.options import BenchOptions, StallsOptions, TuneOptions
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.progress import Unwatched, Watcher
+from ssdprof.progress import Watcher
 from ssdprof.report import html, tuning
 from ssdprof.report import stalls as stall_report
 from ssdprof.report.document import compose
@@ -33,7 +33,7 @@ from ssdprof.store.reports import dump
 def bench(options: BenchOptions, names: tuple[str, ...], too_large: tuple[Tokens, ...]) -> None:
     ranks = join()
     reports = ranks is None or ranks.first  # the first rank reports for all
-    watcher: Watcher = output.TerminalWatcher() if reports else Unwatched()
+    watcher: Watcher = output.TerminalWatcher() if reports else Watcher()
     request = bench_job.resolved(replace(options, command=terminal.command_line()), names, too_large, watcher)
     if not options.no_tuned:
         tuned.use_saved(watcher.say)

@@ -25,7 +25,7 @@ from ssdprof.jobs.options import AnswersOptions, CaptureOptions, ModelOptions, P
 from ssdprof.jobs.plan import check_start, plan
 from ssdprof.jobs.stalls import profile_run, require_gpu_for_stalls
 from ssdprof.jobs.subject import Stored, Subject
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.report import brief, stalls
 from ssdprof.report import terminal as tables
 from ssdprof.report.document import compose
@@ -55,7 +55,7 @@ def run(options: RunOptions, found: Subject | Stored, ranks: Ranks | None) -> No
         if reports:
             _plan(found, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
-    watcher = TerminalWatcher() if reports else Unwatched()
+    watcher = TerminalWatcher() if reports else Watcher()
     options = replace(options, command=terminal.command_line())
     tuned = None if options.no_tuned else use_saved(TerminalWatcher().say)
     with terminal.only_data_on_stdout():

@@ -18,14 +18,14 @@ from ssdprof.core.report import Report
 from ssdprof.core.subject import DryRun
 from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
-from ssdprof.progress import Advance
+from ssdprof.progress import Advance, Watcher
 from ssdprof.report import statements
 from ssdprof.store.reports import dump
 
 _ETA_FROM = 3600.0  # the ETA is estimated from these seconds: a layer may take minutes
 
 
-class TerminalWatcher:
+class TerminalWatcher(Watcher):
     """Draws steps as progress bars on stderr; if that is not a terminal, prints lines from time to time."""
 
     def __init__(self) -> None:

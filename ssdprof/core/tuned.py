@@ -20,22 +20,16 @@ class TunedCalls(Record):
     sizes: dict[Text, Value]
 
 
-class KernelSettings(Record):
-    """A configuration of a kernel, field by field, without its reason."""
-
-    kernel: Text
-    values: dict[Text, Value]
-
-
 class TunedConfig(Record):
     """A configuration that passed, and was faster than the committed one on one GPU.
 
+    settings: field by field, without the reason.
     device_ratio: the committed one's time over this one's, with its interval; over several lengths a geometric mean.
     created: ISO 8601, UTC.
     """
 
     calls: TunedCalls
-    settings: KernelSettings
+    settings: dict[Text, Value]
     device_ratio: float
     device_interval: Interval
     created: Text
@@ -52,7 +46,7 @@ class TunedConfigs(Record):
     kernels: the hash of each operator's machine code; finds are valid only for it.
     """
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     kind: Literal["ssdprof tuned"] = "ssdprof tuned"
     ssdprof_version: Text
     kernels: dict[Text, Text]

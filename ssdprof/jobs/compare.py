@@ -44,7 +44,7 @@ from ssdprof.measure.timing import CudaTimer, Timer, device_times, time_in_turns
 from ssdprof.operators import tensors
 from ssdprof.operators.operator import Output
 from ssdprof.operators.tensors import dtype_name, dtype_named, precision_of
-from ssdprof.progress import Unwatched, Watcher
+from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
 
 Pair = tuple[Implementation, PrecisionRecord, PrecisionRecord]  # what runs, at which precision, that of its baseline
@@ -97,7 +97,7 @@ class Comparer:
     process: str = ""
     deadline: Deadline = field(default_factory=Deadline)
     isolated: IsolatedFirstCall | None = None
-    watcher: Watcher = field(default_factory=Unwatched)
+    watcher: Watcher = field(default_factory=Watcher)
     oracle_must_fit: bool = False
 
     def compare(self, entries: Sequence[Entry], label: str, verdicts: Verdicts | None = None) -> Iterator[Case]:

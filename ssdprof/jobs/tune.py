@@ -357,7 +357,7 @@ class _Search:
     def _entry(self, config: Config, place: Case, inputs: Any) -> Entry:
         """place: the case of the committed configuration there."""
         change, kernel = difference(config, self._committed), self._problem.calls.kernel
-        settings = ", ".join(f"{name} {value}" for name, value in self._tuning.settings(config).values.items())
+        settings = ", ".join(f"{name} {value}" for name, value in self._tuning.settings(config).items())
         label = f"The candidate {change or 'the committed configuration'}"
         candidate = Implementation(
             operator=self._problem.operator.name,

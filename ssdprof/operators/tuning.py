@@ -11,7 +11,7 @@ from pydantic import create_model
 
 from ssdprof import operators
 from ssdprof.core.base import Intermediates, Record
-from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedConfig, Value
+from ssdprof.core.tuned import TunedCalls, TunedConfig, Value
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import CallKey, use_overrides
 from ssdprof.operators.tensors import dtype_name, dtype_named
@@ -88,25 +88,25 @@ class Tuning:
         sizes |= {"dtype": dtype_name(dict(key.sizes)["dtype"])}
         return TunedCalls(operator=key.operator, kernel=key.kernel, intermediates=intermediates, sizes=sizes)
 
-    def settings(self, config: Config) -> KernelSettings:
+    def settings(self, config: Config) -> dict[str, Value]:
         """The stored form of a configuration."""
         kernel = next(name for name, (kind, _) in self.configs.items() if isinstance(config, kind))
-        values = {name: getattr(config, name) for name in self.configs[kernel][1].model_fields}
-        return KernelSettings(kernel=kernel, values=values)
+        return {name: getattr(config, name) for name in self.configs[kernel][1].model_fields}
 
-    def config(self, settings: KernelSettings, reason: str = "") -> Config:
+    def config(self, kernel: str, settings: Mapping[str, Value], reason: str = "") -> Config:
         """The inverse of `settings`.  ValueError (pydantic's too) for settings that the kernel does not take."""
-        if settings.kernel not in self.configs:
-            raise ValueError(f"no settings of a {settings.kernel!r} kernel of {self.operator} are known")
-        kind, checked = self.configs[settings.kernel]
-        config = kind(**checked.model_validate(settings.values).model_dump(), reason=reason)
+        if kernel not in self.configs:
+            raise ValueError(f"no settings of a {kernel!r} kernel of {self.operator} are known")
+        kind, checked = self.configs[kernel]
+        config = kind(**checked.model_validate(settings).model_dump(), reason=reason)
         self.check(config)
         return config
 
     def use(self, gpu: str, finds: Iterable[TunedConfig]) -> None:
         """From now on, kernels of this process take these finds on GPUs of this name, and no others."""
         use_overrides(
-            self.operator, {key_of(gpu, find.calls): self.config(find.settings, find.reason) for find in finds}
+            self.operator,
+            {key_of(gpu, find.calls): self.config(find.calls.kernel, find.settings, find.reason) for find in finds},
         )
 
 

@@ -31,16 +31,7 @@ from ssdprof.core.subject import LayerRef
 from ssdprof.core.words import plural
 from ssdprof.environment.child import sample_again, sampler, tell
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
-from ssdprof.files import (
-    check_writable,
-    open_to_append,
-    parse_json,
-    regular,
-    safe_name,
-    uninterrupted,
-    unwritable,
-    write_text,
-)
+from ssdprof.files import check_writable, locked, parse_json, regular, safe_name, uninterrupted, unwritable, write_text
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.ranks import FIRST, POLL_S, Ranks
@@ -50,6 +41,7 @@ HEADER = "run.json"
 CAPTURES = "captures"
 _LATER = 0.5  # s; what changes often, such as clocks, is written at most so often
 _AGAIN = "Use the ssdprof that wrote it, or measure again."
+_TAKEN = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")
 _MAY_DIFFER = {"version", "id", "created", "placement", "notes", "cases", "processes"}  # of one request, run twice
 _WORDS = {
     "model": "another model",
@@ -168,7 +160,7 @@ def check_folder(out: Path | None) -> None:
         return
     check_writable(path)
     if out and (file := out / f"cases.{FIRST}.jsonl").exists():
-        with _locked(out, file):
+        with locked(file, *_TAKEN):
             pass
     if out and (out / HEADER).exists():
         _refuse_complete(out)
@@ -233,7 +225,7 @@ def opened(
     again = sampler()
     with ExitStack() as stack:
         made = not path.exists()
-        file = stack.enter_context(_locked(path, path / f"cases.{again or rank}.jsonl"))
+        file = stack.enter_context(locked(path / f"cases.{again or rank}.jsonl", *_TAKEN))
         if again:
             first, header = False, _document(path / HEADER)
             file.truncate(0)
@@ -319,7 +311,7 @@ def close(folder: Path, rank: int, case: str, why: str) -> Report | None:
     file = folder / f"cases.{rank}.jsonl"
     if not file.is_file() or not (folder / HEADER).is_file():
         return None
-    with _locked(folder, file) as opened_file:
+    with locked(file, *_TAKEN) as opened_file:
         _cut(opened_file)
         complete = (process := _lines(file)[1]) is not None and process.complete
         writer = Writer(folder, _document(folder / HEADER), opened_file)
@@ -372,23 +364,6 @@ def _free(file: BinaryIO) -> bool:
 def _cut(file: BinaryIO) -> None:
     """Cut off a line that was not written to its end."""
     file.truncate(Path(file.name).read_bytes().rfind(b"\n") + 1)
-
-
-@contextmanager
-def _locked(folder: Path, path: Path) -> Iterator[BinaryIO]:
-    """The file for appending, which this process alone writes to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open_to_append(path)
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            hint = "Wait for it to end, or name another folder with --out."
-            raise BadInputError(f"Another run is writing into {folder}.", hint) from error
-        yield file
 
 
 # --- reading

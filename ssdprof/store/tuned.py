@@ -32,7 +32,7 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
     try:
         finds = TunedConfigs.model_validate(files.read_json(file))
         for find in finds.finds:
-            operators.get(find.calls.operator).tunable.config(find.settings)
+            operators.get(find.calls.operator).tunable.config(find.calls.kernel, find.settings)
     except (OSError, ValueError) as error:
         return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
     why = _why_stale(finds, gpu)

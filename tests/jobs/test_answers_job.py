@@ -19,7 +19,7 @@ from ssdprof.jobs.subject import find
 from ssdprof.kernels import registry
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -42,7 +42,7 @@ def answered(seqlen: int = 24, **wanted: Any) -> Report:
         **({"weights": "fp32"} | wanted),
     )  # fmt: skip
     subject = job.loaded_as(find(asked, whole=True), asked)
-    folder, report = job.answers(subject, asked, Unwatched())
+    folder, report = job.answers(subject, asked, Watcher())
     assert load(folder)[1] == report
     return report
 

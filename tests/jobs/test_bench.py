@@ -32,7 +32,7 @@ from ssdprof.measure.first_run import Call
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.implementations import resolve
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.report import exports
 from ssdprof.store import reports
 from ssdprof.store.reports import load
@@ -61,7 +61,7 @@ def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields: 
         "operator": operator.name, "measured": of, "compared": tuple(resolve(operator, name) for name in names),
         "sizes": (16,) if operator is SSD else (), "baseline": "unfused", "match_with": "unfused",
     }  # fmt: skip
-    folder, report = bench(BenchOptions(**(request | fields)), operator, Unwatched())
+    folder, report = bench(BenchOptions(**(request | fields)), operator, Watcher())
     assert load(folder)[1] == report
     return report
 
@@ -161,7 +161,7 @@ def test_further_processes_only_add_samples(fault: str, monkeypatch: pytest.Monk
                 patch.setattr(FakeTimer, "device_us", lambda timer, of: usual(timer, of) + 7.0 * number)
             if fault == "wrong":
                 patch.setattr(FakeTimer, "unseen", lambda *_: "it cheats")
-            bench(BenchOptions(**request, out=folder), SSD, Unwatched())
+            bench(BenchOptions(**request, out=folder), SSD, Watcher())
         assert len(verified) == 2
 
     request: dict[str, Any] = {
@@ -170,7 +170,7 @@ def test_further_processes_only_add_samples(fault: str, monkeypatch: pytest.Monk
     }  # fmt: skip
     monkeypatch.setattr(compare.Comparer, "_accuracies", noted)
     monkeypatch.setattr(reports, "sample_again", sample_again)
-    report = bench(BenchOptions(**request, out=Path("result")), SSD, Unwatched())[1]
+    report = bench(BenchOptions(**request, out=Path("result")), SSD, Watcher())[1]
     assert (report.complete, len(report.processes), report.samplers, report.missing) == (True, 3, 3, ())
     if fault == "wrong":
         assert {case.result for case in report.cases} == {"inaccurate"}

@@ -35,7 +35,7 @@ from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import Placed, check_start, choose, load, plan
 from ssdprof.jobs.subject import Subject, find
 from ssdprof.operators.tensors import tensors
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 
 GB = 10**9
 INPUTS = 2**20  # more than twice the captured inputs of a layer
@@ -188,7 +188,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
     subject = asked(tmp_path, "disk-offload")
     memory(monkeypatch, [], subject.weight_bytes // 2 + placement.Chooser(subject).least_beside())
     placed = choose(subject)
-    loaded = load(subject, Unwatched())
+    loaded = load(subject, Watcher())
     written = (tensor for file in (loaded.files.folder / REWRITTEN).iterdir() for tensor in load_file(file).values())
     size = sum(tensor.nbytes for tensor in written)
     assert size <= placed.rewritten_bytes <= 1.001 * size
@@ -204,7 +204,7 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
     monkeypatch.setattr(placement, "fetch", None)
     subject = asked(granite, seqlen=256, tokenizer="demo")
     planned = plan(subject)
-    for refuse in (lambda: load(subject, Unwatched()), lambda: check_start(planned, subject)):
+    for refuse in (lambda: load(subject, Watcher()), lambda: check_start(planned, subject)):
         with pytest.raises(BadInputError, match="the model's vocabulary has 128"):
             refuse()
     subject = asked(granite)
@@ -215,7 +215,7 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(
     monkeypatch.setattr(placement, "choose", lambda *_: placed)
     planned = plan(subject)
     assert planned.placement is None
-    for refuse in (lambda: load(subject, Unwatched()), lambda: check_start(planned, subject)):
+    for refuse in (lambda: load(subject, Watcher()), lambda: check_start(planned, subject)):
         with pytest.raises(MissingCapabilityError, match=r"write 21\.5 KiB") as caught:
             refuse()
         assert "TMPDIR" in caught.value.hint
@@ -269,7 +269,7 @@ def test_the_bars_of_downloads_are_shown(granite: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(placement, "fetch", noted)
     for _ in range(2):
-        load(asked(granite), Unwatched())
+        load(asked(granite), Watcher())
     assert hidden == [False, False]
 
 
@@ -294,7 +294,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(
     for share in (2.0, 0.6):
         subject = asked(granite)
         memory(monkeypatch, [], int(share * subject.weight_bytes) + beside(granite))
-        loaded = load(subject, Unwatched())
+        loaded = load(subject, Watcher())
         found.append([])
         loaded.run(lambda layer: found[-1].append(tensors(layer.inputs)))
         assert loaded.placement.kind == ("one-gpu" if share > 1 else "disk-offload")
@@ -395,7 +395,7 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(nam
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
     subject = asked(tmp_path, seqlen=2048, layers="first:1", segment_length=256)
-    loaded = load(subject, Unwatched())
+    loaded = load(subject, Watcher())
     with LiveBytes("cpu") as counted:
         loaded.run(lambda _: None)
     weights = sum(weight.nbytes for weight in loaded.model.parameters())
@@ -488,7 +488,7 @@ def test_the_predicted_peak_of_a_gpu(
     more = placement.Chooser(subject).least_beside()
     with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 2 // 3):
         before = torch.cuda.memory_allocated()
-        loaded = load(subject, Unwatched())
+        loaded = load(subject, Watcher())
         torch.cuda.reset_peak_memory_stats()
         loaded.run(lambda _: None)
         peak = torch.cuda.max_memory_allocated() - before
@@ -509,7 +509,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length: 
         more = placement.Chooser(subject).least_beside()
         kept: list[dict[str, torch.Tensor]] = []
         with capped(None if kind == "one-gpu" else more + subject.weight_bytes * 3 // 4):
-            loaded = load(subject, Unwatched())
+            loaded = load(subject, Watcher())
             loaded.run(lambda layer, kept=kept: kept.append(on_host(layer.inputs)))
         assert loaded.placement.kind == kind
         found.append(kept)

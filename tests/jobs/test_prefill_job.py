@@ -23,7 +23,7 @@ from ssdprof.jobs.prefill import find, time_prefills
 from ssdprof.kernels import registry
 from ssdprof.measure import isolate
 from ssdprof.operators import implementations
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("users_folder")
@@ -58,7 +58,7 @@ def timed(
         model="demo", seqlens=seqlens, layers=layers, implementations=names, baseline=baseline,
         **({"seconds": 0.01} | fields),
     )  # fmt: skip
-    folder, report = time_prefills(asked, find(asked), Unwatched())
+    folder, report = time_prefills(asked, find(asked), Watcher())
     assert load(folder)[1] == report
     return report
 

@@ -27,7 +27,7 @@ from ssdprof.jobs.subject import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.operators.tensors import tensors
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -51,7 +51,7 @@ def captured(*chosen: int) -> RunOptions:
 
 def replayed(*layers: int, **wanted: Any) -> Report:
     request = replace(captured(*layers), **wanted, out=Path("kept"), command=("ssdprof", "run"))
-    folder, report = job.run(find_to_replay(request), request, Unwatched())
+    folder, report = job.run(find_to_replay(request), request, Watcher())
     assert load(folder)[1] == report
     return report
 
@@ -130,7 +130,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monke
         timer = FakeTimer(stop_at=stop_at)
         monkeypatch.setattr(compare, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK})))
         request = RunOptions(model="captures", intermediates="exact", states=("fp32",), out=Path(out))
-        return job.run(find_to_replay(request), request, Unwatched())[1]
+        return job.run(find_to_replay(request), request, Watcher())[1]
 
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
         monkeypatch.setitem(registry._implementations, ("ssd", name), noting(name, cost))

@@ -23,7 +23,7 @@ from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerRef, Prompt, Serving
-from ssdprof.core.tuned import KernelSettings, TunedConfig, TunedConfigs
+from ssdprof.core.tuned import TunedConfig, TunedConfigs
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.jobs import tune as job
 from ssdprof.jobs.tune import DECIDING, SCREENING, Problem, captured, difference, drawn, search
@@ -133,7 +133,8 @@ def test_what_the_candidates_vary(
     inputs = make()
     configs = options(tuning, committed or tuning.committed(inputs, "portable"), inputs)
     assert set(map(what, configs)) == tried
-    assert all(tuning.config(tuning.settings(one), one.reason) == one for one in configs)
+    kernel = "hopper" if isinstance(committed, SSDHopperConfig) else "portable"
+    assert all(tuning.config(kernel, tuning.settings(one), one.reason) == one for one in configs)
 
 
 def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer() -> None:
@@ -238,7 +239,7 @@ def found(fake: FakeTimer, problem: Problem | None = None, run: Any = None) -> F
 def value(outcome: Found, name: str) -> Any:
     _, find, why = outcome
     assert find is not None, why
-    return find.settings.values[name]
+    return find.settings[name]
 
 
 def of_result(outcome: Found, result: str) -> dict[str, str]:
@@ -267,7 +268,7 @@ def test_it_goes_to_the_fastest_axis_by_axis() -> None:
     assert committed.plan.startswith(f"segment {COMMITTED_SEGMENT}, ")
     assert (len(committed.samples), {one.process for one in best.samples}) == (2 * 6, {"6"}), "five axes, and the end"
     assert best.over(committed) == (find.device_ratio, *find.device_interval)
-    config = SSD.config(find.settings, find.reason)
+    config = SSD.config("hopper", find.settings, find.reason)
     assert config == SSDHopperConfig(segment=4, ring=2, reason=find.reason)
     assert config.reason.startswith("tuned on this GPU, 20")
     checked = {config.segment for config, tokens in fake.ran if tokens == 1024}
@@ -385,7 +386,7 @@ def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_seq
     outcome = found(both, problem)
     assert value(outcome, "num_warps") == 8
     assert outcome[1] is not None
-    assert (outcome[1].settings.kernel, outcome[1].device_ratio) == ("portable", pytest.approx(1.25, rel=0.01))
+    assert (outcome[1].calls.kernel, outcome[1].device_ratio) == ("portable", pytest.approx(1.25, rel=0.01))
     _, find, why = found(by_warps((128,)), problem)
     assert (find, why) == (None, "the committed configuration stays: the fastest was slower at 192 tokens")
     _, find, why = found(both, problem, wrong_if_packed(both))
@@ -459,7 +460,7 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monk
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda _: "", lambda _: "{", lambda _: "{}", lambda text: text.replace('"version": 3', '"version": 2'),
+        lambda _: "", lambda _: "{", lambda _: "{}", lambda text: text.replace('"version": 4', '"version": 3'),
         lambda text: text.replace('"segment": 4', '"segment": 0'),
         lambda text: text.replace('"long_count": 0', '"long_count": 1'),
     ],
@@ -471,10 +472,10 @@ def test_what_cannot_be_read_is_said(damage: Callable[[str], str]) -> None:
     assert file.read_text() != before
     (said,) = used()
     assert "NVIDIA-Test.json is not what 'ssdprof tune' writes" in said
-    values = GDN.settings(GDNPortableConfig()).values
+    values = GDN.settings(GDNPortableConfig())
     for kernel, wrong in (("hopper", values), ("portable", {}), ("portable", values | {"chunk": 48})):
         with pytest.raises(ValueError):  # noqa: PT011
-            GDN.config(KernelSettings(kernel=kernel, values=wrong))
+            GDN.config(kernel, wrong)
 
 
 def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from cases import layer
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case
 from ssdprof.core.subject import Environment, Gpu
-from ssdprof.core.tuned import KernelSettings, TunedCalls, TunedConfig
+from ssdprof.core.tuned import TunedCalls, TunedConfig
 from ssdprof.environment.machine import installed_version
 from ssdprof.jobs.tune import Problem
 from ssdprof.kernels.ssd.config import SSDPortableConfig
@@ -110,9 +110,8 @@ def finding(nchunks: int = 16, segment: int | None = 4) -> tuple[TunedCalls, Tun
         segment=segment or 1, long_count=0, long_segment=0, recompute=False, shares=0, ring=2, score_ring=2,
         unit_registers=192, other_registers=24,
     )  # fmt: skip
-    settings = KernelSettings(kernel="hopper", values=values)
     created = "2026-11-20T12:00:00+00:00"
-    find = TunedConfig(calls=calls, settings=settings, device_ratio=1.1, device_interval=(1.09, 1.11), created=created)
+    find = TunedConfig(calls=calls, settings=values, device_ratio=1.1, device_interval=(1.09, 1.11), created=created)
     return calls, find if segment else None
 
 

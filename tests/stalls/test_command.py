@@ -23,7 +23,7 @@ from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, Ssdp
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import stalls as stalls_job
 from ssdprof.jobs.options import RunOptions
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
 from ssdprof.store.reports import HEADER, dump
@@ -232,7 +232,7 @@ def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, in
     run = run.changed(processes=(run.first.changed(captured=layers),))
     asked = RunOptions(model=str(captured))
     (tmp_path / "run").mkdir()
-    report = stalls_job.profile_run(asked, tmp_path / "run", run, Unwatched())
+    report = stalls_job.profile_run(asked, tmp_path / "run", run, Watcher())
     assert gpu == [("unfused", 5), ("fused", 5)]
     assert report.layer == layers[1]
     assert (tmp_path / "run" / "stalls" / "stalls.json").is_file()

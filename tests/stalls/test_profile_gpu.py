@@ -14,7 +14,7 @@ from ssdprof.core.stalls import StallReport
 from ssdprof.environment.toolchain import find_ncu
 from ssdprof.jobs.options import StallsOptions
 from ssdprof.jobs.stalls import profile
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 
 OURS = {file.name for file in Path(ssdprof.__file__).parent.joinpath("kernels").rglob("*.py")}
 
@@ -26,7 +26,7 @@ def test_both_designs_are_profiled_and_every_check_holds(tmp_path: Path, gate: b
     case = SSDCase(seqlen=16384, heads=16, headdim=64, dstate=128, chunk_size=256, dtype=torch.bfloat16, gate=gate)
     captures = store_layers(tmp_path / "captures", case)
     request = StallsOptions(where=str(captures), layer=5, out=tmp_path / "run")
-    folder, report = profile(request, Unwatched())
+    folder, report = profile(request, Watcher())
     assert report.missing == ""
     checks = [*report.checks, *(check for kernel in report.kernels for check in kernel.checks)]
     assert [check for check in checks if check.status == "failed"] == []
@@ -51,7 +51,7 @@ def test_stages_of_another_librarys_kernels(tmp_path: Path) -> None:
         where=str(captures), layer=5, implementations=("mamba_ssm",), timeout_s=600,
         out=tmp_path / "run",
     )  # fmt: skip
-    _, report = profile(request, Unwatched())
+    _, report = profile(request, Watcher())
     assert report.missing == ""
     assert {kernel.implementation for kernel in report.kernels} == {"mamba_ssm"}
     assert len(report.kernels) == 5

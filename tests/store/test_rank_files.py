@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, MissingCapabilityError
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.ranks import POLL_S, Ranks, first_tells, follows, join, started
 from ssdprof.store.reports import Writer, load, opened
@@ -58,7 +58,7 @@ def writers(two: tuple[Ranks, Ranks]) -> Iterator[tuple[tuple[ExitStack, Writer]
     requested = tuple(map(cases.requested, MADE))
     stacks = ExitStack(), ExitStack()
     made = [
-        stack.enter_context(opened(Path("run"), Unwatched(), ranks, **header(requested=requested)))
+        stack.enter_context(opened(Path("run"), Watcher(), ranks, **header(requested=requested)))
         for stack, ranks in zip(stacks, two, strict=True)
     ]
     yield tuple(zip(stacks, made, strict=True))
@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ra
     ranks, other = two
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died before its share was done\.") as caught,
-        opened(Path("run"), Unwatched(), ranks, **header()) as writer,
+        opened(Path("run"), Watcher(), ranks, **header()) as writer,
     ):
         writer.case(MADE[0])
         other.tell("1/open")
@@ -158,7 +158,7 @@ def test_other_ranks_name_a_first_rank_that_died(two: tuple[Ranks, Ranks], error
     two[0].tell("folder", "run")
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died before its share was done\."),
-        opened(None, Unwatched(), two[1], **header()) as writer,
+        opened(None, Watcher(), two[1], **header()) as writer,
     ):
         writer.case(MADE[1])
         two[1].store.set("0/process", dead_process())
@@ -171,7 +171,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
     two[0].store.set("1/process", dead_process())
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died"),
-        opened(Path("run"), Unwatched(), two[0], **header()) as writer,
+        opened(Path("run"), Watcher(), two[0], **header()) as writer,
     ):
         writer.case(MADE[0])
     assert indices(kept()) == [0]
@@ -179,10 +179,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
 
 def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]) -> None:
     two[1].store.set("0/process", dead_process())
-    with (
-        pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"),
-        opened(None, Unwatched(), two[1], **header()),
-    ):
+    with pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"), opened(None, Watcher(), two[1], **header()):
         pytest.fail("there is no folder")
     two[0].tell("folder", "x")
     assert two[1].told("folder", 0) == "x"

@@ -20,7 +20,7 @@ from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.subject import Serving
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError
 from ssdprof.files import safe_name
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
 from ssdprof.store.reports import RUNS, dump, latest, listed, load, opened
 
@@ -34,7 +34,7 @@ def header(kind: str = "run", subject: str = "org/model", **fields: Any) -> dict
 
 
 def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Path:
-    with opened(RUNS / name if name else None, Unwatched(), **header(kind, **fields)) as writer:
+    with opened(RUNS / name if name else None, Watcher(), **header(kind, **fields)) as writer:
         for one in made or (case("unfused"), case()):
             writer.case(one)
     return writer.folder
@@ -46,7 +46,7 @@ def store(name: str | None, *made: Case, kind: str = "run", **fields: Any) -> Pa
 def test_a_report_is_read_back_as_it_was_written() -> None:
     clocks, left = cases.clocks(), LeftOut(place="layer 9", reason="spent")
     requested = tuple(map(cases.requested, (case("unfused"), case())))
-    with opened(None, Unwatched(), **header(requested=requested, notes=("Random weights.",))) as writer:
+    with opened(None, Watcher(), **header(requested=requested, notes=("Random weights.",))) as writer:
         for remark in ("Each key head was taken once.", "", "Each key head was taken once."):
             writer.note(remark)
         writer.case(case())
@@ -73,7 +73,7 @@ def test_a_report_is_read_back_as_it_was_written() -> None:
 
 def test_a_case_is_two_lines_and_its_errors_are_written_once() -> None:
     verified, done = case(), case(samples=timed(50.0, 70.0))
-    with opened(None, Unwatched(), **header()) as writer:
+    with opened(None, Watcher(), **header()) as writer:
         writer.case(verified)
         assert load(writer.folder)[1].cases == (verified,)
         writer.case(done)
@@ -91,7 +91,7 @@ def test_a_later_line_with_other_errors_or_a_fault_counts() -> None:
 
 
 def test_a_process_line_is_written_at_most_twice_a_second_and_samples_name_it() -> None:
-    with opened(None, Unwatched(), **header()) as writer:
+    with opened(None, Watcher(), **header()) as writer:
         for seconds in range(200):
             writer.update(seconds=float(seconds))
         writer.case(case(samples=(samples("device", 50.0, process=writer.process),)))
@@ -194,7 +194,7 @@ def test_reports_are_listed_the_newest_first_with_what_is_wrong_with_them() -> N
 def test_a_folder_that_holds_a_report_is_not_used_again() -> None:
     folder = store("one")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(BadInputError, match="holds a run already"), opened(folder, Unwatched(), **header()):
+    with pytest.raises(BadInputError, match="holds a run already"), opened(folder, Watcher(), **header()):
         pytest.fail("the folder was handed out")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
@@ -203,11 +203,11 @@ SECOND = """
 import os, sys
 from pathlib import Path
 from ssdprof.errors import BadInputError
-from ssdprof.progress import Unwatched
+from ssdprof.progress import Watcher
 from ssdprof.store.reports import opened
 from test_reports import case, header
 try:
-    with opened(Path("shared"), Unwatched(), **header()) as writer:
+    with opened(Path("shared"), Watcher(), **header()) as writer:
         print("got it", flush=True)
         writer.case(case())
         if sys.argv[1:]:
@@ -227,7 +227,7 @@ def second(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_writers_at_once_into_one_folder() -> None:
     """The second one is another process.  It fails, and does not affect the first."""
-    with opened(Path("shared"), Unwatched(), **header()) as writer:
+    with opened(Path("shared"), Watcher(), **header()) as writer:
         held = second()
         assert held.stdout == "Another run is writing into shared.\n", held.stderr
         writer.case(case())
@@ -245,7 +245,7 @@ def test_what_a_killed_process_wrote_is_kept_but_for_the_line_in_work() -> None:
 def interrupted(*made: Case, **fields: Any) -> Path:
     with (
         pytest.raises(KeyboardInterrupt, match=r"The same command with --out 'my run' goes on\."),
-        opened(Path("my run"), Unwatched(), **header(**fields)) as writer,
+        opened(Path("my run"), Watcher(), **header(**fields)) as writer,
     ):
         for one in made or (case("unfused"),):
             writer.case(one)
@@ -262,7 +262,7 @@ def test_the_same_request_goes_on_where_it_was_interrupted() -> None:
     folder = interrupted(command=("ssdprof", "run", "--out", "x", "m"))
     (folder / "cases.0.jsonl").open("ab").write(b'{"case": {"layer"')
     before = load(folder)[1]
-    with opened(folder, Unwatched(), **header(command=("ssdprof", "run", "m", "--out=my run"))) as writer:
+    with opened(folder, Watcher(), **header(command=("ssdprof", "run", "m", "--out=my run"))) as writer:
         assert writer.earlier == {case("unfused").name: case("unfused")}
         writer.case(case())
         writer.peaked(5)
@@ -295,7 +295,7 @@ def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None
     header_file.write_text(header_file.read_text().replace(load(folder)[1].created, "2026-01-01T00:00:00+00:00"))
     Path("new").touch()
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    with pytest.raises(BadInputError) as caught, opened(folder, Unwatched(), **(header() | fields)):
+    with pytest.raises(BadInputError) as caught, opened(folder, Watcher(), **(header() | fields)):
         pytest.fail("the folder was handed out")
     assert str(caught.value) == f"my run holds an interrupted run {of}."
     assert caught.value.hint == "Name another folder with --out.  What goes on there is: ssdprof run --out 'my run'"
@@ -304,7 +304,7 @@ def test_another_request_does_not_go_on(fields: dict[str, Any], of: str) -> None
 
 def test_lines_without_a_header_are_of_nobody() -> None:
     (interrupted() / "run.json").unlink()
-    with opened(Path("my run"), Unwatched(), **header()) as writer:
+    with opened(Path("my run"), Watcher(), **header()) as writer:
         assert writer.earlier == {}
     assert load("my run")[1].cases == ()
 
@@ -315,10 +315,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     before, out = store("before"), Path("out")
     if folder == "an empty one of the user":
         out.mkdir()
-    with (
-        pytest.raises(type(error), match=r"no report is kept|no memory"),
-        opened(out, Unwatched(), **header()) as writer,
-    ):
+    with pytest.raises(type(error), match=r"no report is kept|no memory"), opened(out, Watcher(), **header()) as writer:
         writer.note("Each key head was taken once.")
         if folder == "removed meanwhile":
             shutil.rmtree(out)
@@ -337,7 +334,7 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error: BaseExcept
     ],
 )
 def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts: str) -> None:
-    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), Unwatched(), **header()) as writer:
+    with pytest.raises(KeyboardInterrupt) as caught, opened(Path("out"), Watcher(), **header()) as writer:
         for one in made:
             writer.case(one)
         raise KeyboardInterrupt
@@ -348,7 +345,7 @@ def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts
 
 def test_an_error_is_noted_and_the_user_is_told_where_the_results_are() -> None:
     said: list[str] = []
-    watcher = Unwatched()
+    watcher = Watcher()
     watcher.say = said.append  # type: ignore[method-assign]
     with pytest.raises(MissingCapabilityError, match="no memory"), opened(Path("out"), watcher, **header()) as writer:
         writer.case(case())
@@ -364,7 +361,7 @@ def test_a_full_disk_leaves_what_was_written_before(monkeypatch: pytest.MonkeyPa
 
     with (
         pytest.raises(MissingCapabilityError, match="disk is full") as caught,
-        opened(Path("r"), Unwatched(), **header()) as writer,
+        opened(Path("r"), Watcher(), **header()) as writer,
     ):
         writer.case(case())
         monkeypatch.setattr(writer, "_file", Full())
@@ -380,7 +377,7 @@ def test_an_unwritable_folder_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "mkdir", denied)
     with (
         pytest.raises(MissingCapabilityError, match=r"cannot be written: permission denied\."),
-        opened(Path("r"), Unwatched(), **header()),
+        opened(Path("r"), Watcher(), **header()),
     ):
         pytest.fail("the folder was handed out")
 
