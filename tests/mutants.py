@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from queue import Queue
 
@@ -60,12 +61,18 @@ def statements(tree: ast.AST, name: str = "") -> list[tuple[str, ast.stmt]]:
     return found
 
 
+@cache
+def headers(source: str) -> list[tuple[str, str, ast.stmt]]:
+    """Of every statement: its function, its header, itself."""
+    return [(name, header(statement), statement) for name, statement in statements(ast.parse(source))]
+
+
 def place(mutant: Mutant, tree: Path) -> tuple[Path, ast.stmt] | None:
     """Where the statement stands; of several places, that in the function and the file of the mutant."""
     found = []
     for file in sorted((tree / "ssdprof").rglob("*.py")):
-        for name, statement in statements(ast.parse(file.read_text(encoding="utf-8"))):
-            if header(statement) == mutant["original"]:
+        for name, text, statement in headers(file.read_text(encoding="utf-8")):
+            if text == mutant["original"]:
                 alike = name == mutant["function"].split(".")[-1], file == tree / mutant["file"]
                 found.append((alike, file, statement))
     return max(found, key=lambda one: one[0])[1:] if found else None
