@@ -272,14 +272,6 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
         shutil.rmtree(folder)
 
 
-def test_a_dry_run_of_an_operator_that_cannot_be_replayed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdprof.jobs.run.unsupported_reason", lambda *_: "its kernels are not written")
-    run, dry = Answer("run", "demo", *SEQ), Answer("run", "demo", *SEQ, "--dry-run")
-    assert (run.code, dry.code, dry.err) == (2, 2, run.err)
-    assert "can be captured, but not be replayed yet, because its kernels are not written" in dry.err
-    assert Answer("capture", "demo", *SEQ, "--dry-run").code == 0
-
-
 # --- in a process of its own
 
 Running = Callable[..., subprocess.Popen[str]]

@@ -22,7 +22,7 @@ from triton.runtime.interpreter import interpreter_builder
 from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core import statistics
-from ssdprof.core.base import MEMORIES, DType, PrecisionRecord, Probe
+from ssdprof.core.base import MEMORIES, DType, PrecisionRecord, Probe, grouped
 from ssdprof.core.case import Case, ChunkTrial
 from ssdprof.core.subject import CallRef, Ceilings
 from ssdprof.core.words import words
@@ -130,8 +130,8 @@ class Comparer:
                     yield case.changed(reason=NOT_TIMED) if self.timer and to_time(case) else case
         if self.timer is None:
             return
-        for each in dict.fromkeys(_alternatives(entry, entries) for entry in entries):
-            found = {entry: cases.pop(entry) for entry in each}
+        for own in grouped(entries, lambda entry: (entry.case.implementation, entry.case.precision)).values():
+            found = {entry: cases.pop(entry) for entry in own}
             entry, case = self._fastest(found, self.timer)
             cases[entry] = case
             if case.trials:
@@ -384,11 +384,6 @@ def _borrowed(verdict: Case, own: dict[str, Any], output: Output) -> dict[str, A
     slower = max(first_calls, key=lambda first: first.seconds if first else 0.0)
     finite = all(bool(tensor.isfinite().all()) for tensor in output)
     return {"accuracy": verdict.accuracy, "first_call": slower} | ({} if finite else {"nonfinite": True})
-
-
-def _alternatives(entry: Entry, entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """The entries of the same case, with other chunk sizes."""
-    return tuple(one for one in entries if one.key[:2] == entry.key[:2])  # type: ignore[index]
 
 
 def _batches(entries: Sequence[Entry]) -> list[list[Entry]]:

@@ -30,7 +30,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
 from ssdprof.jobs.answers import Precisions, compare_answers
 from ssdprof.jobs.compare import Pair, Pairs, replaying
-from ssdprof.jobs.options import COMPARED, AnswersOptions, CaptureOptions, RunOptions
+from ssdprof.jobs.options import AnswersOptions, CaptureOptions, RunOptions
 from ssdprof.jobs.plan import load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
@@ -110,12 +110,6 @@ def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequenc
     )
 
 
-def unsupported_reason(operator: str, implementations: Sequence[str] = COMPARED) -> str:
-    """Why the operator cannot be replayed; empty if it can."""
-    missing = [name for name in implementations if name not in kernels.names(operator)]
-    return f"there is no {' or '.join(map(repr, missing))} implementation of {operator}" if missing else ""
-
-
 def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = None) -> Resolved:
     """Resolve the implementations.  Raises if this machine cannot replay the subject; `--dry-run` calls it too.
 
@@ -128,14 +122,8 @@ def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = Non
             f"Start torchrun --nproc-per-node {layers}, or take more layers.",
         )
     for name in dict.fromkeys(layer.operator for layer in found.layers):
-        if why := unsupported_reason(name):
-            raise BadInputError(
-                f"{found.ref.repo_id} has {operators.get(name).layers} layers: their inputs can be captured, but "
-                f"not be replayed yet, because {why}.",
-                "Use 'ssdprof capture' for now, or run a model with other layers.",
-            )
-        if found.serving.decode and (why := unsupported_reason(name, STEPS)):
-            raise BadInputError(f"Decode steps cannot be replayed: {why}.", "Leave out --decode.")
+        if found.serving.decode and not set(STEPS) <= set(kernels.names(name)):
+            raise BadInputError(f"Decode steps of {name} cannot be replayed.", "Leave out --decode.")
     resolved = resolve_implementations(replay.implementations, replay.baseline, found.layers)
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Stored):

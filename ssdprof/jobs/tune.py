@@ -265,19 +265,23 @@ class _Search:
     def _best(self) -> tuple[Config, str]:
         """The fastest in a few rounds; (.., why) if the committed configuration cannot be timed."""
         best, tried = self._committed, set[Config]()
-        right = self._right([best])
-        for axis in self._tuning.axes(best) if right else ():
-            options = [one for one in axis(best, self._problem.inputs[-1]) if one not in tried]
+        longest = self._problem.inputs[-1]
+        # the graphs of all that take turns keep their outputs
+        fitting = max(1, self._entry(best, self._problem.cases[-1], longest).call.outputs_that_fit - 2)
+        right = bool(self._right([best]))
+        for axis in self._tuning.axes(best):
+            options = [one for one in axis(best, longest) if one not in tried]
             tried |= {self._committed, *options}
-            timed = self._timed([self._committed, best, *options], SCREENING)
-            if self._committed not in timed:
-                right = []
-                break
-            fastest = min(timed, key=lambda one: math.prod(case.time_us.value for case in timed[one] if case.time_us))
-            if best not in timed or (fastest != best and _ratio(timed[best], timed[fastest]).verdict(0.0) == "faster"):
-                best = fastest
-        whys = (self.cases[case.name].why for case in self._problem.cases)
-        return best, "" if right else f"of itself: {next(filter(None, whys))}"
+            while right and options:
+                timed = self._timed([self._committed, best, *options[:fitting]], SCREENING)
+                options, right = options[fitting:], self._committed in timed
+                fastest = min(timed, key=lambda one: math.prod(_us(timed[one])), default=best)
+                if best not in timed or (
+                    fastest != best and _ratio(timed[best], timed[fastest]).verdict(0) == "faster"
+                ):
+                    best = fastest
+        whys = (self.cases[case.name].why for case in self._problem.cases if not right)
+        return best, next((f"of itself: {why}" for why in whys if why), "")
 
     def _decide(self, best: Config) -> tuple[TunedConfig | None, str]:
         timed = self._timed([self._committed, best], DECIDING)
@@ -371,6 +375,10 @@ class _Search:
             case=place.changed(**names, variant=kernel, plan=settings),
             call=Call(implementation=candidate, inputs=inputs, precision=precision, label=label),
         )
+
+
+def _us(cases: Sequence[Case]) -> list[float]:
+    return [case.device_us.value for case in cases if case.device_us]
 
 
 def _ratios(base: Sequence[Case], cases: Sequence[Case]) -> list[Estimate]:

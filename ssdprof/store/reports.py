@@ -70,10 +70,6 @@ class Writer:
         self._due_s = 0.0
         self._cases = dict(self.earlier)
 
-    def go_on(self) -> None:
-        """As a process of its own, after one that was interrupted, and tries again what that one left out."""
-        self.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
-
     @property
     def process(self) -> str:
         """The name of this process in its samples."""
@@ -243,7 +239,8 @@ def opened(
         _cut(file)
         writer = Writer(path, header, file)
         if os.path.getsize(file.name):
-            writer.go_on()
+            # a process of its own, which tries again what the interrupted one left out
+            writer.update(process=uuid4().hex[:8], left_out=(), complete=False, ended="")
         if writer.begun:
             watcher.say(f"{path} has {plural(len(writer.earlier), 'case')}, and goes on.")
         if again:

@@ -39,6 +39,7 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.measure.first_run import Call
 from ssdprof.measure.timing import Recording
 from ssdprof.operators.gdn import GENERATOR, draw
 from ssdprof.operators.gdn_tuning import TUNING as GDN
@@ -256,8 +257,10 @@ def by_segment(config: SSDHopperConfig, _tokens: int) -> float:
     return 100 + abs(config.segment - 4) + config.long_count + 2 * config.ring + config.score_ring
 
 
-def test_it_goes_to_the_fastest_axis_by_axis() -> None:
-    """A configuration is written to the file and read back unchanged."""
+@pytest.mark.parametrize(("fitting", "turns"), [(100, 5), (12, 9)])
+def test_it_goes_to_the_fastest_axis_by_axis(fitting: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration is written to the file and read back unchanged.  fitting: whose outputs are kept by graphs."""
+    monkeypatch.setattr(Call, "outputs_that_fit", fitting)
     fake = FakeTimer(cost=by_segment)
     cases, find, why = found(fake)
     assert find is not None
@@ -266,7 +269,7 @@ def test_it_goes_to_the_fastest_axis_by_axis() -> None:
     assert why.startswith("found segment 4, ring 2, 1.08x [")
     committed, best = (next(one for one in cases if one.implementation == name) for name in COMPARED)
     assert committed.plan.startswith(f"segment {COMMITTED_SEGMENT}, ")
-    assert (len(committed.samples), {one.process for one in best.samples}) == (2 * 6, {"6"}), "five axes, and the end"
+    assert (len(committed.samples), {one.process for one in best.samples}) == (2 * turns, {str(turns)})
     assert best.over(committed) == (find.device_ratio, *find.device_interval)
     config = SSD.config("hopper", find.settings, find.reason)
     assert config == SSDHopperConfig(segment=4, ring=2, reason=find.reason)
