@@ -34,7 +34,7 @@ from ssdprof.store.reports import load
 
 FOLDER = Path(__file__).parent / "published"
 CLAIMS, PAGE = FOLDER / "claims.csv", FOLDER / "README.md"
-MARKS = "<!-- counts:start -->\n", "<!-- counts:end -->"
+MARKS = "<!-- {}:start -->\n", "<!-- {}:end -->"
 COLUMNS = (
     "study", "claim", "quoted", "result", "quantity", "of", "over", "at", "must", "measured", "verdict", "note",
 )  # fmt: skip
@@ -108,7 +108,7 @@ def number(value: float) -> str:
 def measured(row: Mapping[str, str]) -> float | None:
     """The number of a row; None if the result does not have it."""
     result = row["result"]
-    if result.startswith("scan-"):
+    if result.endswith(".json") and "/" not in result:
         return _of_study(row)
     if result.endswith("stalls.json"):
         return _of_stalls(row, stall_files.load(RESULTS / result))
@@ -137,9 +137,14 @@ def _of_cell(row: Mapping[str, str], cell: Cell) -> float | None:
     if row["quantity"] in ("device ratio", "call ratio"):
         of, over = (_least_us(cell, row[side], row["quantity"].split()[0]) for side in ("of", "over"))
         return over / of if of and over else None
-    out = next((case.errors["out"] for case in cell.cases if case.fits(row["of"]) and case.status == "passed"), None)
-    if out is None:
+    case = next((case for case in cell.cases if case.fits(row["of"]) and case.status == "passed"), None)
+    if case is None:
         return None
+    if row["quantity"] == "launches":
+        return len(case.launches)
+    if row["quantity"] == "workspace_bytes":
+        return case.workspace_bytes
+    out = case.errors["out"]
     if row["quantity"] == "error over floor":
         return out.rms_ratio / out.floor
     return out.matches[TOLERANCES.index(row["quantity"].removeprefix("match "))] if out.matches else None
@@ -181,7 +186,8 @@ def _of_prefill(row: Mapping[str, str]) -> float | None:
 
 def _of_study(row: Mapping[str, str]) -> float | None:
     """A value of a study by its name, or a time of a contender at "forward, 512"."""
-    result = json.loads((RESULTS / row["result"]).read_text(encoding="utf-8"))
+    file = RESULTS / row["result"]
+    result = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"values": {}}
     if row["quantity"] == "value":
         return result["values"].get(row["of"])
     of_pass, _, seqlen = row["at"].rpartition(", ")
@@ -218,7 +224,7 @@ def _stages(kernel: KernelStalls, names: Sequence[str]) -> Iterator[Samples]:
 
 def gpu_of(result: str) -> str:
     """The GPU that a result is of, in its name; that of a bench is in its record."""
-    return "NVIDIA H100 80GB HBM3" if result.startswith("h100") else "NVIDIA H200"
+    return "NVIDIA H100 80GB HBM3" if "h100" in result else "NVIDIA H200"
 
 
 # --- the page
@@ -233,7 +239,7 @@ def counts(found: Sequence[Mapping[str, str]]) -> str:
     met: dict[str, list[bool]] = {study: [] for study in sources()}
     for row in found:
         if row["must"].startswith("within"):
-            met[row["study"]].append(row["verdict"].startswith(HOLDS))
+            met[row["study"]] += [row["verdict"].startswith(HOLDS)] if row["measured"] else []
         else:
             claims.setdefault((row["study"], row["claim"]), []).append(row["verdict"])
     lines = []
@@ -246,6 +252,24 @@ def counts(found: Sequence[Mapping[str, str]]) -> str:
         )
     head = ("study", "about", "measured on", "holds", "does not hold", "cannot be said", "quoted numbers met")
     return markdown.draw(Table(title="", headers=head, rows=tuple(lines), align=aligned("lllrrrr"))) + "\n"
+
+
+def beside(found: Sequence[Mapping[str, str]]) -> str:
+    """What each source states, and what was measured, folded by study."""
+    parts = []
+    for study, about in sources().items():
+        head = ("claim", "the source", "here", "holds if", "verdict")
+        shown = tuple(
+            tuple(
+                row[name].replace("|", "/") or fmt.MISSING
+                for name in ("claim", "quoted", "measured", "must", "verdict")
+            )
+            for row in found
+            if row["study"] == study
+        )
+        drawn = markdown.draw(Table(title="", headers=head, rows=shown, align=aligned("lrrll")))
+        parts.append(f"<details><summary>{study}: {about['title']}</summary>\n\n{drawn}\n\n</details>\n")
+    return "\n".join(parts)
 
 
 def _together(verdicts: Sequence[str]) -> str:
@@ -262,11 +286,19 @@ def as_csv(found: Iterable[Mapping[str, str]]) -> str:
     return text.getvalue()
 
 
+def page(text: str, found: Sequence[Mapping[str, str]]) -> str:
+    """The text of published/README.md with its generated parts."""
+    for name, written in (("counts", counts(found)), ("beside", beside(found))):
+        start, end = (mark.format(name) for mark in MARKS)
+        head, _, rest = text.partition(start)
+        text = f"{head}{start}{written}{end}{rest.partition(end)[2]}"
+    return text
+
+
 def main() -> None:
     found = filled(rows())
     write_text(CLAIMS, as_csv(found))
-    head, start, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
-    write_text(PAGE, f"{head}{start}{counts(found)}{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    write_text(PAGE, page(PAGE.read_text(encoding="utf-8"), found))
 
 
 if __name__ == "__main__":

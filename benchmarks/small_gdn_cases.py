@@ -1,29 +1,38 @@
 """Time small calls of the gated delta rule, compared with flash-linear-attention: 15 batches and 12 packs.
 
     python benchmarks/small_gdn_cases.py FOLDER [--budget SECONDS] [--no-fla]
+    python benchmarks/small_gdn_cases.py RESULT.json --states
 
 The sizes are those of a published comparison: 15 to 16,384 tokens; heads of 60, 64, 100 and 128, equally many key and
 value heads; a gate of logsigmoid(uniform) / size; in some cases half of the gates are 0.  Measured and judged as
 in `ssdprof bench gdn`.  Keeps its report in FOLDER, as `ssdprof bench --out` does.  Needs a GPU.
+
+--states compares two launches alone that pass the state from chunk to chunk: the time of fla's over that of unfused.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from ssdprof import operators
 from ssdprof.commands.output import TerminalWatcher
+from ssdprof.environment import machine
 from ssdprof.errors import SsdprofError
 from ssdprof.jobs.bench import bench
 from ssdprof.jobs.options import BenchOptions
+from ssdprof.kernels import Precision
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.measure.trace import traced, work
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.implementations import required, resolve
 from ssdprof.operators.tensors import dtype_named
@@ -93,12 +102,45 @@ def draw(cell: Cell, device: torch.device) -> GDNInputs:
     )
 
 
+STATE_PASS = {"fla": "chunk_gated_delta_rule_fwd_kernel_h", "unfused": "_gdn_chunk_state_kernel"}
+STATISTICS = {"median": 50, "P95": 95, "min": 0, "max": 100}  # percentiles
+CALLS = 100
+
+
+def state_ratios(cell: Cell) -> dict[str, float]:
+    """fla's time over that of unfused, by the statistic of 100 calls each, in the profiler."""
+    device, us = torch.device("cuda"), {}
+    inputs = draw(cell, device)
+    for name, kernel in STATE_PASS.items():
+        run = partial(required(resolve(operators.get("gdn"), name)).run, inputs, Precision())
+        run()  # compiles it, and fla tunes itself
+        found = work(traced(lambda run=run: [run() for _ in range(CALLS)], device))
+        us[name] = [one.us for one in found if one.name.startswith(kernel)]
+        assert len(us[name]) == CALLS, f"{len(us[name])} launches of {kernel}"
+    return {
+        word: float(np.percentile(us["fla"], q) / np.percentile(us["unfused"], q)) for word, q in STATISTICS.items()
+    }
+
+
+def states(file: Path) -> None:
+    """Write the ratios of all cells, by "cell, statistic"."""
+    values: dict[str, float] = {}
+    for cell in cells():
+        values |= {f"{cell.shape.name}, {word}": round(value, 4) for word, value in state_ratios(cell).items()}
+        print(cell.shape.name, values[f"{cell.shape.name}, median"], flush=True)
+    result = {"environment": machine.collect().model_dump(mode="json"), "calls": CALLS, "values": values}
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--budget", type=float, help="seconds of wall clock")
     parser.add_argument("--no-fla", action="store_true", help="ours alone")
+    parser.add_argument("--states", action="store_true", help="the state pass alone")
     arguments = parser.parse_args()
+    if arguments.states:
+        return states(arguments.folder)
     gdn = operators.get("gdn")
     names = (*(() if arguments.no_fla else ("fla",)), "unfused", "fused", "recurrent")
     request = BenchOptions(

@@ -110,10 +110,11 @@ def runs(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="A folder of runs.", show_default="runs", parser=options.path)
     ] = None,
+    history: Annotated[bool, typer.Option("--history", help="A line for each commit, with its times.")] = False,
     json: options.Json = False,
 ) -> None:
     """List the runs, newest first: time, model, tokens, GPU and verdict."""
-    _module("commands.stored").runs(folder, as_json=json)
+    _module("commands.stored").runs(folder, as_json=json, history=history)
 
 
 def models(json: options.Json = False) -> None:

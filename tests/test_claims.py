@@ -17,7 +17,9 @@ def test_the_table_and_its_page_are_filled_from_the_results() -> None:
     found = claims.filled(rows)
     assert found == rows, "python benchmarks/claims.py"
     assert claims.as_csv(found) == claims.CLAIMS.read_text(encoding="utf-8")
-    assert f"{claims.MARKS[0]}{claims.counts(found)}{claims.MARKS[1]}" in claims.PAGE.read_text(encoding="utf-8")
+    text = claims.PAGE.read_text(encoding="utf-8")
+    assert claims.page(text, found) == text
+    assert all(row["claim"] in text for row in rows)
     assert {row["study"] for row in rows} == set(claims.sources())
     unmeasured = [row for row in rows if row["verdict"] == claims.NOT_MEASURED]
     assert all(row["note"] or row["quantity"].endswith("_us") for row in unmeasured)
@@ -74,7 +76,8 @@ def test_a_claim_holds_if_all_of_its_rows_do() -> None:
     rows = [ROW | {"verdict": verdict} for verdict in ("holds", "does not hold (other GPU)")]
     rows += [ROW | {"claim": "slower", "verdict": claims.HOLDS}]
     others = [ROW | {"study": study, "verdict": claims.HOLDS} for study in claims.sources() if study != "fig9-10"]
-    quoted = ROW | {"must": "within 1 % of 2"}
+    quoted = ROW | {"must": "within 1 % of 2", "measured": "2"}
+    rows.append(quoted | {"claim": "c", "measured": "", "verdict": claims.NOT_MEASURED})
     rows += [quoted | {"claim": "a", "verdict": "holds"}, quoted | {"claim": "b", "verdict": "does not hold"}]
     text = claims.counts([*rows, *others]).replace("\u00a0", " ")
     line = next(line for line in text.splitlines() if line.startswith("| fig9-10"))

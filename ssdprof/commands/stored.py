@@ -57,6 +57,7 @@ class ListedRun(Record):
     name: Text
     kind: Text = ""
     created: Text = ""  # ISO 8601, UTC
+    commit: Text = ""  # of the working directory's repository
     model: Text = ""
     random_weights: bool = False
     seqlens: tuple[int, ...] = ()  # of the prompts
@@ -75,6 +76,7 @@ def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
         name=path.name,
         kind=report.kind,
         created=report.created,
+        commit=report.commit,
         model=report.subject,
         random_weights=bool(report.model and report.model.random_weights),
         seqlens=tuple(prompt.seqlen for prompt in report.prompts),
@@ -86,14 +88,15 @@ def listed(path: Path, report: Report | SsdprofError) -> ListedRun:
     )
 
 
-def runs(folder: Path | None, *, as_json: bool) -> None:
+def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
     if folder is not None and not folder.is_dir():
         raise BadInputError(f"{folder} is not a folder.", "Name a folder that holds runs, or leave it out for runs/.")
     found = reports.listed(folder or reports.RUNS)
     if as_json:
         terminal.print_json([listed(path, report).model_dump(mode="json") for path, report in found])
-    elif table := brief.runs(found):
-        terminal.out().print(SplitTable(table, rest="--json"))
+    elif tables := list(brief.history(found) if history else filter(None, [brief.runs(found)])):
+        for table in tables:
+            terminal.out().print(SplitTable(table, rest="--json"))
     else:
         terminal.say(f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'.")
 
@@ -174,8 +177,7 @@ def export(options: options.ExportOptions) -> None:
 def _to_github(report: Report) -> None:
     """Append the summary and the outputs to the files that GitHub names, and print the annotations on stdout."""
     summary = Path(os.environ[SUMMARY])
-    used = summary.stat().st_size if summary.is_file() else 0
-    files.append_text(summary, exports.step_summary(report, used))
+    files.append_text(summary, exports.step_summary(report))
     lines = (f"{name}={value}\n" for name, value in exports.outputs(report).items())
     files.append_text(Path(os.environ[OUTPUT]), "".join(lines))
     for line in exports.workflow_commands(report):

@@ -103,6 +103,11 @@ class Launch(Record):
     warps_pct: Percent | None = None  # resident warps as a share of the most that an SM holds
     blocks_per_sm: Count | None = None
 
+    @property
+    def digest(self) -> str:
+        """Six characters for the configuration, which are all that a baseline has of it."""
+        return str(self.config.get("digest", sha256(str(self.config).encode()).hexdigest()[:6]))
+
 
 class FirstCall(Record):
     """From the call to the end of the GPU's work.  compiled: seconds of each kernel that was not in Triton's cache."""

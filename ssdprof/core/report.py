@@ -123,6 +123,7 @@ class Report(Record):
 
     id: name of the run's folder; of another report its kind and time.  created: ISO 8601, UTC.
     command: as typed, without tokens.
+    commit: of the repository in the working directory, "-dirty" after it if files differ; empty without one.
     subject: the model's repo, or the operator of a bench.  model: None for a bench.
     requested: the cases, known before the first one runs.
     baseline: that others are compared with; decode steps have their own, which their cases name.
@@ -140,6 +141,7 @@ class Report(Record):
     id: Text
     created: Time
     command: tuple[Text, ...]
+    commit: Text = ""
     ssdprof_version: Text
     subject: Text
     model: CheckpointRef | None = None

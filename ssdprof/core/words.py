@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from decimal import ROUND_DOWN, Decimal
 
 from ssdprof.core.statistics import Estimate
@@ -153,6 +153,13 @@ def size_words(size: int) -> str:
         if float(three_digits(scaled)) < 1000 or unit == "TiB":
             break
     return f"{three_digits(scaled)} {unit}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A bar for each positive number, in order: from the least to the greatest, which is at least 5 % more."""
+    low = min(values, default=1)
+    high = max(1.05 * low, *values, low)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / (high - low))] for value in values)
 
 
 def three_digits(value: float) -> str:

@@ -32,7 +32,7 @@ def exported(format: str, folder: Path | None, report: Report, target: Path | No
         return f"{text}\n{stall_files.as_markdown(profiled, figures)}"
     if format.startswith("benchmark-action"):
         return exports.benchmark_action(report, bigger=format.endswith("-bigger"))
-    known = {"json": reports.dump, "junit": exports.junit, "csv": exports.csv}
+    known = {"json": reports.dump, "baseline": exports.baseline, "junit": exports.junit, "csv": exports.csv}
     if format not in known:
         raise BadInputError(f"There is no format {format!r}.", nearest(format, ("html", "markdown", *known)))
     return known[format](report)

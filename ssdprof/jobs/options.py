@@ -187,6 +187,7 @@ Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
 _SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN and KDA."
 Shape = Annotated[str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b or qwen3-next-80b")]
 Json = Annotated[bool, info("", "Print JSON on stdout.", "--json")]
+_Benchmark = Literal["benchmark-action", "benchmark-action-bigger"]
 FormatJson = Annotated[bool, info("", "The same as --format json.", "--json")]
 _PLACES = "Where the weights are: on one GPU, on all visible GPUs, or partly in main memory or on the disk."
 Placement = Annotated[
@@ -383,9 +384,9 @@ class AnswersOptions(ModelOptions):
 class ExportOptions:
     """Write the report of a run, a bench, prefill times or answers in another format.
 
-    github appends a summary and outputs to the files that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints
-    annotations.  benchmark-action and benchmark-action-bigger are the formats customSmallerIsBetter and
-    customBiggerIsBetter of github-action-benchmark.
+    baseline is short, for compare: a line per case, without samples.  github appends a summary and outputs to the files
+    that GITHUB_STEP_SUMMARY and GITHUB_OUTPUT name, and prints annotations.  benchmark-action and
+    benchmark-action-bigger are the formats customSmallerIsBetter and customBiggerIsBetter of github-action-benchmark.
 
     The report is written in any case.  Exit code 1 says that not all requested cases were compared and passed.
     """
@@ -393,10 +394,9 @@ class ExportOptions:
     run: str | None = argument(
         None, "RUN", "A report's folder, its name under runs/, or what --json printed.", shown="the latest report"
     )
-    format: (
-        Literal["markdown", "html", "json", "junit", "csv", "github", "benchmark-action", "benchmark-action-bigger"]
-        | None
-    ) = option(None, "", "What to write.", shown="that of FILE's suffix, or markdown")
+    format: Literal["markdown", "html", "json", "baseline", "junit", "csv", "github", _Benchmark] | None = option(
+        None, "", "What to write.", shown="that of FILE's suffix, or markdown"
+    )
     output: Output = None
     force: Force = False
     json: FormatJson = False

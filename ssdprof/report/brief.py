@@ -12,7 +12,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import DType, Intermediates, precisions_for
+from ssdprof.core.base import DType, Intermediates, grouped, precisions_for
+from ssdprof.core.case import Case
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError, harmless
@@ -208,6 +209,54 @@ def runs(found: Sequence[_Stored]) -> Table | None:
     )
     note = "  ".join(harmless(f"{path.name}: {one.message}") for path, one in found if isinstance(one, SsdprofError))
     return table("Runs", columns, found, note=note)
+
+
+def history(found: Sequence[_Stored]) -> Iterator[Table]:
+    """For each set of compared cases a table with the newest run of every commit, oldest first."""
+
+    def report_of(row: tuple[Report, float | None]) -> Report | None:
+        return row[0]
+
+    columns: tuple[Column[tuple[Report, float | None]], ...] = (
+        *lifted(
+            report_of,
+            text("commit", lambda report: report.commit or fmt.MISSING),
+            text("newest run", lambda report: report.id),
+            text("started", lambda report: when(report.created)),
+            text("verdict", verdict_word),
+            Column("time", lambda report: fmt.duration(_us(report))),
+        ),
+        Column("over the time\nof before", lambda row: fmt.ratio(_over(_us(row[0]), row[1]))),
+        Column("largest rms error,\nover the floor", lambda row: fmt.ratio(_error(row[0]))),
+    )
+    every = [report for _, report in reversed(found) if isinstance(report, Report)]
+    kinds = grouped(every, lambda one: (one.subject, gpu_name(one.environment), tuple(case.name for case in _own(one))))
+    for (subject, gpu, names), own in kinds.items():
+        rows = list({report.commit or report.id: report for report in own}.values())
+        times = [_us(report) for report in rows]
+        known = [one for one in (times if any(times) else map(_error, rows)) if one is not None]
+        title = f"{subject}, {gpu}, {fmt.plural(len(names), 'compared case')}  {fmt.sparkline(known)}"
+        if made := table(title, columns, zip(rows, (None, *times), strict=False)):
+            yield made
+
+
+def _own(report: Report) -> list[Case]:
+    return [case for case in report.cases if case.judged]
+
+
+def _us(report: Report) -> float | None:
+    """The time of all compared cases; None if one was not timed."""
+    times = [case.time_us for case in _own(report)]
+    return sum(one.value for one in times if one) if times and all(times) else None
+
+
+def _error(report: Report) -> float | None:
+    out = [one.over_floor for case in _own(report) if (one := case.tensor("out"))]
+    return max((one for one in out if one is not None), default=None)
+
+
+def _over(us: float | None, before: float | None) -> float | None:
+    return us / before if us and before else None
 
 
 def verdict_word(report: Report) -> str:

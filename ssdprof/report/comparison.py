@@ -66,7 +66,7 @@ _VALUES: dict[str, tuple[_Value, ...]] = {
     ),
     "Kernels and memory": (
         ("kernel", str, lambda case: " ".join(filter(None, (case.variant, case.version))) or fmt.MISSING),
-        ("configuration", _digest, lambda case: " ".join(f"{one.kernel} {one.config}" for one in case.launches)),
+        ("configuration", _digest, lambda case: " ".join(f"{one.kernel} {one.digest}" for one in case.launches)),
         ("kernels", fmt.count, lambda case: case.kernels),
         ("extra memory", fmt.size, lambda case: case.workspace_bytes),
     ),
@@ -197,6 +197,7 @@ def _facts(comparison: Comparison) -> Table | None:
     rows = {
         "what": [f"{side.report.kind}: {side.subject}" for side in sides],
         "started": [side.report.created for side in sides],
+        "commit": [side.report.commit or fmt.MISSING for side in sides],
         "GPU": [gpu_name(one) for one in environments],
         "driver": [one.gpu.driver if one.gpu else fmt.MISSING for one in environments],
         "ssdprof": [side.report.ssdprof_version for side in sides],

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from csv import DictWriter
+from dataclasses import replace
 from typing import get_args
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
@@ -17,8 +18,8 @@ from xml.etree.ElementTree import Element, SubElement
 import numpy as np
 
 from ssdprof.core import words as fmt
-from ssdprof.core.base import CLOCKS, EXACT_FP32, TOLERANCES, PartName
-from ssdprof.core.case import Case
+from ssdprof.core.base import CLOCKS, EXACT_FP32, TOLERANCES, Clock, PartName
+from ssdprof.core.case import Case, Launch, Summary
 from ssdprof.core.conditions import judged
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
@@ -30,10 +31,11 @@ from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, subject
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
+from ssdprof.report.table import Table
 
-SUMMARY_BYTES = 1024 * 1024  # of a step of GitHub Actions; GitHub shows nothing of a longer one
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
 LONGEST_MESSAGE = 4_000  # characters
+_MOST_ROWS = 12  # of a summary
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
 
@@ -154,6 +156,53 @@ def _estimate(name: str, unit: str, found: Estimate | None, known: bool) -> Row:
     """A value, and the ends of its 95 % interval if this is known."""
     headers = (f"{name} [{unit}]", f"{name}, low [{unit}]", f"{name}, high [{unit}]")
     return dict(zip(headers if known else headers[:1], found or (None, None, None), strict=False))
+
+
+# --- baselines
+
+
+def baseline(report: Report) -> str:
+    """A JSON document for `compare`, to be kept in a repository: a line per case, with times and their intervals, the
+    output's errors, memory and launches; without samples and what else differs from run to run."""
+    own = [one.changed(steps={}, notes=(), gates={}, clocks=None) for one in report.processes]
+    head = _stored(report.changed(cases=(), requested=(), processes=own))
+    lines = ",\n".join(_line(_stored(_summarised(report, case))) for case in rows(report))
+    return "{\n" + "".join(f'"{name}": {_line(one)},\n' for name, one in head.items()) + f'"cases": [\n{lines}\n]\n}}'
+
+
+def _summarised(report: Report, case: Case) -> Case:
+    over: dict[Clock, Estimate] = {clock: found for clock in CLOCKS if (found := report.speedup(case, clock))}
+    parts = ("vs_oracle", "vs_baseline", "floor")
+    accuracy = [
+        one.changed(
+            **{name: found and found.changed(along=()) for name in parts for found in [getattr(one, name)]},
+            **({} if one.reason else {"budget": (), "checks": ()}),
+        )
+        for one in case.accuracy
+        if one.tensor == "out" or one.reason
+    ]
+    launches = [
+        Launch(kernel=one.kernel, config={"digest": one.digest}, registers=one.registers) for one in case.launches
+    ]
+    summary = Summary(call=case.call_us, device=case.device_us, over=over) if case.samples else case.summary
+    return case.changed(
+        inputs=case.inputs[:16], prefill=case.prefill and case.prefill.changed(parts=()), samples=(), summary=summary,
+        accuracy=accuracy, launches=launches, probes=[one for one in case.probes if one.holds == "no"], trials=(),
+        first_call=None, plan="", bytes_moved=None, flops=None,
+    )  # fmt: skip
+
+
+def _stored(record: Report | Case) -> dict[str, object]:
+    """Its fields; what a case is and its times come first."""
+    found = record.model_dump(mode="json", exclude_defaults=True)
+    first = ("implementation", "precision", "layer", "seqlen", "status", "summary", "accuracy")
+    order = first if isinstance(record, Case) else ()
+    return {name: found[name] for name in (*order, *found) if name in found}
+
+
+def _line(value: object) -> str:
+    """JSON on a line, whose numbers have six digits."""
+    return json.dumps(json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.6g}")))
 
 
 # --- github-action-benchmark: https://github.com/benchmark-action/github-action-benchmark
@@ -288,14 +337,16 @@ def _clean(text: str) -> str:
 # --- GitHub Actions: https://docs.github.com/actions/reference/workflows-and-actions/workflow-commands
 
 
-def step_summary(report: Report, used_bytes: int = 0) -> str:
-    """The report as Markdown, without the sections that do not fit; empty if there is no room even for its head.
-
-    used_bytes: present size of the step's summary.
-    """
-    room = SUMMARY_BYTES - used_bytes
-    text = markdown.render(compose(report), limit_bytes=min(markdown.LIMIT_BYTES, room))
-    return text if len(text.encode()) <= room else ""
+def step_summary(report: Report) -> str:
+    """One screen of Markdown: the verdict, what limits it, and the first table."""
+    document = compose(report)
+    first = [
+        replace(one, blocks=(replace(block, rows=block.rows[:_MOST_ROWS], note=""),))
+        for one in document.sections
+        for block in one.blocks
+        if isinstance(block, Table)
+    ]
+    return markdown.render(replace(document, sections=tuple(first[:1])))
 
 
 def workflow_commands(report: Report) -> Iterator[str]:

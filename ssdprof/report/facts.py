@@ -210,4 +210,5 @@ def _machine(report: Report) -> Iterator[Fact]:
     yield "duration", f"{report.seconds:.0f} s" if report.seconds else ""
     yield software(environment, ssdprof=report.ssdprof_version)
     yield "started", report.created
+    yield "commit", report.commit
     yield "command", " ".join(report.command)

@@ -6,29 +6,12 @@ import re
 
 from tabulate import tabulate
 
-from ssdprof.core import words as fmt
 from ssdprof.report.table import Block, Document, Figure, Section, Table
 
-LIMIT_BYTES = 1_000_000  # GitHub drops a job summary above 1 MiB; leaves room for other steps of the job
-_ROOM_FOR_THE_REST = 1_000  # the note on omitted sections
 
-
-def render(document: Document, *, limit_bytes: int = LIMIT_BYTES) -> str:
-    """The whole document.  Sections beyond the limit are left out, from the end, and the last line names them."""
-    text = _head(document)
-    used = len(text.encode())
-    parts = [text]
-    left_out: list[Section] = []
-    for section in document.sections:
-        drawn = _section(section)
-        used += len(drawn.encode())
-        if used > limit_bytes - _ROOM_FOR_THE_REST:
-            left_out.append(section)
-        else:
-            parts.append(drawn)
-    if left_out:
-        parts.append(_rest(left_out, document.name, limit_bytes))
-    return "".join(parts)
+def render(document: Document) -> str:
+    """The whole document."""
+    return "".join([_head(document), *map(_section, document.sections)])
 
 
 def _head(document: Document) -> str:
@@ -82,16 +65,6 @@ def draw(table: Table, section: str = "") -> str:
 def _unbroken(cell: str) -> str:
     """Keep a number and its unit on one line; an interval may be on the line below its ratio."""
     return re.sub(r" (?!\[)", "\u00a0", cell)
-
-
-def _rest(sections: list[Section], name: str, limit_bytes: int) -> str:
-    titles = [f'"{section.title}"' for section in sections]
-    which = titles[0] if len(titles) == 1 else f"from {titles[0]} to {titles[-1]}"
-    return (
-        f"\nLeft out to stay below {limit_bytes:,} bytes (GitHub drops a job summary beyond 1 MiB): "
-        f"{fmt.plural(len(sections), 'section')}, {escape(which)}.  All of it is in the files of run "
-        f"{escape(name)}; `ssdprof export --format json` prints it.\n"
-    )
 
 
 def escape(text: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,8 +20,24 @@ def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
     fields: of `Report`: kind, subject, environment and baseline, and others.
     """
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    report = Report(version=VERSION, id="", created=created, command=command, ssdprof_version=__version__, **fields)
+    report = Report(
+        version=VERSION,
+        id="",
+        created=created,
+        command=command,
+        commit=_commit(),
+        ssdprof_version=__version__,
+        **fields,
+    )
     return report.changed(notes=(*report.notes, *_notes(report, report.model))) if report.model else report
+
+
+def _commit() -> str:
+    """The commit that is checked out in the working directory; empty without one, or without git."""
+    words = ("git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10")
+    with suppress(OSError):
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:

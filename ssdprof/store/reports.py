@@ -48,6 +48,7 @@ _WORDS = {
     "prompts": "another prompt",
     "environment": "another machine",
     "ssdprof_version": "another ssdprof",
+    "commit": "another commit",
 }
 _PROCESS: TypeAdapter[ProcessLine] = TypeAdapter(ProcessLine)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,26 @@ from cases import CALL_US, answers, band, bench, cell, failed, in_calls, of_answ
 from lxml import etree
 from report.test_contents import result
 
+from ssdprof.core import pairs
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Case
-from ssdprof.core.conditions import of_options
+from ssdprof.core.conditions import of_options, parse
 from ssdprof.core.report import Report
 from ssdprof.report import exports, markdown
 from ssdprof.report.document import compose
+from ssdprof.store import reports
 
 SCHEMA = etree.XMLSchema(etree.parse(Path(__file__).with_name("JUnit.xsd")))
 FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
 PREFILL = "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32 states"
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
+
+
+def slower(case: Case) -> Case:
+    """By 5 %."""
+    return case.changed(
+        samples=tuple(one.changed(us=tuple(tuple(us * 1.05 for us in turn) for turn in one.us)) for one in case.samples)
+    )
 
 
 def small(**fields: object) -> Report:
@@ -182,6 +192,35 @@ def test_csv_of_other_kinds_has_the_same_columns() -> None:
     assert rows(bench())[0].keys() == rows(answers())[0].keys() == library.keys()
 
 
+# --- baselines
+
+
+@pytest.mark.parametrize("name", ["run-gdn", "bench-ssd", "prefill", "answers"])
+def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(name: str, tmp_path: Path) -> None:
+    stored = reports.load(Path(__file__).parents[1] / "goldens" / "reports" / f"{name}.json")[1]
+    file = tmp_path / "baseline.json"
+    file.write_text(exports.baseline(stored))
+    lines = file.read_text().splitlines()
+    assert sum(line.startswith('{"implementation"') for line in lines) == len(exports.rows(stored))
+    assert max(map(len, lines)) < 4_000
+    assert '"samples"' not in file.read_text()
+    short = reports.load(file)[1]
+    assert [case.result for case in short.cases] == [case.result for case in exports.rows(stored)]
+    conditions = [parse("--fail-if", text) for text in ("time:base+3%", "rms:5%", "match:-0.1", "launches:0")]
+    new = stored.changed(cases=tuple(map(slower, stored.cases)))
+    found = [
+        pairs.compare(("base", base), ("new", new), smallest_difference=0.01, conditions=conditions)
+        for base in (stored, short)
+    ]
+    assert found[0].verdicts.keys() == found[1].verdicts.keys()
+    for one, other in zip(found[0].pairs, found[1].pairs, strict=True):
+        assert one.verdict == other.verdict
+        assert (one.time is None) == (other.time is None)
+        assert one.time is None or other.time == pytest.approx(one.time, rel=1e-4)
+    for condition, offenders in found[0].verdicts.items():
+        assert [one.case for one in offenders] == [one.case for one in found[1].verdicts[condition]]
+
+
 # --- github-action-benchmark
 
 
@@ -203,15 +242,13 @@ def test_benchmark_action() -> None:
 # --- GitHub
 
 
-def test_a_step_summary_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = small()
-    assert exports.step_summary(found) == markdown.render(compose(found))
-    monkeypatch.setattr(exports, "SUMMARY_BYTES", 8_000)
-    for used in (0, 4_000, 7_000, 7_700):
-        text = exports.step_summary(found, used)
-        assert used + len(text.encode()) <= exports.SUMMARY_BYTES
-        assert "Left out to stay below" in text or not text
-    assert exports.step_summary(found, 7_995) == ""
+@pytest.mark.parametrize("make", [small, prefill, bench, answers, lambda: ending("inaccurate")])
+def test_a_step_summary_is_one_screen(make: Callable[[], Report]) -> None:
+    whole, text = markdown.render(compose(make())), exports.step_summary(make())
+    head, _, table = text.partition("\n### ")
+    assert whole.startswith(head)
+    assert "| " in table
+    assert text.count("\n") <= 40 < whole.count("\n")
 
 
 def test_annotations() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import EXACT_FP32, PRECISIONS, RELAXED_FP16, answers, checkpoint, clocks, in_calls, of_answers, report
 from report.shown import printed, row
 from report.test_contents import TWO, packed, result, steps
 
+from ssdprof.core.case import Case
 from ssdprof.core.conditions import of_options
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError
@@ -229,3 +231,23 @@ def test_each_run_has_its_verdict() -> None:
     assert row(table, "3")["model"].endswith(", random weights")
     assert table.note == "5: It is damaged."
     assert runs() is None
+
+
+def test_the_history_has_a_line_for_each_commit() -> None:
+    def run(number: int, commit: str, factor: float, **fields: Any) -> tuple[Path, Report]:
+        def change(case: Case) -> Case:
+            times = (one.changed(us=[[us * factor for us in turn] for turn in one.us]) for one in case.samples)
+            return case.changed(samples=tuple(times)) if case.implementation == "fused" else case
+
+        found = report(change=change, **fields).changed(id=str(number), commit=commit)
+        return Path(str(number)), found
+
+    every = (run(0, "a", 1), run(1, "b", 2), run(2, "b", 1.1), run(3, "c", 0.9), run(4, "c", 1, seqlens=(1024,)))
+    tables = list(brief.history(every[::-1]))
+    assert [[(row[0], row[1], row[5]) for row in one.rows] for one in tables] == [
+        [("a", "0", "-"), ("b", "2", "1.10x"), ("c", "3", "0.82x")], [("c", "4", "-")],
+    ]  # fmt: skip
+    assert [one.title.split("  ")[1] for one in tables] == ["▅█▁", "▁"]
+    untimed = list(brief.history([run(0, "a", 1, gpu=False)]))
+    assert untimed[0].rows[0][4] == "-"
+    assert list(brief.history([(Path("x"), BadInputError("It is damaged."))])) == []
