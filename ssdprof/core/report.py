@@ -301,7 +301,8 @@ class Report(Record):
         packed = case.drawn.packed if case.drawn else any(one.serving.packed for one in self.prompts)
         if not packed and (case.drawn or case.prefill or self.placement):  # stored captures have their own prompts
             tokens = case.call.prompt_seqlen if case.call else case.seqlen
-            wanted |= {"--seq": str(tokens)} | ({"--batch": str(case.batch)} if case.drawn else {})
+            length = "--verify" if case.drawn and "--verify" in " ".join(self.command) else "--seq"
+            wanted |= {length: str(tokens)} | ({"--batch": str(case.batch)} if case.drawn else {})
         dropped = {*wanted, *_NOT_AGAIN, *(["--cells", "--packed"] if case.drawn and not packed else [])}
         kept, words = [], iter(self.command)
         for word in words:

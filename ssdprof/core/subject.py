@@ -60,13 +60,13 @@ class CallRef(Record):
 
     kind: "packed": packed sequences; of several forward passes, if a server recorded them.  "chunk": a piece of a
         chunked prefill, which begins with the states of the previous piece.  "decode": one token of each sequence,
-        after the prompt.
+        after the prompt.  "verify": the last tokens of the prompt, as if they had been drafted.
     number: of the call among the `count` calls of its kind, from 1.
     prompt_seqlen: tokens of each sequence's prompt; of all sequences together if packed.
     sequences: independent sequences in the call.
     """
 
-    kind: Literal["packed", "chunk", "decode"]
+    kind: Literal["packed", "chunk", "decode", "verify"]
     number: Size
     count: Length
     prompt_seqlen: Length
@@ -84,6 +84,8 @@ class CallRef(Record):
             among = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
             return f"in {self.sequences:,} packed sequence{'s' * (self.sequences != 1)}{among}"
         prompt = tokens(self.prompt_seqlen, self.sequences)
+        if self.kind == "verify":
+            return f"drafted at the end of {prompt}"
         if self.kind == "chunk":
             return f"chunk {self.number:,} of {self.count:,} of {prompt}"
         return f"decode step {self.number:,} of {self.count:,} after {prompt}"
@@ -116,6 +118,11 @@ class Serving(Record):
         elif self.chunk is not None:
             found = numbered("chunk", len(split_prompt(seqlen, self.chunk)))
         return (*found, *numbered("decode", self.decode))
+
+
+def drafted_call(seqlen: int, batch: int) -> CallRef:
+    """The only call of `run --verify` on a prompt."""
+    return CallRef(kind="verify", number=1, count=1, prompt_seqlen=seqlen, sequences=batch)
 
 
 def tokens(seqlen: int, batch: int = 1) -> str:

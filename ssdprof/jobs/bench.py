@@ -134,7 +134,11 @@ def resolved(asked: BenchOptions, names: Sequence[str], too_large: Iterable[Toke
     over, matched = (
         cache.get(operator.name, name) for name in (asked.baseline or "", asked.match_with or operator.baseline)
     )
-    if matched.name != operator.baseline and any(one.metric == "match" for one in asked.conditions):
+    if (
+        not asked.verify
+        and matched.name != operator.baseline
+        and any(one.metric == "match" for one in asked.conditions)
+    ):
         raise BadInputError(
             f"--min-match compares with {operator.baseline}, but --match-with names {matched.name}.",
             "Leave one of them out.",
@@ -200,7 +204,9 @@ def measured(
         raise BudgetSpent("")
     checked, known = cell, None
     if request.check == "short" and not cell.tokens.packed:
-        checked = replace(cell, tokens=Tokens(sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN)))
+        checked = replace(
+            cell, tokens=replace(cell.tokens, sequences=1, seqlen=min(cell.tokens.seqlen, CHECKED_SEQLEN))
+        )
     if checked != cell:
         if checked not in verdicts:
             entries = _entries(request, operator, checked, device, None)

@@ -24,7 +24,7 @@ from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core import statistics
 from ssdprof.core.base import MEMORIES, DType, PrecisionRecord, Probe, grouped
 from ssdprof.core.case import Case, ChunkTrial
-from ssdprof.core.subject import CallRef, Ceilings
+from ssdprof.core.subject import CallRef, Ceilings, drafted_call
 from ssdprof.core.words import words
 from ssdprof.environment import child
 from ssdprof.environment.machine import ClockWatch
@@ -42,7 +42,7 @@ from ssdprof.measure.roofline import SMLimits, measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, Timer, device_times, time_in_turns
 from ssdprof.operators import tensors
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import Output, drafted
 from ssdprof.operators.tensors import dtype_name, dtype_named, precision_of
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer
@@ -448,6 +448,9 @@ def replaying(
         def replay(captured: CapturedLayer) -> None:
             layer, call = captured.layer, captured.call
             inputs, lost = cast_inputs(first_rank(captured.inputs, wanted.tensor_parallel), cast_to)
+            if wanted.verify:
+                call, binding = drafted_call(*inputs.values.shape[1::-1]), operators.get(inputs.operator).binding
+                inputs = token_major(drafted(inputs, binding, wanted.verify))
             where = f"{layer.name}, {call}" if call else layer.name
             writer.note(captured.remark)
             writer.note(lost and f"{where}: {lost}")
@@ -535,10 +538,8 @@ def first_rank(inputs: Any, ranks: int) -> Any:
 
 
 def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
-    """The inputs with the model's activations in dtype `to`, in the layout that a model of that dtype would give them.
+    """The inputs with the model's activations (`CallBinding.activations`) in dtype `to`, in the layout of such a model.
 
-    Activations are the tensors with a position that the model computed in its own dtype.  Tensors of the
-    whole call (A, D, dt_bias, initial states), and those that every model computes in fp32, are not changed.
     The second value is a sentence for the report on elements that `to` cannot represent; empty if there are none.
     to: None changes nothing.
     """
@@ -552,8 +553,7 @@ def cast_inputs(inputs: Any, to: DType | None) -> tuple[Any, str]:
 
 
 def forgetting(inputs: Any) -> tuple[int, ...]:
-    """Heads whose decays leave 1/1000 of the state after 64 tokens, after 1K or 16K, and later or never, in the mean of
-    all tokens."""
+    """Heads whose mean decays leave 1/1000 of the state after 64, 1K or 16K tokens, and later or never."""
     gate = operators.get(inputs.operator).judged.gate
     bounds = getattr(inputs, "cu_seqlens", None)  # an operator need not have packed sequences
     spans = [span for span in sequences(len(inputs.values), inputs.values.shape[1], bounds) if span.length]

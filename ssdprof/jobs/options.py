@@ -273,6 +273,9 @@ class RunOptions(ServedModelOptions):
 
     model: str = argument(..., "MODEL", f"{_MODEL} Or a folder of stored captures.")
     tensor_parallel: int = option(1, "N", "Replay the share of one GPU when N GPUs divide each layer's heads.", min=1)
+    verify: int = option(
+        0, "T", "Replay the last T tokens of each prompt as drafted ones, with the state after each.", min=0, max=32
+    )
     intermediates: Dtypes = "all"
     states: tuple[DType, ...] | None = _states()
     cast: Literal["fp16", "bf16", "fp32"] | None = option(
@@ -354,10 +357,7 @@ class AnswersOptions(ModelOptions):
     states: tuple[DType, ...] | None = _states("fp32 with exact, 16 bit with relaxed")
     implementations: tuple[str, ...] = _implementations()
     reference: Literal["auto", "oracle", "unfused"] = option(
-        "auto",
-        "",
-        "What answers are compared with: the operator in fp64, or unfused exact.",
-        shown="oracle, unless it takes too long",
+        "auto", "", "The operator in fp64, or unfused exact, to compare with.", shown="oracle, unless it takes too long"
     )
     weights: Literal["auto", "own", "fp32"] = option(
         "auto",
@@ -519,13 +519,14 @@ class BenchOptions:
     batch: str = option("1", "B[,B...]", _BATCHES)
     cells: str = option("", "BxN[,...]", "Additional pairs of batch x length: 8x4k,32x1k.")
     packed: str = option("", "BxN-M[,...]", "Packed sequences of random lengths: 64x1k-4k.")
+    verify: str = option("", "T[,T...]", "Instead of --seq: a few drafted tokens, with the state after each: 4,8.")
+    state_every: str = option(
+        "", "N[,N...]", "Also return the states after every N tokens, as prefix caches do: 64,2k."
+    )
     max_tokens: str = option("256k", "N", "Leave out pairs of --batch and --seq with more tokens.")
     dtype: str = option("bf16", "D[,D...]", _DTYPES)
     layout: Literal["contiguous", "views", "transposed"] = option(
-        "contiguous",
-        "",
-        "Memory layout of the inputs.  views: slices of wide tensors, as in a model; "
-        "transposed: with positions innermost.",
+        "contiguous", "", "views: slices of wide tensors, as in a model; transposed: with positions innermost."
     )
     draw: str = option("", "W[,W...]", "Other inputs, such as slow (GDN) or bounded (KDA); a wrong word lists them.")
     intermediates: Dtypes = "exact"
@@ -567,9 +568,8 @@ class BenchOptions:
     json: Json = False
     conditions: tuple[Condition, ...] = derived(())
     measured: tuple[Cell, ...] = derived(())
-    compared: tuple[Implementation, ...] = derived(
-        ()
-    )  # those that are unavailable are left out, and the report says so
+    # those that are unavailable are left out, and the report says so
+    compared: tuple[Implementation, ...] = derived(())
     sizes: tuple[int, ...] = derived(())  # of chunks, for those that take it from the inputs
     command: tuple[str, ...] = derived(())
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar
 
 from ssdprof.core.base import LONGEST_SEQLEN, DType
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.options import COMPARED
-from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Layout, Shape, Tokens
+from ssdprof.operators.generate import MOST_STEPS, Cell, InputDType, InputGenerator, Layout, Shape, Tokens
 from ssdprof.operators.operator import Operator
 
 K = TypeVar("K")
@@ -90,6 +91,22 @@ def parse_tokens(
     if not wanted:
         raise BadInputError(f"Every cell has more than {max_tokens:,} tokens.", "Raise --max-tokens, or ask for less.")
     return tuple(wanted), tuple(pair for pair in pairs if pair not in wanted)
+
+
+def parse_kept(verify: str, every: str, batches: str, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
+    """Sequences whose states on the way are kept: "4,8" drafted tokens, after each; or `tokens`, after every "64,1k".
+
+    Raises BadInputError.
+    """
+    if not verify:
+        return tuple(replace(one, state_every=number) for one in tokens for number in lengths(every))
+    drafted = lengths(verify)
+    if every or max(drafted) > MOST_STEPS:
+        raise BadInputError(
+            f"--verify keeps the state after each of at most {MOST_STEPS} tokens.",
+            "Give 2 to 8 tokens, or --seq and --state-every.",
+        )
+    return tuple(Tokens(sequences=b, seqlen=l, state_every=1) for b, l in product(_batches(batches), drafted))
 
 
 def lengths(words: str) -> tuple[int, ...]:

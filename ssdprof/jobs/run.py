@@ -21,7 +21,17 @@ from ssdprof.capture.recording import open_recording
 from ssdprof.core.base import EXACT_FP32, DType, PrecisionRecord, precisions_for
 from ssdprof.core.case import call_size
 from ssdprof.core.report import Condition, Report, Requested
-from ssdprof.core.subject import CallRef, CaptureManifest, Cast, CheckpointRef, LayerRef, Prompt, split_prompt
+from ssdprof.core.subject import (
+    CallRef,
+    CaptureManifest,
+    Cast,
+    CheckpointRef,
+    LayerRef,
+    Prompt,
+    Serving,
+    drafted_call,
+    split_prompt,
+)
 from ssdprof.core.words import plural, words
 from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import collect
@@ -124,6 +134,12 @@ def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = Non
     for name in dict.fromkeys(layer.operator for layer in found.layers):
         if found.serving.decode and not set(STEPS) <= set(kernels.names(name)):
             raise BadInputError(f"Decode steps of {name} cannot be replayed.", "Leave out --decode.")
+    whole = found.serving == Serving() and (isinstance(found, Subject) or found.manifest.prompts[0].kind != "recorded")
+    if replay.verify and not (whole and replay.verify < min(found.seqlens)):
+        raise BadInputError(
+            f"--verify {replay.verify} is of prompts that are longer, each in one call.",
+            "Give fewer tokens, or a capture without --packed, --chunked-prefill and --decode.",
+        )
     resolved = resolve_implementations(replay.implementations, replay.baseline, found.layers)
     limits.check_replay(found.seqlens, found.batch)
     if isinstance(found, Stored):
@@ -205,7 +221,7 @@ def run(
         model=found.ref,
         environment=collect(),
         prompts=tuple(prompts),
-        requested=tuple(_requested(found, prompts, pairs, cast.to if cast else dtype)),
+        requested=tuple(_requested(found, prompts, pairs, cast.to if cast else dtype, replay.verify)),
         conditions=replay.conditions,
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
@@ -234,16 +250,20 @@ def run(
     return load_report(writer.folder)
 
 
-def _requested(found: Subject | Stored, prompts: Sequence[Prompt], pairs: Pairs, dtype: DType) -> Iterator[Requested]:
+def _requested(
+    found: Subject | Stored, prompts: Sequence[Prompt], pairs: Pairs, dtype: DType, verify: int
+) -> Iterator[Requested]:
     """Every implementation and precision in every call of every layer; what a server recorded is told there."""
     for prompt in prompts:
         for layer in found.layers:
             calls = prompt.serving.calls(prompt.seqlen, prompt.batch)
+            if verify:
+                calls = (drafted_call(prompt.seqlen, prompt.batch),)
             if prompt.kind == "recorded" and isinstance(found, Stored):
                 own = (one for one in found.chosen if (one.layer, one.seqlen) == (layer, prompt.seqlen))
                 calls = tuple(one.call for one in own)
             for call in calls:
-                size = call_size(_seqlen(prompt, call), prompt.batch, call)
+                size = call_size(verify or _seqlen(prompt, call), prompt.batch, call)
                 for implementation, precision, _ in pairs(layer.operator, dtype, call):
                     yield Requested(f"layer {layer.index}, {size}", implementation.name, str(precision))
 

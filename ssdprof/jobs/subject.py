@@ -286,11 +286,20 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
         raise reading.both("--cast", given[0], "--cast changes the inputs of the replay alone")
     if asked.stalls and asked.tensor_parallel > 1:
         raise reading.both("--stalls", "--tensor-parallel", "--stalls profiles all heads")
-    served = (asked.batch, asked.packed, asked.chunk, asked.decode, asked.tensor_parallel) != (1, None, None, 0, 1)
+    if asked.verify:  # in fp32, as decode steps; `fused` takes single steps
+        names = ("fused", "recurrent") if asked.implementations == declared.COMPARED else asked.implementations
+        baseline = "fused" if asked.baseline == declared.COMPARED[0] else asked.baseline
+        asked = replace(asked, implementations=names, baseline=baseline, intermediates="exact", states=("fp32",))
+    whole = (asked.packed, asked.chunk, asked.decode) == (None, None, 0)
+    if asked.verify and not whole:
+        raise BadInputError(
+            "--verify is of prompts in one call.", "Leave out --packed, --chunked-prefill and --decode."
+        )
+    served = not whole or (asked.batch, asked.tensor_parallel, asked.verify) != (1, 1, 0)
     if served and (asked.answers or asked.prefill):
         raise BadInputError(
             f"{given[0]} runs one whole sequence through all heads of the model.",
-            "Leave out --batch, --packed, --chunked-prefill, --decode and --tensor-parallel.",
+            "Leave out --batch, --packed, --chunked-prefill, --decode, --tensor-parallel and --verify.",
         )
     if asked.prefill and (folder := captures_of(asked)) is not None:
         raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
@@ -342,6 +351,16 @@ def bench(options: declared.BenchOptions) -> tuple[declared.BenchOptions, tuple[
     asked, operator = read(options), operators.get(options.operator)
     most = reading.parse_seq(options.max_tokens)
     tokens, too_large = reading.parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)
+    if options.verify or options.state_every:
+        option = "--verify" if options.verify else "--state-every"
+        given = {"--packed": options.packed, "--cells": options.verify and options.cells}
+        if other := next((name for name, words in given.items() if words), ""):
+            raise reading.both(option, other)
+        tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
+    if options.verify:  # `fused` takes single steps
+        asked, too_large = replace(asked, match_with=asked.match_with or "fused"), ()
+        if asked.implementations == declared.COMPARED:
+            asked = replace(asked, implementations=("fused",))
     shapes = reading.parse_shapes(operator.generated, options.shape)
     against = [word.strip() for word in options.against.split(",") if word.strip()]
     if options.published is not None:  # gives one of them its checkout
@@ -359,7 +378,7 @@ def bench(options: declared.BenchOptions) -> tuple[declared.BenchOptions, tuple[
     request = replace(
         asked,
         measured=reading.expand(shapes, reading.parse_dtypes(options.dtype), tokens, options.layout, drawn),
-        baseline=options.baseline or next(iter(libraries), operator.baseline),
+        baseline=options.baseline or next(iter(libraries), "fused" if options.verify else operator.baseline),
         sizes=sizes or operator.generated.chunk_sizes,
     )
     return request, (*libraries, *asked.implementations, *also), too_large

@@ -27,7 +27,9 @@ class Inputs:
     operator: its name.  FIRST: the tensor that determines batch, length, dtype and device
     LINEAR: tensors that, multiplied together by a number, multiply the output by it: values, of the output's shape,
         then initial states, if there are any
-    states_shape: the shape of initial and final states
+    states_shape: the shape of initial states
+    state_every: positions; 1: after each one.  The states after so many of every sequence, and at its end, are wanted;
+        0: only those at the end.  Above 1 sequences are not packed
     """
 
     operator: ClassVar[str]
@@ -35,6 +37,7 @@ class Inputs:
     LINEAR: ClassVar[tuple[str, ...]]
     cu_seqlens: torch.Tensor | None
     states_shape: Any
+    state_every: int = 0
 
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
@@ -77,6 +80,8 @@ class Inputs:
             raise ValueError(f"{name} must be float64, float32, float16 or bfloat16, not {tensor.dtype}")
 
     def _check_sequences(self) -> None:
+        if self.state_every < 0 or (self.state_every > 1 and self.cu_seqlens is not None):
+            raise ValueError(f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}")
         if self.cu_seqlens is None:
             return
         if self._first.shape[0] != 1:
@@ -105,6 +110,13 @@ class Inputs:
     def sequences(self) -> int:
         """Independent sequences: the batch, or the packed ones."""
         return self._first.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def final_shape(self) -> tuple[int, ...]:
+        """The shape of the final states; with `state_every` a row for each state, sequence by sequence."""
+        if not self.state_every:
+            return tuple(self.states_shape)
+        return (self._first.shape[0] * -(-self.length // self.state_every), *self.states_shape[1:])
 
     @property
     def power_of_two_chunk(self) -> int:

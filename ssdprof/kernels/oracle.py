@@ -43,10 +43,11 @@ class OutputBlock(Span):
     """A block of the output, and the state after it.
 
     out:   (stop - start, heads, values), the output at positions start..stop of row `batch`
-    state: (heads, ...) after position stop - 1; the sequence's final state if it is the `last` block
+    state: (heads, ...) after position stop - 1
+    row:   of the call's final states, in which `state` is; None: in none of them
     """
 
-    last: bool
+    row: int | None
     out: torch.Tensor
     state: torch.Tensor
 
@@ -80,7 +81,8 @@ def blocks_of(
 ) -> Iterator[OutputBlock]:
     """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
-    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state.
+    Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state;
+    blocks also end where `state_every` wants one.
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <= ... = length.
 
     evaluate: (inputs, span, dtype, the state before it) -> out of the span, and the state after it
@@ -88,9 +90,14 @@ def blocks_of(
     states = initial_states(inputs, dtype)
     for span in sequences(inputs.sequences, inputs.length, inputs.cu_seqlens):
         state = states[span.sequence]
-        for part in span.cut(block):
-            out, state = evaluate(inputs, part, dtype, state)
-            yield OutputBlock(**vars(part), last=part.stop == span.stop, out=out, state=state)
+        every = inputs.state_every or max(span.length, 1)
+        for piece in span.cut(every):
+            row: int | None = span.sequence
+            if inputs.state_every:
+                row = piece.batch * -(-inputs.length // every) + piece.start // every if piece.length else None
+            for part in piece.cut(block):
+                out, state = evaluate(inputs, part, dtype, state)
+                yield OutputBlock(**vars(part), row=row if part.stop == piece.stop else None, out=out, state=state)
 
 
 def chunked(
@@ -98,18 +105,18 @@ def chunked(
     block: int = 2048,
 ) -> Output:  # fmt: skip
     """The blocks of `blocks_of` joined.  Output and final states in `dtype`."""
-    return output(*_joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype))
+    return output(*joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype))
 
 
-def _joined(
+def joined(
     inputs: Inputs, blocks: Iterable[OutputBlock], dtype: torch.dtype, state_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.empty(inputs.values.shape, dtype=dtype, device=inputs.values.device)
-    final_states = torch.empty(inputs.states_shape, dtype=state_dtype, device=inputs.values.device)
+    final_states = torch.empty(inputs.final_shape, dtype=state_dtype, device=inputs.values.device)
     for block in blocks:
         out[block.batch, block.start : block.stop] = block.out
-        if block.last:
-            final_states[block.sequence] = block.state
+        if block.row is not None:
+            final_states[block.row] = block.state
     return out, final_states
 
 
@@ -121,9 +128,13 @@ def register_oracle(operator: str, evaluate: Evaluate, output: Callable[..., Out
     )  # fmt: skip
 
     def run(inputs: Inputs, _precision: object = None) -> Output:
-        return output(*_joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32))
+        return output(*joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32))
 
-    register(Implementation(operator=operator, name="reference", run=run, plan=lambda _inputs, _precision: plan))
+    register(
+        Implementation(
+            operator=operator, name="reference", run=run, plan=lambda _inputs, _precision: plan, keeps=lambda _: True
+        )
+    )
     return run
 
 

@@ -38,6 +38,7 @@ class Implementation:
     cuts_operands: whether it declares that it cuts the operands of matrix products to tf32.
     neglects: the share of a state that it may drop where a sequence is cut; 0: none
     precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
+    keeps: (inputs with `state_every`) -> whether it returns all these states; else it is called once for each.
     copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and reads instead of them.
     """
 
@@ -52,6 +53,7 @@ class Implementation:
     needs_gpu: bool = False
     cuts_operands: bool = False
     neglects: float = 0.0
+    keeps: Callable[[Any], bool] = lambda _inputs: False
     precisions: Callable[[Any], tuple[Any, ...]] | None = None
     copies: Callable[[Any], Sequence[Any]] = lambda _inputs: ()
 

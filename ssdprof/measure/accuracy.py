@@ -28,6 +28,7 @@ import torch
 from ssdprof import operators
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
+from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence
 from ssdprof.operators.operator import OracleSpec, Output
@@ -103,12 +104,12 @@ def compare(
             {null: (_head_first(one.advance(span, gate)[0]) for one in several) for null, several in draws.items()},
             Region(shape=outs.shape, row=block.batch, positions=(block.start, block.stop), origin=origin),
         )
-        if block.last:
+        if block.row is not None:
             states.add(
                 block.state.flatten(1),
                 {precision: [state.flatten(1).double() for _, state in several] for precision, several in low.items()},
                 {null: [one.state.flatten(1).double() for one in several] for null, several in draws.items()},
-                Region(shape=states.shape, row=block.sequence, positions=None),
+                Region(shape=states.shape, row=block.row, positions=None),
             )
         if on_progress is not None:
             on_progress(block.stop - block.start)
@@ -445,13 +446,9 @@ def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 def oracle_output(inputs: Any) -> Output:
     """The oracle's out, in the dtype of the operator's output, and final states in fp32, computed in blocks."""
-    oracle, device = operators.get(inputs.operator).judged, inputs.device
-    out, final_states = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in oracle.forms(inputs))
-    for block in oracle.blocks(inputs, block_length(oracle, inputs, device)):
-        out[block.batch, block.start : block.stop] = block.out
-        if block.last:
-            final_states[block.sequence] = block.state
-    return out, final_states
+    oracle = operators.get(inputs.operator).judged
+    blocks = oracle.blocks(inputs, block_length(oracle, inputs, inputs.device))
+    return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

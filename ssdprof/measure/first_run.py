@@ -29,7 +29,7 @@ from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import Output, in_pieces, pieces
 
 _KNOWN = re.compile(
     rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|/site-packages/(torch|triton)/|/lib/python|^<"
@@ -65,7 +65,20 @@ class Call:
 
     @cached_property
     def run(self) -> Run:
-        return partial(self.implementation.run, self.inputs, self.precision)
+        one = self.implementation
+        if len(self._inputs) == 1:
+            return partial(one.run, self.inputs, self.precision)
+        return partial(in_pieces, one.run, self._inputs, self.precision)
+
+    @cached_property
+    def _inputs(self) -> list[Any]:
+        """Those of each call, but for their initial states."""
+        whole = not self.inputs.state_every or self.implementation.keeps(self.inputs)
+        return (
+            [self.inputs]
+            if whole
+            else pieces(self.inputs, operators.get(self.inputs.operator).binding.positional(self.inputs))
+        )
 
     @property
     def device(self) -> torch.device:
@@ -103,8 +116,9 @@ class Call:
 
         recording: AbstractContextManager[list[Launch]] = recorded_launches() if launches else nullcontext([])
         try:
-            plan = self.implementation.plan(self.inputs, self.precision)
-            fields |= {"variant": plan.variant, "plan": plan.reason}
+            plan = self.implementation.plan(self._inputs[0], self.precision)
+            each = f"{len(self._inputs):,} calls, one for each state, and copies that join the states; "
+            fields |= {"variant": plan.variant, "plan": each * (len(self._inputs) > 1) + plan.reason}
             self.precheck()
             with recording as launched:
                 output, workspace, late = run_and_measure(run, self.device)

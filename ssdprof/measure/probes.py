@@ -38,7 +38,7 @@ REPLACED_FROM = 257  # one past a border of chunks of 16 to 256
 LOUD_FACTOR, LOUD_SHARE = 2.0**40, 32
 NEGLIGIBLE = 2.0**-6  # of a rounding
 LOUD_PAST = "loud past"
-OF_THE_SAME_FORM = (REPEATS, "inputs unchanged", "causality", "doubling", LOUD_PAST)
+OF_THE_SAME_FORM = (REPEATS, "inputs unchanged", "causality", "doubling", LOUD_PAST, "single steps", "accepted tokens")
 
 
 class _NotApplicable(Exception):
@@ -100,7 +100,7 @@ class Prober:
 
     def _key(self, implementation: Implementation, inputs: Any) -> Hashable:
         dims = operators.get(inputs.operator).judged.dims(inputs)
-        kind = (dims.operator, *dims.sizes.items(), dims.dtype, dims.seqlen == 1, _packed(inputs))
+        kind = (dims.operator, *dims.sizes.items(), dims.dtype, dims.seqlen == 1, _packed(inputs), inputs.state_every)
         return implementation.name, kind
 
 
@@ -116,6 +116,9 @@ class _Laws:
     @property
     def tests(self) -> dict[str, Callable[[], str]]:
         """Name -> the first place that breaks the law; empty if none does."""
+        cuts = {"cut in two": self._cut_in_two}
+        if self.inputs.state_every == 1:
+            cuts = {"single steps": self._single_steps, "accepted tokens": self._accepted}
         return {
             REPEATS: lambda: _different(self._base, self._run(self.inputs)),
             "inputs unchanged": self._unchanged,
@@ -123,7 +126,7 @@ class _Laws:
             "sequence alone": self._alone,
             "causality": self._causality,
             "doubling": self._doubling,
-            "cut in two": self._cut_in_two,
+            **cuts,
             "edge inputs": lambda: self._first_judged(
                 operators.get(self.inputs.operator).generated.edges(self.inputs), "no edge inputs could be tried"
             ),
@@ -241,8 +244,7 @@ class _Laws:
         middle = whole.length // 2 // chunk * chunk or whole.length // 2
         if not middle or len(self._one.LINEAR) == 1:
             raise _NotApplicable("the sequences are too short, or have no initial state")
-        shape = operator.judged.forms(self._one)[1].shape
-        state = {self._one.LINEAR[1]: torch.zeros(shape, device=self._one.device)}
+        state = {self._one.LINEAR[1]: torch.zeros(self._one.states_shape, device=self._one.device)}
         before, after = replace(whole, stop=middle), replace(whole, start=middle)
         first, second = (_joined(self._one, [part], packed=False) for part in (before, after))
         return first, replace(second, **state)
@@ -270,14 +272,15 @@ class _Laws:
         ours, other = self._run(self._several), self._run(_louder(self._several, spans[::2], self._leak_factor))
         for one in spans[::2]:
             other[0][one.batch, one.start : one.stop] = ours[0][one.batch, one.start : one.stop]
-            other[1][one.sequence] = ours[1][one.sequence]
+            rows = _rows(self._several, one)
+            other[1][rows] = ours[1][rows]
         return self._bits(ours, other, "a sequence depends on others")
 
     def _alone(self) -> str:
         last = _spans(self._several)[-1]
         one = _joined(self._several, [last], packed=False)
         together, alone = self._run(self._several), self._run(one)
-        same = together[0][last.batch, last.start : last.stop][None], together[1][-1:]
+        same = together[0][last.batch, last.start : last.stop][None], together[1][_rows(self._several, last)]
         if not (words := _different(same, alone)):
             return ""
         # tiles may depend on the shape
@@ -307,6 +310,29 @@ class _Laws:
         first = self._run(self._halves[0])
         second = self._run(replace(self._halves[1], **{self.inputs.LINEAR[1]: first[1]}))
         return self._judged(self._one, (torch.cat([first[0], second[0]], 1), second[1]))
+
+    def _single_steps(self) -> str:
+        (whole,) = _spans(self._one)
+        out: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
+        state = self._one.initial
+        for start in range(whole.length):
+            step = _joined(self._one, [replace(whole, start=start, stop=start + 1)], packed=False)
+            for one, found in zip((out, states), self._run(replace(step, **{self._one.LINEAR[1]: state})), strict=True):
+                one.append(found)
+            state = states[-1]
+        return self._judged(self._one, (torch.cat(out, 1), torch.cat(states)))
+
+    def _accepted(self) -> str:
+        """The next tokens begin with the state that was kept after any of the drafted ones."""
+        (whole,), (out, states) = _spans(self._one), self._run(self._one)
+        for kept in range(1, whole.length):
+            rest = _joined(self._one, [replace(whole, start=kept)], packed=False)
+            more = self._run(replace(rest, **{self._one.LINEAR[1]: states[kept - 1 : kept]}))
+            joined = torch.cat([out[:, :kept], more[0]], 1), torch.cat([states[:kept], more[1]])
+            if why := self._judged(self._one, joined):
+                return f"after {kept} accepted tokens: {why}"
+        return ""
 
     @property
     def _limit(self) -> str:
@@ -351,6 +377,15 @@ def _spans(inputs: Any) -> list[Span]:
     if _packed(inputs):
         rows = [(0, start, stop) for start, stop in pairwise(inputs.cu_seqlens.tolist())]
     return [Span(sequence=i, batch=row, start=start, stop=stop) for i, (row, start, stop) in enumerate(rows)]
+
+
+def _rows(inputs: Any, span: Span) -> slice:
+    """The rows of a sequence in the final states."""
+    every, length = inputs.state_every, inputs.values.shape[1]
+    if not every:
+        return slice(span.sequence, span.sequence + 1)
+    first = span.batch * -(-length // every)
+    return slice(first + span.start // every, first - -span.stop // every)
 
 
 def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:

@@ -313,7 +313,7 @@ def draw(cell: Cell, device: torch.device, *, kind: str = "GDNInputs", gates: Ca
         q=q, k=k, v=v, g=g, beta=(largest_beta * normal(*v.shape[:3]).sigmoid()).to(dtype_named(cell.dtype)),
         use_qk_l2norm=NORMALISED not in cell.drawn,
         initial_state=normal(cell.tokens.sequences, heads, key_dim, value_dim) if cell.tokens.states else None,
-        cu_seqlens=generate.cu_seqlens(cell, device),
+        cu_seqlens=generate.cu_seqlens(cell, device), state_every=cell.tokens.state_every,
     )  # fmt: skip
 
 

@@ -43,12 +43,13 @@ class Shape:
 class Tokens:
     """A batch of sequences of one length, or `packed` sequences of random lengths up to `seqlen`.
 
-    shortest: least length of packed sequences.
+    shortest: least length of packed sequences.  state_every: of the inputs.
     """
 
     sequences: int
     seqlen: int
     shortest: int | None = None
+    state_every: int = 0
 
     @property
     def packed(self) -> bool:
@@ -77,7 +78,8 @@ class Tokens:
     def __str__(self) -> str:
         if self.shortest is not None:
             return f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"
-        return f"{self.sequences} x {self.seqlen:,}"
+        kept = {0: "", 1: ", every state"}.get(self.state_every, f", state every {self.state_every:,}")
+        return f"{self.sequences} x {self.seqlen:,}{kept}"
 
 
 @dataclass(frozen=True, kw_only=True)

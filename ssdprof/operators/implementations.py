@@ -239,7 +239,8 @@ def source_files(several: Iterable[Implementation]) -> list[Path]:
 def own_implementation(operator: Operator[Any], name: str, function: Callable[..., Any]) -> Implementation:
     """The function as an implementation of the operator, at every precision if it has a parameter of that name.
 
-    Its attribute `operand_precision = "tf32"` declares that it cuts the operands of matrix products.
+    Its attribute `operand_precision = "tf32"` declares that it cuts the operands of matrix products, and
+    `keeps_states = True` that it returns the states that `Inputs.state_every` asks for.
     Raises BadInputError for another value.
     """
     declared = getattr(function, "operand_precision", None)
@@ -274,6 +275,7 @@ def own_implementation(operator: Operator[Any], name: str, function: Callable[..
             variant=name, launches=0, reason="declares operands cut to tf32" if declared else ""
         ),
         cuts_operands=declared is not None,
+        keeps=lambda _: getattr(function, "keeps_states", False),
         kind="own",
         version=name,
         precisions=None if has_precision else lambda _dtype: (EXACT_FP32,),

@@ -8,7 +8,8 @@
     tuning      what `ssdprof tune` may vary                         `tuning.py`
 
 Every operator's output is (out, final_states): out (b, l, h, ...) in the inputs' dtype, final_states
-(sequences, h, ...) in fp32.  Reports call them by these names whatever the operator's own names are.
+(sequences, h, ...) in fp32, or with a row for each state that `Inputs.state_every` asks for.  Reports call them by
+these names whatever the operator's own names are.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class OracleSpec(Generic[I]):
     def forms(self, inputs: Any) -> Output:
         """out and final_states on the meta device: their shapes and dtypes; the latter is fp32."""
         values = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
-        return values, torch.empty(inputs.states_shape, dtype=torch.float32, device="meta")
+        return values, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
 
     def rounded(self, inputs: Any, precision: kernels.Precision) -> rounding.Rounded:
         """The same operator with every rounding that the precision allows."""
@@ -284,6 +285,41 @@ def from_call(kind: type[I], **given: Any) -> I:
     operator, and are dropped."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in given.items() if name in names})
+
+
+# --- states that are kept on the way
+
+
+def pieces(inputs: Any, given: Mapping[str, torch.Tensor]) -> list[Any]:
+    """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial states of the whole.
+
+    given: `CallBinding.positional`.
+    """
+    if inputs.cu_seqlens is not None:
+        raise registry.UnsupportedError("it returns final states only, and packed sequences are not cut")
+    every = inputs.state_every
+    cuts = [slice(start, start + every) for start in range(0, inputs.length, every)]
+    return [replace(inputs, state_every=0, **{name: one[:, cut] for name, one in given.items()}) for cut in cuts]
+
+
+def in_pieces(run: Callable[..., Output], several: Sequence[Any], precision: kernels.Precision) -> Output:
+    """The calls, each with the states that the one before left, and their outputs joined."""
+    found: list[Output] = []
+    for inputs in several:
+        state = {inputs.LINEAR[1]: found[-1][1]} if found else {}
+        found.append(run(replace(inputs, **state), precision))
+    outs, states = zip(*found, strict=True)
+    return torch.cat(outs, 1), torch.stack(states, 1).flatten(0, 1)
+
+
+def drafted(inputs: Any, binding: CallBinding[Any], count: int) -> Any:
+    """The last `count` positions of every sequence of a batch, after the states of those before, with the state after
+    each."""
+    before, last = (
+        replace(inputs, **{name: one[:, cut] for name, one in binding.positional(inputs).items()})
+        for cut in (slice(None, -count), slice(-count, None))
+    )
+    return replace(last, state_every=1, **{inputs.LINEAR[1]: binding.replacement(before)[1]})
 
 
 # --- our kernels in a model

@@ -292,7 +292,7 @@ def draw(cell: Cell, device: torch.device) -> kernels.SSDInputs:
         x=x, dt=dt, A=generate.uniform(h, FASTEST, SLOWEST, generator), B=B, C=C, chunk_size=CHUNK_SIZES[0],
         D=normal(h), dt_bias=dt_bias, dt_softplus=True,
         initial_states=normal(cell.tokens.sequences, h, p, n) if cell.tokens.states else None,
-        cu_seqlens=generate.cu_seqlens(cell, device),
+        cu_seqlens=generate.cu_seqlens(cell, device), state_every=cell.tokens.state_every,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ _SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
 }
-_PLACES = {"packed": "packed sequences", "chunk": "chunk"}  # of positions
+_PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted tokens"}  # of positions
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]

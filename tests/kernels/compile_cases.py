@@ -230,7 +230,8 @@ def gdn_hopper(case: GDNCase, config: GDNHopperConfig) -> None:
 
 def gdn_recurrent(case: GDNCase, *, wide: bool = False) -> None:
     inputs = on_meta(case.inputs())
-    GDNRecurrentLaunch(inputs, blocks_of(inputs, wide=wide), every_state=wide)(inputs)
+    inputs = replace(inputs, state_every=int(wide))
+    GDNRecurrentLaunch(inputs, blocks_of(inputs, wide=wide))(inputs)
 
 
 def gdn_step(case: GDNCase) -> None:

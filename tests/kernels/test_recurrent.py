@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernel_cases import BF16, FP16, FP32, GDNCase, SSDCase, assert_close, with_state
+from kernel_cases import BF16, FP16, FP32, TOKENS, GDNCase, KDACase, SSDCase, assert_close, with_state
 
 from ssdprof.kernels import Precision, gdn_recurrent, get, ssd_recurrent
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 
+BATCH = dict(batch=2, seqlen=6)
 OPERATORS = pytest.mark.parametrize("operator", ["ssd", "gdn"])
 RECURRENT: dict[str, Any] = dict(ssd=ssd_recurrent, gdn=gdn_recurrent)
 ORACLE: dict[str, Any] = dict(ssd=ssd_recurrence, gdn=gdn_recurrence)
@@ -75,23 +76,26 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
         run(with_state(inputs, state[:1].expand(state.shape)), in_place=True)
 
 
-@pytest.mark.parametrize("many", [512, 1])
-def test_every_state(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state after a token is the final state of a call that ends there; packed, each sequence's last is final."""
-    inputs = GDNCase(batch=2, seqlen=6, values_per_key=2, value_dim=20, initial_states=True).inputs()
+@pytest.mark.parametrize(("operator", "many"), [("gdn", 512), ("gdn", 1), ("kda", 1), ("ssd", 512)])
+def test_every_state(operator: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row for a token is the final state of a call that ends there; packed, each sequence's last is final."""
     monkeypatch.setattr("ssdprof.kernels.gdn.recurrent.MANY_HEADS", many)
-    out, states = gdn_recurrent(inputs, every_state=True)
-    assert torch.equal(states, gdn_recurrent(inputs, every_state=True, batch_invariant=True).final_states)
-    assert torch.equal(out, gdn_recurrent(inputs).out)
+    case: Any = dict(gdn=GDNCase(values_per_key=2, value_dim=20), kda=KDACase(value_dim=20), ssd=SSDCase(heads=4))[
+        operator
+    ]
+    inputs, packed = (case.but(initial_states=True, **own).inputs() for own in (BATCH, dict(lengths=(0, 3, 0, 6))))
+    run = get(operator, "recurrent").run
+    out, states = run(replace(inputs, state_every=1), Precision())
+    assert torch.equal(out, run(inputs, Precision()).out)
     for end in range(1, 7):
-        cut = {name: getattr(inputs, name)[:, :end] for name in ("q", "k", "v", "g", "beta")}
-        expected = gdn_recurrence(replace(inputs, **cut)).final_states
-        torch.testing.assert_close(states[:, end - 1].double(), expected, rtol=1e-6, atol=1e-6)
-    packed = GDNCase(lengths=(0, 3, 0, 6), initial_states=True).inputs()
-    final_states = gdn_recurrent(packed).final_states
-    assert torch.equal(gdn_recurrent(packed, every_state=True).final_states[0, [2, 8]], final_states[[1, 3]])
-    with pytest.raises(ValueError, match="every_state"):
-        gdn_recurrent(inputs, in_place=True, every_state=True)
+        cut = replace(inputs, **{name: getattr(inputs, name)[:, :end] for name in TOKENS[type(inputs)] if name != "z"})
+        expected = get(operator, "reference").run(cut, Precision()).final_states
+        torch.testing.assert_close(states.unflatten(0, (2, 6))[:, end - 1], expected, rtol=1e-6, atol=1e-6)
+    final_states = run(packed, Precision()).final_states
+    assert torch.equal(run(replace(packed, state_every=1), Precision()).final_states[[2, 8]], final_states[[1, 3]])
+    if operator != "kda":
+        with pytest.raises(ValueError, match="state_every"):
+            RECURRENT[operator](replace(inputs, state_every=1), in_place=True)
 
 
 @pytest.mark.parametrize("name", ["unfused", "recurrent"])

@@ -58,15 +58,15 @@ def test_blocks_tile_every_sequence(lengths: list[int], block: int) -> None:
     blocks = list(ssd_blocks(inputs, block=block))
     assert [b.stop - b.start for b in blocks] == [len(b.out) for b in blocks]
     assert all(b.stop - b.start <= block for b in blocks)
-    final_states = torch.stack([b.state for b in blocks if b.last])
-    assert [b.sequence for b in blocks if b.last] == list(range(len(lengths)))
+    final_states = torch.stack([b.state for b in blocks if b.row is not None])
+    assert [b.sequence for b in blocks if b.row is not None] == list(range(len(lengths)))
     found = SSDOutput(torch.cat([b.out for b in blocks])[None], final_states)
     assert_close(found, ssd_recurrence(inputs), FP64_ROUNDING)
 
 
 def test_blocks_are_made_when_asked_for() -> None:
     first = next(iter(ssd_blocks(SSDCase(seqlen=70).inputs(), block=64)))
-    assert (first.start, first.stop, first.last) == (0, 64, False)
+    assert (first.start, first.stop, first.row) == (0, 64, None)
 
 
 @pytest.mark.parametrize(("recurrence", "chunked", "case"), [

@@ -78,7 +78,13 @@ def blocks(inputs: ToyInputs, length: int) -> Iterator[OutputBlock]:
                 state = state * inputs.a[row, t, :, None].double().exp() + inputs.x[row, t].double()
                 out.append(state)
             yield OutputBlock(
-                sequence=row, batch=row, start=start, stop=stop, last=stop == seqlen, out=torch.stack(out), state=state
+                sequence=row,
+                batch=row,
+                start=start,
+                stop=stop,
+                row=row if stop == seqlen else None,
+                out=torch.stack(out),
+                state=state,
             )
 
 

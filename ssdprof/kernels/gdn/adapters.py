@@ -29,6 +29,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 HEAD_DIM = 128  # the only K and V of some libraries
+CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
 MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}  # the module to pass to `load_fla...`
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
@@ -128,17 +129,23 @@ def load_flashinfer() -> Implementation:
             cu_seqlens = torch.arange(inputs.sequences + 1, device=inputs.q.device) * inputs.length
         v = inputs.v.flatten(0, 1).contiguous()
         states = None if states is None else states.float().mT.contiguous()
+        kept, every, more = None, inputs.state_every, dict[str, Any]()
+        if every:
+            count, (heads, key_dim, value_dim) = inputs.length // every, inputs.states_shape[1:]
+            kept = torch.empty(inputs.sequences * count, heads, value_dim, key_dim, device=v.device)
+            starts = torch.arange(inputs.sequences + 1, device=v.device) * count
+            more = dict(state_checkpoints=kept, checkpoint_cu_starts=starts, checkpoint_every_n_tokens=every)
         run = partial(
             function, inputs.q.flatten(0, 1).contiguous(), inputs.k.flatten(0, 1).contiguous(), v,
             inputs.g.float().clamp(max=0).exp().flatten(0, 1).contiguous(),
             inputs.beta.float().flatten(0, 1).contiguous(), initial_state=states, scale=inputs.scale_or_default,
             output_final_state=True, cu_seqlens=cu_seqlens.long(), use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
-            backend="flashinfer",
+            backend="flashinfer", **more,
         )  # fmt: skip
 
         def call() -> GDNOutput:
             out, final_states = run()
-            return GDNOutput(out.view(shape), final_states.mT)
+            return GDNOutput(out.view(shape), (final_states if kept is None else kept).mT)
 
         return call, (v, states)
 
@@ -146,7 +153,15 @@ def load_flashinfer() -> Implementation:
         reason = "the decays, beta in fp32 and V-first states are prepared outside of its time"
         return Plan(variant="cute", launches=1 + int(inputs.use_qk_l2norm), reason=reason)
 
-    return _prepared_kernel("flashinfer", partial(_refuse_unlike_128, "flashinfer"), prepare, plan)
+    def refuse(inputs: GDNInputs, precision: Precision) -> None:
+        _refuse_unlike_128("flashinfer", inputs, precision)
+        every = inputs.state_every
+        if every and (inputs.cu_seqlens is not None or every % CHECKPOINT or inputs.length % every):
+            raise UnsupportedError(
+                f"flashinfer: states after multiples of {CHECKPOINT} tokens that divide the sequences"
+            )
+
+    return replace(_prepared_kernel("flashinfer", refuse, prepare, plan), keeps=lambda _: True)
 
 
 def load_flashinfer_mtp() -> Implementation:
@@ -158,19 +173,26 @@ def load_flashinfer_mtp() -> Implementation:
         if inputs.beta.max() > 1:
             raise UnsupportedError("flashinfer_mtp: beta is at most 1")
         n, device = inputs.sequences, inputs.q.device
+        (length, heads), (key_dim, value_dim) = inputs.v.shape[1:3], inputs.states_shape[2:]
         slots = torch.arange(n, dtype=torch.int32, device=device)
-        pool = inputs.initial_state.float().mT.repeat(2, 1, 1, 1)  # it reads the first half and writes the second
-        zeros, v = torch.zeros(inputs.v.shape[2], device=device), inputs.v.contiguous()
+        # without states to keep it reads the first half and writes the second
+        pool = inputs.initial_state.float().mT.repeat(1 if inputs.state_every else 2, 1, 1, 1)
+        zeros, v = torch.zeros(heads, device=device), inputs.v.contiguous()
         # it computes g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b)
         a, b = inputs.g.double().neg().expm1().log().float(), inputs.beta.double().logit().float()
         run = partial(
             function, inputs.q.contiguous(), inputs.k.contiguous(), v, pool, slots, zeros, a, zeros, b,
-            scale=inputs.scale_or_default, disable_state_update=False, use_qk_l2norm=inputs.use_qk_l2norm,
-            output_state_indices=slots + n,
+            scale=inputs.scale_or_default, disable_state_update=bool(inputs.state_every),
+            use_qk_l2norm=inputs.use_qk_l2norm,
         )  # fmt: skip
+        kept = torch.empty(n, length, heads, value_dim, key_dim, device=device) if inputs.state_every else None
 
         def call() -> GDNOutput:
-            out, states = run(output=torch.empty_like(v))
+            new = torch.empty_like(v)
+            if kept is not None:
+                run(output=new, intermediate_states_buffer=kept)
+                return GDNOutput(new, kept.flatten(0, 1).mT)
+            out, states = run(output=new, output_state_indices=slots + n)
             return GDNOutput(out, states[n:].mT)
 
         return call, (v, pool[:n])
@@ -180,9 +202,14 @@ def load_flashinfer_mtp() -> Implementation:
         if inputs.cu_seqlens is not None or inputs.initial_state is None or not 1 < inputs.length <= MOST_STEPS:
             raise UnsupportedError(f"flashinfer_mtp: 2 to {MOST_STEPS} tokens of each sequence, with initial states")
 
+        if inputs.state_every > 1:
+            raise UnsupportedError("flashinfer_mtp: the state after every token, or only at the end")
+
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
-    return _prepared_kernel("flashinfer_mtp", refuse, prepare, plan)
+    return replace(
+        _prepared_kernel("flashinfer_mtp", refuse, prepare, plan), keeps=lambda inputs: inputs.state_every == 1
+    )
 
 
 _Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]  # v and the states as the call reads them

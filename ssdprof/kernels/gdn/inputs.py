@@ -14,7 +14,7 @@ MAX_DIM = 256  # largest K and V
 
 
 class GDNOutput(NamedTuple):
-    """out: shape and dtype of v.  final_states: (sequences, HV, K, V) fp32."""
+    """out: shape and dtype of v.  final_states: (sequences, HV, K, V) fp32, or more with state_every."""
 
     out: torch.Tensor
     final_states: torch.Tensor
@@ -38,6 +38,7 @@ class GDNInputs(Inputs):
     chunk_size: positions per chunk of the chunked algorithm; a power of two, at least 16
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to T, on q's device: then B = 1 and sequence i is
         q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  The host does not read its values.
+    state_every: N: the states after every N positions and at the end are wanted, (B * ceil(T / N), HV, K, V)
     q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
@@ -56,6 +57,7 @@ class GDNInputs(Inputs):
     use_qk_l2norm: bool = False
     chunk_size: int = 64
     cu_seqlens: torch.Tensor | None = None
+    state_every: int = 0
 
     def check(self, *, state_v_first: bool = False) -> None:
         """Raises ValueError, naming the argument that does not fit the others.
@@ -110,6 +112,7 @@ class GDNInputs(Inputs):
         return (
             *map(tensor_signature, (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens)),
             None if self.scale is None else float(self.scale), bool(self.use_qk_l2norm), self.chunk_size,
+            self.state_every,
         )  # fmt: skip
 
     @property
@@ -119,7 +122,7 @@ class GDNInputs(Inputs):
 
     @property
     def states_shape(self) -> tuple[int, int, int, int]:
-        """Shape of initial and final states: (sequences, HV, K, V)."""
+        """Shape of initial states: (sequences, HV, K, V)."""
         return (self.sequences, self.v.shape[2], self.q.shape[3], self.v.shape[3])
 
     @property

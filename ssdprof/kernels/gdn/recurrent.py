@@ -19,7 +19,7 @@ Kimi Delta Attention is the same with g (B, T, HV, K): a decay for every row of 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
       cu_seqlens (sequences + 1)
 Out:  out (B, T, HV, V), v's dtype | final states (sequences, HV, K, V) fp32, or initial_state itself, in place, or
-      the states after every token (B, T, HV, K, V)
+      the states after every token (B * T, HV, K, V)
 Grid: (sequences * HV * slices of V), slices fastest, then heads.
 Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), equation 10.
 """
@@ -148,20 +148,18 @@ class GDNRecurrentLaunch:
     """A call without its tensors.  It serves all inputs of one `GDNInputs.signature`, and keeps none of them."""
 
     def __init__(
-        self, inputs: GDNInputs, blocks: dict[str, int], *, in_place: bool = False, every_state: bool = False,
-        state_v_first: bool = False,
-    ) -> None:  # fmt: skip
+        self, inputs: GDNInputs, blocks: dict[str, int], *, in_place: bool = False, state_v_first: bool = False
+    ) -> None:
         self._in_place = in_place
         self._index, self._device = inputs.q.get_device(), inputs.q.device
-        shape, inner = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-        if every_state:
-            shape = (*inputs.v.shape[:2], *shape[1:])
-            inner = (inputs.v.shape[1] * inner[0], *inner)
-        self._states = shape, inner
+        inner = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+        self._states = inputs.final_shape, inner
         self._programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
         new = torch.empty(inputs.v.shape, device="meta")
         initial = strides_of(inputs.initial_state)
         states = initial if in_place else inner
+        if inputs.state_every:
+            states = (inputs.length * inner[0], *inner)
         tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
         self._launcher = Launcher(
             _gdn_recurrent_kernel,
@@ -171,7 +169,7 @@ class GDNRecurrentLaunch:
                 VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
                 BLOCK_V=blocks["block_v"], BLOCK_T=blocks["block_t"], INITIAL_STRIDES=initial[-2:],
                 STATES_STRIDES=states[-2:],
-                PER_CHANNEL=inputs.g.ndim == 4, EVERY_STATE=every_state, L2NORM=bool(inputs.use_qk_l2norm),
+                PER_CHANNEL=inputs.g.ndim == 4, EVERY_STATE=bool(inputs.state_every), L2NORM=bool(inputs.use_qk_l2norm),
                 num_warps=blocks["num_warps"],
             ),
         )  # fmt: skip
@@ -194,33 +192,30 @@ class GDNRecurrentLaunch:
 _launches: LaunchCache[GDNRecurrentLaunch] = LaunchCache()
 
 
-def gdn_recurrent(
-    inputs: GDNInputs, *, in_place: bool = False, every_state: bool = False, batch_invariant: bool = False
-) -> GDNOutput:
+def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, batch_invariant: bool = False) -> GDNOutput:
     """Output in v's dtype, final states in fp32.  Takes T dependent steps, and so is meant for short T.
 
     in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is returned.
-    every_state: the states after each token, (B, T, HV, K, V) fp32, instead of the final states: to verify drafted
-        tokens, of which only some may stay.  Its last bits depend on whether the sequences have 512 heads together;
-        with batch_invariant they do not.
+    batch_invariant: the last bits of every state do not depend on whether the sequences have 512 heads together.
 
-    Raises ValueError if in_place has no initial_state to write to, an expanded one, or is asked for with every_state,
+    Raises ValueError if in_place has no initial_state to write to, an expanded one, or inputs.state_every,
     and UnsupportedError if the kernel cannot run.
     """
-    if in_place and (inputs.initial_state is None or every_state):
-        raise ValueError("in_place needs an initial_state to write to, and writes one state: no every_state")
+    if in_place and (inputs.initial_state is None or inputs.state_every):
+        raise ValueError("in_place needs an initial_state to write to, and writes one state: no state_every")
     refuse_gradient("recurrent", vars(inputs).values())
-    wide = every_state and not batch_invariant and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
-    key = inputs.signature, in_place, every_state, wide
-    return _launches.get(key, _prepare, inputs, in_place, every_state, wide)(inputs)
+    wide = inputs.state_every == 1 and not batch_invariant and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
+    return _launches.get((inputs.signature, in_place, wide), _prepare, inputs, in_place, wide)(inputs)
 
 
-def _prepare(inputs: GDNInputs, in_place: bool, every_state: bool, wide: bool) -> GDNRecurrentLaunch:
+def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> GDNRecurrentLaunch:
     inputs.check()
+    if inputs.state_every > 1:
+        raise UnsupportedError("recurrent: the state after every token, or only at the end")
     refuse_device("recurrent", inputs.q)
     if in_place and is_expanded(inputs.initial_state):
         raise ValueError("in_place cannot write to an expanded initial_state: pass initial_state.contiguous()")
-    return GDNRecurrentLaunch(inputs, blocks_of(inputs, wide=wide), in_place=in_place, every_state=every_state)
+    return GDNRecurrentLaunch(inputs, blocks_of(inputs, wide=wide), in_place=in_place)
 
 
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:
@@ -231,7 +226,15 @@ def plan(inputs: GDNInputs, precision: Precision) -> Plan:
     )  # fmt: skip
 
 
-register(Implementation(operator="gdn", name="recurrent", run=lambda inputs, _: gdn_recurrent(inputs), plan=plan))
+register(
+    Implementation(
+        operator="gdn",
+        name="recurrent",
+        run=lambda inputs, _: gdn_recurrent(inputs),
+        plan=plan,
+        keeps=lambda inputs: inputs.state_every == 1,
+    )
+)
 
 
 # --- a step in three launches

@@ -12,7 +12,8 @@ from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, tensor_signature
 
 
 class SSDOutput(NamedTuple):
-    """out: shape and dtype of x.  final_states: (b, h, p, n) fp32, or (sequences, h, p, n) for packed inputs."""
+    """out: shape and dtype of x.  final_states: (b, h, p, n) fp32, or (sequences, h, p, n) for packed inputs;
+    more with state_every."""
 
     out: torch.Tensor
     final_states: torch.Tensor
@@ -28,6 +29,7 @@ class SSDInputs(Inputs):
     initial_states: (b, h, p, n); one per sequence if packed
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence i is
         x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
+    state_every: N: the states after every N positions and at the end are wanted, (b * ceil(l / N), h, p, n)
     x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.
@@ -49,6 +51,7 @@ class SSDInputs(Inputs):
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     initial_states: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
+    state_every: int = 0
 
     def check(self) -> None:
         if self.x.ndim != 4:
@@ -88,7 +91,7 @@ class SSDInputs(Inputs):
         return (
             *map(tensor_signature, (self.x, self.dt, self.A, self.B, self.C)),
             *map(tensor_signature, (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens)),
-            self.chunk_size, bool(self.dt_softplus), *map(float, self.dt_limit),
+            self.chunk_size, bool(self.dt_softplus), *map(float, self.dt_limit), self.state_every,
         )  # fmt: skip
 
     @property
@@ -98,7 +101,7 @@ class SSDInputs(Inputs):
 
     @property
     def states_shape(self) -> tuple[int, int, int, int]:
-        """The shape of initial and final states, (sequences, h, p, n)."""
+        """The shape of initial states, (sequences, h, p, n)."""
         return (self.sequences, self.x.shape[2], self.x.shape[3], self.B.shape[3])
 
     @property

@@ -9,7 +9,8 @@ unfused_step         one position in two launches: the first writes the state, t
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
       initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
-Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32, or initial_states itself, in place
+Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32, or initial_states itself, in place, or
+      the states after every position (b * l, h, p, n)
 Grid: (sequences * h * slices of p), slices fastest, then heads.
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 """
@@ -135,21 +136,29 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
             z = tl.load(z_ptr + step * z_strides[1], mask=m_p, other=0.0).to(tl.float32)
             out *= z / (1.0 + tl.exp2(-z * LOG2_E))
         tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_p)
+        if S.EVERY_STATE:
+            index = (i_b * seqlen + begin + step, i_h, o_p[:, None], o_n[None, :])
+            tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
 
     # stage setup.store
-    index = (sequence, i_h, o_p[:, None], o_n[None, :])
-    final = final_states_ptr + ptr_offset(index, final_states_strides)
-    tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
+    if not S.EVERY_STATE:
+        index = (sequence, i_h, o_p[:, None], o_n[None, :])
+        final = final_states_ptr + ptr_offset(index, final_states_strides)
+        tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
 
 
 def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> SSDLaunch:
     new = torch.empty(inputs.x.shape, device="meta")
-    final = inputs.initial_states if in_place else torch.empty(inputs.states_shape, device="meta")
+    final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
     strides = strides_of_each(*_tensors(inputs, new, final))
     scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit))
-    sizes = BufferSizes(final_states=None if in_place else inputs.states_shape)
+    sizes = BufferSizes(final_states=None if in_place else inputs.final_shape)
     return SSDLaunch(
-        Launcher(_ssd_recurrent_kernel, scalars, _options(inputs)), _programs(inputs), inputs, sizes, _tensors
+        Launcher(_ssd_recurrent_kernel, scalars, dict(_options(inputs), EVERY_STATE=bool(inputs.state_every))),
+        _programs(inputs),
+        inputs,
+        sizes,
+        _tensors,
     )
 
 
@@ -169,11 +178,12 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
 
     in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is returned.
 
-    Raises ValueError if in_place has no initial_states to write to, or expanded ones, and UnsupportedError for N above
-    MAX_DSTATE, for inputs that require a gradient, and, outside Triton's interpreter, for tensors not on a GPU.
+    Raises ValueError if in_place has no initial_states to write to, expanded ones, or inputs.state_every, and
+    UnsupportedError for N above MAX_DSTATE, for inputs that require a gradient, and, outside Triton's interpreter, for
+    tensors not on a GPU.
     """
-    if in_place and inputs.initial_states is None:
-        raise ValueError("in_place needs initial_states to write to")
+    if in_place and (inputs.initial_states is None or inputs.state_every):
+        raise ValueError("in_place needs initial_states to write to, and writes one state: no state_every")
     refuse_gradient("recurrent", _tensors(inputs))
     return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
@@ -181,6 +191,8 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
 def _prepare(inputs: SSDInputs, in_place: bool) -> SSDLaunch:
     inputs.check()
     _refuse_unsupported("recurrent", inputs)
+    if inputs.state_every > 1:
+        raise UnsupportedError("recurrent: the state after every token, or only at the end")
     if in_place and is_expanded(inputs.initial_states):
         raise ValueError("in_place cannot write to expanded initial_states: pass initial_states.contiguous()")
     return recurrent_launch(inputs, in_place=in_place)
@@ -298,7 +310,10 @@ def _register(name: str, function: Callable[[SSDInputs], SSDOutput]) -> None:
     def run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         return function(inputs)
 
-    register(Implementation(operator="ssd", name=name, run=run, plan=partial(plan, name)))
+    def keeps(inputs: SSDInputs) -> bool:
+        return name == "recurrent" and inputs.state_every == 1
+
+    register(Implementation(operator="ssd", name=name, run=run, plan=partial(plan, name), keeps=keeps))
 
 
 _register("recurrent", ssd_recurrent)

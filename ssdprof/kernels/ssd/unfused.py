@@ -459,6 +459,9 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     del states  # CB can reuse its memory
     CB = bmm_chunk(inputs, chunks, precision)
     out = chunk_scan(inputs, dt, dA_cumsum_log2, prev_states, CB, chunks)
+    if inputs.state_every:
+        step = inputs.state_every // chunks.size
+        final_states = torch.cat([prev_states[:, step::step].float(), final_states[:, None]], 1).flatten(0, 1)
     return SSDOutput(out, final_states)
 
 
@@ -496,4 +499,9 @@ def _refuse_unsupported(inputs: SSDInputs) -> None:
     refuse_device("unfused", inputs.x, oldest=(0, 0))
 
 
-register(Implementation(operator="ssd", name="unfused", run=run, plan=plan))
+def _keeps(inputs: SSDInputs) -> bool:
+    """States between chunks are in memory anyway."""
+    return inputs.cu_seqlens is None and inputs.state_every % inputs.power_of_two_chunk == 0
+
+
+register(Implementation(operator="ssd", name="unfused", run=run, plan=plan, keeps=_keeps))

@@ -1,0 +1,200 @@
+"""`--verify`: a few drafted tokens with the state after each.  The faults that servers had are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from command_line import Answer
+from fakes import RAN, noting, pretend_gpu
+from measure.test_probes import probed
+
+from ssdprof import kernels, operators
+from ssdprof.kernels import registry
+from ssdprof.kernels.device import INTERPRETED
+from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.registry import Implementation
+from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.store.reports import load
+
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU"),
+    pytest.mark.usefixtures("in_empty_folder"),
+]
+NAMES = {"single steps", "accepted tokens"}
+SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}  # square states: exchanged axes have their shape
+Output = tuple[torch.Tensor, torch.Tensor]
+
+
+def states(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Callable[[Any], Output]], Output]:
+    """A kernel whose kept states, (sequences, tokens, heads, ., .), are changed."""
+
+    def kernel(inputs: Any, right: Callable[[Any], Output]) -> Output:
+        out, kept = right(inputs)
+        of_sequences = kept.unflatten(0, (inputs.sequences, inputs.length))
+        return out, change(of_sequences).flatten(0, 1).contiguous()
+
+    return kernel
+
+
+def reads(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, Callable[[Any], Output]], Output]:
+    """A kernel that reads other initial states."""
+    return lambda inputs, right: right(replace(inputs, **{inputs.LINEAR[1]: change(inputs.initial)}))
+
+
+def never_written(kept: torch.Tensor) -> torch.Tensor:
+    return torch.cat([kept[:, :-1], kept[:, -2:-1]], 1)
+
+
+PLANTED = {
+    "wrong_slot_read": reads(lambda initial: initial.roll(1, 0)),
+    "wrong_slot_written": states(lambda kept: kept.roll(1, 0)),
+    "wrong_column": states(lambda kept: kept.roll(1, 1)),
+    "values_first_read": reads(lambda initial: initial.mT.contiguous()),
+    "values_first_written": states(lambda kept: kept.mT),
+    "snapshot_never_written": states(never_written),
+    "snapshots_rounded": states(lambda kept: kept.bfloat16().float()),
+}
+
+
+@pytest.mark.parametrize("operator", SHAPES)
+def test_kept_states_are_compared_with_runs_that_are_cut_there(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+    reference = kernels.get(operator, "reference")
+    for name, kernel in PLANTED.items():
+
+        def run(inputs: Any, precision: Precision, name: str = name, kernel: Any = kernel) -> Output:
+            RAN.append((name, 100.0))
+            return kernel(inputs, lambda inputs: reference.run(inputs, precision))
+
+        planted = Implementation(operator=operator, name=name, run=run, plan=reference.plan, keeps=lambda _: True)
+        monkeypatch.setitem(registry._implementations, (operator, name), planted)
+    monkeypatch.setitem(
+        registry._implementations, (operator, "recurrent"), noting("recurrent", 50.0, operator, real=True)
+    )
+    words = (
+        "bench",
+        operator,
+        "--shape",
+        SHAPES[operator],
+        "--verify",
+        "2,4",
+        "--batch",
+        "3",
+        "--impl",
+        f"fused,{','.join(PLANTED)}",
+    )
+    monkeypatch.setattr("sys.argv", ["ssdprof", *words])
+    answer = Answer(*words, "--out", "kept")
+    assert answer.code == 1, answer.err
+    report = load("kept")[1]
+    assert {case.size for case in report.cases} == {"3 x 2, every state", "3 x 4, every state"}
+    for case in report.cases:
+        wanted = "passed" if case.implementation in ("recurrent", "fused") else "inaccurate"
+        assert case.result == wanted, (case.name, case.why)
+        if case.implementation == "fused":
+            assert case.plan.startswith(f"{case.seqlen} calls, one for each state, and copies that join the states; ")
+        if wanted == "inaccurate":
+            assert not case.samples
+            assert "states" in case.why, case.why
+        assert f" --verify {case.seqlen} --batch 3" in " ".join(report.again(case))
+
+
+@pytest.mark.parametrize("operator", SHAPES)
+def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, real=True)
+    for name in ("unfused", "fused"):
+        monkeypatch.setitem(registry._implementations, (operator, name), noting(name, 50.0, operator, real=True))
+    words = ("bench", operator, "--shape", SHAPES[operator], "--seq", "100", "--state-every", "64", "--batch", "2")
+    sizes = ("--chunk-size", "64") if operator == "ssd" else ()
+    answer = Answer(*words, *sizes, "--out", "kept")
+    assert answer.code == 0, answer.err
+    report = load("kept")[1]
+    assert {case.size for case in report.cases} == {"2 x 100, state every 64"}
+    for case in report.cases:
+        assert case.result == "passed", (case.name, case.why)
+        own = (case.implementation, operator) == ("unfused", "ssd")
+        assert case.plan.startswith("2 calls") != own, case.name
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--verify 4 --packed 2x3-5", "--verify and --packed cannot be combined"),
+        ("--verify 4 --cells 2x4", "--verify and --cells cannot be combined"),
+        ("--state-every 64 --packed 2x3-5", "--state-every and --packed cannot be combined"),
+        ("--verify 4 --state-every 2", "--verify keeps the state after each of at most 32 tokens"),
+        ("--verify 33", "--verify keeps the state after each of at most 32 tokens"),
+    ],
+)
+def test_wrong_words(words: str, complaint: str) -> None:
+    answer = Answer("bench", "gdn", *words.split())
+    assert answer.code == 2
+    assert complaint in answer.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["demo", "demo-gdn"])
+def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> None:
+    words = ("--verify", "4", "--layers", "first:1")
+    answer = Answer("run", model, "--seq", "24", "--batch", "2", *words, "--save-captures", "--out", "a", "--full")
+    assert answer.code == 0, answer.err
+    report = load("a")[1]
+    assert [case.implementation for case in report.cases] == ["fused", "recurrent"]
+    for case in report.cases:
+        assert case.size == "2 x 4 tokens, drafted at the end of 2 x 24 tokens"
+    assert "drafted at the end of 2 x 24 tokens" in " ".join(answer.out.split())
+    again = Answer("run", "a/captures", *words, "--out", "b")
+    assert again.code == 0, again.err
+    assert [case.accuracy for case in load("b")[1].cases] == [case.accuracy for case in report.cases]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--verify 24 --seq 24", "--verify 4 --decode 1", "--verify 4 --chunked-prefill 8", "--verify 4 --packed 2x8-9"],
+)
+def test_what_cannot_be_verified(words: str) -> None:
+    answer = Answer("run", "demo", *words.split())
+    assert answer.code == 2
+    assert "--verify" in answer.err
+
+
+def changed_alone(inputs: Any) -> Output:
+    """Wrong for single tokens."""
+    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    return out, kept if inputs.length > 1 else kept * 1.01
+
+
+def changed_in_the_middle(inputs: Any) -> Output:
+    """Wrong for two tokens, which are left where two of four were accepted."""
+    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    return out, kept if inputs.length != 2 else kept.roll(1, 0)
+
+
+def right(inputs: Any) -> Output:
+    out, kept = kernels.get(inputs.operator, "reference").run(inputs, Precision())
+    return out, kept
+
+
+@pytest.mark.parametrize(
+    ("kernel", "broken"),
+    [
+        (right, set()),
+        (changed_alone, {"single steps", "accepted tokens"}),
+        (changed_in_the_middle, {"accepted tokens"}),
+    ],
+)
+def test_laws(kernel: Any, broken: set[str]) -> None:
+    kernel.keeps_states = True
+    generated = operators.get("gdn").generated
+    shape = generated.parse(SHAPES["gdn"])
+    assert shape
+    tokens = Tokens(sequences=2, seqlen=4, state_every=1)
+    inputs = generated.draw(Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens), torch.device("cpu"))
+    found = {name: probe for name, probe in probed(kernel, inputs).items() if name in NAMES}
+    assert set(found) == NAMES
+    assert {name for name, probe in found.items() if probe.holds == "no"} == broken
+    assert {probe.holds for probe in found.values()} <= {"yes", "no"}
