@@ -195,4 +195,5 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> None:
     monkeypatch.setattr(bench_job, "CudaTimer", lambda _: FakeTimer())
     monkeypatch.setattr(bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
     monkeypatch.setattr(bench_job, "ClockWatch", UnreadClocks)
+    monkeypatch.setattr(bench_job, "PROCESSES", 1)
     monkeypatch.setattr(Call, "outputs_that_fit", 100)

@@ -488,7 +488,8 @@ class Case(Record):
             return None
         mine, theirs = self._of(clock), other._of(clock)
         if together := [name for name, us in mine.items() if len(us) == len(theirs.get(name, ()))]:
-            return statistics.of_processes([statistics.ratio(theirs[name], mine[name]) for name in together])
+            every = [statistics.ratio(theirs[name], mine[name]) for name in together]
+            return statistics.of_processes(every, statistics.SPREAD[clock])
         if self.summary and clock in self.summary.over and other.implementation == self.baseline:
             return self.summary.over[clock]
         return statistics.quotient(others, own)

@@ -25,6 +25,12 @@ _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
+# Standard deviation of the logarithm of a ratio of times between processes: five benches of two shapes at 4K and 16K
+# tokens on an H100.  The variances of these four differ as if 8 degrees of freedom were behind each; half of them
+# count, since other machines differ more.
+SPREAD: dict[str, float] = {"device": 0.0041, "call": 0.029}
+_SPREAD_FREEDOM = 4
+_BEYOND_EXPECTED = 3.7  # times the expected variance: more than three processes find in 1 of 40 cases by chance
 
 
 class Estimate(NamedTuple):
@@ -62,9 +68,13 @@ def ratio(baseline: Rounds, other: Rounds) -> Estimate:
     return _estimate(_medians(baseline) / _medians(other))
 
 
-def of_processes(several: Sequence[Estimate]) -> Estimate:
-    """What one process found, or the geometric mean of several, with Student's t over them."""
-    return several[0] if len(several) == 1 else _estimate(np.array([one.value for one in several]))
+def of_processes(several: Sequence[Estimate], spread: float | None = None) -> Estimate:
+    """What one process found, or the geometric mean of several, with Student's t over them.
+
+    spread: the standard deviation of logarithms that is expected; it counts as `_SPREAD_FREEDOM` more degrees of
+        freedom (moderated t: Smyth 2004, doi:10.2202/1544-6115.1027), unless they differ by far more.
+    """
+    return several[0] if len(several) == 1 else _estimate(np.array([one.value for one in several]), spread)
 
 
 def quotient(above: Estimate, below: Estimate) -> Estimate:
@@ -135,15 +145,18 @@ def _mean(values: NDArray[np.float64]) -> float:
     return first * math.exp(float(np.mean(np.log(values / first))))
 
 
-def _estimate(values: NDArray[np.float64]) -> Estimate:
-    factor, value = math.exp(_half_width(values)), _mean(values)
+def _estimate(values: NDArray[np.float64], spread: float | None = None) -> Estimate:
+    factor, value = math.exp(_half_width(values, spread)), _mean(values)
     return Estimate(value, value / factor, value * factor)
 
 
-def _half_width(values: NDArray[np.float64]) -> float:
+def _half_width(values: NDArray[np.float64], spread: float | None = None) -> float:
     """Half the width of the 95 % interval of the mean logarithm; (recordings,), at least two."""
-    count = len(values)
-    return _T[count - 2] * float(np.std(np.log(values), ddof=1)) / math.sqrt(count)
+    freedom, variance = len(values) - 1, float(np.var(np.log(values), ddof=1))
+    if spread is not None and variance < _BEYOND_EXPECTED * spread**2:
+        variance = (freedom * variance + _SPREAD_FREEDOM * spread**2) / (freedom + _SPREAD_FREEDOM)
+        freedom += _SPREAD_FREEDOM
+    return _T[freedom - 1] * math.sqrt(variance / len(values))
 
 
 def _width(one: Estimate) -> float:

@@ -41,6 +41,7 @@ CHECKED_SEQLEN = 4096  # tokens of a sequence that a short check compares
 SECONDS_PER_CELL = 1.5  # of sampling, at most
 LEAST_SECONDS = 0.1
 MAX_ROUNDS = 32  # of a recording
+PROCESSES = 3  # that take samples
 NEEDS_GPU = (
     "A bench needs",
     "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any machine.",
@@ -73,7 +74,7 @@ def bench(
         smallest_difference=request.smallest_difference,
         kernels=kernels_hash(operator.name),
         absent=tuple(one.absent for one in request.compared if one.absent),
-        samplers=request.processes,
+        samplers=request.processes or (1 if ranks else PROCESSES),
     )
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget

@@ -205,9 +205,9 @@ def _states(shown: str = "fp32 with exact, the inputs' with relaxed") -> Any:
     return words("D[,D...]", _STATES, shown=shown)
 
 
-def _processes() -> Any:
-    how = "Take samples in N fresh processes, one after another, on a GPU; call times then have intervals."
-    return option(1, "N", how, min=1, max=9)
+def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
+    how = "Take samples in N fresh processes, one after another, on a GPU; call times of several have intervals."
+    return option(default, "N", how, min=1, max=9, shown=shown)
 
 
 def _smallest_difference() -> Any:
@@ -550,7 +550,7 @@ class BenchOptions:
         shown="128,256 for SSD",
     )
     smallest_difference: float = _smallest_difference()
-    processes: int = _processes()
+    processes: int | None = _processes(None, "3, with torchrun 1")
     check: Literal["full", "short"] = option(
         "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
     )

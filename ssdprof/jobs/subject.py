@@ -347,7 +347,7 @@ def prefill(options: declared.PrefillOptions) -> declared.PrefillOptions:
 
 def bench(options: declared.BenchOptions) -> tuple[declared.BenchOptions, tuple[str, ...], tuple[Tokens, ...]]:
     """The request, the names of all implementations, other libraries first, and cells that --max-tokens leaves out."""
-    refuse_ranks(*(["--processes"] if options.processes > 1 else []))
+    refuse_ranks(*(["--processes"] if (options.processes or 1) > 1 else []))
     asked, operator = read(options), operators.get(options.operator)
     most = reading.parse_seq(options.max_tokens)
     tokens, too_large = reading.parse_tokens(options.seq, options.batch, options.cells, options.packed, max_tokens=most)

@@ -23,7 +23,7 @@ from cases import (
     timed,
     value,
 )
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -52,6 +52,7 @@ def test_a_document_is_read_back_as_it_was(name: str) -> None:
     assert Report.model_validate_json(text) == REPORTS[name]
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(us=st.lists(st.lists(st.floats(min_value=1e-3, max_value=1e9), min_size=1, max_size=5), min_size=2, max_size=5))
 def test_samples_are_read_back_as_they_were(us: list[list[float]]) -> None:
     made = Samples(process="p", clock="device", us=tuple(map(tuple, us)))

@@ -32,6 +32,20 @@ def test_95_of_100_intervals_hold_the_true_median_wherever_recordings_lie() -> N
     assert 368 <= covered <= 392
 
 
+@pytest.mark.parametrize("clock", statistics.SPREAD)
+def test_95_of_100_intervals_of_three_processes_hold_the_truth_where_processes_differ_as_expected(clock: str) -> None:
+    """Student's t with two degrees of freedom would be twice as wide, and often useless."""
+    draw, spread = np.random.default_rng(0), statistics.SPREAD[clock]
+    found = [[Estimate(x, x, x) for x in np.exp(spread * draw.standard_normal(3))] for _ in range(400)]
+    with_it, without = ([statistics.of_processes(one, expected) for one in found] for expected in (spread, None))
+    for intervals in (with_it, without):
+        assert 368 <= sum(one.low <= 1 <= one.high for one in intervals) <= 396
+    widths = [np.quantile([math.log(one.high / one.low) for one in several], 0.9) for several in (with_it, without)]
+    assert 2 * widths[0] < widths[1]
+    wide = [Estimate(x, x, x) for x in (1.0, 1.0 + 20 * spread, 1.0 + 40 * spread)]
+    assert statistics.of_processes(wide, spread) == statistics.of_processes(wide), "what was expected does not hold"
+
+
 def test_more_rounds_of_the_same_recordings_do_not_narrow_the_interval() -> None:
     """All rounds of a recording share the effect of its place in memory."""
     few = noisy(100, 0.0, placement=0.01)

@@ -16,6 +16,7 @@ from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
 from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.report import Report
+from ssdprof.core.statistics import SPREAD
 from ssdprof.environment.machine import kernels_hash
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import bench as job
@@ -180,7 +181,9 @@ def test_further_processes_only_add_samples(fault: str, monkeypatch: pytest.Monk
     assert all(len({one.process for one in case.samples}) == 3 for case in report.cases)
     found = report.speedup(report.cases[1])
     assert found is not None
-    assert (found.low < found.value < found.high) == (fault == "slow")
+    of_equal_times = 2.447 * math.sqrt(4 / 6 * SPREAD["device"] ** 2 / 3)
+    assert (math.log(found.high / found.value) == pytest.approx(of_equal_times)) == (fault == "")
+    assert found.low < found.value < found.high
     rows = exports.records(report)
     assert all(row["call time, low [µs]"] for row in rows)
 
