@@ -283,8 +283,8 @@ def test_a_cheat_that_gains_nothing_has_the_time_of_what_it_computes(function: s
     code, found = run(function)
     cheat, honest = found["cheat"], found["unfused"]
     assert code == 0, cheat.why
-    assert us(cheat.device_us) == pytest.approx(us(honest.device_us), rel=0.05)
-    assert us(cheat.call_us) > 0.95 * us(honest.call_us)
+    assert us(cheat.over(honest)) == pytest.approx(1, rel=0.05)  # in the same rounds: others may use the GPU, too
+    assert us(cheat.over(honest, "call")) < 1.05
     assert "_chunk_scan_kernel" in {launch.kernel for launch in cheat.launches}  # the library that it calls
 
 
