@@ -115,10 +115,11 @@ def _permuted(a: torch.Tensor, b: torch.Tensor, selector: torch.Tensor) -> torch
 
 ARITHMETIC: dict[str, Callable[..., torch.Tensor]] = {
     "mul": torch.mul, "sub": torch.sub, "neg": torch.neg, "fma": lambda a, b, c: a * b + c, "ex2": torch.exp2,
-    "lg2": torch.log2,
+    "lg2": torch.log2, "min": torch.minimum,
 }  # fmt: skip
 BITWISE: dict[str, Callable[..., torch.Tensor]] = {
     "and": torch.bitwise_and,
+    "xor": torch.bitwise_xor,
     "shl": torch.bitwise_left_shift,
     "mov": lambda a: a,
     "setp": lambda a, b: (a != b).to(torch.int32),  # .ne, the only comparison in use

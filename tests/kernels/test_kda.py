@@ -89,8 +89,9 @@ def test_sizes(kernel: Subject, sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("gates", GATES)
 @subjects("kda wide", gpu=["kda fused"])
 def test_no_head_is_less_exact_than_unfused(kernel: Subject, gates: str) -> None:
-    sizes = dict(key_dim=32, value_dim=32, key_heads=2, dtype=BF16)
-    inputs = kernel.case(seqlen=192, gates=gates, **sizes).inputs()
+    width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)  # 1 % of 3e-3 needs many outputs
+    sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16)
+    inputs = kernel.case(seqlen=length, gates=gates, **sizes).inputs()
     exact = kda_chunked(inputs)
     (out, states), (their_out, their_states) = (
         head_errors(run(inputs), exact) for run in (kernel, SUBJECTS["kda unfused"])

@@ -50,11 +50,12 @@ def test_other_calls_run_the_portable_kernel() -> None:
 
 
 @pytest.mark.compiler
-def test_it_compiles_without_spills_and_races() -> None:
+def test_it_compiles_with_few_spills_and_no_races() -> None:
     for label, kernels in compiled("compile_cases", 90, "KDA_HOPPER").items():
         prep, scan = kernels
         assert (prep.kernel, scan.kernel) == ("_kda_hopper_prep", "_kda_scan_kernel")
-        assert (prep.spilled_bytes, prep.num_warps) == (0, 8), f"{label}: {prep}"
-        assert prep.shared_bytes <= 72 << 10, f"{label}: {prep}"
+        assert prep.spilled_bytes <= 32, f"{label}: {prep}"
+        assert prep.shared_bytes <= 56 << 10, f"two programs on a multiprocessor: {label}: {prep}"
+        assert prep.num_warps == 4, f"{label}: {prep}"
         assert scan.spilled_bytes <= 64, f"{label}: {scan}"
         assert not any(one.racy_writes or one.lost_addresses for one in kernels), label

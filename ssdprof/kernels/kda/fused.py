@@ -64,7 +64,7 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of, tile_strides
 
-STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
+STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup", "decayed_product": "caller"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class KDAPortableConfig:
     """chunk: positions per chunk: 16, 32 or 64
     prep_block_k, block_k: block of K per product of the two launches, powers of two of at least 16
     block_v: slice of V per program of the second launch, a power of two of at least 16
+    k_first: states of the second launch are (K, V), so that wgmma serves narrow slices; block_k is the whole of K
     num_warps, scan_stages: of the second launch; stages are chunks in flight
     prep_warps, prep_registers: of the first launch; most registers per thread, 0: no limit
     hopper: the first launch is `prep_kernel.py`
@@ -81,6 +82,7 @@ class KDAPortableConfig:
     prep_block_k: int = 64
     block_k: int = 64
     block_v: int = 32
+    k_first: bool = False
     num_warps: int = 4
     scan_stages: int = 2
     prep_warps: int = 4
@@ -116,22 +118,25 @@ class KDAPortableConfig:
 
     @classmethod
     def choose_hopper(cls, inputs: KDAInputs, sm_count: int, *, batch_invariant: bool = False) -> KDAPortableConfig:
-        """Whole states where they fill the GPU, else slices of V.
+        """Whole states where they fill the GPU, else slices of V, and (K, V) states where each has a multiprocessor.
 
-        On an H200, the second launch takes 0.49 ms for 8 sequences of 4K with 32 heads (slices of 32: 0.60), 0.27 ms
-        for one of 8K (whole: 0.43), and 1.70 ms for one of 64K with 12 heads in slices of 16 (of 32: 1.85).
+        On an H200, the second launch takes 0.49 ms for 8 sequences of 4K with 32 heads (slices of 32: 0.60), 0.18 ms
+        for one of 8K (with (V, K) states 0.27), and 1.17 ms for one of 64K with 12 heads in slices of 16 (of 32:
+        1.29; (V, K): 1.67).  With 96 heads, (V, K) states take 0.47 ms and (K, V) states 0.51.
         """
         heads, value_dim = inputs.v.shape[2:]
         states = (1 if batch_invariant else inputs.sequences) * heads
         widest = max(16, triton.next_power_of_2(value_dim))
-        block_v, block_k, warps, stages = min(32, widest), 64, 4, 2
+        narrow = [v for v in (16, 32) if v <= widest and states * triton.cdiv(value_dim, v) <= sm_count]
         if states >= sm_count:
             block_v, block_k, warps, stages = min(128, widest), 128, 8, 2
-        elif states * triton.cdiv(value_dim, 16) <= sm_count:
-            block_v, block_k, warps, stages = 16, 128, 4, 3
+        elif narrow:
+            block_v, block_k, warps, stages = narrow[0], 128, 4, 3
+        else:
+            block_v, block_k, warps, stages = min(32, widest), 64, 4, 2
         return cls(
             chunk=CHUNK.value, prep_block_k=DIM.value, prep_warps=WARPS.value, hopper=True, block_v=block_v,
-            block_k=block_k, num_warps=warps, scan_stages=stages,
+            block_k=block_k, k_first=bool(narrow), num_warps=warps, scan_stages=stages,
             reason=f"slices of {block_v} of V for {states} states",
         )  # fmt: skip
 
@@ -208,6 +213,15 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         tl.store(state_factor_ptr + tile, X.to(S.OPERAND))
 
 
+@triton.jit
+def decayed_product(rows, state, acc, OPERAND: tl.constexpr, K_FIRST: tl.constexpr):
+    """acc + rows state, for rows (position, n) and a state (n, V), or its transpose for a state (V, n)."""
+    if K_FIRST:
+        return tl.dot(rows, state.to(OPERAND), acc, input_precision=DOT_PRECISION)
+    else:
+        return tl.dot(state.to(OPERAND), tl.trans(rows), acc, input_precision=DOT_PRECISION)
+
+
 @triton.jit(do_not_specialize=["seqlen"])
 def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     (
@@ -229,18 +243,20 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     first = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
     place = first.to(tl.int64) * S.VALUE_HEADS + i_h
 
-    o_c = tl.arange(0, S.CHUNK)
-    o_t, o_k, o_v = o_c.to(S.OFFSET), tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
-    m_v = ((o_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0))[:, None]
+    o_c, o_k, o_v = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
+    state = ()
+    if S.K_FIRST:  # tiles (K, V) and (position, V)
+        state_k, state_t, state_v = o_k.to(S.OFFSET)[:, None], o_c.to(S.OFFSET)[:, None], o_v[None, :]
+        state = (tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32),)
+    else:
+        state_k, state_t, state_v = o_k.to(S.OFFSET)[None, :], o_c.to(S.OFFSET)[None, :], o_v[:, None]
+        for _ in tl.static_range(BLOCKS):
+            state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
+    m_v = (state_v < S.VALUE_DIM - first_v) | (S.VALUE_DIM % S.BLOCK_V == 0)
     v_ptr += ptr_offset((i_b, begin, i_h, first_v), v_strides)
     out_ptr += ptr_offset((i_b, begin, i_h, first_v), out_strides)
-    v_tile = o_v[:, None] * v_strides[3] + o_t[None, :] * v_strides[1]
-    out_tile = o_v[:, None] * out_strides[3] + o_t[None, :] * out_strides[1]
-
-    state = ()
-    for _ in tl.static_range(BLOCKS):
-        state = state + (tl.zeros((S.BLOCK_V, S.BLOCK_K), tl.float32),)
-    state_v, state_k = o_v[:, None], o_k.to(S.OFFSET)[None, :]
+    v_tile = state_v * v_strides[3] + state_t * v_strides[1]
+    out_tile = state_v * out_strides[3] + state_t * out_strides[1]
     if initial_states_ptr is not None:
         initial_ptr = initial_states_ptr + ptr_offset((sequence, i_h, 0, first_v), initial_states_strides)
         state = take_state(initial_ptr, state_k, state_v, initial_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
@@ -252,29 +268,31 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         rows = at * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
         m_tile = m_v
         if not S.ALIGNED:
-            m_tile = m_v & (o_c < length - i_c * S.CHUNK)[None, :]
-        # stage chunk_state.residual
-        product = tl.zeros((S.BLOCK_V, S.CHUNK), tl.float32)
-        out = tl.zeros((S.BLOCK_V, S.CHUNK), tl.float32)
-        for n in tl.static_range(BLOCKS):
-            keys = tl.load(keys_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            product = tl.dot(state[n].to(S.OPERAND), tl.trans(keys), product, input_precision=DOT_PRECISION)
-        for n in tl.static_range(BLOCKS):
-            queries = tl.load(queries_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            out = tl.dot(state[n].to(S.OPERAND), tl.trans(queries), out, input_precision=DOT_PRECISION)
+            m_tile = m_v & (state_t < length - i_c * S.CHUNK)
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
         v = tl.load(v_rows_ptr + v_tile, mask=m_tile, other=0.0).to(tl.float32)
+        W = tl.load(out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :])
+        # stage chunk_state.residual
+        product, out = tl.zeros_like(v), tl.zeros_like(v)
+        for n in tl.static_range(BLOCKS):
+            keys = tl.load(keys_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
+            product = decayed_product(keys, state[n], product, S.OPERAND, S.K_FIRST)
+        for n in tl.static_range(BLOCKS):
+            queries = tl.load(queries_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
+            out = decayed_product(queries, state[n], out, S.OPERAND, S.K_FIRST)
         Y = (v - product).to(S.OPERAND)
         # stage chunk_state.update
         after = ()
         for n in tl.static_range(BLOCKS):
             X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            end = tl.load(ends_ptr + at * S.PADDED + n * S.BLOCK_K + o_k)
-            after = after + (tl.dot(Y, X, state[n] * end[None, :], input_precision=DOT_PRECISION),)
+            end = tl.load(ends_ptr + at * S.PADDED + n * S.BLOCK_K + state_k)
+            if S.K_FIRST:
+                after = after + (tl.dot(tl.trans(X), Y, state[n] * end, input_precision=DOT_PRECISION),)
+            else:
+                after = after + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = after
         # stage chunk_output
-        W = tl.load(out_factor_ptr + at * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :])
-        out = tl.dot(Y, tl.trans(W), out, input_precision=DOT_PRECISION)
+        out = decayed_product(W, Y, out, S.OPERAND, S.K_FIRST)
         tl.store(out_ptr + t * out_strides[1] + out_tile, out.to(out_ptr.dtype.element_ty), mask=m_tile)
 
     # stage setup.store
@@ -342,6 +360,7 @@ class KDAPortableLaunch:
             common
             | dict(
                 VALUE_DIM=value_dim, BLOCK_K=config.block_k, BLOCK_V=config.block_v, SCAN_STAGES=config.scan_stages,
+                K_FIRST=config.k_first,
                 num_warps=config.num_warps,
             ),
         )  # fmt: skip

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Computes the parts of each chunk that do not depend on the state, on Hopper GPUs: `_kda_prep_kernel` in Gluon.
+"""Computes the parts of each chunk that do not depend on the state, on Hopper GPUs: `_kda_hopper_prep` in Gluon.
 
 A thread owns 16 positions of two channels.  So the decays of all pairs of positions are products of its own registers,
 of a_i = exp(g_i): no decay is a quotient, none is above 1, and none needs another exponential.  For blocks of h = 1, 2,
@@ -12,7 +12,10 @@ of a_i = exp(g_i): no decay is a quotient, none is above 1, and none needs anoth
 A pair of a row i in the second block of h and a column j in the first one before it decays by P_i S_j.  One product of
 tiles (i, K) and (j, K) serves scores of q with k and of k with k: in the second block, rows are q P and columns k P, in
 the first one, rows are k S and columns k S; so the lower triangle has q with k, and the upper one k with k, transposed.
-While the tensor cores compute the scores of one h, the decays of the next are made in the other buffer.
+
+Four warps, so that a multiprocessor holds two programs, take half of the channels at a time.  A warp computes the
+scores inside its own 16 positions alone (h = 1 to 8), then two warps those of 32 (h = 16), and all those between the
+halves of the chunk (h = 32).
 
 In, between, and the stages: `fused.py`.  q and k are normalised, K = 128, a chunk has 64 positions.
 Grid: slots * hv, heads fastest.
@@ -20,7 +23,12 @@ Grid: slots * hv, heads fastest.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ssdprof.kernels._gluon import role_barrier
 from ssdprof.kernels.gdn.hopper.assignment import packed_slot, sequence_at
@@ -34,31 +42,60 @@ from ssdprof.kernels.gdn.hopper.inverse import (
     side_by_side,
 )
 from ssdprof.kernels.gdn.hopper.prep_kernel import EPSILON
-from ssdprof.kernels.gdn.hopper.role_gates import log2_decays
+from ssdprof.kernels.gdn.hopper.role_gates import LOG2_E
 from ssdprof.kernels.hopper.ring import CHUNK
 
 DIM = gl.constexpr(128)
-WARPS = gl.constexpr(8)
-# Layouts (i, K): a thread has 16 positions of two channels; half a warp has a row
-own = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 2], [1, 0]))
-by_row = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
-by_quarter = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 2], [1, 0]))  # (quarter of a chunk, K)
-scores_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # (i, j)
-keys_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # (i, K)
-# (block row, row, block column, column) of a 64 x 64 tile; both halves of the warps hold the same
-in_blocks = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 1, 0], [0, 0, 2, 0]],
-        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        [[1, 0, 0, 0], [2, 0, 0, 0], [0, 0, 0, 0]], [], [4, 16, 4, 16],
-    )
-)  # fmt: skip
+HALF = gl.constexpr(64)  # channels at a time
+WARPS = gl.constexpr(4)
+# Layouts (i, K): a thread has 16 positions of two channels; 16, or eight, threads have a row
+own = gl.constexpr(gl.BlockedLayout([16, 2], [1, 32], [4, 1], [1, 0]))
+by_row = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+by_half_row = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+by_block = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))  # (block of 16 positions, K)
+# Layouts of products: (i, j) and (i, K); (block, i, j); (pair of blocks, i, j)
+square_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+blocks_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+pairs_layout = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 2, 1], [1, 16, 8]))
 
 STAGES = {
-    "spread": "decayed_scores", "quarter": "decayed_scores", "store_rows": "setup", "rows_of": "setup",
-    "norms": "qk_l2norm", "products": "decayed_scores", "store_system": "solve_tril", "inverse_of": "solve_tril",
-    "_kda_hopper_prep": "setup",
+    "spread": "decayed_scores", "times": "decayed_scores", "chosen": "decayed_scores", "again": "setup",
+    "store_rows": "setup", "rows_of": "setup", "norms": "qk_l2norm", "decays_of": "gate_cumsum",
+    "between_blocks": "gate_cumsum", "product_of": "decayed_scores", "in_block": "decayed_scores",
+    "products": "decayed_scores", "all_scores": "decayed_scores", "store_system": "solve_tril",
+    "inverse_of": "solve_tril", "_kda_hopper_prep": "setup",
 }  # fmt: skip
+
+
+@gluon.jit
+def times(a, b):
+    """a b of two fp16 tensors, two numbers at a time."""
+    return gl.inline_asm_elementwise("mul.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.float16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def chosen(a, b, bits):
+    """a where all of `bits` are set, b where none is set, of fp16 tensors, two numbers at a time."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 t; xor.b32 t, $1, $2; and.b32 t, t, $3; xor.b32 $0, t, $2;}", "=r,r,r,r", [a, b, bits],
+        dtype=gl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def again(o_i, half):
+    """o_i, hidden from the compiler, so that it computes the addresses of a pass inside it, and not all before."""
+    half, _ = gl.broadcast(gl.to_tensor(half), o_i)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [o_i, half], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def decays_of(g):
+    """e^g, at most 1; 0 below 2^-126; NaN stays NaN."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 t; mov.b32 t, 0; min.NaN.f32 t, $1, t; ex2.approx.ftz.f32 $0, t;}", "=f,f",
+        [g.to(gl.float32) * LOG2_E], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -74,103 +111,135 @@ def spread(T, COPIES: gl.constexpr):
         T = T.permute((0, 2, 3, 4, 1))
     elif COPIES == 4:
         T = T.permute((0, 2, 3, 4, 5, 1))
-    elif COPIES == 5:
-        T = T.permute((0, 2, 3, 4, 5, 6, 1))
-    return gl.convert_layout(T.reshape([CHUNK, DIM]), own)
+    return gl.convert_layout(T.reshape([CHUNK, HALF]), own)
 
 
 @gluon.jit
-def store_rows(tile, ptr):
-    """Store (64, n), whose rows follow each other in memory, 16 bytes a thread."""
-    tile = gl.convert_layout(tile, by_row)
-    o_i, o_k = gl.arange(0, CHUNK, gl.SliceLayout(1, by_row)), gl.arange(0, tile.shape[1], gl.SliceLayout(0, by_row))
-    gl.store(ptr + o_i[:, None] * tile.shape[1] + o_k[None, :], tile)
+def store_rows(tile, ptr, stride: gl.constexpr):
+    """Store (64, 64), 16 bytes a thread."""
+    o_i, o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, by_half_row)), gl.arange(0, HALF, gl.SliceLayout(0, by_half_row))
+    gl.store(ptr + o_i[:, None] * stride + o_j[None, :], gl.convert_layout(tile, by_half_row))
 
 
 @gluon.jit
-def rows_of(ptr, position_stride, channel_stride, left, layout: gl.constexpr, OFFSET: gl.constexpr):
-    """(i, K) of a chunk with `left` positions; zeros after them."""
-    o_i, o_k = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, DIM, gl.SliceLayout(0, layout))
+def rows_of(ptr, strides, left, half, layout: gl.constexpr, OFFSET: gl.constexpr):
+    """(i, K) of a chunk with `left` positions; zeros after them.  half: of the channels; None: all."""
+    WIDTH: gl.constexpr = DIM if half is None else HALF
+    o_i, o_k = gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     inside = (o_i < left)[:, None] & (o_k >= 0)[None, :]
-    o_i, o_k = o_i.to(OFFSET)[:, None], o_k.to(OFFSET)[None, :]
-    return gl.load(ptr + (o_i * position_stride + o_k * channel_stride), mask=inside, other=0.0)
+    if half is not None:
+        o_i = again(o_i, half)
+    tile = ptr + o_k.to(OFFSET)[None, :] * strides[3] + o_i.to(OFFSET)[:, None] * strides[1]
+    return gl.load(tile, mask=inside, other=0.0)
+
+
+@gluon.jit
+def in_block():
+    """Row and column of an entry of (block, i, j)."""
+    r = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, blocks_layout)))[None, :, None]
+    return r, gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, blocks_layout)))[None, None, :]
 
 
 @gluon.jit
 def norms(q, k):
-    """1 / |q_i|, 1 / |k_i| and q_i . k_i, in the layout of rows of `own` and of the scores.  q, k: `by_row`."""
+    """1 / |q_i|, 1 / |k_i|, and the scores q_i . k_i on the diagonal of (block, i, j).  q, k: `by_row`."""
     q, k = q.to(gl.float32), k.to(gl.float32)
     q_factor = gl.rsqrt(gl.sum(q * q, 1) + EPSILON)
     k_factor = gl.rsqrt(gl.sum(k * k, 1) + EPSILON)
     diagonal = gl.sum(q * k, 1) * q_factor * k_factor
-    rows: gl.constexpr = gl.SliceLayout(1, own)
-    return (
-        gl.convert_layout(q_factor, rows), gl.convert_layout(k_factor, rows),
-        gl.convert_layout(diagonal, gl.SliceLayout(1, scores_layout)),
-    )  # fmt: skip
+    diagonal = gl.convert_layout(diagonal.reshape([BLOCKS, BLOCK]), gl.SliceLayout(2, blocks_layout))
+    r, c = in_block()
+    zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
+    return q_factor, k_factor, gl.where(r == c, diagonal[:, :, None], zero)
 
 
 @gluon.jit
-def quarter(quarters, i: gl.constexpr):
-    """T of a quarter of the chunk (1, K)."""
-    return quarters.slice(i, 1).load(own)
+def between_blocks(quarters):
+    """For each block of 16 positions (4, K): decays from the start of its half and of the chunk, and to both ends."""
+    o_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, by_block))[:, None]
+    t0, t1 = quarters.slice(0, 1).load(by_block), quarters.slice(1, 1).load(by_block)
+    t2, t3 = quarters.slice(2, 1).load(by_block), quarters.slice(3, 1).load(by_block)
+    since_half = gl.where(o_b == 1, t0, gl.where(o_b == 3, t2, 1.0))
+    to_half = gl.where(o_b == 0, t1, gl.where(o_b == 2, t3, 1.0))
+    since_start = since_half * gl.where(o_b < 2, 1.0, t0 * t1)
+    to_end = to_half * gl.where(o_b < 2, t2 * t3, 1.0)
+    return gl.where(o_b < 2, to_half, since_half), since_start, to_end, t0 * t1 * (t2 * t3)
 
 
 @gluon.jit
-def products(q, k, a, diagonal, rows, columns, quarters):
-    """The scores (i, j), and P and S of the whole chunk, (i, K).
+def product_of(rows, columns, acc, SIZE: gl.constexpr, layout: gl.constexpr):
+    """Adds the products of blocks of SIZE rows and columns of two tiles to acc (block, i, j)."""
+    shape: gl.constexpr = [CHUNK // SIZE, SIZE, HALF]
+    a = rows.reshape(shape).load(gl.DotOperandLayout(0, layout, 2))
+    b = columns.reshape(shape).permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, 2))
+    return mma_v2(a, b, acc)
 
-    a: decays (i, K).  rows, columns: two buffers (2, i, K) fp16 each; quarters: receives T of 16 positions (4, K)
+
+@gluon.jit
+def products(q, k, a, blocks, pairs, halves, tiles, quarters):
+    """Adds the scores of some channels.  Returns them, P and S of the whole chunk (i, K), and its T (4, K).
+
+    q, k: fp16.  a: decays.  tiles: two buffers of rows and columns (2, 2, i, K); quarters: receives T of each block
+    blocks: scores inside blocks of 16 (block, i, j); pairs: between the two blocks of 32 (pair, i, j); halves: between
+    the halves of the chunk (i, j).  Their other entries mean nothing
     """
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, own))[:, None]
-    r = gl.arange(0, CHUNK, gl.SliceLayout(1, scores_layout))[:, None]
-    c = gl.arange(0, CHUNK, gl.SliceLayout(0, scores_layout))[None, :]
-    zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, scores_layout)
-    scores = gl.where(r == c, diagonal[:, None], zero)
-    P, S, T = a, gl.full([CHUNK, DIM], 1.0, gl.float32, own), a
-    pending = zero
-    for level in gl.static_range(6):
+    zeros = gl.full([CHUNK, HALF], 0, gl.int16, own)
+    r, c = in_block()
+    P, S, T = a, gl.full([CHUNK, HALF], 1.0, gl.float32, own), a
+    for level in gl.static_range(4):
         second = (o_i >> level & 1) == 1
-        decays = gl.where(second, P, S)
-        key = k * decays
-        rows.index(level % 2).store(gl.where(second, q * decays, key).to(gl.float16))
-        columns.index(level % 2).store(key.to(gl.float16))
-        if level > 0:
-            product = warpgroup_mma_wait(0, deps=[pending])
-            scores += gl.where(((r ^ c) >> (level - 1)) == 1, product, 0.0)
-        fence_async_shared()
+        decays = gl.where(second, P, S).to(gl.float16)
+        rows, columns = tiles.index(level % 2 * 2), tiles.index(level % 2 * 2 + 1)
+        rows.store(times(gl.where(second, q, k), decays))
+        columns.store(times(k, decays))
         role_barrier()
-        pending = warpgroup_mma(
-            rows.index(level % 2), columns.index(level % 2).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
+        zero = gl.full([BLOCKS, BLOCK, BLOCK], 0.0, gl.float32, blocks_layout)
+        product = product_of(rows, columns, zero, BLOCK, blocks_layout)
+        blocks = gl.where(((r ^ c) >> level) == 1, blocks + product, blocks)
         # blocks of twice as many positions
-        if level < 4:
-            first_T, second_T = gl.split(T.reshape([CHUNK >> (level + 1), 2, DIM]).permute((0, 2, 1)))
-            P = gl.where(second, P * spread(first_T, level + 1), P)
-            S = gl.where(second, S, S * spread(second_T, level + 1))
-            T = first_T * second_T
-            if level == 3:
-                quarters.store(gl.convert_layout(T, by_quarter))
-        elif level == 4:
-            P = gl.where(second, P * gl.where(o_i < 32, quarter(quarters, 0), quarter(quarters, 2)), P)
-            S = gl.where(second, S, S * gl.where(o_i < 32, quarter(quarters, 1), quarter(quarters, 3)))
-        else:
-            P = gl.where(second, P * (quarter(quarters, 0) * quarter(quarters, 1)), P)
-            S = gl.where(second, S, S * (quarter(quarters, 2) * quarter(quarters, 3)))
-    product = warpgroup_mma_wait(0, deps=[pending])
-    return scores + gl.where(((r ^ c) >> 5) == 1, product, 0.0), P, S
+        first_T, second_T = gl.split(T.reshape([CHUNK >> (level + 1), 2, HALF]).permute((0, 2, 1)))
+        P = gl.where(second, P * spread(first_T, level + 1), P)
+        S = gl.where(second, S, S * spread(second_T, level + 1))
+        T = first_T * second_T
+    quarters.store(gl.convert_layout(T, by_block))
+    # h = 16
+    decays = gl.where((o_i >> 4 & 1) == 1, P, S).to(gl.float16)
+    tiles.index(0).store(times(chosen(q, k, zeros - (o_i >> 4 & 1).to(gl.int16)), decays))
+    tiles.index(1).store(times(k, decays))
+    role_barrier()
+    pairs = product_of(tiles.index(0), tiles.index(1), pairs, 2 * BLOCK, pairs_layout)
+    # h = 32
+    between, since_start, to_end, whole = between_blocks(quarters)
+    decays = (gl.where(o_i >= 32, P, S) * spread(between, 4)).to(gl.float16)
+    tiles.index(2).store(times(chosen(q, k, zeros - (o_i >> 5).to(gl.int16)), decays))
+    tiles.index(3).store(times(k, decays))
+    fence_async_shared()
+    role_barrier()
+    halves = warpgroup_mma(tiles.index(2), tiles.index(3).permute((1, 0)), halves, is_async=True)
+    return blocks, pairs, halves, P * spread(since_start, 4), S * spread(to_end, 4), whole
 
 
 @gluon.jit
-def store_system(scores, beta, scratch):
+def all_scores(blocks, pairs, halves):
+    """(i, j) of the three parts."""
+    r = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))[:, None]
+    c = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))[None, :]
+    blocks = gl.join(gl.join(blocks, blocks), gl.join(blocks, blocks)).permute((0, 1, 3, 4, 2))
+    pairs = gl.join(pairs, pairs).permute((0, 1, 3, 2))
+    pairs = gl.convert_layout(pairs.reshape([CHUNK, CHUNK]), square_layout)
+    blocks = gl.convert_layout(blocks.reshape([CHUNK, CHUNK]), square_layout)
+    return gl.where((r ^ c) < 16, blocks, gl.where((r ^ c) < 32, pairs, halves))
+
+
+@gluon.jit
+def store_system(scores, blocks, beta, scratch):
     """Store L_ij = beta_i scores_ji, j < i, and its diagonal blocks.  Nothing reads the other entries."""
-    system = scores * gl.convert_layout(beta, gl.SliceLayout(0, scores_layout))[None, :]  # (j, i)
+    system = scores * gl.convert_layout(beta, gl.SliceLayout(0, square_layout))[None, :]  # (j, i)
     scratch.lower.index(0).permute((1, 0)).store(system.to(gl.float16))
-    j_b = gl.arange(0, BLOCKS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, in_blocks))))
-    i_b = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, in_blocks))))
-    blocks = gl.convert_layout(system.reshape([BLOCKS, BLOCK, BLOCKS, BLOCK]), in_blocks)
-    blocks = gl.sum(gl.where(j_b[:, None, None, None] == i_b[None, None, :, None], blocks, 0.0), 2)
-    scratch.diagonal.store(blocks.permute((1, 0, 2)).reshape([1, CHUNK, BLOCK]))
+    beta = gl.convert_layout(beta.reshape([BLOCKS, BLOCK]), gl.SliceLayout(1, blocks_layout))
+    blocks = (blocks * beta[:, None, :]).permute((1, 0, 2)).reshape([1, CHUNK, BLOCK])
+    scratch.diagonal.store(blocks)
 
 
 @gluon.jit
@@ -214,42 +283,57 @@ def _kda_hopper_prep(tensors, strides, seqlen, sequences, scale, S: gl.constexpr
         g_ptr += batch * g_strides[0] + position * g_strides[1] + value_head * g_strides[2]
         beta_ptr += batch * beta_strides[0] + position * beta_strides[1] + value_head * beta_strides[2]
         place = gl.program_id(0).to(gl.int64)
-        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, DIM], gl.float16)
+        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, HALF], gl.float16)
         square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], gl.float16)
 
         # stage qk_l2norm
-        a = gl.exp2(log2_decays(rows_of(g_ptr, g_strides[1], g_strides[3], left, own, S.OFFSET)))
-        q = rows_of(q_ptr, q_strides[1], q_strides[3], left, own, S.OFFSET)
-        k = rows_of(k_ptr, k_strides[1], k_strides[3], left, own, S.OFFSET)
-        q_factor, k_factor, diagonal = norms(
-            rows_of(q_ptr, q_strides[1], q_strides[3], left, by_row, S.OFFSET),
-            rows_of(k_ptr, k_strides[1], k_strides[3], left, by_row, S.OFFSET),
+        q_factor, k_factor, blocks = norms(
+            rows_of(q_ptr, q_strides, left, None, by_row, S.OFFSET),
+            rows_of(k_ptr, k_strides, left, None, by_row, S.OFFSET),
         )
-        q, k = q.to(gl.float32) * q_factor[:, None], k.to(gl.float32) * k_factor[:, None]
-        o_b = gl.arange(0, CHUNK, gl.SliceLayout(1, scores_layout))
+        o_b = gl.arange(0, CHUNK, gl.SliceLayout(1, square_layout))
+        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, square_layout))
         beta = gl.load(beta_ptr + o_b.to(gl.int64) * beta_strides[1], mask=o_b < left, other=0.0).to(gl.float32)
+        zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, square_layout)
 
         # stage decayed_scores
-        rows = gl.allocate_shared_memory(gl.float16, [2, CHUNK, DIM], wide)
-        columns = gl.allocate_shared_memory(gl.float16, [2, CHUNK, DIM], wide)
-        quarters = gl.allocate_shared_memory(gl.float32, [4, DIM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        scores, P, to_end = products(q, k, a, diagonal, rows, columns, quarters)
-
-        # stage gate_cumsum
-        o_i, o_k = gl.arange(0, CHUNK, gl.SliceLayout(1, own)), gl.arange(0, DIM, gl.SliceLayout(0, own))
+        tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, HALF], wide)
+        quarters = gl.allocate_shared_memory(gl.float32, [4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        at_end = gl.allocate_shared_memory(OPERAND, [2, CHUNK, HALF], wide)
+        pairs = gl.full([2, 32, 32], 0.0, gl.float32, pairs_layout)
+        halves = zero
+        q_factors = gl.allocate_shared_memory(gl.float32, [CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        k_factors = gl.allocate_shared_memory(gl.float32, [CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        q_factors.store(q_factor)
+        k_factors.store(k_factor)
+        role_barrier()
+        o_i, o_k = gl.arange(0, CHUNK, gl.SliceLayout(1, own)), gl.arange(0, HALF, gl.SliceLayout(0, own))
         tile = o_i[:, None] * DIM + o_k[None, :]
-        gl.store(keys_ptr + place * (CHUNK * DIM) + tile, (k * P).to(OPERAND))
-        gl.store(queries_ptr + place * (CHUNK * DIM) + tile, (q * P * scale).to(OPERAND))
-        end = quarter(quarters, 0) * quarter(quarters, 1) * (quarter(quarters, 2) * quarter(quarters, 3))
-        gl.store(ends_ptr + place * DIM + o_k[None, :], end)
-        at_end = gl.allocate_shared_memory(OPERAND, [CHUNK, DIM], wide)
-        at_end.store((k * to_end).to(OPERAND))
+        for half in range(2):
+            a = decays_of(rows_of(g_ptr, g_strides, left, half, own, S.OFFSET))
+            q = rows_of(q_ptr, q_strides, left, half, own, S.OFFSET)
+            k = rows_of(k_ptr, k_strides, left, half, own, S.OFFSET)
+            q = (q.to(gl.float32) * q_factors.load(gl.SliceLayout(1, own))[:, None]).to(gl.float16)
+            k = (k.to(gl.float32) * k_factors.load(gl.SliceLayout(1, own))[:, None]).to(gl.float16)
+            blocks, pairs, halves, P, to_end, end = products(q, k, a, blocks, pairs, halves, tiles, quarters)
+
+            # stage gate_cumsum
+            q, k = q.to(gl.float32), k.to(gl.float32)
+            gl.store(keys_ptr + place * (CHUNK * DIM) + half * HALF + tile, (k * P).to(OPERAND))
+            gl.store(queries_ptr + place * (CHUNK * DIM) + half * HALF + tile, (q * P * scale).to(OPERAND))
+            o_e = gl.arange(0, HALF, gl.SliceLayout(0, by_block))
+            gl.store(ends_ptr + place * DIM + half * HALF + o_e[None, :], end)
+            at_end.index(half).store((k * to_end).to(OPERAND))
+            q_ptr += HALF * q_strides[3]
+            k_ptr += HALF * k_strides[3]
+            g_ptr += HALF * g_strides[3]
+            halves = warpgroup_mma_wait(0, deps=[halves])
 
         # stage solve_tril
         scratch = allocate_scratch(1)
-        store_system(scores, beta, scratch)
+        scores = all_scores(blocks, pairs, halves)
+        store_system(scores, blocks, beta, scratch)
         own_scores = gl.allocate_shared_memory(OPERAND, [CHUNK, CHUNK], square)
-        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, scores_layout))
         lower = o_b[:, None] >= o_j[None, :]
         own_scores.store(gl.where(lower, scores, 0.0).to(OPERAND))
         role_barrier()
@@ -259,12 +343,13 @@ def _kda_hopper_prep(tensors, strides, seqlen, sequences, scale, S: gl.constexpr
         role_barrier()
 
         # stage state_factor
-        zero = gl.full([CHUNK, DIM], 0.0, gl.float32, keys_layout)
-        X = warpgroup_mma(inverse, at_end, zero, use_acc=False, is_async=True)
+        first = warpgroup_mma(inverse, at_end.index(0), zero, use_acc=False, is_async=True)
+        other = warpgroup_mma(inverse, at_end.index(1), zero, use_acc=False, is_async=True)
         # stage out_factor
-        zero = gl.full([CHUNK, CHUNK], 0.0, gl.float32, scores_layout)
         W = warpgroup_mma(own_scores, inverse.permute((1, 0)), zero, use_acc=False, is_async=True)
-        X, W = warpgroup_mma_wait(0, deps=[X, W])
-        store_rows(X.to(OPERAND), state_factor_ptr + place * (CHUNK * DIM))
+        first, other, W = warpgroup_mma_wait(0, deps=[first, other, W])
+        state_factor_ptr += place * (CHUNK * DIM)
+        store_rows(first.to(OPERAND), state_factor_ptr, DIM)
+        store_rows(other.to(OPERAND), state_factor_ptr + HALF, DIM)
         W = gl.where(lower, W * scale, 0.0)
-        store_rows(W.to(OPERAND), out_factor_ptr + place * (CHUNK * CHUNK))
+        store_rows(W.to(OPERAND), out_factor_ptr + place * (CHUNK * CHUNK), CHUNK)
