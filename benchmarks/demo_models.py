@@ -63,6 +63,24 @@ CONFIGS = {
         "intermediate_size": 256,
         "rms_norm_eps": 1e-6,
     },
+    "demo-kda": COMMON
+    | {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense"] * 4,
+        "linear_num_heads": 2,
+        "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "intermediate_size": 256,
+        "rms_norm_eps": 1e-5,
+    },
 }
 SEED = 0
 

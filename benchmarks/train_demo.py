@@ -1,9 +1,10 @@
 """Train one of the demo models that ship with ssdprof, on one CPU core.
 
-    python benchmarks/train_demo.py {demo,demo-gdn} [--out FOLDER] [--steps N] [--judge]
+    python benchmarks/train_demo.py {demo,demo-gdn,demo-kda} [--out FOLDER] [--steps N] [--judge]
 
-Both are byte-level hybrids: `demo` has four Mamba-2 layers and one attention layer in the granitemoehybrid format,
-`demo-gdn` three gated-delta-rule layers and one attention layer in the qwen3_next format.  They are trained on
+All are byte-level hybrids: `demo` has four Mamba-2 layers and one attention layer in the granitemoehybrid format,
+`demo-gdn` three gated-delta-rule layers and one attention layer in the qwen3_next format, `demo-kda` three layers of
+Kimi Delta Attention and one attention layer in the kimi_linear format.  They are trained on
 `ssdprof.capture.text.training()` and judged by bits per byte on `held_out()`, compared with a byte bigram model that
 was fitted on the same training text.  The seed is fixed, but another machine's arithmetic differs in the last bits, so
 the weights will differ and the numbers only nearly agree.  Writes config.json, generation_config.json,
@@ -26,6 +27,7 @@ from demo_models import CONFIGS, SEED, new_model, save
 from transformers import AutoModelForCausalLM
 
 from ssdprof.capture import text
+from ssdprof.kernels.kda.reference import decayed_scores
 
 STAGES = ((0.75, 8, 512), (0.25, 2, 2048))  # share of the steps, sequences per step, bytes per sequence
 WARMUP_STEPS = 50
@@ -63,11 +65,42 @@ def ssd(x, dt, A, B, C, *, D, dt_bias, **_):  # type: ignore[no-untyped-def]
     return out.permute(0, 1, 3, 2, 4).reshape(b, l, h, p) + D[:, None] * x
 
 
+def kda(q, k, v, g, beta, **_):  # type: ignore[no-untyped-def]
+    """Kimi Delta Attention of normalised q and k, chunk by chunk (docs/kda-mathematics.md, equation 4).
+
+    q, k, g: (b, l, h, K)    v: (b, l, h, V)    beta: (b, l, h)    l a multiple of the chunk.  Returns out and None
+    """
+    (b, l, h, _), size = q.shape, TRAINING_CHUNK // 4
+    q, k = (F.normalize(x.float(), dim=-1) for x in (q, k))
+    q, k, v, g, beta = (
+        x.float().view(b, l // size, size, h, -1).transpose(2, 3) for x in (q * q.shape[-1] ** -0.5, k, v, g, beta)
+    )
+    sums = g.cumsum(-2)
+    scores, system = decayed_scores(q, k, sums)
+    writes = torch.cat((beta * v, beta * k * sums.exp()), -1)
+    u, w = torch.linalg.solve_triangular(
+        beta * system, writes, upper=False, unitriangular=True
+    ).split((v.shape[-1], k.shape[-1]), -1)  # fmt: skip
+    queries, keys, decay = q * sums.exp(), (k * (sums[..., -1:, :] - sums).exp()).mT, sums[..., -1, :, None].exp()
+    state, out = torch.zeros_like(keys[:, 0] @ v[:, 0]), []
+    for c in range(l // size):
+        written = u[:, c] - w[:, c] @ state
+        out.append(queries[:, c] @ state + scores[:, c] @ written)
+        state = decay[:, c] * state + keys[:, c] @ written
+    return torch.stack(out, 1).transpose(2, 3).reshape(b, l, h, -1), None
+
+
 def lean_operator(name: str) -> AbstractContextManager[object]:
-    """Inside this context, `demo` trains on `ssd`.  The gated delta rule of transformers needs little enough memory."""
-    if name == "demo-gdn":
-        return nullcontext()
-    return patch("transformers.models.granitemoehybrid.modeling_granitemoehybrid.mamba2_chunk_scan", ssd)
+    """Inside this context, `demo` trains on `ssd` and `demo-kda` on `kda`.
+
+    The gated delta rule of transformers needs little enough memory.
+    """
+    models = "transformers.models"
+    return {
+        "demo": patch(f"{models}.granitemoehybrid.modeling_granitemoehybrid.mamba2_chunk_scan", ssd),
+        "demo-gdn": nullcontext(),
+        "demo-kda": patch(f"{models}.kimi_linear.modeling_kimi_linear.chunk_kimi_delta_attention", kda),
+    }[name]
 
 
 def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
