@@ -154,7 +154,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     precisions = partial(precisions_for, intermediates="exact", states=("fp32", "bf16"))
     pairs = partial(resolved.pairs, precisions)
     found: Any = SimpleNamespace(layers=LAYERS[:1])
-    requested = [one.name for one in job._requested(found, [of], pairs, "bf16")]
+    requested = [one.name for one in job._requested(found, [of], pairs, "bf16", 0)]
     assert requested == [
         *(
             f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, {states} states"
