@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import tempfile
 import time
 import warnings
@@ -248,6 +249,12 @@ def mixers_of(model: nn.Module) -> tuple[Mixer, ...]:
                 raise BadInputError(f"Decoder layer {index} has two mixers: {mixers[index].name} and {name}.")
             mixers[index] = Mixer(name, index, functions[function], module, function, forward.__globals__)
     return tuple(mixers[index] for index in sorted(mixers))
+
+
+def parts_of_layers(model: nn.Module) -> list[str]:
+    """The classes of the parts of decoder layers that have weight matrices."""
+    parts = (part for name, part in model.named_modules() if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name))
+    return list(dict.fromkeys(type(one).__name__ for one in parts if any(own.ndim > 1 for own in one.parameters())))
 
 
 def is_attention(module: nn.Module) -> bool:

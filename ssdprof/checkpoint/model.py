@@ -16,6 +16,7 @@ from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, is_
 from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_named, is_folder, parse_repo, shown
 from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
 from ssdprof.core.subject import CheckpointRef, LayerRef, PlannedFile
+from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_json
 
@@ -67,8 +68,11 @@ class Model:
         """Modules of `on_meta` that call an operator; BadInputError if there are none."""
         if mixers := self._built[1]:
             return mixers
+        parts = words(self._meta.parts_of_layers(self._built[0]), "and") or "nothing with weights"
         raise BadInputError(
-            f"{self.where}, of type {shown(self.model_type)}, has no SSD or gated-delta-rule layer.", configs.SUPPORTED
+            f"{self.where}, of type {shown(self.model_type)}, has no SSD or gated-delta-rule layer: its layers are of "
+            f"{parts}.",
+            configs.SUPPORTED,
         )
 
     @cached_property

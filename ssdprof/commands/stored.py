@@ -301,9 +301,9 @@ def models(*, as_json: bool) -> None:
                 (
                     known.repo,
                     f"{known.parameters / 1e9:g} B",
-                    f"{known.operator_layers} of {known.layers}" if known.operator_layers else "?",
+                    f"{known.operator_layers} of {known.layers}" if known.operator_layers else "not known",
                     f"{known.trained_context:,}" if known.trained_context else MISSING,
-                    outline.words.format(**known.dims) if known.dims else "?",
+                    outline.words.format(**known.dims) if known.dims else "not known",
                 )
                 for known in row.checkpoints
             ),

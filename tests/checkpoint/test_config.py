@@ -175,7 +175,7 @@ def test_sizes_in_a_config_without_such_layers_do_not_count(opened: Open) -> Non
     ("config", "reason"),
     [
         *(({"model_type": name}, "Mamba-1") for name in ("mamba", "falcon_mamba", "jamba")),
-        ({"model_type": "llama", "num_hidden_layers": 1}, "no SSD or gated-delta-rule layer"),
+        ({"model_type": "llama", "num_hidden_layers": 1}, "layer: its layers are of LlamaAttention and LlamaMLP."),
         ({"model_type": "plamo2", "auto_map": {"AutoModel": "modeling.Model"}}, "no remote code"),
         ({"model_type": "plamo2"}, "transformers does not know"),
         ({"hidden_size": 64}, "no model_type"),
