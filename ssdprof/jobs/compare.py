@@ -38,7 +38,7 @@ from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
 from ssdprof.measure.probes import Prober
-from ssdprof.measure.roofline import SMLimits, measure_ceilings, with_occupancy
+from ssdprof.measure.roofline import measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, Timer, device_times, time_in_turns
 from ssdprof.operators import tensors
@@ -200,8 +200,7 @@ class Comparer:
             # a library that tunes itself has launches and allocations of its own, and may leave any values behind
             output, fields = call.first_run()
         if call.device.type == "cuda":
-            limits = SMLimits.of(call.device)
-            launches = tuple(with_occupancy(launch, limits) for launch in fields.get("launches", ()))
+            launches = tuple(with_occupancy(launch, call.device) for launch in fields.get("launches", ()))
             fields |= {"first_call": first, "launches": launches}
         return output, fields, interpreter_builder.grid_idx is not None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
@@ -60,34 +59,20 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
 # --- occupancy
 
 
-class SMLimits(NamedTuple):
-    """The resources of an SM."""
-
-    warps: int
-    blocks: int
-    shared_bytes: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> SMLimits | None:
-        """None for a GPU whose number of resident blocks is not known here."""
-        properties = torch.cuda.get_device_properties(device)
-        blocks = _MOST_BLOCKS.get((properties.major, properties.minor))
-        if blocks is None:
-            return None
-        warps = properties.max_threads_per_multi_processor // _WARP
-        return cls(warps, blocks, properties.shared_memory_per_multiprocessor)
-
-
-def with_occupancy(launch: Launch, limits: SMLimits | None) -> Launch:
+def with_occupancy(launch: Launch, device: torch.device) -> Launch:
     """The launch with its resident blocks and warps, by registers, shared memory and warps, if they are known."""
     warps = launch.config.get("num_warps")
-    if limits is None or not isinstance(warps, int) or launch.registers is None or launch.shared_bytes is None:
+    if device.type != "cuda" or not isinstance(warps, int) or launch.registers is None or launch.shared_bytes is None:
+        return launch
+    sm = torch.cuda.get_device_properties(device)
+    most, most_warps = _MOST_BLOCKS.get((sm.major, sm.minor)), sm.max_threads_per_multi_processor // _WARP
+    if most is None:
         return launch
     registers = _up(launch.registers * _WARP, _REGISTER_UNIT) * warps
     shared = _up(launch.shared_bytes, _SHARED_UNIT) + _RESERVED_SHARED
-    by_registers = _REGISTERS // registers if registers else limits.blocks
-    blocks = min(limits.blocks, limits.warps // warps, limits.shared_bytes // shared, by_registers)
-    return launch.changed(blocks_per_sm=blocks, warps_pct=100 * blocks * warps / limits.warps)
+    by_registers = _REGISTERS // registers if registers else most
+    blocks = min(most, most_warps // warps, sm.shared_memory_per_multiprocessor // shared, by_registers)
+    return launch.changed(blocks_per_sm=blocks, warps_pct=100 * blocks * warps / most_warps)
 
 
 def _up(value: int, unit: int) -> int:

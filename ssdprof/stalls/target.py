@@ -35,7 +35,7 @@ from ssdprof.errors import BadInputError, ExitCode, SsdprofError
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, counted_launches, recorded_launches
-from ssdprof.measure.roofline import SMLimits, with_occupancy
+from ssdprof.measure.roofline import with_occupancy
 from ssdprof.operators.implementations import own_precisions, required, resolve
 from ssdprof.operators.tensors import precision_of, precision_record
 from ssdprof.stalls import ncu
@@ -106,13 +106,12 @@ def warm_up(implementation: Implementation, call: Call) -> Launched:
     call.run()
     with recorded_launches() as launches, counted_launches() as count:
         call.run()
-    limits = SMLimits.of(call.device) if call.device.type == "cuda" else None
     return Launched(
         implementation=implementation.name,
         variant=implementation.plan(call.inputs, call.precision).variant,
         precision=precision_record(call.precision),
         launch_count=len(count),
-        launches=tuple(with_occupancy(launch, limits) for launch in launches),
+        launches=tuple(with_occupancy(launch, call.device) for launch in launches),
     )
 
 

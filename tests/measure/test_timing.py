@@ -113,38 +113,34 @@ def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: py
     assert len(recorded) == 4
 
 
-def test_what_cannot_be_recorded_a_second_time_has_no_time() -> None:
-    class Fails(FakeRun):
-        calls = 0
-
-        def __call__(self) -> SSDOutput:
-            self.calls += 1
-            if self.calls > 2 + PLAN.max_rounds:  # recorded once, and called in each of its rounds
-                raise torch.OutOfMemoryError("2 GiB more")
-            return super().__call__()
-
-    found = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
-    assert list(found["a"]) == ["samples"]
-    assert found["b"]["reason"].startswith("b is not timed: no memory is left")
-
-
 LAST_CALL = PLAN.max_recordings + SAMPLED + 1  # recorded, timed, and finally checked
 
 
-@pytest.mark.parametrize("calls", [3, LAST_CALL - 1], ids=["while it is timed", "the last one"])
-def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls: int) -> None:
+LATER = "a later call raised ValueError: no more calls (test_timing.py:"
+
+
+@pytest.mark.parametrize(
+    ("calls", "error", "why"),
+    [
+        (3, ValueError("no more calls"), LATER),  # while it is timed
+        (LAST_CALL - 1, ValueError("no more calls"), LATER),
+        # recorded once, and called in each of its rounds
+        (2 + PLAN.max_rounds, torch.OutOfMemoryError("2 GiB"), "b is not timed: no memory is left"),
+    ],
+)
+def test_a_later_call_that_raises_is_named_and_the_others_are_timed(calls: int, error: Exception, why: str) -> None:
     class Fails(FakeRun):
         calls = 0
 
         def __call__(self) -> SSDOutput:
             self.calls += 1
             if self.calls > calls:
-                raise ValueError("no more calls")
+                raise error
             return super().__call__()
 
     found = time_in_turns({"a": FakeRun(200), "b": Fails(100)}, FakeTimer(), PLAN, check=fine)
-    assert found["b"]["status"] == "failed"
-    assert found["b"]["reason"].startswith("a later call raised ValueError: no more calls (test_timing.py:")
+    assert found["b"].get("status") == ("failed" if why is LATER else None)
+    assert found["b"]["reason"].startswith(why)
     assert [len(one) for one in found["a"]["samples"][1].us] == [PLAN.max_rounds] * PLAN.max_recordings
 
 

@@ -15,8 +15,7 @@ from ssdprof.report.stalls import Share, by_stage, side_by_side
 from ssdprof.report.stalls import kernel_groups as groups
 from ssdprof.report.table import Table
 from ssdprof.stalls.attribute import IDLE_WARPS
-from ssdprof.stalls.facts import analyse, stalls_of
-from ssdprof.stalls.hints import ADVICE
+from ssdprof.stalls.facts import ADVICE, analyse, stalls_of
 from ssdprof.stalls.read import Point, RawKernel
 
 PRODUCTS = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
