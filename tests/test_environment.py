@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,3 +213,22 @@ def test_without_package_metadata_the_doctor_says_so(monkeypatch: pytest.MonkeyP
 def test_a_password_in_the_hubs_address_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://user:secret@hub")
     assert doctor._hub().detail == "https://...@hub, not contacted by this check"
+
+
+@pytest.mark.parametrize(
+    ("versions", "status"),
+    [
+        (("2.11.0+cu130", "3.6.0"), "ok"), (("2.13.0", "3.9.0"), "ok"), (("2.11.0", "3.9.0"), "warn"),
+        (("2.14.0", "3.9.1"), "warn"), (("2.13.0", "3.10.0"), "warn"),
+    ],
+)  # fmt: skip
+def test_a_pair_of_torch_and_triton_that_no_test_ran_with_is_told(versions: tuple[str, str], status: str) -> None:
+    found = doctor._pair(*versions)
+    assert found.status == status
+    assert found.hint == ("" if status == "ok" else "Tested: 2.11 with 3.6; 2.13 with 3.6 or 3.9.")
+
+
+def test_the_pairs_of_the_makefile_are_those_that_doctor_calls_tested() -> None:
+    pairs = re.findall(r"PAIR = torch==(\S+) triton==(\S+)", (Path(__file__).parents[1] / "Makefile").read_text())
+    assert len(pairs) == 2
+    assert all(doctor._pair(*pair).status == "ok" for pair in pairs)

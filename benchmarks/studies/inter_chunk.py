@@ -183,7 +183,8 @@ def _one_chunk_kernel(
     b_states = tl.load(states_ptr + ptr_offset(here, states_strides), mask=m, other=0.0)
     b_decay = tl.load(decay_ptr + ptr_offset((i_b, i_c, i_h, o_k), decay_strides), mask=m_k, other=0.0)
     before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
-    state = tl.load(before, mask=m & (i_c > 0), other=0.0).to(tl.float32)
+    # a scalar condition in a mask is an error in the interpreter of Triton 3.9
+    state = tl.load(before, mask=m & (o_k < tl.where(i_c > 0, K, 0))[:, None], other=0.0).to(tl.float32)
     state = state * b_decay[:, None] + b_states.to(tl.float32)
     tl.store(out_ptr + ptr_offset(here, out_strides), state.to(out_ptr.dtype.element_ty), mask=m)
 
@@ -221,7 +222,8 @@ def _chained_kernel(
     while tl.atomic_add(flag_ptr, 0, sem="acquire") < i_c:
         pass
     before = out_ptr + ptr_offset((i_b, i_c - 1, i_h, o_k[:, None], o_v[None, :]), out_strides)
-    state = tl.load(before, mask=m & (i_c > 0), other=0.0, cache_modifier=".cg").to(tl.float32)
+    m_before = m & (o_k < tl.where(i_c > 0, K, 0))[:, None]
+    state = tl.load(before, mask=m_before, other=0.0, cache_modifier=".cg").to(tl.float32)
     state = state * b_decay[:, None] + b_states.to(tl.float32)
     tl.store(out_ptr + ptr_offset(here, out_strides), state.to(out_ptr.dtype.element_ty), mask=m)
     tl.debug_barrier()  # every thread has stored its part of the state before the flag is raised

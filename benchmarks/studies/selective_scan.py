@@ -251,7 +251,7 @@ def _sequential_backward_kernel(
             b_C = tl.load(C_ptr + ptr_offset((i_b, t, i_h, o_n), C_strides), mask=m, other=0.0).to(tl.float32)
             h = tl.load(aside_ptr + ptr_offset((i_bh, i_t, o_n), aside_strides), mask=m, other=0.0)
             kept = aside_ptr + ptr_offset((i_bh, i_t - 1, o_n), aside_strides)
-            before = tl.where(i_t > 0, tl.load(kept, mask=m & (i_t > 0), other=0.0), entering)
+            before = tl.where(i_t > 0, tl.load(kept, mask=o_n < tl.where(i_t > 0, N, 0), other=0.0), entering)
             dh = passed + b_C * dy
             dx, ddecay = tl.sum(dh * b_B, 0), tl.sum(dh * before, 0)
             tl.store(dx_ptr + ptr_offset((i_b, t, i_h), dx_strides), dx.to(dx_ptr.dtype.element_ty))

@@ -35,6 +35,8 @@ from ssdprof.kernels.device import INTERPRETED
 # Triton versions under which matrix products of a chunk scan read registers that are overwritten too early on Hopper:
 # all 8 configurations of mamba_ssm that use WGMMA under 3.6, and by our own kernel 3.7 and 3.8; not 3.9
 _RACY_TRITON = ("3.6.", "3.7.", "3.8.")
+# torch -> Triton versions with which the tests ran (Makefile: test-oldest, test, test-newest)
+_TESTED = {"2.11": ("3.6",), "2.13": ("3.6", "3.9")}
 _ROOMY_BYTES = 20 << 30  # a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 
@@ -47,7 +49,7 @@ def doctor() -> tuple[Check, ...]:
     """Every check, the most important first."""
     python = _check("python", "ok", platform.python_version())
     rest = (_kernels(), _ncu(), _counters(_NVIDIA_PARAMETERS), _hub(), _cache())
-    return (python, *_packages(), *_gpu(), *rest)
+    return (python, *_packages(), _pair(torch.__version__, triton.__version__), *_gpu(), *rest)
 
 
 def _packages() -> Iterator[Check]:
@@ -69,6 +71,15 @@ def _packages() -> Iterator[Check]:
             yield _check(name, "warn", f"{found} is not {requirement.specifier}", hint)
         else:
             yield _check(name, "ok", found)
+
+
+def _pair(of_torch: str, of_triton: str) -> Check:
+    """Whether the tests ran with these versions."""
+    minor = [".".join(one.split(".")[:2]) for one in (of_torch, of_triton)]
+    if minor[1] in _TESTED.get(minor[0], ()):
+        return _check("torch and triton", "ok", f"{minor[0]} with {minor[1]}, a tested pair")
+    tested = "; ".join(f"{one} with {' or '.join(others)}" for one, others in _TESTED.items())
+    return _check("torch and triton", "warn", f"{minor[0]} with {minor[1]} is no tested pair", f"Tested: {tested}.")
 
 
 def _gpu() -> Iterator[Check]:
