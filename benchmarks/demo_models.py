@@ -74,6 +74,7 @@ CONFIGS = {
         "linear_head_dim": 128,
         "linear_conv_kernel_dim": 4,
         "num_key_value_heads": 4,
+        "tie_word_embeddings": False,  # transformers ties none of this type
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 32,
         "qk_rope_head_dim": 16,
@@ -129,5 +130,6 @@ def save(model: torch.nn.Module, name: str, folder: Path) -> None:
         ("tokenizer_config.json", settings),
     ):
         (folder / file).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    weights = {key: tensor.to(torch.bfloat16) for key, tensor in model.state_dict().items() if key != "lm_head.weight"}
+    tied = {"lm_head.weight"} if CONFIGS[name]["tie_word_embeddings"] else {}
+    weights = {key: tensor.to(torch.bfloat16) for key, tensor in model.state_dict().items() if key not in tied}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -117,7 +117,7 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 # --- the kernels
 
 
-def _equals(call: FusedCall) -> str:
+def equals_text(call: FusedCall) -> str:
     """The part of a plan's reason that names another precision with the same bits; "" if there is none.
 
     States stay in fp32, and exact and relaxed intermediates do not differ for 16-bit inputs.
@@ -147,7 +147,7 @@ def hopper_cut(call: FusedCall) -> GDNHopperConfig:
 
 def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
     slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
-    reason = f"two launches: inverses of all chunks, then the states{slow}; {config.reason}{_equals(call)}"
+    reason = f"two launches: inverses of all chunks, then the states{slow}; {config.reason}{equals_text(call)}"
     return launch_count(call.inputs, config), workspace(call.inputs, config)[0].nbytes, reason
 
 
@@ -178,7 +178,7 @@ def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> G
 
 def _portable_work(call: FusedCall, config: GDNPortableConfig) -> tuple[int, int, str]:
     handed = handed_on(call.inputs, call.precision, config)
-    reason = f"two launches: factors of all chunks, then the states; {config.reason}{_equals(call)}"
+    reason = f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
     return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in handed), reason
 
 

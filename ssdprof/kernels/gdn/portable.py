@@ -486,7 +486,7 @@ class GDNPortableLaunch:
         common: dict[str, Any] = dict(
             VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, CHUNK=chunk,
             BLOCK_K=config.block_k, OPERAND=TL_DTYPE[operand], ALIGNED=not packed and length % chunk == 0,
-            ALIGNMENT=_alignment(inputs.q, inputs.k, inputs.v), OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
+            ALIGNMENT=alignment_of(inputs.q, inputs.k, inputs.v), OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
         )  # fmt: skip
         merge = tl.float16 if inputs.use_qk_l2norm and operand != torch.float32 else tl.float32
         registers = {"maxnreg": config.factors_registers} if config.factors_registers else {}
@@ -531,7 +531,7 @@ class GDNPortableLaunch:
         return GDNOutput(out, final_states)
 
 
-def _alignment(*tensors: torch.Tensor) -> int:
+def alignment_of(*tensors: torch.Tensor) -> int:
     """Alignment in bytes, up to 16, of all rows of these tensors.
 
     Triton itself detects it only for strides that are multiples of 16 elements.

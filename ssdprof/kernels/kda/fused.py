@@ -44,11 +44,11 @@ from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn import recurrent
 from ssdprof.kernels.gdn.config import inverse_products, operand_dtype
-from ssdprof.kernels.gdn.fused import RECURRENT, _equals
+from ssdprof.kernels.gdn.fused import RECURRENT, equals_text
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
-    _alignment,
+    alignment_of,
     first_slot,
     load_rows,
     piece_of_slot,
@@ -337,7 +337,7 @@ class KDAPortableLaunch:
         merge = tl.float16 if inputs.use_qk_l2norm and operand != torch.float32 else tl.float32
         common: dict[str, Any] = dict(
             VALUE_HEADS=heads, KEY_DIM=key_dim, PADDED=padded, CHUNK=chunk, OPERAND=TL_DTYPE[operand],
-            ALIGNED=not packed and length % chunk == 0, ALIGNMENT=_alignment(inputs.q, inputs.k, inputs.g, inputs.v),
+            ALIGNED=not packed and length % chunk == 0, ALIGNMENT=alignment_of(inputs.q, inputs.k, inputs.g, inputs.v),
             OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
         )  # fmt: skip
         registers = {"maxnreg": config.prep_registers} if config.prep_registers else {}
@@ -407,7 +407,7 @@ def hopper_unsupported(inputs: KDAInputs) -> str:
 
 def _portable_work(call: FusedCall, config: KDAPortableConfig) -> tuple[int, int, str]:
     handed = handed_on(call.inputs, call.precision, config)
-    reason = f"two launches: factors of all chunks, then the states; {config.reason}{_equals(call)}"
+    reason = f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
     return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in handed), reason
 
 
