@@ -335,6 +335,18 @@ def test_the_figures_of_verdicts() -> None:
     assert measuring + f"{sum(longer)} with" in " ".join((DOCS / "measuring.md").read_text(encoding="utf-8").split())
 
 
+def test_the_figures_of_repeated_benches() -> None:
+    cells = result("repeated-benches-h200.json")["cells"]
+
+    def disjoint(clock: str, *operators: str) -> str:
+        rows = [row for row in cells if row["clock"] == clock and row["operator"] in operators]
+        return f"{sum(row['disjoint_pairs'] for row in rows)} of {sum(row['pairs'] for row in rows)}"
+
+    assert disjoint("device", "ssd", "gdn").startswith("0 of ")
+    said = f"{disjoint('call', 'ssd')} pairs of SSD and {disjoint('call', 'gdn')} of GDN"
+    assert said in " ".join((RESULTS / "README.md").read_text(encoding="utf-8").split())
+
+
 def test_a_wrong_figure_is_found() -> None:
     row = table_with("gdn-performance.md", "unfused", "over fla")[0]
     (cell, *_) = cell_of("gdn", SHAPES[row["heads"]], row["tokens"])
