@@ -132,7 +132,7 @@ def test_what_is_not_there_yet_is_refused_in_a_sentence(captures: Path, monkeypa
     monkeypatch.delitem(registry._implementations, ("toy", "unfused"))
     answer = Answer("run", str(captures))
     assert answer.code == 2
-    assert "no 'unfused' implementation of toy" in answer.err
+    assert "There is no implementation 'unfused' of toy" in answer.err
     with pytest.raises(BadInputError, match="There is no operator 'tay'"):
         operators.get("tay")
     with pytest.raises(ValueError, match="registered already"):
