@@ -115,11 +115,11 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
         qs, ks, vs, gs, betas = (), (), (), (), ()  # of a block of tokens: one wait for all of them and the state
         for i in tl.static_range(S.BLOCK_T):
             here, step = first + i < length, tl.cast(first + i, tl.int64)
-            qs = qs + (tl.load(q_ptr + step * q_strides[1], mask=m_k & here, other=0.0),)
-            ks = ks + (tl.load(k_ptr + step * k_strides[1], mask=m_k & here, other=0.0),)
-            vs = vs + (tl.load(v_ptr + step * v_strides[1], mask=m_v & here, other=0.0),)
-            m_g = m_k & here if S.PER_CHANNEL else here
-            gs = gs + (tl.load(g_ptr + step * g_strides[1], mask=m_g, other=0.0),)
+            m_row = tl.where(here, m_k, False)  # the interpreter makes int32 of m_k & here
+            qs = qs + (tl.load(q_ptr + step * q_strides[1], mask=m_row, other=0.0),)
+            ks = ks + (tl.load(k_ptr + step * k_strides[1], mask=m_row, other=0.0),)
+            vs = vs + (tl.load(v_ptr + step * v_strides[1], mask=tl.where(here, m_v, False), other=0.0),)
+            gs = gs + (tl.load(g_ptr + step * g_strides[1], mask=m_row if S.PER_CHANNEL else here, other=0.0),)
             betas = betas + (tl.load(beta_ptr + step * beta_strides[1], mask=here, other=0.0),)
         for i in tl.static_range(S.BLOCK_T):
             q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
@@ -133,10 +133,10 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
                 state = state * decay + k[:, None] * u[None, :]
             out = scale * _scale_of_norm(q, S.L2NORM) * tl.sum(state * q[:, None], axis=0)
             here, step = first + i < length, tl.cast(first + i, tl.int64)
-            tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_v & here)
+            tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=tl.where(here, m_v, False))
             if S.EVERY_STATE:
                 at = states_ptr + ptr_offset((i_b, begin + step, i_h), states_strides[:3])
-                tl.store(at + o_states, state, mask=m_state & here)
+                tl.store(at + o_states, state, mask=tl.where(here, m_state, False))
 
     # stage setup.store
     if not S.EVERY_STATE:
