@@ -281,6 +281,7 @@ def held() -> dict[tuple[str, str], float]:
     return {
         ("README.md", "1.04"): qwen["fla"] / qwen["fused"],
         ("README.md", "1.20"): long["mamba_ssm"] / long["fused"],
+        ("README.md", "1.69"): (brief := prefill("mamba2-2.7b", 1024))["mamba_ssm"] / brief["fused"],
         ("docs/prefill.md", "4"): 100 * (model["unfused"] / model["fused"] - 1),
         (gdn, "0.76"): floor_us(layer) / 1e3, (gdn, "453"): us["_prep_kernel"],
         (gdn, "9"): us["_parts_kernel"] + us["_combine_kernel"], (gdn, "1.05"): min(sizes), (gdn, "2.5"): max(sizes),

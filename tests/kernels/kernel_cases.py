@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class SSDCase(Case):
-    """Distributed as in a trained layer, and views of one projection as in a model.  skip: D: "", "(h)" or "(h, p)"."""
+    """Drawn as a layer is initialised, and views of one projection as in a model.  skip: D: "", "(h)" or "(h, p)"."""
 
     heads: int = 2
     headdim: int = 16
