@@ -74,4 +74,4 @@ def write_pictures(file: Path, report: StallReport) -> dict[str, str]:
 
 def pictures(report: StallReport) -> dict[str, tuple[str, str]]:
     """Part of a file's name -> (title, SVG)."""
-    return {files.safe_name(name): picture for name, picture in plots.of_stalls(report).items()}
+    return {files.safe_name(name): (title, svg) for name, (title, (svg, _)) in plots.of_stalls(report).items()}

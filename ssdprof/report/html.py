@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:
 _KINDS = {Table: "table", str: "note", Figure: "figure", tuple: "list"}
 
 Block = tuple[str, object]  # kind, by which the template draws it, and content
-Picture = tuple[str, Markup, bool]  # title, SVG, and whether the picture is wide and includes its title
+Picture = tuple[str, Markup, Table, bool]  # title, SVG, its numbers, and whether the picture includes its title
 PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
 
 
@@ -87,11 +87,13 @@ def _part(section: Section, extra: Iterable[Block] = (), *, level: int = 2, fold
 
 
 def _pictures(
-    numbers: Iterator[int], found: Iterable[tuple[str, str | None]], *, titled: bool = False
+    numbers: Iterator[int], found: Iterable[tuple[str, plots.Drawing | None]], *, titled: bool = False
 ) -> Iterator[Block]:
     """One block of those that there are.  numbers: make their ids unique."""
     shown: list[Picture] = [
-        (title, Markup(inline(svg, f"p{next(numbers)}-", title)), titled) for title, svg in found if svg is not None
+        (title, Markup(inline(drawing[0], f"p{next(numbers)}-", title)), drawing[1], titled)
+        for title, drawing in found
+        if drawing is not None
     ]
     if shown:
         yield "pictures", shown

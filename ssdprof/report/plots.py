@@ -1,11 +1,11 @@
-"""Plots as SVG, with the same bytes for the same report.  The tables have all of their numbers too."""
+"""Plots as SVG, with the same bytes for the same report, each with a table of its numbers."""
 
 from __future__ import annotations
 
 import io
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
@@ -14,6 +14,7 @@ from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
 from ssdprof.report.groups import Against, Group, deviation
 from ssdprof.report.stalls import kernel_groups, most, summed
+from ssdprof.report.table import Row, Table, aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +33,7 @@ _PLACES = {"packed": "packed sequences", "chunk": "chunk", "verify": "drafted to
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
+Drawing = tuple[str, Table]  # the SVG, and its numbers
 
 
 def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> str:
@@ -58,17 +60,22 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
     return out.getvalue()
 
 
+def _data(headers: Row, rows: Iterable[Row]) -> Table:
+    """Of a plot: the first column has names or positions."""
+    return Table(title="", headers=headers, rows=(*rows,), align=aligned("l".ljust(len(headers), "r")))
+
+
 # --- speed
 
 
-def speedups(found: Sequence[Group]) -> str | None:
+def speedups(found: Sequence[Group]) -> Drawing | None:
     """Bars of the speedups by device time, with their intervals.  None if nothing was timed."""
     rows = [(one, ratio) for group in found for one in group.others() if (ratio := one.speedup())][::-1]
     if not rows:
         return None
+    names = [one.label if len(found) == 1 else f"{one.label}, {one.group.size}" for one, _ in rows]
 
     def paint(axes: Axes) -> None:
-        names = [one.label if len(found) == 1 else f"{one.label}, {one.group.size}" for one, _ in rows]
         ratios = [ratio.value for _, ratio in rows]
         spread = [[one.value - one.low for _, one in rows], [one.high - one.value for _, one in rows]]
         axes.barh(names, ratios, xerr=spread, color=COLORS[0], height=0.6, ecolor=GREY)
@@ -79,13 +86,14 @@ def speedups(found: Sequence[Group]) -> str | None:
         size = f", {found[0].size}" if len(found) == 1 else ""
         axes.set_xlabel(f"times as fast as {'the baseline' if others else baseline},\nby device time{size}")
 
-    return draw(paint, (_NARROW[0], 1.2 + 0.35 * len(rows)), legend=0)
+    cells = [(name, fmt.speedup(ratio)) for name, (_, ratio) in zip(names, rows, strict=True)][::-1]
+    return draw(paint, (_NARROW[0], 1.2 + 0.35 * len(rows)), legend=0), _data(("implementation", "speedup"), cells)
 
 
 # --- rooflines: operations per byte and per second
 
 
-def roofline(report: Report, found: Sequence[Group]) -> str | None:
+def roofline(report: Report, found: Sequence[Group]) -> Drawing | None:
     """Under the ceilings measured in the run, a point for each series and length, coloured by its implementation.  None
     if untimed."""
     points: dict[str, list[tuple[float, float]]] = {}
@@ -99,7 +107,7 @@ def roofline(report: Report, found: Sequence[Group]) -> str | None:
     return _roofline(points, roof, "byte that must move") if roof else None
 
 
-def stall_roofline(report: StallReport) -> str | None:
+def stall_roofline(report: StallReport) -> Drawing | None:
     """Arithmetic, on tensor cores and in fp32, per byte of DRAM.  None if no kernel's are known.
 
     The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores' rate for the operand
@@ -124,7 +132,7 @@ def stall_roofline(report: StallReport) -> str | None:
 
 def _roofline(
     points: Mapping[str, Sequence[tuple[float, float]]], roof: tuple[float, float] | None, per: str, title: str = ""
-) -> str | None:
+) -> Drawing | None:
     """points: of each label, (operations per byte, TFLOP/s).  roof: GB/s and TFLOP/s, if known.  title: it is wide."""
     every = [point for own in points.values() for point in own]
     if not every:
@@ -154,13 +162,17 @@ def _roofline(
         axes.set_ylabel("TFLOP/s by device time")
         axes.set_title(title, loc="left", fontsize=10)
 
-    return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1)
+    cells = [(label, f"{at:,.4g}", f"{rate:,.4g}") for label, own in points.items() for at, rate in own]
+    if roof:
+        cells.append((f"ridge of {bandwidth:,.0f} GB/s", f"{ridge:,.4g}", f"{peak:,.4g}"))
+    numbers = _data(("", f"operations per {per}", "TFLOP/s"), cells)
+    return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1), numbers
 
 
 # --- errors
 
 
-def along_positions(group: Group) -> str | None:
+def along_positions(group: Group) -> Drawing | None:
     """RMS error of the output against fp64 in slices of the positions, the worst layer's in each, with the floor.
 
     None if no case recorded it, and for decode steps, which have one position.
@@ -186,7 +198,10 @@ def along_positions(group: Group) -> str | None:
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
-    return draw(paint)
+    lines = found | ({"floor": limit} if limit else {})
+    slices = zip(middles(next(iter(found.values()))), *lines.values(), strict=True)
+    cells = ((f"{at:,.0f}", *map(fmt.small, errors)) for at, *errors in slices)
+    return draw(paint), _data(("position", *lines), cells)
 
 
 def _worst(cases: Sequence[Case], which: Against) -> list[float]:
@@ -199,9 +214,9 @@ def _worst(cases: Sequence[Case], which: Against) -> list[float]:
 # --- stalls
 
 
-def of_stalls(report: StallReport) -> dict[str, tuple[str, str]]:
-    """Name -> (title, SVG): a picture of each group that was sampled, and the roofline."""
-    found: dict[str, tuple[str, str]] = {}
+def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
+    """Name -> (title, drawing): a picture of each group that was sampled, and the roofline."""
+    found: dict[str, tuple[str, Drawing]] = {}
     sampled = [group for group in kernel_groups(report) if group.is_sampled]
     reasons = [reason for reason, _ in most(summed(group.all() for group in sampled))]
     longest = max((sum(share.values()) for group in sampled for share in group.stages.values()), default=0.0)
@@ -216,7 +231,9 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, str]]:
     return found if roof is None else found | {"roofline": ("Roofline", roof)}
 
 
-def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str], longest: float = 0.0) -> str:
+def stages(
+    bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequence[str], longest: float = 0.0
+) -> Drawing:
     """Stacked bars.  bars: stage -> stall reason -> percent, top to bottom.
 
     longest: of the bars of all plots of a report, which have one axis.
@@ -240,7 +257,9 @@ def stages(bars: Mapping[str, Mapping[str, float]], title: str, reasons: Sequenc
         axes.set_xlabel("percent of the busy warp time")
         axes.figure.suptitle("\n".join(textwrap.wrap(title, 40)), x=0.02, ha="left", fontsize=10)
 
-    return draw(paint, (_NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(reasons)), legend=2)
+    cells = ((name, *(f"{share.get(one, 0.0):.1f}" for one in reasons)) for name, share in bars.items())
+    size = _NARROW[0], 1.9 + 0.27 * len(bars) + 0.1 * len(reasons)
+    return draw(paint, size, legend=2), _data(("stage, percent", *reasons), cells)
 
 
 def _color(number: int) -> str:

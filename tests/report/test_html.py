@@ -131,8 +131,10 @@ def test_a_table_with_numbers_is_sortable() -> None:
 
 
 def test_ids_of_a_picture_are_its_own_and_its_black_is_the_pages_text() -> None:
-    svg = plots.speedups(groups(report()))
-    assert svg is not None
+    drawing = plots.speedups(groups(report()))
+    assert drawing is not None
+    svg, numbers = drawing
+    assert numbers.rows[0] == ("fused, exact, fp32", "2.00x [1.98, 2.02]")
     first, second = (Page(inline(svg, prefix, "Speed & more")) for prefix in ("a-", "b-"))
     assert first.ids
     assert not set(first.ids) & set(second.ids)
@@ -164,9 +166,9 @@ def test_pictures_need_what_they_show() -> None:
 def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt() -> None:
     """Their times are sums over calls, and their speedups have two baselines."""
     both: tuple[Group, ...] = groups(steps(report(layers=(0,), seqlens=(8,), precisions=(EXACT_FP32,))))
-    words = Page(plots.speedups(both) or "").words
+    words = Page((plots.speedups(both) or [""])[0]).words
     assert "times as fast as the baseline, by device time" in words
     assert "recurrent, exact, fp32, decode steps after 8 tokens" in words
     assert plots.along_positions(both[1]) is None
     (chunks,) = groups(in_calls(report(seqlens=(24,))))
-    assert "position in the chunk, tokens" in Page(plots.along_positions(chunks) or "").words
+    assert "position in the chunk, tokens" in Page((plots.along_positions(chunks) or [""])[0]).words
