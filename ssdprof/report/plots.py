@@ -61,7 +61,7 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> 
 
 
 def _data(headers: Row, rows: Iterable[Row]) -> Table:
-    """Of a plot: the first column has names or positions."""
+    """For a plot: the first column has names or positions."""
     return Table(title="", headers=headers, rows=(*rows,), align=aligned("l".ljust(len(headers), "r")))
 
 
