@@ -28,7 +28,7 @@ STAGES = Stages.of(
     "recurrence", "step_write", "step_state", "step_output",
     unfused=(
         "_gdn_qk_l2norm_kernel", "_kda_gate_cumsum_kernel", "_kda_decayed_scores_kernel", "_gdn_solve_tril_kernel",
-        "_kda_recompute_w_u_kernel", "_kda_chunk_state_kernel", "_kda_chunk_output_kernel",
+        "_kda_recompute_w_u_kernel", "_gdn_chunk_state_kernel", "_kda_chunk_output_kernel",
     ),
     fused=("_kda_prep_kernel", "_kda_hopper_prep", "_kda_scan_kernel"),
     recurrent=("_gdn_recurrent_kernel",),

@@ -2,9 +2,9 @@
 # mypy: disable-error-code="assignment"
 """Kimi Delta Attention in six launches, one per stage of the algorithm: the baseline.
 
-gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state, chunk_output.  The norm of q and k and solve_tril
-are the kernels of unfused GDN, and dtypes are its exact ones (`../gdn/config.py`), with two differences: operands of
-the scores keep 11 significant bits (`score_products`), and relaxed intermediates change fp32 operands only.
+gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state, chunk_output.  The norm of q and k, solve_tril and
+chunk_state are the kernels of unfused GDN, and dtypes are its exact ones (`../gdn/config.py`), with two differences:
+operands of the scores keep 11 significant bits (`score_products`), and relaxed intermediates change fp32 operands only.
 
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
@@ -18,25 +18,23 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.chunks import Chunks, chunk_span, own_chunk
-from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, in_units, ptr_offset
 from ssdprof.kernels.gdn import config
 from ssdprof.kernels.gdn.config import operand_dtype
 from ssdprof.kernels.gdn.portable import FORGOTTEN
-from ssdprof.kernels.gdn.unfused.pipeline import MAX_CHUNK_SIZE
-from ssdprof.kernels.gdn.unfused.stages import _load, _rows, qk_l2norm, solve_tril
+from ssdprof.kernels.gdn.unfused.pipeline import normalised, plan_stages, refuse_unsupported
+from ssdprof.kernels.gdn.unfused.stages import _rows, chunk_state, solve_tril
 from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
 from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
+from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 STAGES = {
     "half_decays": "decayed_scores", "add_scores": "decayed_scores", "queries_with_keys": "decayed_scores",
     "keys_with_keys": "decayed_scores", "cumulative_decays": "gate_cumsum",
     "_kda_gate_cumsum_kernel": "gate_cumsum", "_kda_decayed_scores_kernel": "decayed_scores",
-    "_kda_recompute_w_u_kernel": "recompute_w_u", "_kda_chunk_state_kernel": "chunk_state",
-    "_kda_chunk_output_kernel": "chunk_output",
+    "_kda_recompute_w_u_kernel": "recompute_w_u", "_kda_chunk_output_kernel": "chunk_output",
 }  # fmt: skip
 
 
@@ -294,101 +292,6 @@ def recompute_w_u(
 
 
 @triton.jit
-def _kda_chunk_state_kernel(tensors, strides, heads, nchunks, S: tl.constexpr):
-    (
-        k_end_ptr, w_ptr, u_ptr, G_ptr, initial_state_ptr, bounds_ptr, prev_states_ptr, v_new_ptr, final_states_ptr,
-    ) = tensors  # fmt: skip
-    (
-        k_end_strides, w_strides, u_strides, G_strides, initial_state_strides, prev_states_strides, v_new_strides,
-        final_states_strides,
-    ) = strides  # fmt: skip
-    # --- this program's slice of V, sequence and head
-    V_BLOCKS: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
-    ALL_K: tl.constexpr = S.KEY_DIM == S.BLOCK_K
-    ALL_V: tl.constexpr = S.VALUE_DIM % S.BLOCK_V == 0
-    i_sh = tl.program_id(0) // V_BLOCKS
-    i_s, i_h = i_sh // heads, i_sh % heads
-    o_v = (tl.program_id(0) % V_BLOCKS) * S.BLOCK_V + tl.arange(0, S.BLOCK_V)
-    o_k, o_i = tl.arange(0, S.BLOCK_K), tl.arange(0, S.CHUNK_SIZE)
-    m_v, m_k = o_v < S.VALUE_DIM, o_k < S.KEY_DIM
-    m_vk = m_v[:, None] & m_k[None, :]
-    if bounds_ptr is None:
-        i_b, first, after = i_s, 0, nchunks
-    else:
-        i_b, first, after = 0, tl.load(bounds_ptr + i_s).to(tl.int32), tl.load(bounds_ptr + i_s + 1).to(tl.int32)
-
-    # --- addresses of the first chunk
-    k_end_strides, w_strides = in_units(k_end_strides, S.UNIT), in_units(w_strides, S.UNIT)
-    prev_states_strides = in_units(prev_states_strides, S.UNIT)
-    p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
-    p_k = k_end_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), k_end_strides)
-    p_u = u_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), u_strides)
-    p_end = G_ptr + ptr_offset((i_b, first, i_h, S.CHUNK_SIZE - 1, o_k), G_strides)
-    p_prev = prev_states_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides)
-    p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
-
-    # --- loop over chunks
-    state = tl.zeros((S.BLOCK_V, S.BLOCK_K), dtype=tl.float32)
-    if initial_state_ptr is not None:
-        initial_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), initial_state_strides)
-        state += tl.load(initial_state_ptr + initial_offset, mask=m_vk, other=0.0).to(tl.float32)
-    for turn in range(after - first):
-        step = tl.cast(turn, tl.int64)
-        state_operand = state.to(S.OPERAND)
-        if ALL_K and ALL_V:
-            tl.store(p_prev + step * prev_states_strides[1], state_operand)
-        else:
-            tl.store(p_prev + step * prev_states_strides[1], state_operand, mask=m_vk)
-        b_w = _load(p_w + step * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
-        b_u = _load(p_u + step * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
-        b_k = _load(p_k + step * k_end_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
-        decay = decay_exp2(_load(p_end + step * G_strides[1], m_k, ALL_K))
-        v_new = b_u.to(tl.float32) - tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
-        v_new = v_new.to(S.OPERAND)
-        if ALL_V:
-            tl.store(p_new + step * v_new_strides[1], v_new)
-        else:
-            tl.store(p_new + step * v_new_strides[1], v_new, mask=m_v[:, None])
-        state = tl.dot(v_new, b_k, state * decay[None, :], input_precision=DOT_PRECISION)
-        state = state.to(S.STATE).to(tl.float32)
-    final_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides)
-    tl.store(final_states_ptr + final_offset, state, mask=m_vk)
-
-
-def chunk_state(
-    inputs: KDAInputs, w: torch.Tensor, u: torch.Tensor, k_end: torch.Tensor, G: torch.Tensor, chunks: Chunks,
-    precision: Precision,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Stage 5: the state that enters each chunk, the values that the chunk writes, and the final state.
-
-        v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
-        S'[v, k]     = exp(G[C - 1, k]) * S[v, k] + sum_i v_new[v, i] * k_end[i, k]
-
-    S is the transposed state that enters the chunk.  This is the serial stage.
-
-    In:   w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C) | G (B, NT, HV, C, K) fp32
-          initial_state (sequences, HV, K, V) or None
-    Out:  prev_states (B, NT, HV, V, K) | v_new (B, NT, HV, V, C), both in the operands' dtype
-          final_states (sequences, HV, K, V) fp32
-    Grid: (sequences * HV * blocks of V)
-    """
-    (batch, _, heads, value_dim), key_dim, device = inputs.v.shape, w.shape[4], w.device
-    operand = operand_dtype(inputs.v.dtype, precision)
-    options = _blocks(key_dim, value_dim, operand)["chunk_state"]
-    prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=device, dtype=operand)
-    final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=device, dtype=torch.float32)
-    given, results = (k_end, w, u, G, inputs.initial_state), (prev_states, torch.empty_like(u), final_states)
-    launch(
-        _kda_chunk_state_kernel, chunks.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
-        (*given, chunks.bounds, *results), (strides_of_each(*given, *results), heads, chunks.count),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
-        STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k_end, w, prev_states),
-        BLOCK_K=max(16, triton.next_power_of_2(key_dim)), **options,
-    )  # fmt: skip
-    return results
-
-
-@triton.jit
 def _kda_chunk_output_kernel(tensors, strides, length, heads, nchunks, values_per_key, scale, S: tl.constexpr):
     q_ptr, G_ptr, P_ptr, prev_states_ptr, v_new_ptr, spans_ptr, out_ptr = tensors
     q_strides, G_strides, P_strides, prev_states_strides, v_new_strides, out_strides = strides
@@ -469,63 +372,33 @@ def chunk_output(
 
 
 def run(inputs: KDAInputs, precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """Output in v's dtype, final states in fp32.
-
-    Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that require a gradient, and, outside Triton's
-    interpreter, for tensors that are not on a GPU.
-    """
-    _refuse_unsupported(inputs)
+    """Output in v's dtype, final states in fp32.  Raises UnsupportedError as `refuse_unsupported` tells."""
+    refuse_unsupported(inputs)
     with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
         return six_stages(inputs, precision)
 
 
 def six_stages(inputs: KDAInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
-    normalised = bool(inputs.use_qk_l2norm)
-    if normalised:
-        operand = operand_dtype(inputs.q.dtype, precision)
-        unit = {name: qk_l2norm(getattr(inputs, name), dtype=operand) for name in ("q", "k")}
-        inputs = KDAInputs.unchecked(**vars(inputs) | unit)
-    chunks = Chunks.of(inputs)
+    unit, chunks = bool(inputs.use_qk_l2norm), Chunks.of(inputs)
+    inputs = normalised(inputs, precision)
+    options = _blocks(inputs.q.shape[3], inputs.v.shape[3], operand_dtype(inputs.q.dtype, precision))["chunk_state"]
     G = gate_cumsum(inputs, chunks)
-    L, P = decayed_scores(inputs, G, chunks, precision, normalised=normalised)
+    L, P = decayed_scores(inputs, G, chunks, precision, normalised=unit)
     A = solve_tril(inputs, L, chunks, precision)
     del L  # w and u can reuse its memory
     w, u, k_end = recompute_w_u(inputs, A, G, chunks, precision)
     del A
-    prev_states, v_new, final_states = chunk_state(inputs, w, u, k_end, G, chunks, precision)
+    prev_states, v_new, final_states = chunk_state(inputs, k_end, w, u, G, chunks, precision, options)
     del w, u, k_end
     return GDNOutput(chunk_output(inputs, prev_states, v_new, P, G, chunks, precision), final_states)
 
 
 def plan(inputs: KDAInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
     """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
-    _refuse_unsupported(inputs)
-    (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
-    operand, size = operand_dtype(inputs.q.dtype, precision), inputs.chunk_size
-    chosen = _blocks(key_dim, value_dim, operand) | {"solve_tril": config.SOLVE_TRIL}
-    extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
-    chunks = batch * inputs.chunk_count * heads
-    w_u, states, squares = (chunks * n for n in (size * (2 * key_dim + value_dim), key_dim * value_dim, size * size))
-    normalised = 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
-    # peak memory beside P and G: L and A; or A, w, u and k_end; or w, u, k_end, v_new and the states
-    most = max((4 + operand.itemsize) * squares, operand.itemsize * (squares + w_u))
-    most = max(most, operand.itemsize * (w_u + chunks * size * value_dim + states))
-    return Plan(
-        variant="interpreter" if INTERPRETED else "portable",
-        launches=6 + int(inputs.cu_seqlens is not None) + 2 * int(inputs.use_qk_l2norm),
-        config={"chunk_size": size}
-        | {f"{stage}.{key.lower()}": value for stage, options in chosen.items() for key, value in options.items()},
-        workspace_bytes=most + 4 * chunks * size * key_dim + operand.itemsize * (normalised + squares),
-        reason=", and ".join(["six stages, one launch each", *(what for what, there in extra.items() if there)]),
-    )
-
-
-def _refuse_unsupported(inputs: KDAInputs) -> None:
-    if inputs.chunk_size > MAX_CHUNK_SIZE:
-        raise UnsupportedError(f"unfused: chunk_size is at most {MAX_CHUNK_SIZE}, not {inputs.chunk_size}")
-    refuse_gradient("unfused", vars(inputs).values())
-    refuse_device("unfused", inputs.q, oldest=(0, 0))
+    refuse_unsupported(inputs)
+    chosen = _blocks(inputs.q.shape[3], inputs.v.shape[3], operand_dtype(inputs.q.dtype, precision))
+    return plan_stages(inputs, precision, chosen | {"solve_tril": config.SOLVE_TRIL})
 
 
 register(Implementation(operator="kda", name="unfused", run=run, plan=plan))

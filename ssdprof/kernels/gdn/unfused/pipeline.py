@@ -6,6 +6,8 @@ of the unfused Triton kernels of flash-linear-attention (`config.py`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ssdprof.kernels.chunks import Chunks
@@ -42,60 +44,78 @@ def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # 
     Raises UnsupportedError for chunks above MAX_CHUNK_SIZE, for inputs that require a gradient, and, outside Triton's
     interpreter, for tensors that are not on a GPU.
     """
-    _refuse_unsupported(inputs)
+    refuse_unsupported(inputs)
     with torch.cuda.device(inputs.q.get_device()):  # no effect for -1, the CPU
         return six_stages(inputs, precision)
 
 
 def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
-    if inputs.use_qk_l2norm:
-        operand = operand_dtype(inputs.q.dtype, precision)
-        normalised = {name: stages.qk_l2norm(getattr(inputs, name), dtype=operand) for name in ("q", "k")}
-        inputs = GDNInputs.unchecked(**vars(inputs) | normalised)
-    chunks = Chunks.of(inputs)
+    inputs, chunks = normalised(inputs, precision), Chunks.of(inputs)
+    options = _options(inputs, precision)["chunk_state"]
     g_cumsum_log2 = stages.gate_cumsum(inputs, chunks)
     L = stages.scaled_dot_kkt(inputs, g_cumsum_log2, chunks, precision)
     A = stages.solve_tril(inputs, L, chunks, precision)
     del L  # w and u can reuse its memory
     w, u = stages.recompute_w_u(inputs, A, g_cumsum_log2, chunks, precision)
     del A
-    prev_states, v_new, final_states = stages.chunk_state(inputs, w, u, g_cumsum_log2, chunks, precision)
+    prev_states, v_new, final_states = stages.chunk_state(
+        inputs, inputs.k, w, u, g_cumsum_log2, chunks, precision, options
+    )
     del w, u
     out = stages.chunk_output(inputs, prev_states, v_new, g_cumsum_log2, chunks, precision)
     return GDNOutput(out, final_states)
 
 
-def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
-    """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
-    _refuse_unsupported(inputs)
-    (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
-    operand, size = operand_dtype(inputs.q.dtype, precision), inputs.chunk_size
-    dims = (key_dim, value_dim, operand)
-    chosen = {
+def normalised(inputs: Any, precision: Precision) -> Any:
+    """The inputs with q and k as they enter products."""
+    if not inputs.use_qk_l2norm:
+        return inputs
+    operand = operand_dtype(inputs.q.dtype, precision)
+    unit = {name: stages.qk_l2norm(getattr(inputs, name), dtype=operand) for name in ("q", "k")}
+    return inputs.unchecked(**vars(inputs) | unit)
+
+
+def _options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[str, int]]:
+    dims = (key_dim, _, operand) = inputs.q.shape[3], inputs.v.shape[3], operand_dtype(inputs.q.dtype, precision)
+    return {
         "gate_cumsum": config.GATE_CUMSUM, "scaled_dot_kkt": config.scaled_dot_kkt_options(key_dim, operand),
         "solve_tril": config.SOLVE_TRIL, "recompute_w_u": config.recompute_w_u_options(*dims),
-        "chunk_state": config.chunk_state_options(*dims, states=inputs.sequences * heads),
+        "chunk_state": config.chunk_state_options(*dims, states=inputs.sequences * inputs.v.shape[2]),
         "chunk_output": config.chunk_output_options(*dims),
     }  # fmt: skip
+
+
+def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
+    """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
+    refuse_unsupported(inputs)
+    return plan_stages(inputs, precision, _options(inputs, precision))
+
+
+def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[str, int]]) -> Plan:
+    """The plan of six stages with these options, also with a decay for each channel."""
+    (batch, length, key_heads, key_dim), (heads, value_dim) = inputs.q.shape, inputs.v.shape[2:]
+    itemsize, size = operand_dtype(inputs.q.dtype, precision).itemsize, inputs.chunk_size
     extra = {"one for the chunk table": inputs.cu_seqlens is not None, "two to normalise q and k": inputs.use_qk_l2norm}
-    chunks = batch * inputs.chunk_count * heads
-    w_u, states, squares = (chunks * n for n in (size * (key_dim + value_dim), key_dim * value_dim, size * size))
-    normalised = 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
+    chunks, keys, gates = batch * inputs.chunk_count * heads, key_dim, 1
+    squares, unit = chunks * size * size, 2 * batch * length * key_heads * key_dim if inputs.use_qk_l2norm else 0
+    if inputs.g.ndim == 4:  # also k decayed to the chunk's end, gates of channels, scores
+        keys, gates, unit = 2 * key_dim, key_dim, unit + squares
+    w_u, v_new, states = (chunks * n for n in (size * (keys + value_dim), size * value_dim, key_dim * value_dim))
     # peak memory: L and A; or A, w and u; or w, u, v_new and the states
-    most = max((4 + operand.itemsize) * squares, operand.itemsize * (squares + w_u))
-    most = max(most, operand.itemsize * (w_u + chunks * size * value_dim + states))
+    most = max((4 + itemsize) * squares, itemsize * (squares + w_u), itemsize * (w_u + v_new + states))
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
         launches=6 + int(inputs.cu_seqlens is not None) + 2 * int(inputs.use_qk_l2norm),
         config={"chunk_size": size}
         | {f"{stage}.{key.lower()}": value for stage, options in chosen.items() for key, value in options.items()},
-        workspace_bytes=most + 4 * chunks * size + operand.itemsize * normalised,
+        workspace_bytes=most + 4 * chunks * size * gates + itemsize * unit,
         reason=", and ".join(["six stages, one launch each", *(what for what, there in extra.items() if there)]),
     )
 
 
-def _refuse_unsupported(inputs: GDNInputs) -> None:
+def refuse_unsupported(inputs: GDNInputs) -> None:
+    """UnsupportedError for long chunks, inputs that require a gradient, and, outside the interpreter, no GPU."""
     if inputs.chunk_size > MAX_CHUNK_SIZE:
         raise UnsupportedError(f"unfused: chunk_size is at most {MAX_CHUNK_SIZE}, not {inputs.chunk_size}")
     refuse_gradient("unfused", vars(inputs).values())

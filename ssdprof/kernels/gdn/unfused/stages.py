@@ -374,7 +374,10 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
     p_w = w_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), w_strides)
     p_u = u_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), u_strides)
-    p_k = k_ptr + ptr_offset((i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides)
+    if S.PER_CHANNEL:
+        p_k = k_ptr + ptr_offset((i_b, first, i_h, o_i[:, None], o_k[None, :]), k_strides)
+    else:
+        p_k = k_ptr + ptr_offset((i_b, begin + o_i[:, None], i_h // values_per_key, o_k[None, :]), k_strides)
     p_g = g_cumsum_log2_ptr + ptr_offset((i_b, first, i_h), g_cumsum_log2_strides[:3])
     p_prev = prev_states_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_k[None, :]), prev_states_strides)
     p_new = v_new_ptr + ptr_offset((i_b, first, i_h, o_v[:, None], o_i[None, :]), v_new_strides)
@@ -393,21 +396,30 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
             tl.store(p_prev + step * prev_states_strides[1], state_operand, mask=m_vk)
         b_w = _load(p_w + step * w_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
         b_u = _load(p_u + step * u_strides[1], m_v[:, None], ALL_V)  # [BLOCK_V, CHUNK_SIZE]
-        m_i = o_i < end - begin - step * S.CHUNK_SIZE
-        b_k = tl.load(
-            p_k + step * S.CHUNK_SIZE * k_strides[1], mask=m_i[:, None] & m_k[None, :], other=0.0
-        ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
-        p_g_chunk = p_g + step * g_cumsum_log2_strides[1]
-        b_g = tl.load(p_g_chunk + o_i)
-        g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
+        if S.PER_CHANNEL:
+            b_k = _load(p_k + step * k_strides[1], m_k[None, :], ALL_K)  # [CHUNK_SIZE, BLOCK_K]
+            p_end = p_g + ptr_offset((S.CHUNK_SIZE - 1, o_k), g_cumsum_log2_strides[3:])
+            p_end += step * g_cumsum_log2_strides[1]
+            g_end = _load(p_end, m_k, ALL_K)[None, :]
+        else:
+            m_i = o_i < end - begin - step * S.CHUNK_SIZE
+            b_k = tl.load(
+                p_k + step * S.CHUNK_SIZE * k_strides[1], mask=m_i[:, None] & m_k[None, :], other=0.0
+            ).to(S.OPERAND)  # [CHUNK_SIZE, BLOCK_K]  # fmt: skip
+            p_g_chunk = p_g + step * g_cumsum_log2_strides[1]
+            b_g = tl.load(p_g_chunk + o_i)
+            g_end = tl.load(p_g_chunk + (S.CHUNK_SIZE - 1))
 
         v_new = b_u.to(tl.float32) - tl.dot(state_operand, tl.trans(b_w), input_precision=DOT_PRECISION)
         if ALL_V:
             tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND))
         else:
             tl.store(p_new + step * v_new_strides[1], v_new.to(S.OPERAND), mask=m_v[:, None])
-        to_end = decay_exp2(g_end - b_g).to(S.INTERMEDIATE)
-        decayed = (v_new.to(S.INTERMEDIATE) * to_end[None, :]).to(S.OPERAND)
+        if S.PER_CHANNEL:
+            decayed = v_new.to(S.OPERAND)
+        else:
+            to_end = decay_exp2(g_end - b_g).to(S.INTERMEDIATE)
+            decayed = (v_new.to(S.INTERMEDIATE) * to_end[None, :]).to(S.OPERAND)
         state = tl.dot(decayed, b_k, state * decay_exp2(g_end), input_precision=DOT_PRECISION)
         state = state.to(S.STATE).to(tl.float32)
     final_offset = ptr_offset((i_s, i_h, o_k[None, :], o_v[:, None]), final_states_strides)
@@ -415,15 +427,16 @@ def _gdn_chunk_state_kernel(tensors, strides, length, heads, nchunks, values_per
 
 
 def chunk_state(
-    inputs: GDNInputs, w: torch.Tensor, u: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
-    precision: Precision,
+    inputs: GDNInputs, k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g_cumsum_log2: torch.Tensor, chunks: Chunks,
+    precision: Precision, options: dict[str, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Stage 5: the state that enters each chunk, the values that the chunk writes, and the final state.
 
         v_new[v, i]  = u[v, i] - sum_k S[v, k] * w[i, k]
         S'[v, k]     = exp(g_end) * S[v, k] + sum_i exp(g_end - g_cumsum[i]) * v_new[v, i] * k[i, k]
 
-    S is the transposed state that enters the chunk, and g_end = g_cumsum[C - 1].  This is the serial stage.
+    S is the transposed state that enters the chunk, and g_end = g_cumsum[C - 1].  This is the serial stage.  With
+    decays of channels, g_cumsum_log2 is (B, NT, HV, C, K), and so is k, which is decayed to the chunk's end already.
 
     In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C) | g_cumsum_log2 (B, NT, HV, C) fp32
           initial_state (sequences, HV, K, V) or None
@@ -431,9 +444,8 @@ def chunk_state(
           final_states (sequences, HV, K, V) fp32
     Grid: (sequences * HV * blocks of V)
     """
-    k, dtype, (batch, length, heads, value_dim), key_dim = inputs.k, inputs.v.dtype, inputs.v.shape, inputs.k.shape[3]
+    dtype, (batch, length, heads, value_dim), key_dim = inputs.v.dtype, inputs.v.shape, inputs.k.shape[3]
     operand = operand_dtype(dtype, precision)
-    options = config.chunk_state_options(key_dim, value_dim, operand, states=chunks.sequences * heads)
     prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=k.device, dtype=operand)
     v_new = torch.empty_like(u)
     final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=k.device, dtype=torch.float32)
@@ -445,7 +457,7 @@ def chunk_state(
         (strides_of_each(*given, *results), length, heads, chunks.count, inputs.values_per_key),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(dtype, precision),
-        STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k, w, prev_states),
+        STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k, w, prev_states), PER_CHANNEL=inputs.g.ndim == 4,
         BLOCK_K=max(16, triton.next_power_of_2(key_dim)), **options,
     )  # fmt: skip
     return results
