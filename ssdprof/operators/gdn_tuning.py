@@ -14,8 +14,8 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.fused import FUSED, committed_portable
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable import GDNPortableLaunch
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput
+from ssdprof.kernels.gdn.portable import portable_launch
 from ssdprof.kernels.launch import LaunchCache
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
@@ -57,7 +57,7 @@ _AXES: tuple[Axis, ...] = (
     varied(lambda config, inputs: config.block_k <= _block(inputs.q.shape[3]), block_k=(32, 64, 128)), _chunks,
     varied(factors_warps=(2, 4, 8), factors_registers=(0, 128, 168)),
 )  # fmt: skip
-_launches: LaunchCache[GDNPortableLaunch] = LaunchCache()
+_launches: LaunchCache[GDNLaunch] = LaunchCache()
 
 
 def _kernel(inputs: GDNInputs) -> str:
@@ -72,7 +72,7 @@ def _kernel(inputs: GDNInputs) -> str:
 
 def _run(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> GDNOutput:
     key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
-    launch = _launches.get(key, lambda: GDNPortableLaunch(inputs, precision, config, state_v_first=False))
+    launch = _launches.get(key, lambda: portable_launch(inputs, precision, config, state_v_first=False))
     return launch(inputs)
 
 

@@ -18,11 +18,13 @@ from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
-from ssdprof.kernels.gdn.portable import GDNPortableLaunch
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of, three_stages
+from ssdprof.kernels.gdn.portable import portable_launch as gdn_portable_launch
+from ssdprof.kernels.gdn.recurrent import blocks_of, three_stages
+from ssdprof.kernels.gdn.recurrent import recurrent_launch as gdn_recurrent_launch
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.hopper.schedule import Cut
-from ssdprof.kernels.kda.fused import KDAPortableConfig, KDAPortableLaunch
+from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.fused import portable_launch as kda_portable_launch
 from ssdprof.kernels.kda.unfused import six_stages as kda_six_stages
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision
@@ -216,7 +218,7 @@ NORMS: Launches = {
 def gdn_portable(case: GDNCase, **changes: Any) -> None:
     inputs = on_meta(case.inputs())
     config = GDNPortableConfig.choose(inputs, divmod(capability(), 10), 132)
-    GDNPortableLaunch(inputs, EXACT, replace(config, **changes), state_v_first=False)(inputs)
+    gdn_portable_launch(inputs, EXACT, replace(config, **changes), state_v_first=False)(inputs)
 
 
 def gdn_unfused(case: GDNCase, precision: Precision) -> None:
@@ -231,7 +233,7 @@ def gdn_hopper(case: GDNCase, config: GDNHopperConfig) -> None:
 def gdn_recurrent(case: GDNCase, *, wide: bool = False) -> None:
     inputs = on_meta(case.inputs())
     inputs = replace(inputs, state_every=int(wide))
-    GDNRecurrentLaunch(inputs, blocks_of(inputs, wide=wide))(inputs)
+    gdn_recurrent_launch(inputs, blocks_of(inputs, wide=wide))(inputs)
 
 
 def gdn_step(case: GDNCase) -> None:
@@ -335,12 +337,12 @@ def kda_unfused(case: KDACase, precision: Precision) -> None:
 def kda_portable(case: KDACase, **changes: Any) -> None:
     inputs = on_meta(case.inputs())
     config = replace(KDAPortableConfig.choose(inputs, 132), **changes)
-    KDAPortableLaunch(inputs, EXACT, config, state_v_first=False)(inputs)
+    kda_portable_launch(inputs, EXACT, config, state_v_first=False)(inputs)
 
 
 def kda_hopper(case: KDACase) -> None:
     inputs = on_meta(case.inputs())
-    KDAPortableLaunch(inputs, EXACT, KDAPortableConfig.choose_hopper(inputs, 132), state_v_first=False)(inputs)
+    kda_portable_launch(inputs, EXACT, KDAPortableConfig.choose_hopper(inputs, 132), state_v_first=False)(inputs)
 
 
 KIMI = KDACase(key_heads=2, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)

@@ -20,13 +20,14 @@ from ssdprof.kernels.gdn import fused as gdn_fused
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper import config as gdn_hopper
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
-from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch
-from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
-from ssdprof.kernels.gdn.portable import GDNPortableLaunch
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch
+from ssdprof.kernels.gdn.hopper.launch import hopper_launch as gdn_hopper_launch
+from ssdprof.kernels.gdn.hopper.slices import sliced_launch
+from ssdprof.kernels.gdn.portable import portable_launch as gdn_portable_launch
+from ssdprof.kernels.gdn.recurrent import recurrent_launch
 from ssdprof.kernels.gdn.reference import gdn_chunked, gdn_recurrence
 from ssdprof.kernels.hopper.schedule import Cut
-from ssdprof.kernels.kda.fused import KDAPortableConfig, KDAPortableLaunch
+from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.fused import portable_launch as kda_portable_launch
 from ssdprof.kernels.kda.reference import kda_chunked, kda_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
@@ -164,7 +165,7 @@ def shared(inputs: SSDInputs) -> SSDHopperConfig:
 
 
 def gdn_portable(config: GDNPortableConfig) -> Run:
-    return lambda inputs, precision: GDNPortableLaunch(inputs, precision, config, state_v_first=False)(inputs)
+    return lambda inputs, precision: gdn_portable_launch(inputs, precision, config, state_v_first=False)(inputs)
 
 
 def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False) -> Run:
@@ -175,7 +176,7 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
         refused = gdn_hopper.unsupported_otherwise if sliced else gdn_hopper.unsupported
         assert not inputs.q.is_cuda or refused(inputs) == ""
         taken = config or GDNHopperConfig.choose(inputs, H200, batch_invariant=False)
-        launch: Any = (SlicedLaunch if sliced else GDNHopperLaunch)(inputs, taken, state_v_first=state_v_first)
+        launch: Any = (sliced_launch if sliced else gdn_hopper_launch)(inputs, taken, state_v_first=state_v_first)
         return launch(inputs)
 
     return run
@@ -185,7 +186,7 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
 
 
 def kda_portable(config: KDAPortableConfig) -> Run:
-    return lambda inputs, precision: KDAPortableLaunch(inputs, precision, config, state_v_first=False)(inputs)
+    return lambda inputs, precision: kda_portable_launch(inputs, precision, config, state_v_first=False)(inputs)
 
 
 # --- all of them
@@ -221,7 +222,7 @@ SUBJECTS = {
     "gdn reference": Subject("gdn", lambda inputs, _: gdn_chunked(inputs), limits={torch.float64: 1e-10}),
     "gdn unfused": Subject("gdn", chosen("gdn", "unfused")),
     "gdn recurrent": of_gdn(chosen("gdn", "recurrent")),
-    "gdn recurrent by 4": of_gdn(lambda inputs, _: GDNRecurrentLaunch(inputs, BY_FOUR)(inputs)),
+    "gdn recurrent by 4": of_gdn(lambda inputs, _: recurrent_launch(inputs, BY_FOUR)(inputs)),
     "gdn step": Subject("gdn", chosen("gdn", "unfused_step"), limits=GDN_LIMITS),
     "gdn fused": of_gdn(chosen("gdn", "fused")),
     "gdn invariant": of_gdn(partial(gdn_fused.run, batch_invariant=True)),

@@ -10,7 +10,7 @@ from compile_target import compiled
 from gluon_emulator import KDA, emulate
 from kernel_cases import BF16, EXACT, FP16, KDACase
 
-from ssdprof.kernels.kda.fused import KDAPortableConfig, KDAPortableLaunch, hopper_unsupported
+from ssdprof.kernels.kda.fused import KDAPortableConfig, hopper_unsupported, portable_launch
 from ssdprof.measure.accuracy import assert_passes
 
 CASES: dict[str, dict[str, Any]] = {
@@ -30,14 +30,14 @@ def test_it_is_right_for_every_gate(name: str, monkeypatch: pytest.MonkeyPatch) 
     case = dict(seqlen=64, key_dim=128, value_dim=16, dtype=BF16) | CASES[name]
     inputs = KDACase(**case).inputs()
     config = KDAPortableConfig.choose_hopper(inputs, 132)
-    assert_passes(KDAPortableLaunch(inputs, EXACT, config, state_v_first=False)(inputs), inputs, EXACT)
+    assert_passes(portable_launch(inputs, EXACT, config, state_v_first=False)(inputs), inputs, EXACT)
 
 
 def test_later_tokens_change_no_earlier_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """By bits, also within a chunk: no decay is a quotient of sums that reach further."""
     emulate(monkeypatch, seed=2, source=KDA)
     inputs = KDACase(seqlen=64, key_dim=128, value_dim=16, dtype=BF16).inputs()
-    launch = KDAPortableLaunch(inputs, EXACT, KDAPortableConfig.choose_hopper(inputs, 132), state_v_first=False)
+    launch = portable_launch(inputs, EXACT, KDAPortableConfig.choose_hopper(inputs, 132), state_v_first=False)
     before = launch(inputs).out.clone()
     for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta):
         tensor[:, 33:] = tensor[:, 33:].flip(1)

@@ -23,8 +23,8 @@ from kernel_cases import EXACT, GDNCase, SSDCase
 from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels.gdn.config import GDNPortableConfig
-from ssdprof.kernels.gdn.portable import GDNPortableLaunch
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of
+from ssdprof.kernels.gdn.portable import portable_launch as gdn_portable_launch
+from ssdprof.kernels.gdn.recurrent import blocks_of, recurrent_launch
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper import launch as hopper_launch
@@ -93,8 +93,8 @@ def main() -> None:
     six_stages(delta, EXACT)
     config = GDNPortableConfig.choose(delta, (9, 0), 132)
     assert config.segment, "a sequence that is cut has a warm-up"
-    GDNPortableLaunch(delta, EXACT, config, state_v_first=False)(delta)
-    GDNRecurrentLaunch(delta, blocks_of(delta))(delta)
+    gdn_portable_launch(delta, EXACT, config, state_v_first=False)(delta)
+    recurrent_launch(delta, blocks_of(delta))(delta)
     json.dump(found, sys.stdout)
 
 

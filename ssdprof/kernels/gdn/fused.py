@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -17,11 +18,10 @@ from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.hopper import config as hopper_config
 from ssdprof.kernels.gdn.hopper import slices as hopper_slices
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
-from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, launch_count, workspace
-from ssdprof.kernels.gdn.hopper.slices import SlicedLaunch
+from ssdprof.kernels.gdn.hopper.launch import hopper_launch, launch_count, workspace
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
-from ssdprof.kernels.gdn.portable import GDNPortableLaunch, handed_on
-from ssdprof.kernels.gdn.recurrent import GDNRecurrentLaunch, blocks_of
+from ssdprof.kernels.gdn.portable import handed_on, portable_launch
+from ssdprof.kernels.gdn.recurrent import blocks_of, recurrent_launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, override, register
 
@@ -176,7 +176,7 @@ def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> G
     return GDNPortableConfig.choose(inputs, *gpu, batch_invariant=batch_invariant)
 
 
-def _portable_work(call: FusedCall, config: GDNPortableConfig) -> tuple[int, int, str]:
+def portable_work(call: FusedCall, config: Any, handed_on: Callable[..., Any] = handed_on) -> tuple[int, int, str]:
     handed = handed_on(call.inputs, call.precision, config)
     reason = f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
     return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in handed), reason
@@ -186,33 +186,31 @@ RECURRENT = Variant(
     name="recurrent",
     unsupported=_recurrent_unsupported,
     configure=lambda call: blocks_of(call.inputs),
-    prepare=lambda call, blocks: GDNRecurrentLaunch(call.inputs, blocks, state_v_first=call.state_v_first),
+    prepare=lambda call, blocks: recurrent_launch(call.inputs, blocks, state_v_first=call.state_v_first),
     work=lambda call, _blocks: (
         1, 0, f"one launch, token by token: the sequences are short{call.precision.as_exact}",
     ),
 )  # fmt: skip
 HOPPER = Variant(
     name="hopper", unsupported=lambda call: hopper_config.unsupported(call.inputs), configure=hopper_cut,
-    prepare=lambda call, config: GDNHopperLaunch(call.inputs, config, state_v_first=call.state_v_first),
+    prepare=lambda call, config: hopper_launch(call.inputs, config, state_v_first=call.state_v_first),
     work=_hopper_work,
 )  # fmt: skip
 SLICES = Variant(
     name="hopper, slices", unsupported=lambda call: hopper_slices.unsupported(call.inputs),
-    configure=lambda call: hopper_cut(_sliced(call)),
-    prepare=lambda call, config: SlicedLaunch(call.inputs, config, state_v_first=call.state_v_first), work=_sliced_work,
+    configure=lambda call: hopper_cut(_sliced(call)), work=_sliced_work,
+    prepare=lambda call, config: hopper_slices.sliced_launch(call.inputs, config, state_v_first=call.state_v_first),
 )  # fmt: skip
 PORTABLE = Variant(
     name="portable",
     configure=portable_config,
-    prepare=lambda call, config: GDNPortableLaunch(
-        call.inputs, call.precision, config, state_v_first=call.state_v_first
-    ),
-    work=_portable_work,
+    prepare=lambda call, config: portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first),
+    work=portable_work,
 )
 
 
 def _requested(call: FusedCall, config: GDNPortableConfig) -> tuple[int, int, str]:
-    launches, workspace_bytes, reason = _portable_work(call, config)
+    launches, workspace_bytes, reason = portable_work(call, config)
     return launches, workspace_bytes, f"requested; {reason}"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -139,6 +139,10 @@ class GDNInputs(Inputs):
     def scale_or_default(self) -> float:
         """The factor of q."""
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
+
+
+# A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them.
+GDNLaunch = Callable[[Any], GDNOutput]
 
 
 def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ import triton.language as tl
 
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.config import GDNPortableConfig, inverse_products, operand_dtype
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_strides
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of, tile_strides
@@ -464,71 +464,86 @@ def handed_on(
     return [*operands, ((slots, heads, 2, config.chunk), torch.float32), ((slots, heads, 2), torch.float32)]
 
 
-class GDNPortableLaunch:
-    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them."""
+def portable_launch(
+    inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
+) -> GDNLaunch:
+    (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
+    handed, states = handed_on(inputs, precision, config), states_of(inputs, state_v_first)
+    packed, sizes, segments = inputs.cu_seqlens is not None, (length, inputs.sequences), inputs.sequences
+    if config.segment:
+        segments = slot_count(*sizes, config.segment * chunk, packed=packed)
+    new = torch.empty(inputs.v.shape, device="meta")
+    q_strides, k_strides, cu_strides = tile_strides(inputs.q), tile_strides(inputs.k), strides_of(inputs.cu_seqlens)
+    common = options_of(inputs, handed[0][1], chunk, (inputs.q, inputs.k, inputs.v), states)
+    common |= dict(VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.block_k)
+    factors = Launcher(
+        _gdn_factors_kernel,
+        ((q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides), *sizes, inputs.scale_or_default),
+        common | options_of_factors(inputs, handed[0][1], config.factors_warps, config.factors_registers),
+    )
+    initial = strides_of(inputs.initial_state)
+    strides = (q_strides, k_strides, tile_strides(inputs.v), initial, cu_strides, tile_strides(new), states)
+    scan = Launcher(
+        _gdn_scan_kernel,
+        (strides, *sizes),
+        common | dict(
+            VALUE_DIM=value_dim, SEGMENT=config.segment, CUT=config.segment > 0, BLOCK_V=config.block_v,
+            V_ROWS=config.v_rows, SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
+        ),
+    )  # fmt: skip
+    programs = (
+        slot_count(*sizes, chunk, packed=packed) * heads,
+        segments * heads * triton.cdiv(value_dim, config.block_v),
+    )
+    return two_launches(inputs, handed, states, (factors, scan), programs, ("q", "k", "v"))
 
-    def __init__(
-        self, inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
-    ) -> None:
-        (length, heads, value_dim), key_dim, chunk = inputs.v.shape[1:], inputs.q.shape[3], config.chunk
-        self._index, self._handed_on = inputs.q.get_device(), handed_on(inputs, precision, config)
-        self._states = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-        packed, sizes, segments = inputs.cu_seqlens is not None, (length, inputs.sequences), inputs.sequences
-        self._factors_programs = slot_count(*sizes, chunk, packed=packed) * heads
-        if config.segment:
-            segments = slot_count(*sizes, config.segment * chunk, packed=packed)
-        self._scan_programs = segments * heads * triton.cdiv(value_dim, config.block_v)
-        new = torch.empty(inputs.v.shape, device="meta")
-        q_strides, k_strides, cu_strides = tile_strides(inputs.q), tile_strides(inputs.k), strides_of(inputs.cu_seqlens)
-        initial_strides, operand = strides_of(inputs.initial_state), self._handed_on[0][1]
-        spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in (inputs.q, inputs.k, inputs.v, new)]
-        spans += [key_dim * st[2] + value_dim * st[3] for st in (initial_strides, self._states[1]) if st]
-        common: dict[str, Any] = dict(
-            VALUE_HEADS=heads, VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=key_dim, CHUNK=chunk,
-            BLOCK_K=config.block_k, OPERAND=TL_DTYPE[operand], ALIGNED=not packed and length % chunk == 0,
-            ALIGNMENT=alignment_of(inputs.q, inputs.k, inputs.v), OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
-        )  # fmt: skip
-        merge = tl.float16 if inputs.use_qk_l2norm and operand != torch.float32 else tl.float32
-        registers = {"maxnreg": config.factors_registers} if config.factors_registers else {}
-        strides = (q_strides, k_strides, inputs.g.stride(), inputs.beta.stride(), cu_strides)
-        self._factors = Launcher(
-            _gdn_factors_kernel,
-            (strides, *sizes, inputs.scale_or_default),
-            common
-            | dict(
-                L2NORM=bool(inputs.use_qk_l2norm), MERGE=merge, MERGE_PRECISION=inverse_products(operand),
-                num_warps=config.factors_warps,
-            )
-            | registers,
-        )  # fmt: skip
-        strides = (
-            q_strides, k_strides, tile_strides(inputs.v), initial_strides, cu_strides, tile_strides(new),
-            self._states[1],
-        )  # fmt: skip
-        self._scan = Launcher(
-            _gdn_scan_kernel,
-            (strides, *sizes),
-            common
-            | dict(
-                VALUE_DIM=value_dim, SEGMENT=config.segment, CUT=config.segment > 0, BLOCK_V=config.block_v,
-                V_ROWS=config.v_rows, SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
-            ),
-        )  # fmt: skip
 
-    def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # no effect for -1, the CPU
+def states_of(inputs: GDNInputs, v_first: bool) -> tuple[int, ...]:
+    """Strides of the final states."""
+    return state_strides(*inputs.states_shape[1:], v_first=v_first)
+
+
+def two_launches(
+    inputs: GDNInputs, handed: list[tuple[tuple[int, ...], torch.dtype]], states: tuple[int, ...],
+    launchers: tuple[Launcher, Launcher], programs: tuple[int, int], names: tuple[str, ...],
+) -> GDNLaunch:  # fmt: skip
+    """handed: what the first launch writes for the second.  names: of the second one's inputs before that."""
+    index, states_shape, (first, second) = inputs.q.get_device(), inputs.states_shape, launchers
+
+    def call(inputs: GDNInputs) -> GDNOutput:
+        with torch.cuda.device(index):  # no effect for -1, the CPU
             device, cu_seqlens = inputs.q.device, inputs.cu_seqlens
-            factors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._handed_on]
-            self._factors(
-                self._factors_programs, inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *factors
-            )  # fmt: skip
+            between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in handed]
+            first(programs[0], inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *between)
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=device)
-            self._scan(
-                self._scan_programs, inputs.q, inputs.k, inputs.v, *factors, inputs.initial_state, cu_seqlens, out,
-                final_states,
-            )  # fmt: skip
+            final_states = torch.empty_strided(states_shape, states, dtype=torch.float32, device=device)
+            own = (getattr(inputs, name) for name in names)
+            second(programs[1], *own, *between, inputs.initial_state, cu_seqlens, out, final_states)
         return GDNOutput(out, final_states)
+
+    return call
+
+
+def options_of(
+    inputs: GDNInputs, operand: torch.dtype, chunk: int, tiled: tuple[torch.Tensor, ...], states: tuple[int, ...]
+) -> dict[str, Any]:
+    """Compile-time arguments of both launches.  tiled: the inputs that are read in tiles."""
+    key_dim, value_dim, new = inputs.q.shape[3], inputs.v.shape[3], torch.empty(inputs.v.shape, device="meta")
+    spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in (*tiled, new)]
+    spans += [key_dim * st[2] + value_dim * st[3] for st in (strides_of(inputs.initial_state), states) if st]
+    return dict(
+        VALUE_HEADS=inputs.v.shape[2], KEY_DIM=key_dim, CHUNK=chunk, OPERAND=TL_DTYPE[operand],
+        ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0, ALIGNMENT=alignment_of(*tiled),
+        OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
+    )  # fmt: skip
+
+
+def options_of_factors(inputs: GDNInputs, operand: torch.dtype, warps: int, registers: int) -> dict[str, Any]:
+    """Those of the first one.  registers: most of a thread; 0: no limit."""
+    normalised = bool(inputs.use_qk_l2norm)
+    merge = tl.float16 if normalised and operand != torch.float32 else tl.float32
+    limit = {"maxnreg": registers} if registers else {}
+    return dict(L2NORM=normalised, MERGE=merge, MERGE_PRECISION=inverse_products(operand), num_warps=warps) | limit
 
 
 def alignment_of(*tensors: torch.Tensor) -> int:

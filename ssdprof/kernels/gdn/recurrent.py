@@ -34,7 +34,7 @@ import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import LOG2_E, decay_exp, decay_exp2, ptr_offset, sequence_bounds
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_strides
 from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS, qk_l2norm
 from ssdprof.kernels.launch import LaunchCache, Launcher, launch
 from ssdprof.kernels.precision import Precision
@@ -144,52 +144,45 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
         tl.store(states_ptr + o_states, state.to(states_ptr.dtype.element_ty), mask=m_state)
 
 
-class GDNRecurrentLaunch:
-    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature`, and keeps none of them."""
+def recurrent_launch(
+    inputs: GDNInputs, blocks: dict[str, int], *, in_place: bool = False, state_v_first: bool = False
+) -> GDNLaunch:
+    """in_place: as of `gdn_recurrent`."""
+    index, inner = inputs.q.get_device(), state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+    programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
+    new = torch.empty(inputs.v.shape, device="meta")
+    initial = strides_of(inputs.initial_state)
+    states = initial if in_place else inner
+    if inputs.state_every:
+        states = (inputs.length * inner[0], *inner)
+    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
+    launcher = Launcher(
+        _gdn_recurrent_kernel,
+        ((*map(strides_of, (*tokens, new)), states), inputs.v.shape[1], inputs.scale_or_default),
+        dict(
+            VALUE_HEADS=inputs.v.shape[2], VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=inputs.q.shape[3],
+            VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
+            BLOCK_V=blocks["block_v"], BLOCK_T=blocks["block_t"], INITIAL_STRIDES=initial[-2:],
+            STATES_STRIDES=states[-2:], PER_CHANNEL=inputs.g.ndim == 4, EVERY_STATE=bool(inputs.state_every),
+            L2NORM=bool(inputs.use_qk_l2norm), num_warps=blocks["num_warps"],
+        ),
+    )  # fmt: skip
 
-    def __init__(
-        self, inputs: GDNInputs, blocks: dict[str, int], *, in_place: bool = False, state_v_first: bool = False
-    ) -> None:
-        self._in_place = in_place
-        self._index, self._device = inputs.q.get_device(), inputs.q.device
-        inner = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-        self._states = inputs.final_shape, inner
-        self._programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
-        new = torch.empty(inputs.v.shape, device="meta")
-        initial = strides_of(inputs.initial_state)
-        states = initial if in_place else inner
-        if inputs.state_every:
-            states = (inputs.length * inner[0], *inner)
-        tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
-        self._launcher = Launcher(
-            _gdn_recurrent_kernel,
-            ((*map(strides_of, (*tokens, new)), states), inputs.v.shape[1], inputs.scale_or_default),
-            dict(
-                VALUE_HEADS=inputs.v.shape[2], VALUES_PER_KEY=inputs.values_per_key, KEY_DIM=inputs.q.shape[3],
-                VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
-                BLOCK_V=blocks["block_v"], BLOCK_T=blocks["block_t"], INITIAL_STRIDES=initial[-2:],
-                STATES_STRIDES=states[-2:],
-                PER_CHANNEL=inputs.g.ndim == 4, EVERY_STATE=bool(inputs.state_every), L2NORM=bool(inputs.use_qk_l2norm),
-                num_warps=blocks["num_warps"],
-            ),
-        )  # fmt: skip
-
-    def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # no effect for -1, the CPU
-            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            if self._in_place:
-                assert inputs.initial_state is not None
-                states = inputs.initial_state
-            else:
-                states = torch.empty_strided(*self._states, dtype=torch.float32, device=self._device)
-            self._launcher(
-                self._programs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state,
+    def call(inputs: GDNInputs) -> GDNOutput:
+        with torch.cuda.device(index):  # no effect for -1, the CPU
+            out, states = torch.empty_like(inputs.v, memory_format=torch.contiguous_format), inputs.initial_state
+            if not in_place or states is None:
+                states = torch.empty_strided(inputs.final_shape, inner, dtype=torch.float32, device=inputs.q.device)
+            launcher(
+                programs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state,
                 inputs.cu_seqlens, out, states,
             )  # fmt: skip
         return GDNOutput(out, states)
 
+    return call
 
-_launches: LaunchCache[GDNRecurrentLaunch] = LaunchCache()
+
+_launches: LaunchCache[GDNLaunch] = LaunchCache()
 
 
 def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, batch_invariant: bool = False) -> GDNOutput:
@@ -208,14 +201,14 @@ def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, batch_invariant:
     return _launches.get((inputs.signature, in_place, wide), _prepare, inputs, in_place, wide)(inputs)
 
 
-def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> GDNRecurrentLaunch:
+def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> GDNLaunch:
     inputs.check()
     if inputs.state_every > 1:
         raise UnsupportedError("recurrent: the state after every token, or only at the end")
     refuse_device("recurrent", inputs.q)
     if in_place and is_expanded(inputs.initial_state):
         raise ValueError("in_place cannot write to an expanded initial_state: pass initial_state.contiguous()")
-    return GDNRecurrentLaunch(inputs, blocks_of(inputs, wide=wide), in_place=in_place)
+    return recurrent_launch(inputs, blocks_of(inputs, wide=wide), in_place=in_place)
 
 
 def plan(inputs: GDNInputs, precision: Precision) -> Plan:

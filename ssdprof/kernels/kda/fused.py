@@ -31,8 +31,7 @@ Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
+from functools import partial
 
 import torch
 import triton
@@ -41,19 +40,22 @@ import triton.language as tl
 from ssdprof.kernels import registry
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import INTERPRETED, capability, sm_count
-from ssdprof.kernels.functions import DOT_PRECISION, TL_DTYPE, decay_exp2, ptr_offset, sequence_bounds
+from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn import recurrent
-from ssdprof.kernels.gdn.config import inverse_products, operand_dtype
-from ssdprof.kernels.gdn.fused import RECURRENT, equals_text
-from ssdprof.kernels.gdn.inputs import state_strides
+from ssdprof.kernels.gdn.config import operand_dtype
+from ssdprof.kernels.gdn.fused import RECURRENT, portable_work
+from ssdprof.kernels.gdn.inputs import GDNLaunch
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
-    alignment_of,
     first_slot,
     load_rows,
+    options_of,
+    options_of_factors,
     piece_of_slot,
     slot_count,
+    states_of,
     take_state,
+    two_launches,
     unit_lower_inverse,
 )
 from ssdprof.kernels.hopper.ring import CHUNK
@@ -316,66 +318,37 @@ def handed_on(
     return [*operands, ((slots, heads, padded), torch.float32)]
 
 
-class KDAPortableLaunch:
-    """A call without its tensors.  It serves all inputs of one `KDAInputs.signature` and keeps none of them."""
-
-    def __init__(
-        self, inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
-    ) -> None:
-        (length, heads, value_dim), key_dim, chunk = inputs.v.shape[1:], inputs.q.shape[3], config.chunk
-        self._index, self._handed_on = inputs.q.get_device(), handed_on(inputs, precision, config)
-        self._states = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-        packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
-        self._prep_programs = slot_count(*sizes, chunk, packed=packed) * heads
-        self._scan_programs = inputs.sequences * heads * triton.cdiv(value_dim, config.block_v)
-        new = torch.empty(inputs.v.shape, device="meta")
-        initial_strides, cu_strides = strides_of(inputs.initial_state), strides_of(inputs.cu_seqlens)
-        (*_, padded), operand = self._handed_on[0]
-        tiled = (inputs.q, inputs.k, inputs.g, inputs.v, new)
-        spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in tiled]
-        spans += [key_dim * st[2] + value_dim * st[3] for st in (initial_strides, self._states[1]) if st]
-        merge = tl.float16 if inputs.use_qk_l2norm and operand != torch.float32 else tl.float32
-        common: dict[str, Any] = dict(
-            VALUE_HEADS=heads, KEY_DIM=key_dim, PADDED=padded, CHUNK=chunk, OPERAND=TL_DTYPE[operand],
-            ALIGNED=not packed and length % chunk == 0, ALIGNMENT=alignment_of(inputs.q, inputs.k, inputs.g, inputs.v),
-            OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
-        )  # fmt: skip
-        registers = {"maxnreg": config.prep_registers} if config.prep_registers else {}
-        strides = (*map(tile_strides, (inputs.q, inputs.k, inputs.g)), inputs.beta.stride(), cu_strides or (0,))
-        self._prep = Launcher(
-            _kda_hopper_prep if config.hopper else _kda_prep_kernel,
-            (strides, *sizes, inputs.scale_or_default),
-            common
-            | dict(
-                VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.prep_block_k, L2NORM=bool(inputs.use_qk_l2norm),
-                MERGE=merge, MERGE_PRECISION=inverse_products(operand), num_warps=config.prep_warps, num_stages=1,
-                **score_products(operand, normalised=bool(inputs.use_qk_l2norm)),
-            )
-            | registers,
-        )  # fmt: skip
-        strides = (tile_strides(inputs.v), initial_strides, cu_strides, tile_strides(new), self._states[1])
-        self._scan = Launcher(
-            _kda_scan_kernel,
-            (strides, length),
-            common
-            | dict(
-                VALUE_DIM=value_dim, BLOCK_K=config.block_k, BLOCK_V=config.block_v, SCAN_STAGES=config.scan_stages,
-                K_FIRST=config.k_first,
-                num_warps=config.num_warps,
-            ),
-        )  # fmt: skip
-
-    def __call__(self, inputs: KDAInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # no effect for -1, the CPU
-            device, cu_seqlens = inputs.q.device, inputs.cu_seqlens
-            between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._handed_on]
-            self._prep(self._prep_programs, inputs.q, inputs.k, inputs.g, inputs.beta, cu_seqlens, *between)
-            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=device)
-            self._scan(
-                self._scan_programs, inputs.v, *between, inputs.initial_state, cu_seqlens, out, final_states
-            )  # fmt: skip
-        return GDNOutput(out, final_states)
+def portable_launch(
+    inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
+) -> GDNLaunch:
+    (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
+    handed, states = handed_on(inputs, precision, config), states_of(inputs, state_v_first)
+    packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
+    new = torch.empty(inputs.v.shape, device="meta")
+    (*_, padded), operand = handed[0]
+    common = options_of(inputs, operand, chunk, (inputs.q, inputs.k, inputs.g, inputs.v), states)
+    common |= dict(PADDED=padded)
+    cu_strides = strides_of(inputs.cu_seqlens)
+    strides = (*map(tile_strides, (inputs.q, inputs.k, inputs.g)), inputs.beta.stride(), cu_strides or (0,))
+    prep = Launcher(
+        _kda_hopper_prep if config.hopper else _kda_prep_kernel,
+        (strides, *sizes, inputs.scale_or_default),
+        common | options_of_factors(inputs, operand, config.prep_warps, config.prep_registers) | dict(
+            VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.prep_block_k, num_stages=1,
+            **score_products(operand, normalised=bool(inputs.use_qk_l2norm)),
+        ),
+    )  # fmt: skip
+    strides = (tile_strides(inputs.v), strides_of(inputs.initial_state), cu_strides, tile_strides(new), states)
+    scan = Launcher(
+        _kda_scan_kernel,
+        (strides, length),
+        common | dict(
+            VALUE_DIM=value_dim, BLOCK_K=config.block_k, BLOCK_V=config.block_v, SCAN_STAGES=config.scan_stages,
+            K_FIRST=config.k_first, num_warps=config.num_warps,
+        ),
+    )  # fmt: skip
+    programs = slot_count(*sizes, chunk, packed=packed), inputs.sequences * triton.cdiv(value_dim, config.block_v)
+    return two_launches(inputs, handed, states, (prep, scan), (programs[0] * heads, programs[1] * heads), ("v",))
 
 
 # --- the choice between kernels
@@ -405,19 +378,11 @@ def hopper_unsupported(inputs: KDAInputs) -> str:
     return ""
 
 
-def _portable_work(call: FusedCall, config: KDAPortableConfig) -> tuple[int, int, str]:
-    handed = handed_on(call.inputs, call.precision, config)
-    reason = f"two launches: factors of all chunks, then the states; {config.reason}{equals_text(call)}"
-    return 2, sum(prod(shape) * dtype.itemsize for shape, dtype in handed), reason
-
-
 PORTABLE: Variant[GDNOutput] = Variant(
     name="portable",
     configure=portable_config,
-    prepare=lambda call, config: KDAPortableLaunch(
-        call.inputs, call.precision, config, state_v_first=call.state_v_first
-    ),
-    work=_portable_work,
+    prepare=lambda call, config: portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first),
+    work=partial(portable_work, handed_on=handed_on),
 )
 HOPPER: Variant[GDNOutput] = replace(
     PORTABLE, name="hopper", unsupported=lambda call: hopper_unsupported(call.inputs), configure=hopper_config

@@ -11,6 +11,9 @@ import torch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
+# A call without its tensors.  It serves all inputs of one `SSDInputs.signature` and keeps none of them.
+SSDLaunch = Callable[[SSDInputs], SSDOutput]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSizes:
@@ -49,21 +52,16 @@ class BufferSizes:
         return 4 * (self.sync + self.gates) + self.state_dtype.itemsize * self.states
 
 
-class SSDLaunch:
-    """A call without its tensors.  It serves all inputs of one `SSDInputs.signature` and keeps none of them.
+def prepared(
+    launcher: Launcher, programs: int, inputs: SSDInputs, sizes: BufferSizes, tensors: Callable[..., tuple[Any, ...]]
+) -> SSDLaunch:
+    """inputs: any of the signature.  tensors: the launch's, of inputs and of the buffers that `sizes` allocates."""
+    index = inputs.x.get_device()
 
-    inputs: any of them   tensors: the launch's tensors, of inputs and of the buffers that `sizes` allocates
-    """
-
-    def __init__(
-        self, launcher: Launcher, programs: int, inputs: SSDInputs, sizes: BufferSizes,
-        tensors: Callable[..., tuple[Any, ...]],
-    ) -> None:  # fmt: skip
-        self.launcher = launcher
-        self._programs, self._index, self._sizes, self._tensors = programs, inputs.x.get_device(), sizes, tensors
-
-    def __call__(self, inputs: SSDInputs) -> SSDOutput:
-        with torch.cuda.device(self._index):  # no effect for -1, the CPU
-            buffers = self._sizes.allocate(inputs)
-            self.launcher(self._programs, *self._tensors(inputs, *buffers))
+    def call(inputs: SSDInputs) -> SSDOutput:
+        with torch.cuda.device(index):  # no effect for -1, the CPU
+            buffers = sizes.allocate(inputs)
+            launcher(programs, *tensors(inputs, *buffers))
         return SSDOutput(*buffers[:2])
+
+    return call

@@ -56,7 +56,7 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig, whole_block
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch
+from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch, prepared
 from ssdprof.kernels.ssd.unfused import _bmm_chunk_kernel
 from ssdprof.kernels.tensors import strides_of, tile_strides
 
@@ -543,7 +543,7 @@ def portable_launch(inputs: SSDInputs, precision: Precision, config: SSDPortable
             inputs.initial_states, inputs.cu_seqlens, out, final, gates, final if states is None else states, sync, CB,
         )  # fmt: skip
 
-    return SSDLaunch(launcher, config.segments(inputs) * config.units(inputs), inputs, sizes, tensors)
+    return prepared(launcher, config.segments(inputs) * config.units(inputs), inputs, sizes, tensors)
 
 
 def _scores_launcher(inputs: SSDInputs, config: SSDPortableConfig, shape: tuple[int, ...]) -> Launcher:

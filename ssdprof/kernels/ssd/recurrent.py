@@ -32,7 +32,7 @@ from ssdprof.kernels.launch import LaunchCache, Launcher, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch
+from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch, prepared
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
@@ -153,12 +153,9 @@ def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> SSDLaunch:
     strides = strides_of_each(*_tensors(inputs, new, final))
     scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit))
     sizes = BufferSizes(final_states=None if in_place else inputs.final_shape)
-    return SSDLaunch(
-        Launcher(_ssd_recurrent_kernel, scalars, dict(_options(inputs), EVERY_STATE=bool(inputs.state_every))),
-        _programs(inputs),
-        inputs,
-        sizes,
-        _tensors,
+    options = dict(_options(inputs), EVERY_STATE=bool(inputs.state_every))
+    return prepared(
+        Launcher(_ssd_recurrent_kernel, scalars, options), _programs(inputs), inputs, sizes, _tensors
     )
 
 

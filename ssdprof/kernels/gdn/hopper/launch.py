@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel, _parts_kern
 from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, MOST_ROWS, _combine_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import DIM
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_strides
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.launch import Launcher
@@ -22,6 +23,8 @@ AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
 PARTS_RING = 3  # slots of the rings of `parts.py`
 PARTS_REGISTERS = 240  # of a role of two matrices
 WIDE = 16  # most pairs with 16 rows of V in a program of `_combine_kernel`; with more, 32 fill the GPU, too
+
+Begun = tuple[dict[str, Part | None], tuple[Any, Any, Any]]  # the workspace; descriptors of q, k and the inverses
 
 
 def workspace(
@@ -59,124 +62,125 @@ def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     return 4 if config.transition_parts and row_count(inputs, config.segment) else 2
 
 
-class GDNHopperLaunch:
-    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them.
+def hopper_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False) -> GDNLaunch:
+    """Raises ValueError for a configuration that does not fit the inputs."""
+    index, (begin, finish) = inputs.q.get_device(), launches(inputs, config, state_v_first=state_v_first)
+    shape, strides = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
 
-    padded: final states are written to the workspace with K = V = 128.  Then call only `begin` and `finish`.
-
-    Raises ValueError for a configuration that does not fit the inputs.
-    """
-
-    def __init__(
-        self, inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False, padded: bool = False
-    ) -> None:
-        _check(inputs, config)
-        seqlen, key_heads = inputs.q.shape[1:3]
-        heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
-        slots, self._inverts = slot_count(inputs), config.fused_inverse
-        self._index, self._device = inputs.q.get_device(), inputs.q.device
-        self._layout, self._places = workspace(inputs, config, padded=padded)
-        self._states = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-        self._q, self._k, self._v = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
-        row = heads * inputs.v.shape[3]
-        self._out = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
-        self._inverse = rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
-        # value heads per program of the first kernel
-        at_once = next((count for count in (2, 3) if heads // key_heads % count == 0), 1)
-        self._prep_programs = slots * heads // at_once
-        if config.persistent_programs:
-            self._programs = min(config.persistent_programs, inputs.sequences * heads)
-        else:
-            segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
-            self._programs = segments * inputs.sequences * heads
-        sizes = (seqlen, inputs.sequences, slots)
-        cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
-        gate_strides = tuple((gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta))
-        self._prep = Launcher(
-            _prep_kernel,
-            (*gate_strides, cu_strides, *sizes),
-            dict(KEY_HEADS=key_heads, HEADS=heads, AT_ONCE=at_once, NORMALISE=inputs.use_qk_l2norm)
-            | dict(num_warps=4, maxnreg=96),  # five programs per SM
-        )
-        initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
-        final = state_strides(heads, DIM.value, DIM.value, v_first=state_v_first) if padded else self._states[1]
-        options: dict[str, Any] = dict(  # GROUP: value heads per key head
-            KEY_HEADS=key_heads, HEADS=heads, GROUP=heads // key_heads, PACKED=packed,
-            PERSISTENT=config.persistent_programs > 0, FIRST_SEGMENT_EXTRA=config.first_segment_extra,
-            STATE_STRIDES=(*initial, *final), KEY_DEPTH=config.key_ring, DEPTH=config.ring,
-            STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers, num_warps=4,
-        )  # fmt: skip
-        scalars = inputs.scale_or_default, config.truncation_log2, *sizes, config.segment
-        self._main = Launcher(_hopper_kernel, ((*gate_strides, cu_strides), *scalars), options)
-        self._rows = row_count(inputs, config.segment) if config.transition_parts else 0
-        if self._rows:
-            self._prepare_parts(inputs, config, (cu_strides, *scalars), options)
-
-    def _prepare_parts(
-        self, inputs: GDNInputs, config: GDNHopperConfig, scalars: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        """The launches that compute the states entering segments of slow heads."""
-        pairs, tasks = inputs.sequences * inputs.v.shape[2], config.transition_parts * self._rows
-        boundaries = self._rows // pairs
-        self._parts_programs = min(config.transition_programs, tasks)
-        block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
-        self._combine_programs = pairs * DIM.value // block_v
-        parts_options = options | dict(
-            ROWS=max(LEAST_ROWS, next_power_of_2(self._rows)), PARTS=config.transition_parts,
-            MOST=next_power_of_2(ceil_div(tasks, self._parts_programs)), KEY_DEPTH=PARTS_RING, DEPTH=PARTS_RING,
-            STATE_REGISTERS=PARTS_REGISTERS,
-        )  # fmt: skip
-        limits = config.longest_first_pass, config.least_first_pass
-        self._make_parts = Launcher(_parts_kernel, (*scalars, self._rows, *limits), parts_options)
-        self._combine = Launcher(
-            _combine_kernel,
-            (options["STATE_STRIDES"][:4], pairs, boundaries, config.segment),
-            dict(
-                HEADS=inputs.v.shape[2], PARTS=config.transition_parts, BOUNDARIES=next_power_of_2(boundaries),
-                DIM=DIM.value, BLOCK_V=block_v, AHEAD=AHEAD, num_warps=warps,
-            ),
-        )  # fmt: skip
-
-    def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # no effect for -1, the CPU
-            begun = self.begin(inputs)
+    def call(inputs: GDNInputs) -> GDNOutput:
+        with torch.cuda.device(index):  # no effect for -1, the CPU
+            begun = begin(inputs)
             # the host does the rest while the GPU runs the first launch
             out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=self._device)
-            self.finish(begun, inputs, out, final_states)
+            final_states = torch.empty_strided(shape, strides, dtype=torch.float32, device=inputs.q.device)
+            finish(begun, inputs, out, final_states)
         return GDNOutput(out, final_states)
 
-    def begin(self, inputs: GDNInputs) -> tuple[dict[str, Part | None], tuple[Any, Any, Any]]:
-        """Allocate the workspace, and launch the kernel that inverts the chunks, unless the last launch inverts them.
+    return call
 
-        The current device must be that of the inputs, here and in `finish`.  Returns the parts of the workspace, and
-        the descriptors of q, k and the inverses.
-        """
-        memory = self._layout.allocate(self._device) if self._layout.nbytes else None
-        places = {name: part(memory, place) for name, place in self._places.items()}
-        q, k, inverse = self._q.of(inputs.q), self._k.of(inputs.k), None
-        if places["inverse"] is not None:
-            inverse = self._inverse.of(places["inverse"])
-            self._prep(
-                self._prep_programs, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, places["decays"],
-                places["bounds"], places["norms"],
-            )  # fmt: skip
-        return places, (q, k, inverse)
 
-    def finish(self, begun: Any, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part) -> None:
-        """Launch the other kernels.  begun: what `begin` returned."""
-        places, (q, k, inverse) = begun
-        v, backs, entering = self._v.of(inputs.v), places["backs"], places["entering"]
-        gates = places["decays"], places["bounds"], places["norms"]
-        if self._rows:
-            parts, moves = places["parts"], places["moves"]
-            self._make_parts(self._parts_programs, k, v, inverse, inputs.cu_seqlens, parts, moves, backs, *gates)
-            self._combine(self._combine_programs, parts, moves, backs, inputs.initial_state, entering)
-        g, beta = (inputs.g, inputs.beta) if self._inverts else (None, None)
-        self._main(
-            self._programs, q, k, v, inverse, self._out.of(out), inputs.initial_state, inputs.cu_seqlens, entering,
-            backs, final_states, *gates, g, beta,
+def launches(
+    inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool, padded: bool = False
+) -> tuple[Callable[[GDNInputs], Begun], Callable[..., None]]:
+    """Two halves of a call, which keep no tensors; the current device must be that of the inputs in both.
+
+    begin: allocates the workspace, and launches the kernel that inverts the chunks, unless the last launch inverts
+        them.  finish: launches the others; its arguments: what `begin` returned, inputs, out, final states.
+    padded: final states are written to the workspace with K = V = 128.
+    """
+    _check(inputs, config)
+    seqlen, key_heads = inputs.q.shape[1:3]
+    heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
+    slots, device = slot_count(inputs), inputs.q.device
+    layout, places = workspace(inputs, config, padded=padded)
+    q_tiles, k_tiles, v_tiles = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
+    row = heads * inputs.v.shape[3]
+    out_tiles = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
+    inverse_rows = rows(inputs.q.dtype, slots * heads * CHUNK.value, block=(CHUNK.value, CHUNK.value))
+    # value heads per program of the first kernel
+    at_once = next((count for count in (2, 3) if heads // key_heads % count == 0), 1)
+    if config.persistent_programs:
+        programs = min(config.persistent_programs, inputs.sequences * heads)
+    else:
+        segments = ceil_div(ceil_div(seqlen, CHUNK.value), config.segment)
+        programs = segments * inputs.sequences * heads
+    sizes = (seqlen, inputs.sequences, slots)
+    cu_strides = (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride()
+    gate_strides = tuple((gate.stride(0), row_stride(gate), gate.stride(2)) for gate in (inputs.g, inputs.beta))
+    prep = Launcher(
+        _prep_kernel,
+        (*gate_strides, cu_strides, *sizes),
+        dict(KEY_HEADS=key_heads, HEADS=heads, AT_ONCE=at_once, NORMALISE=inputs.use_qk_l2norm)
+        | dict(num_warps=4, maxnreg=96),  # five programs per SM
+    )
+    initial = (0, 0, 0, 0) if inputs.initial_state is None else inputs.initial_state.stride()
+    final = state_strides(heads, *((DIM.value,) * 2 if padded else inputs.states_shape[2:]), v_first=state_v_first)
+    options: dict[str, Any] = dict(  # GROUP: value heads per key head
+        KEY_HEADS=key_heads, HEADS=heads, GROUP=heads // key_heads, PACKED=packed,
+        PERSISTENT=config.persistent_programs > 0, FIRST_SEGMENT_EXTRA=config.first_segment_extra,
+        STATE_STRIDES=(*initial, *final), KEY_DEPTH=config.key_ring, DEPTH=config.ring,
+        STATE_REGISTERS=config.state_registers, OTHER_REGISTERS=config.other_registers, num_warps=4,
+    )  # fmt: skip
+    scalars = inputs.scale_or_default, config.truncation_log2, *sizes, config.segment
+    main = Launcher(_hopper_kernel, ((*gate_strides, cu_strides), *scalars), options)
+    enter = _entering(inputs, config, (cu_strides, *scalars), options)
+
+    def begin(inputs: GDNInputs) -> Begun:
+        memory = layout.allocate(device) if layout.nbytes else None
+        parts = {name: part(memory, place) for name, place in places.items()}
+        q, k, inverse = q_tiles.of(inputs.q), k_tiles.of(inputs.k), None
+        if parts["inverse"] is not None:
+            inverse = inverse_rows.of(parts["inverse"])
+            gates = parts["decays"], parts["bounds"], parts["norms"]
+            prep(slots * heads // at_once, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, *gates)
+        return parts, (q, k, inverse)
+
+    def finish(begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part) -> None:
+        parts, (q, k, inverse) = begun
+        v, gates = v_tiles.of(inputs.v), (parts["decays"], parts["bounds"], parts["norms"])
+        if enter is not None:
+            enter(parts, k, v, inverse, inputs, gates)
+        g, beta = (inputs.g, inputs.beta) if config.fused_inverse else (None, None)
+        main(
+            programs, q, k, v, inverse, out_tiles.of(out), inputs.initial_state, inputs.cu_seqlens, parts["entering"],
+            parts["backs"], final_states, *gates, g, beta,
         )  # fmt: skip
+
+    return begin, finish
+
+
+def _entering(
+    inputs: GDNInputs, config: GDNHopperConfig, scalars: tuple[Any, ...], options: dict[str, Any]
+) -> Callable[..., None] | None:
+    """The launches that compute the states entering segments of slow heads; None without such segments."""
+    count = row_count(inputs, config.segment) if config.transition_parts else 0
+    if not count:
+        return None
+    pairs, tasks = inputs.sequences * inputs.v.shape[2], config.transition_parts * count
+    boundaries, programs = count // pairs, min(config.transition_programs, tasks)
+    block_v, warps = (16, 8) if pairs <= WIDE else (32, 4)
+    parts_options = options | dict(
+        ROWS=max(LEAST_ROWS, next_power_of_2(count)), PARTS=config.transition_parts,
+        MOST=next_power_of_2(ceil_div(tasks, programs)), KEY_DEPTH=PARTS_RING, DEPTH=PARTS_RING,
+        STATE_REGISTERS=PARTS_REGISTERS,
+    )  # fmt: skip
+    limits = config.longest_first_pass, config.least_first_pass
+    make = Launcher(_parts_kernel, (*scalars, count, *limits), parts_options)
+    combine = Launcher(
+        _combine_kernel,
+        (options["STATE_STRIDES"][:4], pairs, boundaries, config.segment),
+        dict(
+            HEADS=inputs.v.shape[2], PARTS=config.transition_parts, BOUNDARIES=next_power_of_2(boundaries),
+            DIM=DIM.value, BLOCK_V=block_v, AHEAD=AHEAD, num_warps=warps,
+        ),
+    )  # fmt: skip
+
+    def enter(parts: dict[str, Part | None], k: Any, v: Any, inverse: Any, inputs: GDNInputs, gates: Any) -> None:
+        made = parts["parts"], parts["moves"], parts["backs"]
+        make(programs, k, v, inverse, inputs.cu_seqlens, *made, *gates)
+        combine(pairs * DIM.value // block_v, *made, inputs.initial_state, parts["entering"])
+
+    return enter
 
 
 def _check(inputs: GDNInputs, config: GDNHopperConfig) -> None:
@@ -192,7 +196,7 @@ def _check(inputs: GDNInputs, config: GDNHopperConfig) -> None:
 
 def gdn_fused_hopper(inputs: GDNInputs, *, config: GDNHopperConfig) -> GDNOutput:
     """Output in v's dtype, final states in fp32.  Requires that `config.unsupported` is empty."""
-    return GDNHopperLaunch(inputs, config)(inputs)
+    return hopper_launch(inputs, config)(inputs)
 
 
 def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Descriptor:

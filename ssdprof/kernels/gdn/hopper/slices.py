@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported_otherwise
-from ssdprof.kernels.gdn.hopper.launch import GDNHopperLaunch, workspace
+from ssdprof.kernels.gdn.hopper.launch import launches, workspace
 from ssdprof.kernels.gdn.hopper.rings import DIM
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_strides
 from ssdprof.kernels.hopper.schedule import ceil_div
 
 LEAST = 64  # K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
@@ -63,58 +63,53 @@ def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     return workspace(of_slices, config, padded=True)[0].nbytes + gates + initial
 
 
-class SlicedLaunch:
-    """A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them."""
+def sliced_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool) -> GDNLaunch:
+    """config: for `by_slice(inputs)`."""
+    begin, finish = launches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
+    index, count, shape = inputs.q.get_device(), slice_count(inputs), inputs.states_shape
+    of_gates, g_strides, beta_strides = (*inputs.g.shape, count), (*inputs.g.stride(), 0), (*inputs.beta.stride(), 0)
+    sequences, heads, key_dim, value_dim = shape
+    pieces = sequences, heads, count, key_dim, value_dim // count
+    padded_shape = heads * count, DIM.value, DIM.value
 
-    def __init__(self, inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False) -> None:
-        """config: for `by_slice(inputs)`."""
-        self._launch = GDNHopperLaunch(sliced(inputs), config, state_v_first=state_v_first, padded=True)
-        self._index, self._device, self._count = inputs.q.get_device(), inputs.q.device, slice_count(inputs)
-        self._gates = (*inputs.g.shape, self._count), (*inputs.g.stride(), 0), (*inputs.beta.stride(), 0)
-        sequences, heads, key_dim, value_dim = inputs.states_shape
-        self._states = inputs.states_shape, state_strides(heads, key_dim, value_dim, v_first=state_v_first)
-        self._pieces = sequences, heads, self._count, key_dim, value_dim // self._count
-        self._final = self._cut(self._states[1])
-        padded = heads * self._count, DIM.value, DIM.value
-        self._final_padded = self._joined(state_strides(*padded, v_first=state_v_first))
-        self._initial_shape = sequences, *padded
-        if inputs.initial_state is not None:
-            self._initial = self._cut(inputs.initial_state.stride())
-            self._initial_padded = self._joined(state_strides(*padded, v_first=False))
+    def cut(strides: tuple[int, ...]) -> tuple[int, ...]:
+        """Strides of states (sequences, HV, K, V) as (sequences, HV, slices, K, V of a slice)."""
+        sequence, head, key, value = strides
+        return sequence, head, pieces[-1] * value, key, value
 
-    def __call__(self, inputs: GDNInputs) -> GDNOutput:
-        with torch.cuda.device(self._index):  # no effect for -1, the CPU
-            if self._count > 1:
-                shape, g, beta = self._gates
-                gates = {
-                    "g": inputs.g.as_strided(shape, g).contiguous(),
-                    "beta": inputs.beta.as_strided(shape, beta).contiguous(),
-                }
-                inputs = GDNInputs.unchecked(**vars(inputs) | gates)
-            begun = self._launch.begin(inputs)
-            # the host does the rest while the GPU runs the first launch
-            if inputs.initial_state is not None:
-                inputs = GDNInputs.unchecked(**vars(inputs) | {"initial_state": self._pad(inputs.initial_state)})
-            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-            padded = begun[0]["padded"]
-            assert padded is not None
-            self._launch.finish(begun, inputs, out, padded)
-            final_states = torch.empty_strided(*self._states, dtype=torch.float32, device=self._device)
-            final_states.as_strided(self._pieces, self._final).copy_(padded.strided(self._pieces, self._final_padded))
-        return GDNOutput(out, final_states)
+    def joined(*, v_first: bool) -> tuple[int, ...]:
+        """Strides of padded states (sequences, HV * slices, K, V of a slice) as those of `cut`."""
+        sequence, piece, key, value = state_strides(*padded_shape, v_first=v_first)
+        return sequence, count * piece, piece, key, value
 
-    def _pad(self, initial: torch.Tensor) -> torch.Tensor:
-        padded = initial.new_zeros(self._initial_shape)
-        to, of = padded.as_strided(self._pieces, self._initial_padded), initial.as_strided(self._pieces, self._initial)
+    states = state_strides(heads, key_dim, value_dim, v_first=state_v_first)
+    initial = None if inputs.initial_state is None else cut(inputs.initial_state.stride())
+    initial_padded, final, final_padded = joined(v_first=False), cut(states), joined(v_first=state_v_first)
+
+    def pad(given: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        padded = given.new_zeros(sequences, *padded_shape)
+        to, of = padded.as_strided(pieces, initial_padded), given.as_strided(pieces, strides)
         to.copy_(of)
         return padded
 
-    def _cut(self, strides: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides of states (sequences, HV, K, V) as (sequences, HV, slices, K, V of a slice)."""
-        sequence, head, key, value = strides
-        return sequence, head, self._pieces[-1] * value, key, value
+    def call(inputs: GDNInputs) -> GDNOutput:
+        with torch.cuda.device(index):  # no effect for -1, the CPU
+            if count > 1:
+                gates = {
+                    "g": inputs.g.as_strided(of_gates, g_strides).contiguous(),
+                    "beta": inputs.beta.as_strided(of_gates, beta_strides).contiguous(),
+                }
+                inputs = GDNInputs.unchecked(**vars(inputs) | gates)
+            begun = begin(inputs)
+            # the host does the rest while the GPU runs the first launch
+            if inputs.initial_state is not None and initial is not None:
+                inputs = GDNInputs.unchecked(**vars(inputs) | {"initial_state": pad(inputs.initial_state, initial)})
+            out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+            padded = begun[0]["padded"]
+            assert padded is not None
+            finish(begun, inputs, out, padded)
+            final_states = torch.empty_strided(shape, states, dtype=torch.float32, device=out.device)
+            final_states.as_strided(pieces, final).copy_(padded.strided(pieces, final_padded))
+        return GDNOutput(out, final_states)
 
-    def _joined(self, strides: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides of states (sequences, HV * slices, K, V of a slice) as (sequences, HV, slices, K, V of a slice)."""
-        sequence, piece, key, value = strides
-        return sequence, self._count * piece, piece, key, value
+    return call

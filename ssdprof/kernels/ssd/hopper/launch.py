@@ -14,7 +14,7 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, n_split, program_
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch
+from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch, prepared
 from ssdprof.kernels.tensors import Descriptor, Strides, row_stride, steps, tiles
 
 
@@ -71,7 +71,7 @@ def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConf
 
     options = _options(inputs, precision, config, _passing(config, shares, sizes))
     launcher = Launcher(_fused_hopper_kernel, _scalars(inputs, config), options)
-    return SSDLaunch(launcher, shares or segments * program_count(inputs), inputs, sizes, tensors)
+    return prepared(launcher, shares or segments * program_count(inputs), inputs, sizes, tensors)
 
 
 def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: SSDHopperConfig) -> SSDOutput:
