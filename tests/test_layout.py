@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdprof import kernels, operators
+from ssdprof import operators
 
 ROOT = Path(__file__).parent.parent
 # A part of ssdprof may import the parts below its row, and BASE; parts of one row do not know each other.
@@ -121,9 +121,3 @@ def test_help_answers_at_once() -> None:
         return sum(os.times()[2:4]) - sum(before[2:4])  # of children: user, system
 
     assert min(seconds() for _ in range(3)) < 0.5
-
-
-def test_every_exported_name_exists() -> None:
-    assert all(getattr(kernels, name) is not None for name in kernels.__all__)
-    with pytest.raises(AttributeError):
-        kernels.nothing_of_this_name  # noqa: B018

@@ -129,8 +129,9 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Subject) -> None:
 
 
 @subjects(
-    "ssd reference", "ssd fused", "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", slow=["gdn recurrent"],
-    gpu=("ssd unfused", "ssd invariant", "gdn unfused", "gdn invariant"),
+    "ssd reference", "ssd fused", "ssd tiny", "ssd unfused", "gdn unfused", "gdn tiny", "kda unfused", "kda wide",
+    slow=["gdn recurrent"],
+    gpu=("ssd unfused", "ssd invariant", "gdn unfused", "gdn invariant", "kda unfused", "kda fused"),
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [FP32, *(pytest.param(one, marks=pytest.mark.slow) for one in (BF16, FP16))], ids=str)
 def test_a_sequence_is_the_same_in_any_batch(kernel: Subject, dtype: torch.dtype) -> None:
@@ -427,17 +428,9 @@ def test_layouts_of_models(kernel: Subject, layout: Callable[[torch.Tensor], tor
 
 
 @subjects(
-    "ssd unfused",
-    "ssd fused",
-    "ssd recurrent",
-    "ssd step",
-    "gdn unfused",
-    "gdn fused",
-    "gdn recurrent",
-    "gdn step",
-    "kda unfused",
-    "kda fused",
-)
+    "ssd unfused", "ssd fused", "ssd recurrent", "ssd step", "gdn unfused", "gdn fused", "gdn recurrent", "gdn step",
+    "kda unfused", "kda fused",
+)  # fmt: skip
 def test_refuses_to_drop_a_gradient(kernel: Subject) -> None:
     """Also of a call whose launch is kept."""
     inputs = {"ssd": SSDCase, "gdn": GDNCase, "kda": KDACase}[kernel.operator](seqlen=1, batch=2).inputs()

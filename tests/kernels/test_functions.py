@@ -123,16 +123,16 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
 
 
 @pytest.mark.parametrize("function", [FUSED, UNFUSED, DELTA], ids=["ssd fused", "ssd unfused", "gdn fused"])
-def test_refuses_inputs_that_do_not_fit_and_a_gradient(function: Function) -> None:
-    """`test_inputs.py` has every refusal."""
+def test_refuses_inputs_that_do_not_fit_every_time_and_a_gradient(function: Function) -> None:
+    """Also after a call that fits.  `test_inputs.py` has every refusal, `test_contract.py` more of gradients."""
     gdn = function is DELTA
     inputs, name = inputs_of("gdn" if gdn else "ssd", "batch"), "g" if gdn else "dt"
-    with pytest.raises(ValueError, match=f"{name} must have shape"):
-        function(inputs.__class__.unchecked(**vars(inputs) | {name: getattr(inputs, name)[:, 1:]}))
+    function(inputs)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{name} must have shape"):
+            function(inputs.__class__.unchecked(**vars(inputs) | {name: getattr(inputs, name)[:, 1:]}))
     getattr(inputs, function.needed[0]).requires_grad_()
     with pytest.raises(UnsupportedError, match=f"{function.implementation}: forward only"):
-        function(inputs)
-    with torch.no_grad():
         function(inputs)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import FP16, GDNCase, SSDCase
+from kernel_cases import FP16, GDNCase, KDACase, SSDCase
 
 from ssdprof.kernels.chunks import Chunks
 
@@ -60,6 +60,8 @@ OF_GDN: list[tuple[dict[str, Any], str]] = [
     (dict(cu_seqlens=torch.tensor([0, 9, 70]), initial_state=zeros(1, 2, 8, 6)), "initial_state must have"),
     (dict(beta=zeros(1, 70, 2, device="meta")), "beta is on meta"),
 ]  # fmt: skip
+OF_KDA = [(dict(g=zeros(1, 4, 2)), "g must have"), (dict(g=zeros(1, 4, 2, 15)), "g must have")]
+OF_KDA += [(dict(beta=zeros(1, 4, 2, 16)), "beta must have shape")]
 BOUNDS = [(torch.tensor([0]), r"must be \(sequences \+ 1\)"), (torch.tensor([[0, 9]]), r"must be \(sequences \+ 1\)")]
 BOUNDS += [(torch.tensor([0.0, 9.0]), "must be int32 or int64")]
 
@@ -69,6 +71,7 @@ BOUNDS += [(torch.tensor([0.0, 9.0]), "must be int32 or int64")]
     [
         *((SSD, *one) for one in OF_SSD),
         *((GDN, *one) for one in OF_GDN),
+        *((KDACase(seqlen=4, key_heads=2), *one) for one in OF_KDA),
         (GDN.but(batch=2), dict(cu_seqlens=torch.tensor([0, 70])), "cu_seqlens needs a batch of 1"),
         *(
             (case, dict(cu_seqlens=one), words)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors, rows
+from kernel_cases import BF16, EXACT, FP16, FP32, KDACase, changed, head_errors
 from subjects import SUBJECTS, Subject, subjects
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.fused import KDAPortableConfig
-from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
@@ -79,13 +78,6 @@ def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-@pytest.mark.parametrize("sizes", [dict(key_dim=20, value_dim=24), dict(key_dim=100, value_dim=16)], ids=str)
-@subjects("kda unfused", "kda wide", "kda recurrent")
-def test_sizes(kernel: Subject, sizes: dict[str, int]) -> None:
-    inputs = kernel.case(seqlen=40, **sizes, dtype=BF16, l2norm=False).inputs()
-    assert_passes(kernel(inputs), inputs, EXACT)
-
-
 @pytest.mark.parametrize("gates", GATES)
 @subjects("kda wide", gpu=["kda fused"])
 def test_no_head_is_less_exact_than_unfused(kernel: Subject, gates: str) -> None:
@@ -109,14 +101,6 @@ def test_gates_in_the_models_dtype_are_summed_in_fp32() -> None:
         assert all(map(torch.equal, kernel(low), same))
 
 
-@subjects("kda unfused", "kda wide", gpu=("kda unfused", "kda fused"))
-def test_a_row_has_the_bits_of_a_call_of_its_own(kernel: Subject) -> None:
-    inputs = kernel.case(batch=3, seqlen=40, initial_states=True).inputs()
-    whole, one = kernel(inputs), kernel(rows(inputs, slice(1, 2)))
-    assert torch.equal(whole.out[1:2], one.out)
-    assert torch.equal(whole.final_states[1:2], one.final_states)
-
-
 def test_slices_are_as_wide_as_states_allow() -> None:
     few, many = (KDACase(batch=n, seqlen=1, key_heads=4, key_dim=128, value_dim=128, dtype=BF16) for n in (1, 40))
     assert KDAPortableConfig.choose(few.inputs(), 132).block_v == 32
@@ -124,25 +108,21 @@ def test_slices_are_as_wide_as_states_allow() -> None:
     assert KDAPortableConfig.choose(many.inputs(), 132, batch_invariant=True).block_v == 32
 
 
-@pytest.mark.parametrize(("name", "shape"), [("g", (1, 4, 2)), ("g", (1, 4, 2, 15)), ("beta", (1, 4, 2, 16))])
-def test_inputs_are_checked_by_name(name: str, shape: tuple[int, ...]) -> None:
-    inputs = KDACase(seqlen=4, key_heads=2).inputs()
-    with pytest.raises(ValueError, match=f"{name} must have shape"):
-        KDAInputs(**vars(inputs) | {name: torch.zeros(shape)})
-
-
-# --- cases as fla's public tests of KDA have them: sizes, gates that are often 0, and initial states
-
-FLA: list[dict[str, Any]] = [
-    dict(batch=1, seqlen=63, key_heads=1, key_dim=64, value_dim=64, gates="none"),
-    dict(batch=2, seqlen=100, key_heads=1, key_dim=60, value_dim=60, gate=0.5, initial_states=True),
+# sizes, and cases as fla's public tests of KDA have them: gates that are often 0, and initial states
+ODD = dict(seqlen=40, dtype=BF16, l2norm=False)
+SIZES: list[dict[str, Any]] = [
+    ODD | dict(key_dim=20, value_dim=24), ODD | dict(key_dim=100, value_dim=16),
+    dict(batch=1, seqlen=63, key_dim=64, value_dim=64, gates="none"),
+    dict(batch=2, seqlen=100, key_dim=60, value_dim=60, gate=0.5, initial_states=True),
     dict(seqlen=90, key_heads=2, key_dim=64, value_dim=64, gate=5.0, l2norm=False, initial_states=True),
-    dict(lengths=(15, 47, 1), key_heads=1, key_dim=64, value_dim=64, initial_states=True),
-]
+    dict(lengths=(15, 47, 1), key_dim=64, value_dim=64, initial_states=True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [FLA[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FLA[1:])], ids=str)
-@subjects("kda unfused", "kda fused", "kda recurrent")
-def test_cases_of_fla(kernel: Subject, case: dict[str, Any]) -> None:
-    inputs = KDACase(dtype=FP16, **case).inputs()
+@pytest.mark.parametrize(
+    "case", [*SIZES[:3], *(pytest.param(one, marks=pytest.mark.slow) for one in SIZES[3:])], ids=str
+)
+@subjects("kda unfused", "kda fused", "kda wide", "kda recurrent")
+def test_sizes(kernel: Subject, case: dict[str, Any]) -> None:
+    inputs = KDACase(**dict(dtype=FP16) | case).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)

@@ -20,7 +20,6 @@ import torch
 from kernel_cases import EXACT, RELAXED, SSDCase
 from triton.runtime.jit import JITFunction
 
-from ssdprof.kernels import UnsupportedError, ssd_fused
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.launch import Constants, LaunchCache, Launcher, launch
 from ssdprof.kernels.ssd import fused
@@ -287,15 +286,3 @@ def _positions(case: SSDCase) -> Iterator[tuple[tuple[int, int], int, int]]:
             place = (begin + length, total - length + position) if case.lengths else (sequence, position)
             yield place, begin + position, length - position
         begin += length
-
-
-def test_what_does_not_fit_is_refused_every_time() -> None:
-    """Also after a call that fits.  `test_inputs.py` has every refusal."""
-    inputs = CASE.inputs()
-    given = {name: value for name, value in vars(inputs).items() if name != "state_every"}  # of reports
-    ssd_fused(**given)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="dt must have shape"):
-            ssd_fused(**given | {"dt": inputs.dt[:, 1:]})
-        with pytest.raises(UnsupportedError, match="dstate is at most 256"):
-            fused.run(CASE.but(dstate=257).inputs())

@@ -18,9 +18,8 @@ def test_the_oracle_comes_first_then_the_baseline() -> None:
     assert ssdprof.kernels.get("ssd", "unfused").run is unfused.run
 
 
-def test_the_order_is_not_that_of_imports_and_the_package_imports_nothing_heavy() -> None:
-    code = "import sys, ssdprof.kernels as kernels; assert not {'torch', 'triton'} & set(sys.modules), 'heavy'"
-    code += "\nimport ssdprof.kernels.ssd.unfused; assert kernels.names('ssd')[0] == 'reference'"
+def test_the_order_is_not_that_of_imports() -> None:
+    code = "import ssdprof.kernels as k, ssdprof.kernels.ssd.unfused; assert k.names('ssd')[0] == 'reference'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
