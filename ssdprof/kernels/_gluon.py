@@ -50,22 +50,24 @@ def aggregate(cls: type) -> Any:
     return _aggregate(cls)
 
 
-class OneSegment:
-    """Methods of a segment that is the whole work of its program.  An aggregate cannot inherit them in Triton 3.9."""
+# Methods of a segment that is the whole work of its program.  An aggregate cannot inherit them in Triton 3.9.
 
-    @gluon.jit
-    def segments(self):
-        return 1
 
-    @gluon.jit
-    def segment_at(self, k):  # noqa: ARG002
-        """The program's k-th segment, and the number of the program's chunks before it."""
-        return self, 0
+@gluon.jit
+def segments(self):  # noqa: ARG001
+    return 1
 
-    @gluon.jit
-    def chunks(self):
-        """Chunks of all segments, without first passes."""
-        return self.nchunks
+
+@gluon.jit
+def segment_at(self, k):  # noqa: ARG001
+    """The program's k-th segment, and the number of the program's chunks before it."""
+    return self, 0
+
+
+@gluon.jit
+def chunks(self):
+    """Chunks of all segments, without first passes."""
+    return self.nchunks
 
 
 @gluon.constexpr_function

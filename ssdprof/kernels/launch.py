@@ -159,13 +159,8 @@ _SCRATCH = 2  # most parameters at the end for addresses of scratch memory, whic
 _SLOT = 8  # bytes per parameter that is not a descriptor
 
 Address = ctypes.c_uint64
+Map = ctypes.c_uint64 * 16  # an encoded descriptor: CUtensorMap
 SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
-
-
-class Map(ctypes.Structure):
-    """An encoded descriptor: CUtensorMap, aligned to 64 bytes."""
-
-    _fields_ = (("words", ctypes.c_uint64 * 16),)
 
 
 class Field(NamedTuple):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -114,6 +115,7 @@ class Layout:
 # --- TMA descriptors.  They are built and checked once, and later calls only set the tensor.
 
 Strides = tuple[int, int, int]
+Described = Callable[["torch.Tensor | Part"], TensorDescriptor]  # the descriptor of a tensor
 _GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -129,28 +131,24 @@ class _Base:
         return self.tensor.data_ptr() - self.ahead
 
 
-class Descriptor:
-    """A descriptor without a tensor, of tiles `block`.  `of` returns a copy with one."""
+def described(
+    dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], ahead: int = 0
+) -> Described:
+    """Of tiles `block`.  Shape and strides of a tensor are not checked again."""
+    layout = _shared_layout(block, dtype)
+    known = vars(TensorDescriptor(_nothing(dtype), list(sizes), list(strides), list(block), layout))
 
-    def __init__(
-        self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...],
-        ahead: int = 0,
-    ) -> None:  # fmt: skip
-        self._ahead = ahead
-        layout = _shared_layout(block, dtype)
-        self._descriptor = TensorDescriptor(_nothing(dtype), list(sizes), list(strides), list(block), layout)
+    def of(tensor: torch.Tensor | Part) -> TensorDescriptor:
+        descriptor = object.__new__(TensorDescriptor)
+        descriptor.__dict__.update(known, base=_Base(tensor, ahead) if ahead else tensor)
+        return descriptor
 
-    def of(self, tensor: torch.Tensor | Part) -> TensorDescriptor:
-        """The descriptor of `tensor`.  Shape and strides are not checked again."""
-        copy = object.__new__(TensorDescriptor)
-        base = _Base(tensor, self._ahead) if self._ahead else tensor
-        copy.__dict__.update(self._descriptor.__dict__, base=base)
-        return copy
+    return of
 
 
 def tiles(
     like: torch.Tensor, strides: Strides, *, sizes: tuple[int, int], block: tuple[int, int, int], packed: bool
-) -> Descriptor:
+) -> Described:
     """Tiles (1, k, positions, columns) of a tensor (b, l, k, columns).
 
     Beyond a sequence's end, TMA reads zeros and writes nothing.  A tile begins at (sequence, k, position, column).
@@ -169,12 +167,12 @@ def tiles(
     sequences, of_sequence = (seqlen + 1, row) if packed else (batch, sequence)
     ahead = seqlen * row * like.element_size() if packed else 0
     shape = (sequences, sizes[0], seqlen, sizes[1])
-    return Descriptor(like.dtype, shape, (of_sequence, step, row, 1), (1, *block), ahead)
+    return described(like.dtype, shape, (of_sequence, step, row, 1), (1, *block), ahead)
 
 
-def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Descriptor:
+def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Described:
     """Tiles (rows, columns) of a contiguous tensor that is viewed as (count, columns)."""
-    return Descriptor(dtype, (count, block[1]), (block[1], 1), block)
+    return described(dtype, (count, block[1]), (block[1], 1), block)
 
 
 def row_stride(tensor: torch.Tensor) -> int:

@@ -40,11 +40,11 @@ class FakeDriver:
         offset._obj.value, size._obj.value = 0, self.sizes[index]
         return 0
 
-    def encode(self, descriptor: TensorDescriptor, meta: dict[str, Any]) -> Map:
+    def encode(self, descriptor: TensorDescriptor, meta: dict[str, Any]) -> Any:
         """Replaces Triton's encoding: a map that begins with the address."""
         assert meta == META
         self.encoded.append(descriptor.base.data_ptr())
-        return Map((ctypes.c_uint64 * 16)(self.encoded[-1]))
+        return Map(self.encoded[-1])
 
     def launch(self, *arguments: Any) -> int:
         *numbers, parameters, extra = arguments
@@ -87,7 +87,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
     x = torch.zeros(16, 64, dtype=torch.bfloat16)
-    return rows(x.dtype, 16, block=(8, 64)).of(x), x, None, torch.zeros(3)
+    return rows(x.dtype, 16, block=(8, 64))(x), x, None, torch.zeros(3)
 
 
 def prepared(first: tuple[Any, ...], **compiled: Any) -> DirectLaunch:

@@ -15,7 +15,7 @@ earlier launches compute the state that enters a segment (`parts.py`), or the fi
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._gluon import OneSegment, add, aggregate
+from ssdprof.kernels._gluon import add, aggregate, chunks, segment_at, segments
 from ssdprof.kernels.hopper.ring import CHUNK
 
 BLOCK = gl.constexpr(256)  # bounds that one iteration reads
@@ -52,7 +52,7 @@ class GDNSegment:
     last: gl.tensor  # whether it ends its sequence
     row: gl.tensor  # row, among the states of slow heads, of the state that enters or that it computes; -1: none
 
-    segments, segment_at, chunks = OneSegment.segments, OneSegment.segment_at, OneSegment.chunks
+    segments, segment_at, chunks = segments, segment_at, chunks
 
     @gluon.jit
     def chunk_at(self, n):

@@ -17,7 +17,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_st
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.launch import Launcher
-from ssdprof.kernels.tensors import Descriptor, Layout, Part, Place, part, row_stride, rows, steps, tiles
+from ssdprof.kernels.tensors import Described, Layout, Part, Place, part, row_stride, rows, steps, tiles
 
 AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
 PARTS_RING = 3  # slots of the rings of `parts.py`
@@ -128,21 +128,21 @@ def launches(
     def begin(inputs: GDNInputs) -> Begun:
         memory = layout.allocate(device) if layout.nbytes else None
         parts = {name: part(memory, place) for name, place in places.items()}
-        q, k, inverse = q_tiles.of(inputs.q), k_tiles.of(inputs.k), None
+        q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), None
         if parts["inverse"] is not None:
-            inverse = inverse_rows.of(parts["inverse"])
+            inverse = inverse_rows(parts["inverse"])
             gates = parts["decays"], parts["bounds"], parts["norms"]
             prep(slots * heads // at_once, k, q, inverse, inputs.g, inputs.beta, inputs.cu_seqlens, *gates)
         return parts, (q, k, inverse)
 
     def finish(begun: Begun, inputs: GDNInputs, out: torch.Tensor, final_states: torch.Tensor | Part) -> None:
         parts, (q, k, inverse) = begun
-        v, gates = v_tiles.of(inputs.v), (parts["decays"], parts["bounds"], parts["norms"])
+        v, gates = v_tiles(inputs.v), (parts["decays"], parts["bounds"], parts["norms"])
         if enter is not None:
             enter(parts, k, v, inverse, inputs, gates)
         g, beta = (inputs.g, inputs.beta) if config.fused_inverse else (None, None)
         main(
-            programs, q, k, v, inverse, out_tiles.of(out), inputs.initial_state, inputs.cu_seqlens, parts["entering"],
+            programs, q, k, v, inverse, out_tiles(out), inputs.initial_state, inputs.cu_seqlens, parts["entering"],
             parts["backs"], final_states, *gates, g, beta,
         )  # fmt: skip
 
@@ -199,7 +199,7 @@ def gdn_fused_hopper(inputs: GDNInputs, *, config: GDNHopperConfig) -> GDNOutput
     return hopper_launch(inputs, config)(inputs)
 
 
-def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Descriptor:
+def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Described:
     """Tiles of one head and one chunk."""
     strides = steps(tensor, tensor.stride(2)) if strides is None else strides
     heads, columns = tensor.shape[2:]

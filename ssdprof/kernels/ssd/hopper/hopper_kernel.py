@@ -41,7 +41,7 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6; 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels._gluon import OneSegment, add, aggregate, role_barrier
+from ssdprof.kernels._gluon import add, aggregate, chunks, role_barrier, segment_at, segments
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.lanes import allocate_exchange
 from ssdprof.kernels.ssd.hopper.rings import SLICE, Shared, allocate, begin_barriers
@@ -78,7 +78,7 @@ class SSDSegment:
     slot: gl.tensor  # slot in which it leaves a state, or the state that it adds, for later segments
     slot_step: gl.tensor  # distance from the slot of the preceding segment
 
-    segments, segment_at, chunks = OneSegment.segments, OneSegment.segment_at, OneSegment.chunks
+    segments, segment_at, chunks = segments, segment_at, chunks
 
 
 @aggregate

@@ -15,7 +15,7 @@ from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch, prepared
-from ssdprof.kernels.tensors import Descriptor, Strides, row_stride, steps, tiles
+from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, tiles
 
 
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
@@ -64,7 +64,7 @@ def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConf
 
     def tensors(inputs: SSDInputs, out: Any, final: Any, states: Any, sync: Any, _gates: None) -> tuple[Any, ...]:
         return (
-            x_tiles.of(inputs.x), B_tiles.of(inputs.B), C_tiles.of(inputs.C), out_tiles.of(out), inputs.dt, inputs.A,
+            x_tiles(inputs.x), B_tiles(inputs.B), C_tiles(inputs.C), out_tiles(out), inputs.dt, inputs.A,
             inputs.dt_bias, inputs.D, inputs.initial_states, inputs.cu_seqlens, final,
             final if states is None else states, final if sync is None else sync,
         )  # fmt: skip
@@ -121,14 +121,14 @@ def _options(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig, p
     )  # fmt: skip
 
 
-def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Descriptor:
+def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Described:
     """Tiles of (one head, positions, slice).  Past a head's P, too, TMA reads zeros and writes nothing."""
     nheads, headdim = inputs.x.shape[2:]
     block = (1, positions, SLICE.value)
     return tiles(inputs.x, strides, sizes=(nheads, headdim), block=block, packed=inputs.cu_seqlens is not None)
 
 
-def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Descriptor:
+def _rows(tensor: torch.Tensor, split: int, *, packed: bool) -> Described:
     """Tiles of one group's N, or of half of it, in blocks of 64 columns, the layout in shared memory."""
     ngroups, dstate = tensor.shape[2:]
     blocks = dstate // COLUMNS.value
