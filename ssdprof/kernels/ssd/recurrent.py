@@ -154,9 +154,7 @@ def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> SSDLaunch:
     scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit))
     sizes = BufferSizes(final_states=None if in_place else inputs.final_shape)
     options = dict(_options(inputs), EVERY_STATE=bool(inputs.state_every))
-    return prepared(
-        Launcher(_ssd_recurrent_kernel, scalars, options), _programs(inputs), inputs, sizes, _tensors
-    )
+    return prepared(Launcher(_ssd_recurrent_kernel, scalars, options), _programs(inputs), inputs, sizes, _tensors)
 
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
