@@ -533,7 +533,7 @@ def options_of(
     spans += [key_dim * st[2] + value_dim * st[3] for st in (strides_of(inputs.initial_state), states) if st]
     return dict(
         VALUE_HEADS=inputs.v.shape[2], KEY_DIM=key_dim, CHUNK=chunk, OPERAND=TL_DTYPE[operand],
-        ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0, ALIGNMENT=alignment_of(*tiled),
+        ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0, ALIGNMENT=_alignment(*tiled),
         OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
     )  # fmt: skip
 
@@ -546,7 +546,7 @@ def options_of_factors(inputs: GDNInputs, operand: torch.dtype, warps: int, regi
     return dict(L2NORM=normalised, MERGE=merge, MERGE_PRECISION=inverse_products(operand), num_warps=warps) | limit
 
 
-def alignment_of(*tensors: torch.Tensor) -> int:
+def _alignment(*tensors: torch.Tensor) -> int:
     """Alignment in bytes, up to 16, of all rows of these tensors.
 
     Triton itself detects it only for strides that are multiples of 16 elements.
