@@ -134,7 +134,7 @@ class _Base:
 def described(
     dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], ahead: int = 0
 ) -> Described:
-    """Of tiles `block`.  Shape and strides of a tensor are not checked again."""
+    """A descriptor of tiles `block`.  Shape and strides of a tensor are not checked again."""
     layout = _shared_layout(block, dtype)
     known = vars(TensorDescriptor(_nothing(dtype), list(sizes), list(strides), list(block), layout))
 
