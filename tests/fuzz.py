@@ -81,7 +81,8 @@ def places(document: Any) -> Iterator[tuple[Any, Any]]:
 def in_json(draw: random.Random, text: bytes) -> bytes:
     document = json.loads(text)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        found = list(places(document))
+        if not (found := list(places(document))):
+            return b"[]"
         inside, key = draw.choice(found)
         value, way = inside[key], draw.random()
         if way < 0.1 and len(found) > 9:
