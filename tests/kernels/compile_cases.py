@@ -66,8 +66,8 @@ def ssd_hopper(case: SSDCase, precision: Precision, segments: Cut, _stack: int) 
     ssd_fused_hopper(inputs, precision, config=replace(config, **vars(segments)))
 
 
-def ssd_recurrent(case: SSDCase) -> None:
-    inputs = on_meta(case.inputs())
+def ssd_recurrent(case: SSDCase, state_every: int = 0) -> None:
+    inputs = replace(on_meta(case.inputs()), state_every=state_every)
     recurrent_launch(inputs)(inputs)
 
 
@@ -314,6 +314,7 @@ SMALL_LIMITS: Launches = {
     "recurrent 256": partial(gdn_recurrent, LARGEST.but(seqlen=8, initial_states=True, dtype=FP32)),
     "recurrent 256 with states": partial(gdn_recurrent, LARGEST.but(seqlen=1, initial_states=True)),
     "step largest": partial(gdn_step, LARGEST.but(seqlen=1, initial_states=True, dtype=FP32)),
+    "ssd recurrent every state": partial(ssd_recurrent, TOKEN.but(seqlen=8), 1),
     "ssd step largest": partial(ssd_step, TOKEN.but(batch=1, heads=2, headdim=128, dstate=256, dtype=FP32)),
 }
 BROKEN: Launches = {

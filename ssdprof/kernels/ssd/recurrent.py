@@ -137,8 +137,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
             out *= z / (1.0 + tl.exp2(-z * LOG2_E))
         tl.store(out_ptr + step * out_strides[1], out.to(out_ptr.dtype.element_ty), mask=m_p)
         if S.EVERY_STATE:
-            index = (i_b * seqlen + begin + step, i_h, o_p[:, None], o_n[None, :])
-            tl.store(final_states_ptr + ptr_offset(index, final_states_strides), state, mask=m_state)
+            row = (i_b * seqlen + begin + step, i_h, o_p[:, None], o_n[None, :])
+            tl.store(final_states_ptr + ptr_offset(row, final_states_strides), state, mask=m_state)
 
     # stage setup.store
     if not S.EVERY_STATE:
