@@ -96,11 +96,12 @@ def lean_operator(name: str) -> AbstractContextManager[object]:
     The gated delta rule of transformers needs little enough memory.
     """
     models = "transformers.models"
-    return {
+    contexts: dict[str, AbstractContextManager[object]] = {
         "demo": patch(f"{models}.granitemoehybrid.modeling_granitemoehybrid.mamba2_chunk_scan", ssd),
         "demo-gdn": nullcontext(),
         "demo-kda": patch(f"{models}.kimi_linear.modeling_kimi_linear.chunk_kimi_delta_attention", kda),
-    }[name]
+    }
+    return contexts[name]
 
 
 def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
