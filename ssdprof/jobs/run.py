@@ -137,7 +137,7 @@ def check(found: Subject | Stored, replay: RunOptions, ranks: Ranks | None = Non
     whole = found.serving == Serving() and (isinstance(found, Subject) or found.manifest.prompts[0].kind != "recorded")
     if replay.verify and not (whole and replay.verify < min(found.seqlens)):
         raise BadInputError(
-            f"--verify {replay.verify} is of prompts that are longer, each in one call.",
+            f"--verify {replay.verify} needs prompts of more tokens, each in one call.",
             "Give fewer tokens, or a capture without --packed, --chunked-prefill and --decode.",
         )
     resolved = resolve_implementations(replay.implementations, replay.baseline, found.layers)

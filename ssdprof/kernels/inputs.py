@@ -29,7 +29,8 @@ class Inputs:
         then initial states, if there are any
     states_shape: the shape of initial states
     state_every: positions; 1: after each one.  The states after so many of every sequence, and at its end, are wanted;
-        0: only those at the end.  Above 1 sequences are not packed
+        0: only those at the end.  Above 1 sequences are not packed.  An implementation that does not keep them
+        (`Implementation.keeps`) returns those at the end; a report calls it once for each state
     """
 
     operator: ClassVar[str]

@@ -106,7 +106,7 @@ class Prober:
 
 @dataclass(frozen=True)
 class _Laws:
-    """inputs: a captured call, or of it at most `MOST_SEQUENCES` sequences of at most `LONGEST` positions."""
+    """inputs: a captured call, or at most `MOST_SEQUENCES` of its sequences, each cut to `LONGEST` positions."""
 
     implementation: Implementation
     inputs: Any
