@@ -340,4 +340,4 @@ def _combine_kernel(
         moved = tl.dot(state_low, high) + tl.dot(state_high, low) + tl.dot(state_high, high)
         state = N + moved
         entering = entering_ptr + row.to(tl.int64) * (DIM * DIM) + tile
-        tl.store(entering, state, mask=slow & (part == PARTS - 1))
+        tl.store(entering, state, mask=tl.where(part == PARTS - 1, slow, False))
