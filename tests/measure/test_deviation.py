@@ -106,7 +106,7 @@ def test_sums_are_the_same_bits_each_time() -> None:
     place = Region(shape=shape, row=0, positions=(0, shape[1]))
 
     def along() -> tuple[float | None, ...]:
-        running = RunningDeviation("other", shape, shape[2], torch.ones(()))
+        running = RunningDeviation("other", shape, shape[2], torch.ones((), device="cuda"))
         running.add(place.cut(ours), place.cut(other), place)
         return running.result().along
 

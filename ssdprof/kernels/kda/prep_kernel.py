@@ -299,7 +299,7 @@ def _kda_hopper_prep(tensors, strides, seqlen, sequences, scale, S: gl.constexpr
         # stage decayed_scores
         tiles = gl.allocate_shared_memory(gl.float16, [4, CHUNK, HALF], wide)
         quarters = gl.allocate_shared_memory(gl.float32, [4, HALF], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-        at_end = gl.allocate_shared_memory(OPERAND, [2, CHUNK, HALF], wide)
+        at_end = gl.allocate_shared_memory(gl.float16, [2, CHUNK, HALF], wide)
         pairs = gl.full([2, 32, 32], 0.0, gl.float32, pairs_layout)
         halves = zero
         q_factors = gl.allocate_shared_memory(gl.float32, [CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -323,7 +323,7 @@ def _kda_hopper_prep(tensors, strides, seqlen, sequences, scale, S: gl.constexpr
             gl.store(queries_ptr + place * (CHUNK * DIM) + half * HALF + tile, (q * P * scale).to(OPERAND))
             o_e = gl.arange(0, HALF, gl.SliceLayout(0, by_block))
             gl.store(ends_ptr + place * DIM + half * HALF + o_e[None, :], end)
-            at_end.index(half).store((k * to_end).to(OPERAND))
+            at_end.index(half).store((k * to_end).to(gl.float16))
             q_ptr += HALF * q_strides[3]
             k_ptr += HALF * k_strides[3]
             g_ptr += HALF * g_strides[3]
@@ -333,12 +333,12 @@ def _kda_hopper_prep(tensors, strides, seqlen, sequences, scale, S: gl.constexpr
         scratch = allocate_scratch(1)
         scores = all_scores(blocks, pairs, halves)
         store_system(scores, blocks, beta, scratch)
-        own_scores = gl.allocate_shared_memory(OPERAND, [CHUNK, CHUNK], square)
+        own_scores = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
         lower = o_b[:, None] >= o_j[None, :]
-        own_scores.store(gl.where(lower, scores, 0.0).to(OPERAND))
+        own_scores.store(gl.where(lower, scores, 0.0).to(gl.float16))
         role_barrier()
-        inverse = gl.allocate_shared_memory(OPERAND, [CHUNK, CHUNK], square)
-        inverse.store(inverse_of(scratch, beta, OPERAND))
+        inverse = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], square)
+        inverse.store(inverse_of(scratch, beta, gl.float16))
         fence_async_shared()
         role_barrier()
 
