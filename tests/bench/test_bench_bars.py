@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -131,43 +129,43 @@ def test_a_kernel_that_compiles_too_long_is_named() -> None:
     assert not slow.holds
 
 
-@pytest.mark.slow
-def test_the_script_prints_a_table_and_ends_with_1(tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text(dump(timed()))
-    (tmp_path / "bars.toml").write_text(
-        '[[bar]]\nname="a bar"\nshapes=["tiny"]\ntokens=["1 x 40"]\nof="fused exact"\nover="mamba_ssm"\n'
-        'device={must=MUST}\n[first_call]\nname="first"\nof=["fused"]\nseconds=2.0\n'
-    )
-    ended = {}
-    for must in ("3", "4"):
-        rules = tmp_path / f"{must}.toml"
-        rules.write_text((tmp_path / "bars.toml").read_text().replace("MUST", must))
-        command = [sys.executable, check_bars.__file__, str(tmp_path / "result.json"), "--bars", str(rules)]
-        ended[must] = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended["3"].returncode == 0, ended["3"].stderr
-    assert "held" in ended["3"].stdout
-    assert ended["4"].returncode == 1
-    assert "a bar (as mamba_ssm, device): tiny, 1 x 40: 3.00x, 25 % short of 4.00x" in ended["4"].stdout
+A_BAR = """[[bar]]
+name = "a bar"
+shapes = ["tiny"]
+tokens = ["1 x 40"]
+of = "fused exact"
+over = "mamba_ssm"
+device = {{ must = {must} }}
+"""
 
 
-@pytest.mark.slow
-def test_results_of_several_gpus_are_refused(tmp_path: Path) -> None:
-    files = []
-    for number, name in enumerate(("NVIDIA H200", "NVIDIA H200", "NVIDIA H100")):
+def check_files(folder: Path, monkeypatch: pytest.MonkeyPatch, must: int, *gpus: str) -> int | str | None:
+    """The exit code of the script, for a result of each GPU."""
+    (folder / "bars.toml").write_text(A_BAR.format(must=must))
+    for number, name in enumerate(gpus):
         environment = cases.environment()
         assert environment.gpu
-        files.append(tmp_path / f"{number}.json")
-        gpu = environment.gpu.changed(name=name)
-        files[-1].write_text(dump(timed().changed(environment=environment.changed(gpu=gpu))))
-    ended = [
-        subprocess.run(
-            [sys.executable, check_bars.__file__, *map(str, given)], capture_output=True, text=True, check=False
-        )
-        for given in (files[:2], files)
-    ]
-    assert [one.returncode for one in ended] == [1, 2]  # cells of the bars were not measured
-    assert "the results are of NVIDIA H100 and NVIDIA H200" in ended[1].stderr
-    assert ended[1].stdout == ""
+        of_gpu = environment.changed(gpu=environment.gpu.changed(name=name))
+        (folder / f"{number}.json").write_text(dump(timed().changed(environment=of_gpu)))
+    files = [str(folder / f"{number}.json") for number in range(len(gpus))]
+    monkeypatch.setattr("sys.argv", ["check_bars.py", *files, "--bars", str(folder / "bars.toml")])
+    try:
+        check_bars.main()
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_the_script_prints_a_table_and_ends_with_1_if_a_bar_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one GPU only."""
+    assert check_files(tmp_path, monkeypatch, 3, "NVIDIA H200", "NVIDIA H200") == 0
+    assert "held" in capsys.readouterr().out
+    assert check_files(tmp_path, monkeypatch, 4, "NVIDIA H200") == 1
+    assert "a bar (as mamba_ssm, device): tiny, 1 x 40: 3.00x, 25 % short of 4.00x" in capsys.readouterr().out
+    assert check_files(tmp_path, monkeypatch, 3, "NVIDIA H200", "NVIDIA H100") == 2
+    assert "the results are of NVIDIA H100 and NVIDIA H200" in capsys.readouterr().err
 
 
 OPERATORS = ("ssd", "gdn")

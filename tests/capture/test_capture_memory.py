@@ -45,11 +45,11 @@ def mamba2(hidden: int, heads: int, groups: int = 1) -> Any:
     )
 
 
-def qwen3_next() -> Any:
+def qwen3_next(**experts: int) -> Any:
+    sizes = dict(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=16) | experts
     return tf.Qwen3NextConfig(
         hidden_size=2048, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
-        linear_value_head_dim=128, num_hidden_layers=1, num_experts=1, num_experts_per_tok=1,
-        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        linear_value_head_dim=128, num_hidden_layers=1, shared_expert_intermediate_size=16, **sizes,
     )  # fmt: skip
 
 
@@ -66,6 +66,13 @@ def test_activations_are_near_the_exact_peak_of_a_decoder_layer(config: Any, gib
     """Exact peak: live storages of one layer on meta tensors at 131,072 tokens, with the operator replaced."""
     need = estimate_memory(on_meta(config), {0}, depth=0)
     assert need.activations * 131072 / GIB == pytest.approx(gib, rel=0.06)
+
+
+def test_every_expert_of_a_token_needs_its_activations() -> None:
+    sizes = dict(num_experts=8, moe_intermediate_size=8192)
+    configs = (qwen3_next(**sizes, num_experts_per_tok=n) for n in (4, 6))
+    four, six = (estimate_memory(on_meta(config), {0}, depth=0) for config in configs)
+    assert six.activations - four.activations == 2 * 2 * 2 * (2 * 8192 + 2048)  # gate and up of two experts, in bf16
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)

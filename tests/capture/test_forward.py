@@ -118,8 +118,10 @@ def test_scaled_logits_are_scaled() -> None:
     scaled = tiny_models.build("granitemoehybrid")
     scaled.config.logits_scaling = 6.0
     found = hidden(scaled, LENGTH)
-    plain = tiny_models.shared("granitemoehybrid")
+    plain, shapes = tiny_models.shared("granitemoehybrid"), list[Any]()
+    scaled.register_forward_pre_hook(lambda *given: shapes.append(given[2]["input_ids"].shape), with_kwargs=True)
     torch.testing.assert_close(6 * logits(scaled, found), logits(plain, found))
+    assert shapes == [(1, LENGTH)]
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)

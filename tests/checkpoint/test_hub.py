@@ -331,7 +331,13 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
         fetch(located, deepest_layer=2)
 
 
-@pytest.mark.parametrize(("down", "words"), [(None, "cannot be reached"), (503, "answered 503")])
+@pytest.mark.parametrize(
+    ("down", "words"),
+    [
+        (None, "cannot be reached"), (503, "answered 503 for org/other. Try again later."),
+        (403, "answered 403 for org/other. Check HF_TOKEN."),
+    ],
+)  # fmt: skip
 def test_a_hub_that_does_not_help(
     tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch, down: int | None, words: str
 ) -> None:
@@ -340,9 +346,10 @@ def test_a_hub_that_does_not_help(
     tiny_hub.down = down
     if down is None:
         tiny_hub.close()
-    assert fetch_all(open_model("org/tiny")).ref.repo_id == "org/tiny"
+    if down != 403:
+        assert fetch_all(open_model("org/tiny")).ref.repo_id == "org/tiny"
     error = failure("org/other")
-    assert (error.exit_code, words in error.message) == (4, True), error
+    assert (error.exit_code, words in f"{error.message} {error.hint}") == (4, True), error
 
 
 def test_no_network_is_said_at_once(hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
