@@ -29,7 +29,7 @@ from ssdprof.measure.sampling import Samples, SamplingPlan
 from ssdprof.measure.timing import CaptureError, Recording
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
-from ssdprof.operators.tensors import precision_of
+from ssdprof.operators.tensors import form, precision_of, tensors
 
 SHAPE = Shape("tiny", "2x16, N 16, G 1", {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1})
 CELL = Cell(shape=SHAPE, dtype="bf16", layout="contiguous", tokens=Tokens(sequences=1, seqlen=40))
@@ -175,12 +175,19 @@ def compared(
 
 def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False) -> Implementation:
     """The bundled implementation, which also records its run for the timer.  real: its kernels run, which takes longer
-    than the exact output."""
+    than the exact output; once for the same numbers."""
     plain = kernels.get(operator, name)
+    known: dict[tuple[Any, ...], Any] = {}
 
     def run(inputs: Any, precision: Precision) -> Any:
         RAN.append((name, cost))
-        return plain.run(inputs, precision) if real else oracle_output(inputs)
+        if not real:
+            return oracle_output(inputs)
+        numbers = (one.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in tensors(inputs).values())
+        key = (precision, form(inputs), *numbers)
+        if key not in known:
+            known[key] = plain.run(inputs, precision)
+        return known[key]._replace(**{field: one.clone() for field, one in known[key]._asdict().items()})
 
     return replace(plain, run=run)
 

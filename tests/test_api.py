@@ -105,7 +105,9 @@ def test_a_run_that_stored_captures_stands_for_them(tmp_path: Path, monkeypatch:
 # --- one case again
 
 
-def test_a_case_runs_again_by_its_command_and_its_script(ran: ssdprof.Results, tmp_path: Path) -> None:
+def test_a_case_runs_again_by_its_command_and_its_script(
+    ran: ssdprof.Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     case = ran.cases[-1]
     shown = CliRunner().invoke(app, ["case", case.id, str(ran.folder)])
     command = (
@@ -114,9 +116,9 @@ def test_a_case_runs_again_by_its_command_and_its_script(ran: ssdprof.Results, t
     assert shown.stdout.splitlines() == [f"{case.id}  {case.name}", "passed", command]
     script = CliRunner().invoke(app, ["case", case.name, str(ran.folder), "--script"]).stdout
     assert len(script.splitlines()) <= 40
-    (tmp_path / "again.py").write_text(script)
-    done = subprocess.run([sys.executable, "again.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[:2] == [case.name, "passed"]
+    monkeypatch.chdir(tmp_path)
+    exec(script, {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines()[:2] == [case.name, "passed"]
     missing = CliRunner().invoke(app, ["case", "nothing", str(ran.folder)])
     assert (missing.exit_code, case.id in missing.stderr) == (2, True)
 

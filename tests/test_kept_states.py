@@ -72,21 +72,10 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(operator: str, mo
 
         planted = Implementation(operator=operator, name=name, run=run, plan=reference.plan, keeps=lambda _: True)
         monkeypatch.setitem(registry._implementations, (operator, name), planted)
-    monkeypatch.setitem(
-        registry._implementations, (operator, "recurrent"), noting("recurrent", 50.0, operator, real=True)
-    )
-    words = (
-        "bench",
-        operator,
-        "--shape",
-        SHAPES[operator],
-        "--verify",
-        "2,4",
-        "--batch",
-        "3",
-        "--impl",
-        f"fused,{','.join(PLANTED)}",
-    )
+    for name in ("recurrent",) if operator == "ssd" else ("recurrent", "fused"):
+        monkeypatch.setitem(registry._implementations, (operator, name), noting(name, 50.0, operator, real=True))
+    compared = ("--batch", "3", "--impl", f"fused,{','.join(PLANTED)}")
+    words = ("bench", operator, "--shape", SHAPES[operator], "--verify", "2,4", *compared)
     monkeypatch.setattr("sys.argv", ["ssdprof", *words])
     answer = Answer(*words, "--out", "kept")
     assert answer.code == 1, answer.err

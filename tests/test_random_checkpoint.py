@@ -129,10 +129,12 @@ def test_the_operators_inputs_have_a_trained_models_scales(narrow: Path) -> None
         assert 0.7 * largest_beta < inputs.beta.max() <= largest_beta
 
 
-def test_too_few_layers_are_refused(tmp_path: Path) -> None:
+def test_too_few_layers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Olmo-Hybrid's definition requires an attention layer, and the first one is the fourth layer."""
-    command = [sys.executable, SCRIPT, "olmo-hybrid-7b", tmp_path / "few", "--layers", "3"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "--layers must be from 4 to 32, not 3" in result.stderr
+    monkeypatch.setattr("sys.argv", ["make", "olmo-hybrid-7b", str(tmp_path / "few"), "--layers", "3"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "--layers must be from 4 to 32, not 3" in capsys.readouterr().err
     assert not (tmp_path / "few").exists()

@@ -203,7 +203,7 @@ def compressed(file: Path) -> None:
         content = {name: old.read(name) for name in old.namelist()}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
         for name, one in content.items():
-            new.writestr(name, one * 1000)
+            new.writestr(name, one * 20)
 
 
 def states_of_another_slot(file: Path) -> None:

@@ -142,8 +142,9 @@ def test_an_adapter_is_named_and_never_silent() -> None:
     assert "an adapter was not merged" in answer.err
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("key", ["score.weight", "classifier.weight", "model.score.weight"])
+@pytest.mark.parametrize(
+    ("key", "tied"), [("score.weight", True), ("classifier.weight", False), ("model.score.weight", True)]
+)
 def test_a_classifier_predicts_no_tokens(key: str, tied: bool) -> None:
     folder = checkpoint("qwen3_5_text", tie_word_embeddings=tied)
     rewrite(
