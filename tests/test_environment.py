@@ -118,6 +118,16 @@ def test_nvml_is_asked_for_the_device_that_torch_means(
 # --- doctor
 
 
+@pytest.mark.parametrize(("fraction", "left"), [(1.0, 50), (0.5, 20)])
+def test_free_memory_of_a_gpu_counts_what_torch_caches_and_a_limit(
+    fraction: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = dict(mem_get_info=(40, 100), memory_allocated=30, memory_reserved=40)
+    for name, value in (known | dict(get_per_process_memory_fraction=fraction)).items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert machine.free_memory(torch.device("cuda", 0)) == left
+
+
 def test_every_check_that_is_not_ok_has_a_hint() -> None:
     for found in doctor.doctor():
         assert (found.hint == "") == (found.status == "ok"), found

@@ -42,7 +42,7 @@ def test_a_run_that_raises_is_a_failure_and_what_was_measured_is_kept_when_it_is
 ) -> None:
     """The two runs on one GPU, one that raises, and one that is interrupted."""
     whole = row() | {"load_s": 1.0, "capture_s": 2.0, "placement": {"held": [{"place": "cuda:0", "layers": 4}]}}
-    measured = iter([whole, whole, MissingCapabilityError("needs an NVIDIA GPU", ""), KeyboardInterrupt()])
+    measured: Any = iter([whole, whole, MissingCapabilityError("needs an NVIDIA GPU", ""), KeyboardInterrupt()])
 
     def measure(*_: Any) -> dict[str, Any]:
         if isinstance(one := next(measured), BaseException):

@@ -11,6 +11,7 @@ from string import Template
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 from ssdprof import operators
 from ssdprof.cli import app
@@ -19,11 +20,7 @@ from ssdprof.jobs.reading import expand, parse_shapes, parse_tokens
 from ssdprof.operators.implementations import known
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {  # options of the commands, with the defaults of `ssdprof bench`
-    "--shape": "", "--seq": "1k,4k,16k,64k", "--batch": "1", "--cells": "", "--packed": "", "--dtype": "bf16",
-    "--dtypes": "exact", "--states": "", "--against": "", "--published": "", "--also": "", "--draw": "", "--out": "",
-    "--impl": "unfused,fused", "--check": "full",
-}  # fmt: skip
+BENCH = get_command(app).commands["bench"]  # type: ignore[attr-defined]
 
 
 def block(operator: str) -> list[str]:
@@ -51,27 +48,21 @@ def measured(operator: str) -> Iterator[tuple[str, str, str, str, str]]:
         if words[0] != "ssdprof":
             continue
         assert words[:3] == ["ssdprof", "bench", operator]
-        given = dict(zip(words[3::2], words[4::2], strict=True))
-        assert given.keys() <= OPTIONS.keys()
-        option = OPTIONS | given
+        option = BENCH.make_context("bench", ["." if "/mamba" in word else word for word in words[2:]]).params
         tokens, left_out = parse_tokens(
-            option["--seq"], option["--batch"], option["--cells"], option["--packed"], max_tokens=1 << 18
+            option["seq"], option["batch"], option["cells"], option["packed"], max_tokens=1 << 18
         )
         assert not left_out
-        shapes = parse_shapes(record.generated, option["--shape"])
-        theirs = [name for name in option["--against"].split(",") if name]
-        theirs += ["published"] if option["--published"] else []
-        also = [name for name in option["--also"].split(",") if name]
+        shapes = parse_shapes(record.generated, option["shape"])
+        theirs, also = ([name for name in option[key].split(",") if name] for key in ("against", "also"))
+        theirs += ["published"] if option["published"] else []
         assert set(theirs) | set(also) <= set(known(record))
-        states = tuple(option["--states"].split(",")) if option["--states"] else None
-        precisions = precisions_for(option["--dtype"], option["--dtypes"], states)  # type: ignore[arg-type]
-        drawn = tuple(word for word in record.generated.ways if word in option["--draw"].split(","))
-        for cell in expand(shapes, (option["--dtype"],), tokens, "contiguous", drawn):  # type: ignore[arg-type]
-            ours = [
-                f"{name} {one.intermediates} {one.state_dtype}"
-                for name in option["--impl"].split(",")
-                for one in precisions
-            ]
+        states = tuple(option["states"].split(",")) if option["states"] else None
+        precisions = precisions_for(option["dtype"], option["intermediates"], states)
+        drawn = tuple(word for word in record.generated.ways if word in option["draw"].split(","))
+        names = option["implementations"].split(",")
+        for cell in expand(shapes, (option["dtype"],), tokens, "contiguous", drawn):
+            ours = [f"{name} {one.intermediates} {one.state_dtype}" for name in names for one in precisions]
             by_token = ["recurrent exact fp32"] if cell.tokens.steps else []
             for case in (*ours, *by_token, *(f"{name} exact fp32" for name in also), *theirs):
                 yield cell.shape.name, str(cell.tokens), cell.dtype, " ".join(drawn), case
@@ -104,12 +95,3 @@ def test_results_have_files_of_their_own_that_are_judged_at_last(operator: str) 
     assert len(set(files)) == len(files)
     assert last[:2] == ["python", "benchmarks/check_bars.py"]
     assert all(Path(file).match(last[2]) for file in files)
-
-
-def test_options_that_are_left_out_are_those_of_the_command() -> None:
-    from typer.main import get_command
-
-    bench = get_command(app).commands["bench"]  # type: ignore[attr-defined]
-    defaults = {name: one.default for one in bench.params for name in one.opts}
-    for name, default in OPTIONS.items():
-        assert (defaults[name] or "") == default, name

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import MANIFEST, is_capture
 from ssdprof.capture.store import CaptureWriter, check_folder, default_folder, load
-from ssdprof.core.subject import Prompt, Serving
+from ssdprof.core.subject import Prompt, Serving, scalars_hash
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.operators.tensors import tensors
@@ -326,3 +326,7 @@ def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
         default_folder(ref, [prompt()], refs[:1]),
     }
     assert len({folder, *others}) == 6
+
+
+def test_the_hash_of_scalars_does_not_depend_on_their_order() -> None:
+    assert scalars_hash({"a": 1, "b": 2.0}) == scalars_hash({"b": 2.0, "a": 1}) != scalars_hash({"a": 1, "b": 2.5})

@@ -196,11 +196,13 @@ def test_a_connection_that_drops_between_requests(tiny_hub: MiniHub, monkeypatch
 
 
 def test_a_connection_that_keeps_dropping_ends(tiny_hub: MiniHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.sleep", lambda _: None)
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
     repo = hub_module.HubRepo("org/tiny")
     tiny_hub.drops = 1000
     with pytest.raises(ModelUnavailableError, match="The connection to the hub broke while org/tiny was fetched: "):
         repo.path("model.safetensors.index.json")
+    assert pauses.count(hub_module.PAUSE_S) == hub_module.ATTEMPTS - 1
 
 
 @pytest.mark.usefixtures("tiny_hub")

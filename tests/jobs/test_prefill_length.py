@@ -147,6 +147,7 @@ def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_diffe
     report = timed(one)
     found = cases(report)
     assert list(found) == list(US)
+    assert one.first_token().shape == (1,)
     for name, case in found.items():
         assert (of(case).conv_and_norm, of(case).operator_calls, of(case).alone.index) == (kind, LAYERS, 1)
         assert case.result == "passed", case.why

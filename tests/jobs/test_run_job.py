@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import checkpoint, layer, prompt, value
-from fakes import QUICK, FakeTimer, inputs, noting
+from fakes import QUICK, FakeTimer, UnreadClocks, inputs, noting
 
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
@@ -114,6 +114,20 @@ def test_an_interrupted_run_keeps_the_errors_of_what_was_not_timed(monkeypatch: 
     ]
     assert [one.place for one in report.missing] == ["layer 3, 40 tokens"] * 4
     assert value(report.speedup(report.cases[1])) == 3
+
+
+def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[Any] = []
+    monkeypatch.setattr(limits, "device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(compare, "INTERPRETED", True)
+    for name in ("measure_ceilings", "forget_peak"):
+        monkeypatch.setattr(compare, name, lambda _: None)
+    monkeypatch.setattr(compare, "ClockWatch", UnreadClocks)
+    monkeypatch.setattr(compare, "Comparer", lambda **own: timers.append(own["timer"]))
+    report = SimpleNamespace(prompts=(), ceilings=None)
+    writer: Any = SimpleNamespace(report=report, process="one", update=lambda **_: None)
+    with compare.replaying(writer, RunOptions(model="captures"), lambda *_: (), None, Watcher(), 1):
+        assert timers == [None]
 
 
 @needs_interpreter

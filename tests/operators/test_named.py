@@ -15,7 +15,7 @@ import torch
 
 from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
-from ssdprof.errors import BadInputError, MissingCapabilityError
+from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.operators import get
@@ -25,7 +25,6 @@ from ssdprof.operators.implementations import (
     known,
     own_precisions,
     refuse_two_checkouts,
-    required,
     resolve,
 )
 from ssdprof.operators.operator import run_kernels
@@ -87,15 +86,6 @@ def test_what_is_bundled(operator: object, form: str) -> None:
         found = resolve(operator, name)  # type: ignore[arg-type]
         assert (found.name, found.kind) == (name, "bundled")
         assert own_precisions(found, "bf16", (EXACT_FP32, RELAXED)) == (EXACT_FP32, RELAXED)
-
-
-def test_a_library_that_is_not_there_says_why() -> None:
-    assert "mamba_ssm" not in sys.modules
-    found = resolve(SSD, "mamba_ssm")
-    assert found.kind == "library"
-    assert found.absent == "mamba_ssm cannot be imported: No module named 'mamba_ssm'."
-    with pytest.raises(MissingCapabilityError, match="mamba_ssm cannot be imported"):
-        required(found)
 
 
 def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from ssdprof.kernels.gdn.hopper.rings import CHUNK
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.precision import Precision
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
+from ssdprof.measure.accuracy import block_length
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span
 
@@ -149,3 +151,12 @@ def test_the_products_stay_fp32_when_the_process_allows_tf32(make_inputs: Make) 
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_wide_states_are_judged_in_shorter_blocks() -> None:
+    def length(n: int) -> int:
+        x, B, dt = (torch.empty(1, 1, *of, device="meta").expand(1, 4096, *of) for of in ((8, 64), (1, n), (8,)))
+        inputs = SSDInputs.unchecked(x=x, dt=dt, A=dt[0, 0], B=B, C=B, chunk_size=64)
+        return block_length(operators.get("ssd").judged, inputs, torch.device("cpu"))
+
+    assert 64 <= length(256) < length(16)

@@ -22,7 +22,7 @@ from ssdprof.core.subject import Cast, LayerRef
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import stalls as stalls_job
-from ssdprof.jobs.options import RunOptions
+from ssdprof.jobs.options import RunOptions, StallsOptions
 from ssdprof.progress import Watcher
 from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
@@ -254,3 +254,15 @@ def test_a_run_of_other_inputs_than_the_models_has_no_stalls_of_its_own(
     result = call("a")
     assert result.exit_code == ExitCode.BAD_INPUT
     assert words in " ".join(result.stderr.split())
+
+
+def test_a_layer_of_a_run_is_captured_again() -> None:
+    """The middle one at the longest prompt, unless others are asked for."""
+    run = run_report(layers=(0, 9, 18), seqlens=(1024, 2048))
+    run = run.changed(processes=(run.first.changed(captured=run.captured[:3]),))
+    again = [stalls_job._of_run(run, StallsOptions(**asked)) for asked in ({}, {"layer": 0, "seqlen": 1024})]
+    assert [(one.layers, one.seqlens) for one in again] == [("9", (2048,)), ("0", (1024,))]
+    for asked in ({"layer": 3}, {"seqlen": 3}):
+        with pytest.raises(BadInputError, match="no such layer or prompt") as caught:
+            stalls_job._of_run(run, StallsOptions(**asked))
+        assert caught.value.hint == "Its prompts have 1024, 2048 tokens, its layers are 0, 9, 18."
