@@ -71,7 +71,7 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, *(pytest.param(one, marks=pytest.mark.slow) for one in (FP16, FP32))], ids=str)
 @pytest.mark.parametrize("gates", GATES)
-@subjects("kda unfused", "kda wide", slow=("kda recurrent", "kda tiny"), gpu=("kda unfused", "kda fused"))
+@subjects("kda unfused", "kda wide", slow=("kda recurrent", "kda tiny"), gpu=("kda unfused", "kda fused", "kda wide"))
 def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
     """In packs with empty sequences, with initial states and beta up to 2."""
     inputs = kernel.case(gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0)).inputs()
@@ -79,7 +79,7 @@ def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("gates", GATES)
-@subjects("kda wide", gpu=["kda fused"])
+@subjects("kda wide", gpu=["kda fused", "kda wide"])
 def test_no_head_is_less_exact_than_unfused(kernel: Subject, gates: str) -> None:
     width, length = (128, 1024) if kernel.device == "cuda" else (32, 192)  # 1 % of 3e-3 needs many outputs
     sizes = dict(key_dim=width, value_dim=width, key_heads=2, dtype=BF16)
