@@ -24,7 +24,6 @@ import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from datetime import datetime
 from io import BytesIO
 from pathlib import Path
@@ -91,14 +90,14 @@ def in_json(draw: random.Random, text: bytes) -> bytes:
         elif way < 0.2 and isinstance(inside, list):
             inside.append(json.loads(json.dumps(value)))
         elif way < 0.3 and isinstance(inside, dict):
-            inside[draw.choice(KEYS)] = deepcopy(draw.choice(VALUES))
+            inside[draw.choice(KEYS)] = json.loads(json.dumps(draw.choice(VALUES)))
         elif way < 0.45 and type(value) in (int, float):
             inside[key] = draw.choice((-value, value * 2, value + 1, float(value), str(value), [value], value * 10**9))
         elif way < 0.55:
             other, name = draw.choice(found)
             inside[key] = json.loads(json.dumps(other.get(name) if isinstance(other, dict) else other))
         else:
-            inside[key] = deepcopy(draw.choice(VALUES))
+            inside[key] = json.loads(json.dumps(draw.choice(VALUES)))
     return json.dumps(document).encode()
 
 
