@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,7 +30,10 @@ class Inputs:
     states_shape: the shape of initial states
     state_every: positions; 1: after each one.  The states after so many of every sequence, and at its end, are wanted;
         0: only those at the end.  Above 1 sequences are not packed.  An implementation that does not keep them
-        (`Implementation.keeps`) returns those at the end; a report calls it once for each state
+        (`Implementation.keeps`) refuses; a report calls it once for each state
+    state_indices: (sequences) int32 or int64: the row of the initial states, then a pool, with which each sequence
+        begins.  None: row i for sequence i.  The host does not read the values.  An implementation that does not read
+        pools (`Implementation.pools`) refuses; a report gives it copies of the rows, in its time
     """
 
     operator: ClassVar[str]
@@ -39,6 +42,7 @@ class Inputs:
     cu_seqlens: torch.Tensor | None
     states_shape: Any
     state_every: int = 0
+    state_indices: torch.Tensor | None = None
 
     @classmethod
     def unchecked(cls, **values: Any) -> Self:
@@ -65,8 +69,14 @@ class Inputs:
 
     @property
     def initial(self) -> torch.Tensor | None:
-        """Initial states; None is zeros."""
-        return getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
+        """Initial states, one for each sequence: of a pool, a copy.  None is zeros."""
+        states = getattr(self, self.LINEAR[1]) if self.LINEAR[1:] else None
+        return states if states is None or self.state_indices is None else states[self.state_indices.long()]
+
+    def after(self, states: torch.Tensor | None) -> Self:
+        """The inputs with these initial states, one for each sequence."""
+        rows = {} if self.state_indices is None else {"state_indices": None}
+        return replace(self, **{self.LINEAR[1]: states}, **rows)  # type: ignore[type-var]
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
         """same_dtype: as FIRST"""
@@ -83,6 +93,13 @@ class Inputs:
     def _check_sequences(self) -> None:
         if self.state_every < 0 or (self.state_every > 1 and self.cu_seqlens is not None):
             raise ValueError(f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}")
+        slots = self.state_indices
+        if slots is not None:
+            if getattr(self, self.LINEAR[1]) is None:
+                raise ValueError(f"state_indices needs {self.LINEAR[1]}, a pool of states")
+            if slots.shape != (self.sequences,) or slots.dtype not in (torch.int32, torch.int64):
+                found = f"{tuple(slots.shape)} {slots.dtype}"
+                raise ValueError(f"state_indices must be ({self.sequences},), int32 or int64, not {found}")
         if self.cu_seqlens is None:
             return
         if self._first.shape[0] != 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class Implementation:
     cuts_operands: whether it declares that it cuts the operands of matrix products to tf32.
     neglects: the share of a state that it may drop where a sequence is cut; 0: none
     precisions: (name of the inputs' dtype) -> its own precisions; None: it runs at any precision.
-    keeps: (inputs with `state_every`) -> whether it returns all these states; else it is called once for each.
+    keeps: (inputs with `state_every`) -> whether it returns all these states; else `run` refuses.
+    pools: whether it reads initial states by `state_indices`; else `run` refuses.
     copies: (inputs) -> copies that it keeps of the tensors in which the operator is linear, and reads instead of them.
     """
 
@@ -54,8 +56,21 @@ class Implementation:
     cuts_operands: bool = False
     neglects: float = 0.0
     keeps: Callable[[Any], bool] = lambda _inputs: False
+    pools: bool = False
     precisions: Callable[[Any], tuple[Any, ...]] | None = None
     copies: Callable[[Any], Sequence[Any]] = lambda _inputs: ()
+
+    def __post_init__(self) -> None:
+        of = self.run.args[1] if isinstance(self.run, partial) and self.run.func is _checked else self.run
+        object.__setattr__(self, "run", partial(_checked, self, of))
+
+
+def _checked(one: Implementation, run: Callable[[Any, Precision], Any], inputs: Any, precision: Precision) -> Any:
+    if getattr(inputs, "state_every", 0) and not one.keeps(inputs):
+        raise UnsupportedError(f"{one.name}: it does not keep the state every {inputs.state_every} positions")
+    if getattr(inputs, "state_indices", None) is not None and not one.pools:
+        raise UnsupportedError(f"{one.name}: one initial state for each sequence, no pool with state_indices")
+    return run(inputs, precision)
 
 
 def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implementation:

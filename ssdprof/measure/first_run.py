@@ -66,19 +66,19 @@ class Call:
     @cached_property
     def run(self) -> Run:
         one = self.implementation
-        if len(self._inputs) == 1:
+        if len(self._inputs) == 1 and not self._copies_states:
             return partial(one.run, self.inputs, self.precision)
-        return partial(in_pieces, one.run, self._inputs, self.precision)
+        return partial(in_pieces, one, self._inputs, self.precision)
 
     @cached_property
     def _inputs(self) -> list[Any]:
         """Those of each call, but for their initial states."""
-        whole = not self.inputs.state_every or self.implementation.keeps(self.inputs)
-        return (
-            [self.inputs]
-            if whole
-            else pieces(self.inputs, operators.get(self.inputs.operator).binding.positional(self.inputs))
-        )
+        given = operators.get(self.inputs.operator).binding.positional(self.inputs)
+        return pieces(self.inputs, given, self.implementation)
+
+    @property
+    def _copies_states(self) -> bool:
+        return self.inputs.state_indices is not None and not self.implementation.pools
 
     @property
     def device(self) -> torch.device:
@@ -116,9 +116,11 @@ class Call:
 
         recording: AbstractContextManager[list[Launch]] = recorded_launches() if launches else nullcontext([])
         try:
-            plan = self.implementation.plan(self._inputs[0], self.precision)
+            first = self._inputs[0].after(self.inputs.initial) if self._copies_states else self._inputs[0]
+            plan = self.implementation.plan(first, self.precision)
             each = f"{len(self._inputs):,} calls, one for each state, and copies that join the states; "
-            fields |= {"variant": plan.variant, "plan": each * (len(self._inputs) > 1) + plan.reason}
+            each = "copies of states out of the pool; " * self._copies_states + each * (len(self._inputs) > 1)
+            fields |= {"variant": plan.variant, "plan": each + plan.reason}
             self.precheck()
             with recording as launched:
                 output, workspace, late = run_and_measure(run, self.device)

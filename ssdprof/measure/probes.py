@@ -244,10 +244,10 @@ class _Laws:
         middle = whole.length // 2 // chunk * chunk or whole.length // 2
         if not middle or len(self._one.LINEAR) == 1:
             raise _NotApplicable("the sequences are too short, or have no initial state")
-        state = {self._one.LINEAR[1]: torch.zeros(self._one.states_shape, device=self._one.device)}
+        zeros = torch.zeros(self._one.states_shape, device=self._one.device)
         before, after = replace(whole, stop=middle), replace(whole, start=middle)
         first, second = (_joined(self._one, [part], packed=False) for part in (before, after))
-        return first, replace(second, **state)
+        return first, second.after(zeros)
 
     def _finer(self) -> Iterator[Any]:
         """With the model's activations in fp32, or, if that is refused or declared to be cut to tf32, in fp16."""
@@ -308,7 +308,7 @@ class _Laws:
 
     def _cut_in_two(self) -> str:
         first = self._run(self._halves[0])
-        second = self._run(replace(self._halves[1], **{self.inputs.LINEAR[1]: first[1]}))
+        second = self._run(self._halves[1].after(first[1]))
         return self._judged(self._one, (torch.cat([first[0], second[0]], 1), second[1]))
 
     def _single_steps(self) -> str:
@@ -318,7 +318,7 @@ class _Laws:
         state = self._one.initial
         for start in range(whole.length):
             step = _joined(self._one, [replace(whole, start=start, stop=start + 1)], packed=False)
-            for one, found in zip((out, states), self._run(replace(step, **{self._one.LINEAR[1]: state})), strict=True):
+            for one, found in zip((out, states), self._run(step.after(state)), strict=True):
                 one.append(found)
             state = states[-1]
         return self._judged(self._one, (torch.cat(out, 1), torch.cat(states)))
@@ -328,7 +328,7 @@ class _Laws:
         (whole,), (out, states) = _spans(self._one), self._run(self._one)
         for kept in range(1, whole.length):
             rest = _joined(self._one, [replace(whole, start=kept)], packed=False)
-            more = self._run(replace(rest, **{self._one.LINEAR[1]: states[kept - 1 : kept]}))
+            more = self._run(rest.after(states[kept - 1 : kept]))
             joined = torch.cat([out[:, :kept], more[0]], 1), torch.cat([states[:kept], more[1]])
             if why := self._judged(self._one, joined):
                 return f"after {kept} accepted tokens: {why}"
@@ -395,7 +395,7 @@ def _joined(inputs: Any, spans: Sequence[Span], *, packed: bool) -> Any:
     for name, tensor in binding.positional(inputs).items():
         parts = [tensor[one.batch, one.start : one.stop] for one in spans]
         joined[name] = torch.cat(parts)[None] if packed else torch.stack(parts)
-    for name in inputs.LINEAR[1:]:
+    for name in ("state_indices",) if "state_indices" in given else inputs.LINEAR[1:]:
         joined[name] = given[name][[one.sequence for one in spans]] if name in given else None
     if packed:
         bounds = [0, *accumulate(one.length for one in spans)]

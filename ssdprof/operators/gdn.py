@@ -275,6 +275,7 @@ WAYS = {
     QUARTER_UNGATED: "every fourth value head has no gate: g = 0",
     QUARTER_SLOW: "every fourth value head keeps thousands of tokens: g is -1e-4 in the mean",
     SLOW: "every value head does",
+    **generate.POOL,
 }
 
 
@@ -309,10 +310,16 @@ def draw(cell: Cell, device: torch.device, *, kind: str = "GDNInputs", gates: Ca
     if NORMALISED in cell.drawn:
         for tensor in (q, k):
             tensor.copy_(torch.nn.functional.normalize(tensor.float(), dim=-1))
+    (pooled,), states, slots = generate.POOL, None, None
+    if cell.tokens.states or pooled in cell.drawn:
+        states = normal(cell.tokens.sequences, heads, key_dim, value_dim)
+        if pooled in cell.drawn:
+            states, slots = generate.pool(states.mT)
+            states = states.mT
     return getattr(kernels, kind)(
         q=q, k=k, v=v, g=g, beta=(largest_beta * normal(*v.shape[:3]).sigmoid()).to(dtype_named(cell.dtype)),
         use_qk_l2norm=NORMALISED not in cell.drawn,
-        initial_state=normal(cell.tokens.sequences, heads, key_dim, value_dim) if cell.tokens.states else None,
+        initial_state=states, state_indices=slots,
         cu_seqlens=generate.cu_seqlens(cell, device), state_every=cell.tokens.state_every,
     )  # fmt: skip
 

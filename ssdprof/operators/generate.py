@@ -18,6 +18,9 @@ from ssdprof.operators.tensors import dtype_name, dtype_named
 
 MOST_STEPS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0
+POOL = {
+    "pool": "sequences begin with states of a pool, as in servers: in slots in random order; GDN and KDA, V before K"
+}
 STEPS = (1e-3, 1e-1)  # of the gate's softplus at a raw gate of 0: log-uniform, as models are initialised
 I = TypeVar("I")
 InputDType = Literal["bf16", "fp16", "fp32"]
@@ -246,6 +249,14 @@ def edge_cell(shape: Shape, like: torch.Tensor) -> Cell:
 def states(*shape: int, device: torch.device) -> torch.Tensor:
     """Initial states ~ N(0, 1) in fp32."""
     return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(SEED + 1))
+
+
+def pool(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """States in slots, in random order, of a pool of twice as many; the others are NaN.  The pool, and their slots."""
+    slots = torch.randperm(2 * len(states), generator=torch.Generator().manual_seed(SEED))[: len(states)]
+    slots = slots.to(states.device)
+    pool = states.new_full((2 * len(states), *states.shape[1:]), math.nan).index_copy_(0, slots, states)
+    return pool, slots.int()
 
 
 def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) -> tuple[torch.Tensor, ...]:

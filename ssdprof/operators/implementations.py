@@ -240,7 +240,8 @@ def own_implementation(operator: Operator[Any], name: str, function: Callable[..
     """The function as an implementation of the operator, at every precision if it has a parameter of that name.
 
     Its attribute `operand_precision = "tf32"` declares that it cuts the operands of matrix products, and
-    `keeps_states = True` that it returns the states that `Inputs.state_every` asks for.
+    `keeps_states = True` that it returns the states that `Inputs.state_every` asks for, and `pools = True` that it
+    reads initial states by `Inputs.state_indices`.
     Raises BadInputError for another value.
     """
     declared = getattr(function, "operand_precision", None)
@@ -276,6 +277,7 @@ def own_implementation(operator: Operator[Any], name: str, function: Callable[..
         ),
         cuts_operands=declared is not None,
         keeps=lambda _: getattr(function, "keeps_states", False),
+        pools=getattr(function, "pools", False),
         kind="own",
         version=name,
         precisions=None if has_precision else lambda _dtype: (EXACT_FP32,),

@@ -134,6 +134,7 @@ WAYS = {
     BOUNDED: "bounded gates, g = -5 sigmoid(a + dt_bias)",
     SATURATED: "every fourth value head forgets most channels at every token: g is below -50 in the mean",
     LOW_GATES: "g in the model's dtype, as in bailing_hybrid",
+    **generate.POOL,
 }
 
 

@@ -218,10 +218,13 @@ class OracleSpec(Generic[I]):
             words=self.words(sizes),
         )
 
-    def cost(self, inputs: I) -> tuple[Dims, dict[str, int]]:
+    def cost(self, inputs: Any) -> tuple[Dims, dict[str, int]]:
         """The sizes of a call, and its least work: every input read once, out and the fp32 final states written once,
         and `flops`."""
-        read = sum(tensor.nbytes for tensor in tensors.tensors(inputs).values())
+        given = tensors.tensors(inputs)
+        if "state_indices" in given:  # of a pool, a slot for each sequence is read
+            given[inputs.LINEAR[1]] = given[inputs.LINEAR[1]][: inputs.sequences]
+        read = sum(tensor.nbytes for tensor in given.values())
         moved, dims = read + sum(form.nbytes for form in self.forms(inputs)), self.dims(inputs)
         return dims, {"bytes_moved": moved, "flops": self.flops(dims.sizes, dims.batch * dims.seqlen)}
 
@@ -290,11 +293,14 @@ def from_call(kind: type[I], **given: Any) -> I:
 # --- states that are kept on the way
 
 
-def pieces(inputs: Any, given: Mapping[str, torch.Tensor]) -> list[Any]:
-    """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial states of the whole.
+def pieces(inputs: Any, given: Mapping[str, torch.Tensor], one: registry.Implementation) -> list[Any]:
+    """The inputs of a call for each state that `inputs.state_every` asks for and the implementation does not keep, all
+    with the initial states of the whole.
 
     given: `CallBinding.positional`.
     """
+    if not inputs.state_every or one.keeps(inputs):
+        return [inputs]
     if inputs.cu_seqlens is not None:
         raise registry.UnsupportedError("it returns final states only, and packed sequences are not cut")
     every = inputs.state_every
@@ -302,12 +308,16 @@ def pieces(inputs: Any, given: Mapping[str, torch.Tensor]) -> list[Any]:
     return [replace(inputs, state_every=0, **{name: one[:, cut] for name, one in given.items()}) for cut in cuts]
 
 
-def in_pieces(run: Callable[..., Output], several: Sequence[Any], precision: kernels.Precision) -> Output:
-    """The calls, each with the states that the one before left, and their outputs joined."""
+def in_pieces(one: registry.Implementation, several: Sequence[Any], precision: kernels.Precision) -> Output:
+    """The calls, each with the states that the one before left, and their outputs joined; the first with copies of the
+    initial states unless it reads a pool."""
     found: list[Output] = []
     for inputs in several:
-        state = {inputs.LINEAR[1]: found[-1][1]} if found else {}
-        found.append(run(replace(inputs, **state), precision))
+        if found or not (inputs.state_indices is None or one.pools):
+            inputs = inputs.after(found[-1][1] if found else inputs.initial)
+        found.append(one.run(inputs, precision))
+    if len(found) == 1:
+        return found[0]
     outs, states = zip(*found, strict=True)
     return torch.cat(outs, 1), torch.stack(states, 1).flatten(0, 1)
 
@@ -319,7 +329,7 @@ def drafted(inputs: Any, binding: CallBinding[Any], count: int) -> Any:
         replace(inputs, **{name: one[:, cut] for name, one in binding.positional(inputs).items()})
         for cut in (slice(None, -count), slice(-count, None))
     )
-    return replace(last, state_every=1, **{inputs.LINEAR[1]: binding.replacement(before)[1]})
+    return replace(last.after(binding.replacement(before)[1]), state_every=1)
 
 
 # --- our kernels in a model

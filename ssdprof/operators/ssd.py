@@ -288,10 +288,13 @@ def draw(cell: Cell, device: torch.device) -> kernels.SSDInputs:
     dt = generate.empty([(before + h,)], replace(cell, layout="contiguous"), device)[0][..., before:]
     for tensor in (x, B, C, dt):
         tensor.normal_(generator=generator)
+    states, slots = None, None
+    if cell.tokens.states or cell.drawn:
+        states = normal(cell.tokens.sequences, h, p, n)
+        states, slots = generate.pool(states) if cell.drawn else (states, None)
     return kernels.SSDInputs(
         x=x, dt=dt, A=generate.uniform(h, FASTEST, SLOWEST, generator), B=B, C=C, chunk_size=CHUNK_SIZES[0],
-        D=normal(h), dt_bias=dt_bias, dt_softplus=True,
-        initial_states=normal(cell.tokens.sequences, h, p, n) if cell.tokens.states else None,
+        D=normal(h), dt_bias=dt_bias, dt_softplus=True, initial_states=states, state_indices=slots,
         cu_seqlens=generate.cu_seqlens(cell, device), state_every=cell.tokens.state_every,
     )  # fmt: skip
 
@@ -360,6 +363,7 @@ GENERATOR: InputGenerator[kernels.SSDInputs] = InputGenerator(
     divides=("ngroups", "nheads"),
     largest={"dstate": 256},
     draw=draw,
+    ways=generate.POOL,
     edges=edges,
     chunk_sizes=CHUNK_SIZES,
     chunks_itself=frozenset({"fused", "recurrent", "recurrent_in_place", "selective_state_update"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from kernel_cases import BF16, FP16, FP32, TOKENS, GDNCase, KDACase, SSDCase, assert_close, with_state
 
-from ssdprof.kernels import Precision, gdn_recurrent, get, ssd_recurrent
+from ssdprof.kernels import Precision, gdn_recurrent, get, names, ssd_recurrent
 from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.operators import generate
 
 BATCH = dict(batch=2, seqlen=6)
 OPERATORS = pytest.mark.parametrize("operator", ["ssd", "gdn"])
@@ -74,6 +77,134 @@ def test_in_place(operator: str, turned: bool, dtype: torch.dtype) -> None:
         run(with_state(inputs, None), in_place=True)
     with pytest.raises(ValueError, match=r"cannot write to (an )?expanded initial_state"):
         run(with_state(inputs, state[:1].expand(state.shape)), in_place=True)
+
+
+def pooled(inputs: Any, dtype: torch.dtype) -> Any:
+    """Its states in slots of a pool with V before K; the others are NaN."""
+    pool, slots = generate.pool(inputs.initial.to(dtype).mT)
+    return replace(inputs, **{inputs.LINEAR[1]: pool.mT}, state_indices=slots)
+
+
+def faults(step: Callable[[Any], Any], inputs: Any) -> list[str]:
+    """What is wrong in a pool after a step in place."""
+    pool, slots = getattr(inputs, inputs.LINEAR[1]), inputs.state_indices.long()
+    expected, before, others = get(inputs.operator, "reference"), pool.clone(), torch.ones(len(pool), dtype=torch.bool)
+    others[slots] = False
+    out, states = expected.run(inputs.after(before[slots]), Precision())
+    found = step(inputs)
+    assert found.final_states is pool
+    rtol = 1e-6 if pool.dtype == FP32 else torch.finfo(pool.dtype).eps
+    wrong = {
+        "out": not torch.allclose(found.out.float(), out, rtol=1e-5, atol=1e-6),
+        "states": not torch.allclose(pool[slots].float(), states, rtol=rtol, atol=1e-6),
+        "other slots": not torch.equal(pool[others].nan_to_num(), before[others].nan_to_num()),
+    }
+    return [name for name, is_wrong in wrong.items() if is_wrong]
+
+
+POOLED: dict[str, Any] = {
+    "ssd": SSDCase(batch=3, seqlen=1, heads=4, groups=2, headdim=16, dstate=16, initial_states=True),
+    "gdn": GDNCase(batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True),
+    "kda": KDACase(batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True),
+}
+
+
+def stepped(inputs: Any) -> Any:
+    return (ssd_recurrent if inputs.operator == "ssd" else gdn_recurrent)(inputs, in_place=True)
+
+
+def never_written(inputs: Any) -> Any:
+    pool = getattr(inputs, inputs.LINEAR[1])
+    before = pool.clone()
+    return stepped(inputs)._replace(final_states=pool.copy_(before))
+
+
+def values_first(inputs: Any) -> Any:
+    pool = getattr(inputs, inputs.LINEAR[1])
+    found = stepped(with_state(inputs, pool.mT))
+    return found._replace(final_states=pool)
+
+
+def written_beside(inputs: Any) -> Any:
+    """To the next slot, and the right one."""
+    found, slots = stepped(inputs), inputs.state_indices.long()
+    found.final_states[(slots + 1) % len(found.final_states)] = found.final_states[slots].clone()
+    return found
+
+
+PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "next slot": (lambda inputs: stepped(replace(inputs, state_indices=(inputs.state_indices + 1) % 6)), "out"),
+    "other sequences' slots": (
+        lambda inputs: stepped(replace(inputs, state_indices=inputs.state_indices.roll(1))),
+        "out",
+    ),
+    "KV for VK": (values_first, "out"),
+    "never written": (never_written, "states"),
+    "written beside": (written_beside, "other slots"),
+}
+
+
+@pytest.mark.parametrize("operator", POOLED)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch.dtype) -> None:
+    """A call writes the slots of its sequences, in the pool's dtype and layout, and no other."""
+    inputs = pooled(POOLED[operator].inputs(), dtype)
+    assert not faults(stepped, replace(inputs, state_indices=inputs.state_indices.to(index)))
+
+
+@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize("operator", POOLED)
+def test_faults_that_servers_had_with_pools_are_found(operator: str, name: str) -> None:
+    planted, where = PLANTED[name]
+    assert where in faults(planted, pooled(POOLED[operator].inputs(), FP32))
+
+
+@pytest.mark.parametrize("operator", POOLED)
+def test_a_pool_is_only_read_by_calls_that_are_not_in_place(operator: str) -> None:
+    """Packed sequences too, and with the state after every token; new states have the pool's layout."""
+    for own in (dict(), dict(lengths=(0, 3, 0, 6))):
+        inputs = POOLED[operator].but(**own).inputs()
+        run, read = get(operator, "recurrent").run, pooled(inputs, FP32)
+        before = getattr(read, read.LINEAR[1]).clone()
+        for every in (0, 1):
+            found = run(replace(read, state_every=every), Precision())
+            expected = run(replace(inputs, state_every=every), Precision())
+            for ours, other in zip(found, expected, strict=True):
+                assert torch.equal(ours, other)
+            assert operator == "ssd" or found.final_states.mT.is_contiguous()
+        torch.testing.assert_close(getattr(read, read.LINEAR[1]), before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("operator", POOLED)
+def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str) -> None:
+    inputs = POOLED[operator].inputs()
+    for name in names(operator):
+        one, kept = get(operator, name), replace(inputs, state_every=2)
+        assert one.pools == (name == "recurrent")
+        if not one.pools:
+            with pytest.raises(UnsupportedError, match=f"{name}: .*state_indices"):
+                one.run(pooled(inputs, FP32), Precision())
+        if not one.keeps(kept):
+            with pytest.raises(UnsupportedError, match=f"{name}: .*state"):
+                one.run(kept, Precision())
+
+
+@pytest.mark.parametrize("operator", POOLED)
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (dict(state_indices=torch.zeros(2, dtype=torch.int32)), r"\(3,\), int32 or int64, not \(2,\)"),
+        (dict(state_indices=torch.zeros(3)), "not .* torch.float32"),
+        (dict(initial=None), "state_indices needs initial_state"),
+        (dict(initial=torch.zeros(6, 4, 16)), "must have shape"),
+    ],
+)
+def test_pools_that_do_not_fit(operator: str, given: dict[str, Any], complaint: str) -> None:
+    inputs = pooled(POOLED[operator].inputs(), FP32)
+    changed = {inputs.LINEAR[1] if name == "initial" else name: value for name, value in given.items()}
+    with pytest.raises(ValueError, match=complaint):
+        replace(inputs, **changed)
 
 
 @pytest.mark.parametrize(("operator", "many"), [("gdn", 512), ("gdn", 1), ("kda", 1), ("ssd", 512)])

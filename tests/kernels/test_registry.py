@@ -15,7 +15,7 @@ from ssdprof.kernels.ssd import unfused
 
 def test_the_oracle_comes_first_then_the_baseline() -> None:
     assert ssdprof.kernels.names("ssd")[:2] == ["reference", "unfused"]
-    assert ssdprof.kernels.get("ssd", "unfused").run is unfused.run
+    assert ssdprof.kernels.get("ssd", "unfused").plan is unfused.plan
 
 
 def test_the_order_is_not_that_of_imports() -> None:

@@ -522,7 +522,7 @@ def test_what_a_tuner_will_try_is_compiled_before_side_by_side(monkeypatch: pyte
 
 def test_tries_of_a_kernel_that_counts_do_not_find_flags_of_the_try_before(load: Load, checkout: Path) -> None:
     kernel_file(checkout).write_text(TUNED)
-    call: Any = load("published").run.args[0]  # type: ignore[attr-defined]
+    call: Any = load("published").run.args[1].args[0]  # type: ignore[attr-defined]
     kernel = getclosurevars(call).nonlocals["launch"].__globals__["inner"]
     flags = torch.ones(4)
     kernel.pre_hook({"sync_atomic": flags})

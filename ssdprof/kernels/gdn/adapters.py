@@ -124,7 +124,7 @@ def load_flashinfer() -> Implementation:
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
 
     def prepare(inputs: GDNInputs) -> _Prepared:
-        cu_seqlens, states, shape = inputs.cu_seqlens, inputs.initial_state, inputs.v.shape
+        cu_seqlens, states, shape = inputs.cu_seqlens, inputs.initial, inputs.v.shape
         if cu_seqlens is None:
             cu_seqlens = torch.arange(inputs.sequences + 1, device=inputs.q.device) * inputs.length
         v = inputs.v.flatten(0, 1).contiguous()
@@ -161,7 +161,7 @@ def load_flashinfer() -> Implementation:
                 f"flashinfer: states after multiples of {CHECKPOINT} tokens that divide the sequences"
             )
 
-    return replace(_prepared_kernel("flashinfer", refuse, prepare, plan), keeps=lambda _: True)
+    return replace(_prepared_kernel("flashinfer", refuse, prepare, plan), keeps=lambda _: True, pools=True)
 
 
 def load_flashinfer_mtp() -> Implementation:
@@ -174,9 +174,11 @@ def load_flashinfer_mtp() -> Implementation:
             raise UnsupportedError("flashinfer_mtp: beta is at most 1")
         n, device = inputs.sequences, inputs.q.device
         (length, heads), (key_dim, value_dim) = inputs.v.shape[1:3], inputs.states_shape[2:]
-        slots = torch.arange(n, dtype=torch.int32, device=device)
-        # without states to keep it reads the first half and writes the second
-        pool = inputs.initial_state.float().mT.repeat(1 if inputs.state_every else 2, 1, 1, 1)
+        count, slots = len(inputs.initial_state), inputs.state_indices
+        slots = torch.arange(n, device=device) if slots is None else slots
+        slots, new = slots.int(), torch.arange(count, count + n, dtype=torch.int32, device=device)
+        # without states to keep it writes to slots of its own, behind those that it reads
+        pool = torch.cat([inputs.initial_state.float().mT] * (1 if inputs.state_every else 1 + -(-n // count)))
         zeros, v = torch.zeros(heads, device=device), inputs.v.contiguous()
         # it computes g = -exp(A_log) softplus(a + dt_bias), and beta = sigmoid(b)
         a, b = inputs.g.double().neg().expm1().log().float(), inputs.beta.double().logit().float()
@@ -188,14 +190,14 @@ def load_flashinfer_mtp() -> Implementation:
         kept = torch.empty(n, length, heads, value_dim, key_dim, device=device) if inputs.state_every else None
 
         def call() -> GDNOutput:
-            new = torch.empty_like(v)
+            out = torch.empty_like(v)
             if kept is not None:
-                run(output=new, intermediate_states_buffer=kept)
-                return GDNOutput(new, kept.flatten(0, 1).mT)
-            out, states = run(output=new, output_state_indices=slots + n)
-            return GDNOutput(out, states[n:].mT)
+                run(output=out, intermediate_states_buffer=kept)
+                return GDNOutput(out, kept.flatten(0, 1).mT)
+            out, states = run(output=out, output_state_indices=new)
+            return GDNOutput(out, states[count : count + n].mT)
 
-        return call, (v, pool[:n])
+        return call, (v, pool[:count])
 
     def refuse(inputs: GDNInputs, precision: Precision) -> None:
         _refuse_unlike_128("flashinfer_mtp", inputs, precision)
@@ -208,8 +210,9 @@ def load_flashinfer_mtp() -> Implementation:
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
     return replace(
-        _prepared_kernel("flashinfer_mtp", refuse, prepare, plan), keeps=lambda inputs: inputs.state_every == 1
-    )
+        _prepared_kernel("flashinfer_mtp", refuse, prepare, plan), keeps=lambda inputs: inputs.state_every == 1,
+        pools=True,
+    )  # fmt: skip
 
 
 _Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]  # v and the states as the call reads them

@@ -39,6 +39,9 @@ class GDNInputs(Inputs):
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to T, on q's device: then B = 1 and sequence i is
         q[:, cu_seqlens[i]:cu_seqlens[i+1]], possibly empty.  The host does not read its values.
     state_every: N: the states after every N positions and at the end are wanted, (B * ceil(T / N), HV, K, V)
+    state_indices: (sequences) int32 or int64: initial_state is a pool (slots, HV, K, V), and sequence i begins with
+        slot state_indices[i].  A server's pool (slots, HV, V, K) is passed as pool.mT.  The host does not read the
+        values; they must name slots
     q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464).
@@ -58,6 +61,7 @@ class GDNInputs(Inputs):
     chunk_size: int = 64
     cu_seqlens: torch.Tensor | None = None
     state_every: int = 0
+    state_indices: torch.Tensor | None = None
 
     def check(self, *, state_v_first: bool = False) -> None:
         """Raises ValueError, naming the argument that does not fit the others.
@@ -89,14 +93,15 @@ class GDNInputs(Inputs):
         self._check_sequences()
         if self.initial_state is not None:
             self._check_state(self.initial_state, v_first=state_v_first)
-            self._check("initial_state", self.states_shape)
         self._check_devices()
 
     def _check_state(self, state: torch.Tensor, *, v_first: bool) -> None:
         """Check the shape of initial_state.  Messages name shapes in the caller's order, V before K if v_first."""
         shape, given = tuple(self.states_shape), tuple(state.shape)
+        if self.state_indices is not None:
+            shape = (*given[:1], *shape[1:])
         if given == shape:
-            return
+            return self._check("initial_state", shape)
         first, second = ("V", "K") if v_first else ("K", "V")
         hint = f": {first} comes before {second}, transpose the last two dimensions" if given == _swap(shape) else ""
         if v_first:
@@ -111,8 +116,8 @@ class GDNInputs(Inputs):
         """
         return (
             *map(tensor_signature, (self.q, self.k, self.v, self.g, self.beta, self.initial_state, self.cu_seqlens)),
-            None if self.scale is None else float(self.scale), bool(self.use_qk_l2norm), self.chunk_size,
-            self.state_every,
+            tensor_signature(self.state_indices), None if self.scale is None else float(self.scale),
+            bool(self.use_qk_l2norm), self.chunk_size, self.state_every,
         )  # fmt: skip
 
     @property

@@ -17,9 +17,9 @@ unfused_step   one token in three launches: the written value, the state, the ou
 Kimi Delta Attention is the same with g (B, T, HV, K): a decay for every row of S.
 
 In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV) | initial_state (sequences, HV, K, V)
-      cu_seqlens (sequences + 1)
+      cu_seqlens (sequences + 1) | state_indices (sequences): the slots of initial_state, then a pool (slots, HV, K, V)
 Out:  out (B, T, HV, V), v's dtype | final states (sequences, HV, K, V) fp32, or initial_state itself, in place, or
-      the states after every token (B * T, HV, K, V)
+      the states after every token (B * T, HV, K, V); of a pool with V before K, V is before K in them too
 Grid: (sequences * HV * slices of V), slices fastest, then heads.
 Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), equation 10.
 """
@@ -79,10 +79,12 @@ def _scale_of_norm(x, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqlen"])
 def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, out_ptr, states_ptr = tensors
+    (
+        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr, out_ptr, states_ptr,
+    ) = tensors  # fmt: skip
     (
         q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides, cu_seqlens_strides,
-        out_strides, states_strides,
+        slots_strides, out_strides, states_strides,
     ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
     sequence, i_h, o_k, o_v, m_k, m_v = _own_slice(S)
@@ -106,7 +108,12 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
     # stage setup.load
     state = tl.zeros((S.BLOCK_K, S.BLOCK_V), tl.float32)
     if initial_state_ptr is not None:
-        initial_state_ptr += ptr_offset((sequence, i_h), initial_state_strides[:2])
+        slot = sequence
+        if slots_ptr is not None:
+            slot = tl.load(slots_ptr + ptr_offset((sequence,), slots_strides))
+            if S.IN_PLACE:
+                sequence = slot
+        initial_state_ptr += ptr_offset((slot, i_h), initial_state_strides[:2])
         offset = o_k.to(tl.int64)[:, None] * S.INITIAL_STRIDES[0] + o_v.to(tl.int64)[None, :] * S.INITIAL_STRIDES[1]
         state = tl.load(initial_state_ptr + offset, mask=m_state, other=0.0).to(tl.float32)
 
@@ -148,14 +155,18 @@ def recurrent_launch(
     inputs: GDNInputs, blocks: dict[str, int], *, in_place: bool = False, state_v_first: bool = False
 ) -> GDNLaunch:
     """in_place: as of `gdn_recurrent`."""
-    index, inner = inputs.q.get_device(), state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+    initial = strides_of(inputs.initial_state)
+    v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
+    index, inner = inputs.q.get_device(), state_strides(*inputs.states_shape[1:], v_first=v_first)
     programs = inputs.sequences * inputs.v.shape[2] * triton.cdiv(inputs.v.shape[3], blocks["block_v"])
     new = torch.empty(inputs.v.shape, device="meta")
-    initial = strides_of(inputs.initial_state)
     states = initial if in_place else inner
     if inputs.state_every:
         states = (inputs.length * inner[0], *inner)
-    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens)
+    tokens = (
+        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state, inputs.cu_seqlens,
+        inputs.state_indices,
+    )  # fmt: skip
     launcher = Launcher(
         _gdn_recurrent_kernel,
         ((*map(strides_of, (*tokens, new)), states), inputs.v.shape[1], inputs.scale_or_default),
@@ -164,7 +175,7 @@ def recurrent_launch(
             VALUE_DIM=inputs.v.shape[3], BLOCK_K=triton.next_power_of_2(inputs.q.shape[3]),
             BLOCK_V=blocks["block_v"], BLOCK_T=blocks["block_t"], INITIAL_STRIDES=initial[-2:],
             STATES_STRIDES=states[-2:], PER_CHANNEL=inputs.g.ndim == 4, EVERY_STATE=bool(inputs.state_every),
-            L2NORM=bool(inputs.use_qk_l2norm), num_warps=blocks["num_warps"],
+            IN_PLACE=in_place, L2NORM=bool(inputs.use_qk_l2norm), num_warps=blocks["num_warps"],
         ),
     )  # fmt: skip
 
@@ -175,7 +186,7 @@ def recurrent_launch(
                 states = torch.empty_strided(inputs.final_shape, inner, dtype=torch.float32, device=inputs.q.device)
             launcher(
                 programs, inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.initial_state,
-                inputs.cu_seqlens, out, states,
+                inputs.cu_seqlens, inputs.state_indices, out, states,
             )  # fmt: skip
         return GDNOutput(out, states)
 
@@ -188,7 +199,8 @@ _launches: LaunchCache[GDNLaunch] = LaunchCache()
 def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, batch_invariant: bool = False) -> GDNOutput:
     """Output in v's dtype, final states in fp32.  Takes T dependent steps, and so is meant for short T.
 
-    in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is returned.
+    in_place: the final states overwrite inputs.initial_state, in its dtype, and that tensor is returned; of a pool,
+        the slots in state_indices, which must differ.
     batch_invariant: the last bits of every state do not depend on whether the sequences have 512 heads together.
 
     Raises ValueError if in_place has no initial_state to write to, an expanded one, or inputs.state_every,
@@ -226,6 +238,7 @@ register(
         run=lambda inputs, _: gdn_recurrent(inputs),
         plan=plan,
         keeps=lambda inputs: inputs.state_every == 1,
+        pools=True,
     )
 )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
@@ -108,8 +109,9 @@ def load_selective_state_update() -> Implementation:
 
     def call(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
         heads, width, size = inputs.states_shape[1:]
-        x, initial = inputs.x[:, 0], inputs.initial_states
-        states = x.new_zeros(inputs.states_shape, dtype=torch.float32) if initial is None else initial.clone()
+        x, initial = inputs.x[:, 0], inputs.initial  # of a pool, a copy
+        states = x.new_zeros(inputs.states_shape, dtype=torch.float32) if initial is None else initial
+        states = states.clone() if states is inputs.initial_states else states
         with torch.cuda.device(x.get_device()):
             out = function(
                 states, x, inputs.dt[:, 0, :, None].expand(-1, -1, width),
@@ -120,7 +122,7 @@ def load_selective_state_update() -> Implementation:
         return SSDOutput(out[:, None], states)
 
     plan = Plan(variant="triton", launches=2, reason="each call begins with a copy of the state, in its time")
-    return library_kernel("ssd", _STEP, _refuse_step, call, plan)
+    return replace(library_kernel("ssd", _STEP, _refuse_step, call, plan), pools=True)
 
 
 def _wide(per_head: torch.Tensor | None, width: int) -> torch.Tensor | None:

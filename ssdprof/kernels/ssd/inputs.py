@@ -30,6 +30,8 @@ class SSDInputs(Inputs):
     cu_seqlens: (sequences + 1) int32 or int64, from 0 to l, on x's device: then b = 1 and sequence i is
         x[:, cu_seqlens[i]:cu_seqlens[i+1]].  The host does not read its values.
     state_every: N: the states after every N positions and at the end are wanted, (b * ceil(l / N), h, p, n)
+    state_indices: (sequences) int32 or int64: initial_states is a pool (slots, h, p, n), and sequence i begins with
+        slot state_indices[i].  The host does not read the values; they must name slots
     x, B, C and z share a dtype (fp32, fp16 or bf16); the others may also be fp64.
 
     Raises ValueError, naming the argument.
@@ -52,6 +54,7 @@ class SSDInputs(Inputs):
     initial_states: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
     state_every: int = 0
+    state_indices: torch.Tensor | None = None
 
     def check(self) -> None:
         if self.x.ndim != 4:
@@ -81,7 +84,8 @@ class SSDInputs(Inputs):
         self._check("dt_bias", (h,))
         self._check("D", (h, p) if self.D is not None and self.D.ndim == 2 else (h,))
         self._check_sequences()
-        self._check("initial_states", (self.sequences, h, p, n))
+        pool = None if self.state_indices is None else self.initial_states
+        self._check("initial_states", (self.sequences if pool is None else len(pool), h, p, n))
         self._check_devices()
 
     @property
@@ -91,6 +95,7 @@ class SSDInputs(Inputs):
         return (
             *map(tensor_signature, (self.x, self.dt, self.A, self.B, self.C)),
             *map(tensor_signature, (self.D, self.z, self.dt_bias, self.initial_states, self.cu_seqlens)),
+            tensor_signature(self.state_indices),
             self.chunk_size, bool(self.dt_softplus), *map(float, self.dt_limit), self.state_every,
         )  # fmt: skip
 

@@ -8,7 +8,8 @@ unfused_step         one position in two launches: the first writes the state, t
                      moves one state more.  The five launches of `unfused` process chunks: a slow baseline for one token
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
-      initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1)
+      initial_states (sequences, h, p, n) | cu_seqlens (sequences + 1) | state_indices (sequences): the slots of
+      initial_states, then a pool (slots, h, p, n)
 Out:  out (b, l, h, p), x's dtype | final_states (sequences, h, p, n) fp32, or initial_states itself, in place, or
       the states after every position (b * l, h, p, n)
 Grid: (sequences * h * slices of p), slices fastest, then heads.
@@ -76,12 +77,12 @@ def _own_slice(S: tl.constexpr):
 @triton.jit(do_not_specialize=["seqlen"])
 def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.constexpr):
     (
-        x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr, out_ptr,
-        final_states_ptr,
+        x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, initial_states_ptr, cu_seqlens_ptr, slots_ptr,
+        out_ptr, final_states_ptr,
     ) = tensors  # fmt: skip
     (
         x_strides, dt_strides, A_strides, B_strides, C_strides, D_strides, z_strides, dt_bias_strides,
-        initial_states_strides, cu_seqlens_strides, out_strides, final_states_strides,
+        initial_states_strides, cu_seqlens_strides, slots_strides, out_strides, final_states_strides,
     ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
     SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P
@@ -116,7 +117,12 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
     # stage setup.load
     state = tl.zeros((S.BLOCK_P, S.BLOCK_N), tl.float32)
     if initial_states_ptr is not None:
-        index = (sequence, i_h, o_p[:, None], o_n[None, :])
+        slot = sequence
+        if slots_ptr is not None:
+            slot = tl.load(slots_ptr + ptr_offset((sequence,), slots_strides))
+            if S.IN_PLACE:
+                sequence = slot
+        index = (slot, i_h, o_p[:, None], o_n[None, :])
         initial = tl.load(initial_states_ptr + ptr_offset(index, initial_states_strides), mask=m_state, other=0.0)
         state = initial.to(tl.float32)
 
@@ -153,7 +159,7 @@ def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> SSDLaunch:
     strides = strides_of_each(*_tensors(inputs, new, final))
     scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit))
     sizes = BufferSizes(final_states=None if in_place else inputs.final_shape)
-    options = dict(_options(inputs), EVERY_STATE=bool(inputs.state_every))
+    options = dict(_options(inputs), EVERY_STATE=bool(inputs.state_every), IN_PLACE=in_place)
     return prepared(Launcher(_ssd_recurrent_kernel, scalars, options), _programs(inputs), inputs, sizes, _tensors)
 
 
@@ -161,7 +167,7 @@ def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor
     """The tensors of a launch.  new: out, final_states, and what this kernel does not need."""
     return (
         inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
-        inputs.initial_states, inputs.cu_seqlens, *new[:2],
+        inputs.initial_states, inputs.cu_seqlens, inputs.state_indices, *new[:2],
     )  # fmt: skip
 
 
@@ -171,7 +177,8 @@ _launches: LaunchCache[SSDLaunch] = LaunchCache()
 def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
     """Output in x's dtype, final states in fp32.  Takes l dependent steps, and so is meant for short l.
 
-    in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is returned.
+    in_place: the final states overwrite inputs.initial_states, in its dtype, and that tensor is returned; of a pool,
+        the slots in state_indices, which must differ.
 
     Raises ValueError if in_place has no initial_states to write to, expanded ones, or inputs.state_every, and
     UnsupportedError for N above MAX_DSTATE, for inputs that require a gradient, and, outside Triton's interpreter, for
@@ -308,7 +315,8 @@ def _register(name: str, function: Callable[[SSDInputs], SSDOutput]) -> None:
     def keeps(inputs: SSDInputs) -> bool:
         return name == "recurrent" and inputs.state_every == 1
 
-    register(Implementation(operator="ssd", name=name, run=run, plan=partial(plan, name), keeps=keeps))
+    pools = name == "recurrent"
+    register(Implementation(operator="ssd", name=name, run=run, plan=partial(plan, name), keeps=keeps, pools=pools))
 
 
 _register("recurrent", ssd_recurrent)
