@@ -42,7 +42,7 @@ class Side:
     @property
     def subject(self) -> str:
         """A model, or the operator of a bench."""
-        return str(self.report.model) if self.report.model else f"{self.report.subject} on drawn inputs"
+        return str(self.report.model) if self.report.model else f"{self.report.subject} on random inputs"
 
 
 def _values(case: Case | None) -> dict[str, str | int | float | None] | None:

@@ -10,7 +10,7 @@ from ssdprof.core.base import TOLERANCES, PrecisionRecord, TensorName, grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Against, Group, Pooled, Series, groups, layer_of, layer_words, pool, precision_order
-from ssdprof.report.table import Column, Row, Table, folded, lifted, strings, table, text
+from ssdprof.report.table import Column, Row, Table, filled, folded, lifted, strings, table, text
 
 PRECISION = "intermediates,\nstates"
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
@@ -152,14 +152,9 @@ def errors(
         *first, "implementation", PRECISION, "against", "within\nbudget", "equal", *within, "rms\nerror",
         "largest\nerror", "largest\nvalue", "its position",
     )  # fmt: skip
-    return strings(
-        title,
-        headers,
-        folded(rows, len(first) + 1),
-        f"{'l' * len(first)}lll{'r' * 8}l",
-        keys=len(first) + 3,
-        note=f"Compared with {baselines(compared)}." if compared else "",
-    )
+    note = f"Compared with {baselines(compared)}." if compared else ""
+    align = f"{'l' * len(first)}lll{'r' * 8}l"
+    return filled(strings(title, headers, folded(rows, len(first) + 1), align, keys=len(first) + 3, note=note))
 
 
 def _within(one: Series, tensor: TensorName) -> str:
@@ -226,16 +221,10 @@ def launches(report: Report) -> Table | None:
         "implementation", "variant", "kernel", "registers", "spills", "shared", "occupancy", "configuration", "used for"
     )  # fmt: skip
     rows = [(*cells, used(cases)) for cells, cases in found.items()]
-    known = [i for i in range(9) if not 3 <= i < 7 or any(row[i] != fmt.MISSING for row in rows)]
-    return strings(
-        "Kernels as they were launched",
-        [headers[i] for i in known],
-        [tuple(row[i] for i in known) for row in rows],
-        "".join("lllrrrrll"[i] for i in known),
-        keys=3,
-        wraps=len(known) - 2,
-        note="Registers and spills are per thread, shared memory per block." if 3 in known else "",
-    )
+    known = any(row[3] != fmt.MISSING for row in rows)
+    note = "Registers and spills are per thread, shared memory per block." if known else ""
+    made = strings("Kernels as they were launched", headers, rows, "lllrrrrll", keys=3, wraps=7, note=note)
+    return filled(made)
 
 
 def reasons(report: Report) -> Table | None:
@@ -253,15 +242,10 @@ def reasons(report: Report) -> Table | None:
         where = "; ".join(f"{layer_words(own)}{f' at {size}' * bool(size)}" for size, own in sizes)
         rows.append((*cells[:3], where, *cells[3:]))
     hidden = len(rows) - _MOST_ROWS
-    return strings(
-        "Failures, refusals, remarks",
-        ("result", "implementation", PRECISION, "where", "reason", "first NaN\nor Inf"),
-        rows[:_MOST_ROWS],
-        "llllll",
-        keys=3,
-        wraps=4,
-        note=f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else "",
-    )
+    headers = ("result", "implementation", PRECISION, "where", "reason", "first NaN\nor Inf")
+    note = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report." if hidden > 0 else ""
+    made = strings("Failures, refusals, remarks", headers, rows[:_MOST_ROWS], "llllll", keys=3, wraps=4, note=note)
+    return filled(made)
 
 
 def again(report: Report, case: Case) -> str:

@@ -40,7 +40,7 @@ def heading(report: Report) -> str:
 
 def subject(report: Report) -> str:
     """The model, or the operator of a bench."""
-    return f"{report.subject} on drawn inputs" if report.kind == "bench" else report.subject
+    return f"{report.subject} on random inputs" if report.kind == "bench" else report.subject
 
 
 def _sections(report: Report) -> Iterator[Section]:

@@ -9,7 +9,7 @@ from ssdprof.core.base import grouped
 from ssdprof.core.case import AnswerBand, Answers, Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.report.calls import PRECISION
-from ssdprof.report.table import Column, Section, Table, lifted, section, table, text
+from ssdprof.report.table import Column, Section, Table, filled, lifted, section, table, text
 
 ANSWERS_READING = (
     "KL: the divergence of the next token's distribution from the reference's, in nats.  Flips: positions with another "
@@ -88,7 +88,7 @@ def answers(cases: Sequence[Case]) -> Table | None:
         weights = f"  The model ran in {one.weights}, {'its own dtype' if one.own_weights else words}."
     differs: tuple[Column[_Band], ...] = (Column(f"first of {generated}\nthat differs", first),) if generated else ()
     title = f"Answers at {fmt.tokens(cases[0].seqlen)}"
-    return table(title, (*_ANSWERING, *_BANDS, *differs), rows, note=_reference(cases) + weights, keys=2)
+    return filled(table(title, (*_ANSWERING, *_BANDS, *differs), rows, note=_reference(cases) + weights, keys=2))
 
 
 def answers_by_position(cases: Sequence[Case]) -> Table | None:

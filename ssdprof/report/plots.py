@@ -34,6 +34,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 
 Paint = Callable[["Axes"], None]
 Drawing = tuple[str, Table]  # the SVG, and its numbers
+_Points = dict[str, list[tuple[float, float, str]]]
 
 
 def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend: int = 2) -> str:
@@ -73,7 +74,7 @@ def speedups(found: Sequence[Group]) -> Drawing | None:
     rows = [(one, ratio) for group in found for one in group.others() if (ratio := one.speedup())][::-1]
     if not rows:
         return None
-    names = [one.label if len(found) == 1 else f"{one.label}, {one.group.size}" for one, _ in rows]
+    names = [one.label if len(found) == 1 else f"{one.label},\n{one.group.size}" for one, _ in rows]
 
     def paint(axes: Axes) -> None:
         ratios = [ratio.value for _, ratio in rows]
@@ -86,7 +87,7 @@ def speedups(found: Sequence[Group]) -> Drawing | None:
         size = f", {found[0].size}" if len(found) == 1 else ""
         axes.set_xlabel(f"times as fast as {'the baseline' if others else baseline},\nby device time{size}")
 
-    cells = [(name, fmt.speedup(ratio)) for name, (_, ratio) in zip(names, rows, strict=True)][::-1]
+    cells = [(" ".join(name.split()), fmt.speedup(ratio)) for name, (_, ratio) in zip(names, rows, strict=True)][::-1]
     return draw(paint, (_NARROW[0], 1.2 + 0.35 * len(rows)), legend=0), _data(("implementation", "speedup"), cells)
 
 
@@ -96,13 +97,13 @@ def speedups(found: Sequence[Group]) -> Drawing | None:
 def roofline(report: Report, found: Sequence[Group]) -> Drawing | None:
     """Under the ceilings measured in the run, a point for each series and length, coloured by its implementation.  None
     if untimed."""
-    points: dict[str, list[tuple[float, float]]] = {}
+    points: _Points = {}
     for series in (one for group in found for one in group.series()):
         timed = [case for case in series.cases if case.bytes_moved and case.device_us]
         moved, flops = sum(case.bytes_moved or 0 for case in timed), sum(case.flops or 0 for case in timed)
         if moved and flops:
             point = flops / moved, flops / sum(case.device_us.value for case in timed if case.device_us) / 1e6
-            points.setdefault(series.implementation, []).append(point)
+            points.setdefault(series.implementation, []).append((*point, series.precision.short))
     roof = report.ceilings and (report.ceilings.copy_gb_per_s, report.ceilings.matmul_tflops)
     return _roofline(points, roof, "byte that must move") if roof else None
 
@@ -113,7 +114,7 @@ def stall_roofline(report: StallReport) -> Drawing | None:
     The roofs are those of the GPU at its clock, from ncu: DRAM's bandwidth, and the tensor cores' rate for the operand
     type of the kernel with the most operations.
     """
-    points: dict[str, list[tuple[float, float]]] = {}
+    points: _Points = {}
     busiest = None
     for kernel in report.kernels:
         moved = (kernel.dram_read_bytes or 0) + (kernel.dram_write_bytes or 0)
@@ -122,7 +123,7 @@ def stall_roofline(report: StallReport) -> Drawing | None:
             tflops = flops / kernel.duration_us / 1e6
             # matplotlib would leave a label with a leading underscore out of the legend
             label = f"{kernel.kernel.lstrip('_')}: {tflops:,.3g} TFLOP/s"
-            points.setdefault(label, []).append((flops / moved, tflops))
+            points.setdefault(label, []).append((flops / moved, tflops, ""))
             busiest = max(busiest or kernel, kernel, key=lambda one: one.tensor_flops or 0)
     roof = None
     if busiest and busiest.dram_peak_gb_per_s and busiest.tensor_peak_tflops:
@@ -130,14 +131,13 @@ def stall_roofline(report: StallReport) -> Drawing | None:
     return _roofline(points, roof, "byte of DRAM", "Roofline")
 
 
-def _roofline(
-    points: Mapping[str, Sequence[tuple[float, float]]], roof: tuple[float, float] | None, per: str, title: str = ""
-) -> Drawing | None:
-    """points: of each label, (operations per byte, TFLOP/s).  roof: GB/s and TFLOP/s, if known.  title: it is wide."""
+def _roofline(points: _Points, roof: tuple[float, float] | None, per: str, title: str = "") -> Drawing | None:
+    """points: of each label, (operations per byte, TFLOP/s, which).  roof: GB/s and TFLOP/s, if known.  title: it is
+    wide."""
     every = [point for own in points.values() for point in own]
     if not every:
         return None
-    intensities = [at for at, _ in every]
+    intensities = [at for at, _, _ in every]
     if roof:
         bandwidth, peak = roof
         intensities.append(ridge := peak * 1e3 / bandwidth)
@@ -150,10 +150,10 @@ def _roofline(
             tflops = [min(peak, at * bandwidth / 1e3) for at in corners]
             axes.plot(corners, tflops, color=GREY, label=f"{bandwidth:,.0f} GB/s, {peak:,.0f} TFLOP/s")
         for number, (label, own) in enumerate(points.items()):
-            xs, ys, marker = [at for at, _ in own], [rate for _, rate in own], _MARKERS[number % len(_MARKERS)]
+            xs, ys, marker = [at for at, _, _ in own], [rate for _, rate, _ in own], _MARKERS[number % len(_MARKERS)]
             axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
-        rates = [rate for _, rate in every]
+        rates = [rate for _, rate, _ in every]
         axes.set_ylim(min(rates) / 3, (peak if roof else max(rates)) * 2)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
@@ -162,10 +162,14 @@ def _roofline(
         axes.set_ylabel("TFLOP/s by device time")
         axes.set_title(title, loc="left", fontsize=10)
 
-    cells = [(label, f"{at:,.4g}", f"{rate:,.4g}") for label, own in points.items() for at, rate in own]
+    cells = [
+        (", ".join(filter(None, (label, which))), f"{at:,.4g}", f"{rate:,.4g}")
+        for label, own in points.items()
+        for at, rate, which in own
+    ]
     if roof:
         cells.append((f"ridge of {bandwidth:,.0f} GB/s", f"{ridge:,.4g}", f"{peak:,.4g}"))
-    numbers = _data(("", f"operations per {per}", "TFLOP/s"), cells)
+    numbers = _data(("what", f"operations per {per}", "TFLOP/s"), cells)
     return draw(paint, (_NARROW[0], 2.9 + 0.2 * len(points)), legend=1), numbers
 
 
@@ -245,14 +249,15 @@ def stages(
 
     def paint(axes: Axes) -> None:
         names = list(bars)[::-1]
+        labels = [textwrap.fill(name, 26) for name in names]
         left = [0.0] * len(names)
         for reason, color in zip([*shown, *(["other"] if rest else [])], COLORS, strict=False):
             among = rest if reason == "other" and rest else [reason]
             widths = [sum(bars[name].get(one, 0.0) for one in among) for name in names]
-            axes.barh(names, widths, left=left, color=color, label=reason, height=0.75)
+            axes.barh(labels, widths, left=left, color=color, label=reason, height=0.75)
             left = [start + width for start, width in zip(left, widths, strict=True)]
         for position, total in enumerate(left):
-            axes.text(total * 1.01, position, f"{total:.1f} %", va="center", fontsize=9)
+            axes.text(total, position, f" {fmt.share(total, 1)}", va="center", fontsize=9)
         axes.set_xlim(0, max(*left, longest) * 1.3)
         axes.set_xlabel("percent of the busy warp time")
         axes.figure.suptitle("\n".join(textwrap.wrap(title, 40)), x=0.02, ha="left", fontsize=10)

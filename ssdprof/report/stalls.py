@@ -250,7 +250,7 @@ def _grid(one: KernelStalls) -> str:
     sizes = list(one.grid or ())
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes.pop()
-    return "x".join(map(str, sizes)) or fmt.MISSING
+    return "x".join(map(fmt.count, sizes)) or fmt.MISSING
 
 
 _KERNELS: tuple[Column[KernelStalls], ...] = (
@@ -293,7 +293,7 @@ def by_stage(group: KernelGroup) -> Table | None:
     idle = fmt.words(f"{group.part(name)} {pct:.1f}%" for name, pct in group.idle.items()) if group.idle else ""
     return strings(
         f"{group.name}: stages and stall reasons",
-        ("stage", "share", "time", *(reason.replace("_", "\n", 1) for reason in shown), "other"),
+        ("stage", "share", "time", *(reason.replace("_", "\n") for reason in shown), "other"),
         [*rows, row("all", group.all())] if rows else (),
         f"l{'r' * (len(shown) + 3)}",
         note=f"Not a cost and not in the table, of all samples: {idle}." if idle else "",

@@ -6,7 +6,8 @@ A column is a header and a function of a row's item: a case, a series of cases, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from ssdprof.core import words as fmt
@@ -87,6 +88,16 @@ def strings(title: str, headers: Sequence[str], rows: Iterable[Row], align: str,
     if not found:
         return None
     return Table(title=title, headers=tuple(headers), rows=found, align=aligned(align), **fields)
+
+
+def filled(found: Table | None) -> Table | None:
+    """The table without its empty columns."""
+    if found is None:
+        return None
+    full = [any(cell not in ("", fmt.MISSING) for cell in cells) for cells in zip(*found.rows, strict=True)]
+    headers, *rows = (tuple(compress(cells, full)) for cells in (found.headers, *found.rows))
+    wraps = None if found.wraps is None else sum(full[: found.wraps])
+    return replace(found, headers=headers, align=tuple(compress(found.align, full)), rows=tuple(rows), wraps=wraps)
 
 
 def tone(cell: str) -> str:

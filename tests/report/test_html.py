@@ -67,7 +67,7 @@ def test_a_page_is_whole_and_alone(pages: dict[str, str]) -> None:
         assert not page.unclosed, name
         assert len(page.ids) == len(set(page.ids)), name
         assert set(page.anchors) <= set(page.ids), name
-    assert "ssdprof bench, ssd on drawn inputs, NVIDIA H200 PASSED: all 2 cases" in Page(pages["bench"]).words
+    assert "ssdprof bench, ssd on random inputs, NVIDIA H200 PASSED: all 2 cases" in Page(pages["bench"]).words
     assert "weights random" in Page(html.render(report(model=checkpoint(random_weights=True)))).words
 
 

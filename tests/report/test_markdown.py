@@ -82,7 +82,7 @@ def test_names_cannot_break_the_page() -> None:
     for tag in ("<script>", "<b>", "<a ", "<em>"):
         assert tag not in rendered
     assert rendered.count("</details>") == text.count("<details>")
-    assert {row[-2] for row in tables(text)[0][1:]} == {"x | y </details> [a](http://b) *z*"}
+    assert {row[-1] for row in tables(text)[0][1:]} == {"x | y </details> [a](http://b) *z*"}
 
 
 def test_escape_and_numbers_with_their_units() -> None:

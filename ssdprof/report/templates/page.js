@@ -23,13 +23,13 @@ for (const button of document.querySelectorAll("table.sortable button")) {
   button.addEventListener("click", () => sortBy(button.closest("th")));
 }
 
-// A table that is wider than the page becomes a list of its rows, so that nothing is hidden beside the page.
+// A table that is wider than the page gets smaller, or becomes a list of its rows: nothing is hidden beside the page.
 function fit() {
   for (const box of document.querySelectorAll(".scroll")) {
     const table = box.querySelector("table");
     if (!table) continue;
-    table.classList.remove("stacked");
-    if (box.scrollWidth > box.clientWidth) table.classList.add("stacked");
+    table.classList.remove("tight", "stacked");
+    for (const look of ["tight", "stacked"]) if (box.scrollWidth > box.clientWidth) table.classList.add(look);
   }
 }
 for (const table of document.querySelectorAll("table")) {
