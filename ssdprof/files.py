@@ -144,7 +144,7 @@ def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def check_target(file: Path, *, replace: bool) -> None:
+def check_target(file: Path, *, replace: bool, hint: str = "Give --force to overwrite it, or another name.") -> None:
     """Raise in advance what `write_text` would raise for a file that cannot be written."""
     if file.is_dir():
         raise BadInputError(f"{file} is a folder.", "Name a file.")
@@ -153,7 +153,7 @@ def check_target(file: Path, *, replace: bool) -> None:
     if file.is_file() or not file.exists():
         check_writable(file.parent)
     if file.is_file() and not replace:
-        raise BadInputError(f"{file} exists.", "Give --force to overwrite it, or another name.")
+        raise BadInputError(f"{file} exists.", hint)
 
 
 def check_writable(folder: Path) -> None:

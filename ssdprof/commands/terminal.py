@@ -41,11 +41,12 @@ def check_working_directory() -> None:
 
 
 def prepare() -> None:
-    """Make stdout and stderr accept any text.
+    """Make stdout and stderr accept any text, and keep the profiler of torch 2.13 from writing there.
 
     Characters that a stream cannot encode, under LC_ALL=C say, become \\uXXXX, which JSON reads back.
     MissingCapabilityError if stdout is closed, so that a long job does not end without output.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
     closed = sys.stdout is None
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lasts

@@ -33,7 +33,7 @@ _METRICS = (
 )  # fmt: skip
 
 
-_NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget")  # of options with a value
+_NOT_AGAIN = ("--out", "--implementations", "--against", "--also", "--budget", "--trace")  # of options with a value
 
 
 class Condition(Record):

@@ -33,6 +33,7 @@ from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.oracle import sequences
 from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.measure import trace
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
 from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes
@@ -487,6 +488,10 @@ def replaying(
                 writer.case(case)
                 if case.samples:
                     clocks.poll()
+            if wanted.trace and not wanted.trace.exists():  # of the first layer
+                calls_of = {entry.call.label: entry.call.run for entry in entries if entry.bits}
+                trace.write(wanted.trace, calls_of, limits.device())
+                watcher.say(f"Wrote {wanted.trace}: {len(calls_of)} cases of {where}, one call of each.")
             writer.remembers(layer.index, partial(forgetting, inputs))
             del inputs
             if gpu:

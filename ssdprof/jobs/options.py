@@ -288,6 +288,7 @@ class RunOptions(ServedModelOptions):
     out: RunFolder = None
     save_captures: bool = flag("--save-captures", "Also store the inputs of the layers, which can take gigabytes.")
     answers: bool = flag("--answers", "Also compare the model's answers: see 'ssdprof answers'.")
+    trace: Path | None = option(None, "FILE", "Write a trace of the first layer's cases, for Perfetto.", parser=path)
     stalls: bool = flag("--stalls", "Also profile one layer with ncu: see 'ssdprof stalls'.")
     prefill: bool = flag("--prefill", "Also time the whole model's prefill: see 'ssdprof prefill'.")
     smallest_difference: float = _smallest_difference()

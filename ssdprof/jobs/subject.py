@@ -303,7 +303,9 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
         )
     if asked.prefill and (folder := captures_of(asked)) is not None:
         raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
-    alone = {"--save-captures": asked.save_captures, "--processes": asked.processes > 1}
+    if asked.trace is not None:
+        check_target(asked.trace, replace=False, hint="Name another file.")
+    alone = {"--save-captures": asked.save_captures, "--processes": asked.processes > 1, "--trace": asked.trace}
     refuse_ranks(*given, *(name for name, wanted in alone.items() if wanted))
     ranks = join()
     if ranks is None or ranks.first:

@@ -11,13 +11,16 @@ import math
 import tempfile
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from triton.runtime.interpreter import GridExecutor
+
+from ssdprof import files
 
 PREFIX = "ssdprof:"
 _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -41,15 +44,54 @@ def marked(part: str) -> AbstractContextManager[Any]:
 
 def traced(run: Callable[[], object], device: torch.device) -> Trace:
     """The events of torch's profiler for `run`."""
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
     # acc_events: without it torch warns that only the last cycle is kept; there is one
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         run()
-        torch.cuda.synchronize(device)
+        _wait(device)
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
         events: Trace = json.loads(file.read_bytes())["traceEvents"]
     return events
+
+
+def write(file: Path, calls: Mapping[str, Callable[[], object]], device: torch.device) -> None:
+    """Write a trace that Perfetto and Chrome show: one of each call, in a mark of its name, in their order.
+
+    Raises what `files.write_text` raises.
+    """
+
+    def one_by_one() -> None:
+        for name, call in calls.items():
+            with marked(name):
+                call()
+                _wait(device)
+
+    with _interpreted():
+        events = traced(one_by_one, device)
+    files.write_text(file, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+
+
+@contextmanager
+def _interpreted() -> Iterator[None]:
+    """Mark every kernel that Triton's interpreter runs in the block."""
+    run = GridExecutor.__call__
+
+    def named(self: Any, *args: Any, **options: Any) -> None:
+        with marked(self.fn.__name__):
+            run(self, *args, **options)
+
+    GridExecutor.__call__ = named
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = run
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def busy_us(trace: Trace) -> float:

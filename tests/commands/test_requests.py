@@ -117,6 +117,7 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path: Path) ->
         ({"prefill": True, "tensor_parallel": 2}, "--prefill runs one whole sequence"),
         ({"answers": True, "batch": 2}, "--answers runs one whole sequence"),
         ({"prefill": True, "chunk": "8k"}, "--prefill runs one whole sequence"),
+        ({"trace": Path(__file__)}, "test_requests.py exists"),
         ({"gate": ["speed:2"]}, "--gate does not know 'speed'"),
         ({"gate": ["match@1:99%"]}, "--gate knows no match at 1"),
     ],

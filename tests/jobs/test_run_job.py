@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from ssdprof.jobs.options import RunOptions
 from ssdprof.jobs.subject import find_to_replay
 from ssdprof.kernels import GDNInputs, SSDInputs, registry
 from ssdprof.kernels.device import INTERPRETED
+from ssdprof.measure.trace import PREFIX
 from ssdprof.operators.tensors import tensors
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
@@ -78,6 +80,19 @@ def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> 
     assert {(case.inputs, case.samples, case.workspace_bytes, case.reason) for case in report.cases} == {
         (TOKENS, (), None, "")
     }
+
+
+@needs_interpreter
+def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_kernels() -> None:
+    replayed(intermediates="exact", states=("fp32",), trace=Path("trace.json"))
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    marks = sorted((one["ts"], one["ts"] + one["dur"], one["name"]) for one in events if one["name"].startswith(PREFIX))
+    calls = [one for one in marks if one[2].endswith(" states")]
+    assert [name for _, _, name in calls] == [f"{PREFIX}{one} exact, fp32 states" for one in ("unfused", "fused")]
+    assert calls[0][1] <= calls[1][0]
+    unfused, fused = ([one[2] for one in marks if begin < one[0] and one[1] < end] for begin, end, _ in calls)
+    assert len(unfused) == 5
+    assert fused == [f"{PREFIX}_fused_kernel"]
 
 
 @needs_interpreter
