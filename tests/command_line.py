@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from typer.testing import CliRunner
 
+from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.cli import app
+
+DEMOS = [pytest.param(name, marks=[pytest.mark.slow] * (name != "demo")) for name in DEMO_FOLDERS]
 
 
 class Answer:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from command_line import call
+from command_line import DEMOS, call
 
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
@@ -66,7 +66,7 @@ def kl(case: Case) -> float:
     return case.answers.bands[0].kl_mean
 
 
-@pytest.mark.parametrize("model", ["demo", pytest.param("demo-gdn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", DEMOS)
 def test_relaxed_bf16_is_farther_than_exact(model: str) -> None:
     words = ("--implementations", "unfused", "--layers", "0", "--max-kl", "1e-10")
     code, shown, err = call("answers", model, *SEQ, *words)

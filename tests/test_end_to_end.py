@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import Answer
+from command_line import DEMOS, Answer
 from report.pages import Page
 from safetensors.torch import load_file, save_file
 
@@ -52,9 +52,7 @@ def in_demo_run(in_empty_folder: None, demo_run: Path, monkeypatch: pytest.Monke
     return demo_run
 
 
-demo_alone = pytest.mark.parametrize(
-    "demo_run", ["demo", pytest.param("demo-gdn", marks=pytest.mark.slow)], indirect=True
-)
+demo_alone = pytest.mark.parametrize("demo_run", DEMOS, indirect=True)
 
 
 def latest() -> Report:

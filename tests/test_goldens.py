@@ -36,7 +36,6 @@ from ssdprof.store import reports
 
 ROOT = Path(__file__).parents[1]
 GOLDENS = Path(__file__).with_name("goldens")
-COMPUTING = ("demo", "demo-gdn", "machine")  # the groups that run models and take longer
 LINES_SHOWN = 60  # of a diff
 GROUPS = sorted(folder.name for folder in GOLDENS.iterdir() if folder.is_dir() and folder.name != "reports")
 STALLS = ROOT / "tests" / "stalls" / "data" / "demo"
@@ -282,7 +281,7 @@ def compare(texts: dict[str, str]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the goldens are of a machine without a GPU")
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=[pytest.mark.slow] * (group in COMPUTING)) for group in GROUPS]
+    "group", [pytest.param(group, marks=[pytest.mark.slow] * group.startswith(("demo", "machine"))) for group in GROUPS]
 )
 def test_outputs(group: str, tmp_path: Path) -> None:
     compare(outputs(group, tmp_path))

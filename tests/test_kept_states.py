@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import Answer
+from command_line import DEMOS, Answer
 from fakes import RAN, noting, pretend_gpu
 from measure.test_probes import probed
 
@@ -142,7 +142,7 @@ def test_wrong_words(words: str, complaint: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["demo", "demo-gdn"])
+@pytest.mark.parametrize("model", DEMOS)
 def test_the_last_tokens_of_prompts_are_replayed_as_drafted_ones(model: str) -> None:
     words = ("--verify", "4", "--layers", "first:1")
     answer = Answer("run", model, "--seq", "24", "--batch", "2", *words, "--save-captures", "--out", "a", "--full")

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from command_line import Answer
+from command_line import DEMOS, Answer
 
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
@@ -54,7 +54,7 @@ def test_what_a_cast_loses_is_noted_for_each_chunk(monkeypatch: pytest.MonkeyPat
     ]
 
 
-@pytest.mark.parametrize("model", ["demo", pytest.param("demo-gdn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", DEMOS)
 def test_decode_steps_are_replayed_stored_and_told(model: str) -> None:
     answer = Answer(
         "run", model, "--seq", "24", "--decode", "2", "--batch", "2", "--save-captures", "--out", "a", *WHOLE
@@ -141,7 +141,8 @@ def test_chunks_are_calls_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "fitting"), [("demo", "2 heads x 64", "2 or 4"), ("demo-gdn", "1/2 heads", "2")]
+    ("model", "words", "fitting"),
+    [("demo", "2 heads x 64", "2 or 4"), ("demo-gdn", "1/2 heads", "2"), ("demo-kda", "1/1 heads", "2")],
 )
 def test_a_rank_is_told_and_takes_stored_captures(model: str, words: str, fitting: str) -> None:
     answer = Answer("run", model, "--seq", "24", "--tensor-parallel", "2", "--save-captures", "--out", "a", *FAST)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ssdprof.checkpoint.meta import Mixer
 
 _ADAPTER = "adapter_config.json"
-_NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo or demo-gdn."
+_NO_TOKENIZER = "Name a hub repo (org/name), a folder, demo, demo-gdn or demo-kda."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 from ssdprof import operators
 from ssdprof.errors import BadInputError
 
-DEMO_FOLDERS = {name: Path(__file__).parent / name for name in ("demo", "demo-gdn")}
+DEMO_FOLDERS = {folder.name: folder for folder in sorted(Path(__file__).parent.glob("demo*"))}
 _ALIKE = 0.83  # difflib's ratio from which a name counts as a typo of another
 _AT_MOST = 4  # suggestions
 

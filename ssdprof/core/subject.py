@@ -227,7 +227,7 @@ class Placement(Record):
 class CheckpointRef(Record):
     requested: Text  # what the user typed
     source: Literal["hub", "local", "demo"]
-    repo_id: Text  # hub id, folder name, "demo" or "demo-gdn"
+    repo_id: Text  # hub id, folder name, or the name of a demo
     revision: Text | None  # commit hash on the hub
     model_type: Text
     layers: tuple[LayerRef, ...]  # those with an operator that ssdprof knows

@@ -20,7 +20,6 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
-REPOSITORY = Path(__file__).parents[2]
 SLICE = 16384  # bytes of held-out text; the whole text takes too long here
 
 
@@ -42,7 +41,7 @@ def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 def documents(demo: str) -> tuple[tuple[Path, str], ...]:
     """The files that state a model's accuracy, and the beginnings of their tables' rows."""
-    return (REPOSITORY / "docs" / "demo-model.md", f"{demo}, "), (DEMO_FOLDERS[demo] / "README.md", "")
+    return (Path(__file__).parents[2] / "docs" / "demo-model.md", f"{demo}, "), (DEMO_FOLDERS[demo] / "README.md", "")
 
 
 def stated(document: Path, row: str) -> list[float]:
