@@ -47,6 +47,12 @@ def registries_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def small_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 KiB around a kernel's tensors instead of 1 MiB, which takes longer to look at than the tensors."""
+    monkeypatch.setattr("ssdprof.measure.isolate.GUARD", 1 << 12)
+
+
+@pytest.fixture
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test runs in an empty folder, and prints without colours."""
     monkeypatch.chdir(tmp_path)

@@ -55,6 +55,7 @@ REFUSED = [
     ("run demo --seq", "128k", 3, "131,072 tokens need an NVIDIA GPU"),
     ("run demo --seq", "128k", 3, "hint: Use a shorter --seq"),
     ("prefill demo --seq", "1k", 3, "Prefill times need an NVIDIA GPU"),
+    ("export --format", "github", 2, "is for a step of GitHub Actions"),  # with one of its two files
 ]  # fmt: skip
 
 
@@ -63,6 +64,8 @@ def test_what_is_refused(
     monkeypatch: pytest.MonkeyPatch, command: str, value: str | None, code: int, words: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("GITHUB_OUTPUT", "output.txt")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     error = refused(code, *command.split(), *([] if value is None else [value]))
     assert words in error
     assert words != WITHOUT_A_RUN or "ssdprof run" in error

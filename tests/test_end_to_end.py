@@ -3,11 +3,9 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 from command_line import DEMOS, Answer
 from report.pages import Page
 from safetensors.torch import load_file, save_file
+from torchrun import Start, starting, wait_for
 
 from ssdprof import kernels
 from ssdprof.checkpoint.names import DEMO_FOLDERS
@@ -272,39 +271,11 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch: pyt
 
 # --- in a process of its own
 
-Running = Callable[..., subprocess.Popen[str]]
-
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ssdprof", *words],
-            # a shell's background job ignores Ctrl-C, and so would its children
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    for _ in range(1200):
-        if condition():
-            return
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-    pytest.fail("nothing happened for a minute")
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start:
+        yield partial(start, ranks=False)
 
 
 def a_layer_is_done(folder: str) -> bool:
@@ -314,10 +285,10 @@ def a_layer_is_done(folder: str) -> bool:
 
 
 @pytest.mark.slow
-def test_interrupted_before_the_first_case(running: Running) -> None:
+def test_interrupted_before_the_first_case(start: Start) -> None:
     """No run is kept that could become the latest one."""
-    process = running("run", "demo", "--seq", "300")
-    wait_for(lambda: any(Path("runs").glob(f"*/{reports.HEADER}")), process)
+    process = start("run", "demo", "--seq", "300")
+    wait_for(lambda: any(Path("runs").glob(f"*/{reports.HEADER}")) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
@@ -327,14 +298,14 @@ def test_interrupted_before_the_first_case(running: Running) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted(running: Running) -> None:
+def test_interrupted(start: Start) -> None:
     """The report is valid and marked as partial, and no command treats it as passed.
 
     On a busy machine a run can end before the signal arrives.  Then another run is started.
     """
     for _ in range(3):
-        process = running("run", "demo", "--seq", "150", *ONE_PRECISION, "--out", "run")
-        wait_for(lambda: a_layer_is_done("run"), process)
+        process = start("run", "demo", "--seq", "150", *ONE_PRECISION, "--out", "run")
+        wait_for(lambda process=process: a_layer_is_done("run") or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         report = reports.load("run")[1]
@@ -354,8 +325,8 @@ def test_interrupted(running: Running) -> None:
 
 
 @pytest.mark.slow
-def test_progress_and_data_do_not_mix(running: Running) -> None:
-    process = running("run", "demo", *FAST, "--json")
+def test_progress_and_data_do_not_mix(start: Start) -> None:
+    process = start("run", "demo", *FAST, "--json")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0
     read(out)

@@ -1,12 +1,10 @@
 """The whole pipeline on a GPU."""
 
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from torchrun import starting, wait_for
 from typer.testing import CliRunner
 
 from ssdprof.cli import app
@@ -53,23 +51,14 @@ def test_segments_and_one_piece_see_the_same_inputs() -> None:
     assert ours[0] == pytest.approx(ours[1], rel=0.05)
 
 
-def test_interrupted_while_timing() -> None:
+def test_interrupted_while_timing(tmp_path: Path) -> None:
     """The first layer is done; the second is being timed."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ssdprof", "run", "demo", "--seq", "64k", "--out", "run"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        for _ in range(2400):
-            if Path("run/run.json").exists() and reports.load("run")[1].cases:
-                break
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.05)
+    header = tmp_path / "run" / reports.HEADER
+    with starting(tmp_path) as start:
+        process = start("run", "demo", "--seq", "64k", "--out", "run", ranks=False)
+        wait_for(lambda: (header.exists() and reports.load("run")[1].cases) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
-        error = process.communicate(timeout=120)[1]
-    finally:
-        process.kill()
+        _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "marked as partial" in error
     report = reports.load("run")[1]

@@ -23,7 +23,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", [*fuzz.KINDS, *fuzz.SEVERAL])
-@settings(derandomize=True, deadline=None, database=None, max_examples=6)
+@settings(derandomize=True, deadline=None, database=None, max_examples=4)
 @given(draw=strategies.randoms(use_true_random=False))
 def test_damaged_inputs_end_well(kind: str, draw: random.Random) -> None:
     assert fuzz.tried(kind, draw) == ""

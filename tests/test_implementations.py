@@ -39,7 +39,7 @@ def call(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(autouse=True)
-def here(users_folder: Path, registries_of_its_own: None) -> Path:  # noqa: ARG001
+def here(users_folder: Path, registries_of_its_own: None, small_guards: None) -> Path:  # noqa: ARG001
     """A folder with bad kernels that Python imports from, and a fast baseline: the interpreter is slow."""
     for key, old in list(registry._implementations.items()):
         if key[1] in ("unfused", "fused"):

@@ -21,7 +21,7 @@ from ssdprof.store.reports import load
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="only the interpreter's kernels run on a CPU"),
-    pytest.mark.usefixtures("in_empty_folder"),
+    pytest.mark.usefixtures("in_empty_folder", "small_guards"),
 ]
 NAMES = {"single steps", "accepted tokens"}
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}  # square states: exchanged axes have their shape

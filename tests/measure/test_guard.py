@@ -75,8 +75,11 @@ def test_a_changed_input_is_named() -> None:
 @pytest.mark.parametrize("bits", [0, 0x7FC0, -2])
 @pytest.mark.parametrize(
     ("elements", "where"),
-    [(-1, "before"), (-GUARD // 4, "before"), (11 * 6 + 2, "behind"), (2, "between the elements of")],
-)
+    [
+        (-1, "before"), (-GUARD // 4, "before"), (11 * 6 + 2, "behind"), (GUARD // 4, "behind"),
+        (2, "between the elements of"),
+    ],
+)  # fmt: skip
 def test_a_write_beside_an_input_is_seen(elements: int, where: str, bits: int) -> None:
     guarded = GuardedInputs(ssd())
     beside(guarded.inputs.dt, elements).view(torch.int32).fill_(bits)

@@ -23,6 +23,7 @@ from ssdprof.operators import generate
 from ssdprof.operators.generate import Tokens
 from ssdprof.operators.implementations import own_implementation
 
+pytestmark = pytest.mark.usefixtures("small_guards")
 Kernel = Callable[[Any], Any]
 TOKENS = [
     Tokens(sequences=1, seqlen=3000), Tokens(sequences=3, seqlen=700), Tokens(sequences=4, seqlen=900, shortest=20),

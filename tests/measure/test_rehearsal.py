@@ -23,7 +23,7 @@ from ssdprof.operators.implementations import resolve
 
 
 @pytest.fixture(autouse=True)
-def kernels(users_folder: Path) -> None:
+def kernels(users_folder: Path, small_guards: None) -> None:  # noqa: ARG001
     copy(Path(__file__).with_name("bad_kernels.py"), users_folder)
 
 
