@@ -239,7 +239,7 @@ SUBJECTS = {
     "gdn parts": gdn_on_hopper(gdn_hopper_by(GDN_PARTS), sizes=dict(gate=1e-3)),
     "kda reference": Subject("kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}),
     "kda unfused": Subject("kda", chosen("kda", "unfused")),
-    "kda fused": of_kda(chosen("kda", "fused"), sizes=dict(l2norm=True)),  # the Hopper kernel
+    "kda fused": of_kda(chosen("kda", "fused"), sizes=dict(l2norm=True, key_dim=128)),  # on Hopper
     "kda tiny": of_kda(kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))),
     "kda wide": of_kda(kda_portable(KDAPortableConfig())),
     "kda recurrent": of_kda(chosen("kda", "recurrent")),

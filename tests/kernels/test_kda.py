@@ -74,7 +74,7 @@ def test_no_factor_of_the_scores_is_above_1(gates: str) -> None:
 @subjects("kda unfused", "kda wide", slow=("kda recurrent", "kda tiny"), gpu=("kda unfused", "kda fused", "kda wide"))
 def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
     """In packs with empty sequences, with initial states and beta up to 2."""
-    inputs = kernel.case(gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0)).inputs()
+    inputs = kernel.case(gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0) | kernel.sizes).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
 
 

@@ -195,23 +195,23 @@ def _kda_prep_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr
         tl.store(keys_ptr + tile, (k * since_start).to(S.OPERAND))
         tl.store(queries_ptr + tile, (q * since_start * scale).to(S.OPERAND))
         tl.store(ends_ptr + place * S.PADDED + o_n, decay_exp2(G_end))
-        at_end = at_end + (k * decay_exp2(G_end[None, :] - G),)
+        at_end = at_end + ((k * decay_exp2(G_end[None, :] - G)).to(S.SCORES),)
         # stage decayed_scores
         scores = add_scores(scores, q.to(S.SCORES), k.to(S.SCORES), G, S.PRECISION)
 
     # stage solve_tril
     beta = tl.load(beta_ptr + o_t.to(tl.int64) * beta_strides[1], mask=m_t, other=0.0).to(tl.float32)
-    A = unit_lower_inverse(keys_with_keys(scores) * beta[:, None], S.MERGE, S.MERGE_PRECISION)
+    A = unit_lower_inverse(keys_with_keys(scores) * beta[:, None], S.MERGE, S.MERGE_PRECISION).to(S.SCORES)
 
     # stage out_factor
-    W = tl.dot(queries_with_keys(scores), A, input_precision=S.PRECISION) * (beta * scale)[None, :]
+    W = tl.dot(queries_with_keys(scores).to(S.SCORES), A, input_precision=DOT_PRECISION) * (beta * scale)[None, :]
     tile = place * (S.CHUNK * S.CHUNK) + o_t[:, None] * S.CHUNK + o_t[None, :]
     tl.store(out_factor_ptr + tile, tl.where(o_t[:, None] >= o_t[None, :], W, 0.0).to(S.OPERAND))
 
     # stage state_factor
     for n in tl.static_range(BLOCKS):
         tile = place * (S.CHUNK * S.PADDED) + o_t[:, None] * S.PADDED + (n * S.BLOCK_K + o_k)[None, :]
-        X = tl.dot(tl.trans(A), at_end[n], input_precision=S.PRECISION) * beta[:, None]
+        X = tl.dot(tl.trans(A), at_end[n], input_precision=DOT_PRECISION) * beta[:, None]
         tl.store(state_factor_ptr + tile, X.to(S.OPERAND))
 
 
