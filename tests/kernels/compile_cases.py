@@ -387,5 +387,5 @@ KDA_SMALL: Launches = {
 # whose machine code for sm_90 is recorded
 TABLES = (
     "SHIPPED", "SSD_UNFUSED", "SSD_PORTABLE", "SSD_HOPPER", "SSD_SMALL", "GDN_UNFUSED", "GDN_PORTABLE", "GDN_HOPPER",
-    "GDN_ONE_LAUNCH", "GDN_SMALL",
+    "GDN_ONE_LAUNCH", "GDN_SMALL", "KDA_UNFUSED", "KDA_PORTABLE", "KDA_HOPPER", "KDA_SMALL",
 )  # fmt: skip

@@ -28,9 +28,9 @@ HASHES = Path(__file__).parents[2] / "ssdprof" / "kernels" / "machine_code.json"
 
 def operators_hashes(recorded: dict[str, str]) -> dict[str, str]:
     """Operator -> hash of the machine code of all its kernels: of the set of the kernels' hashes."""
-    codes: dict[str, set[str]] = {"ssd": set(), "gdn": set()}
+    codes: dict[str, set[str]] = {"ssd": set(), "gdn": set(), "kda": set()}
     for name, text in recorded.items():
-        codes["gdn" if name.startswith("GDN_") else "ssd"].add(text.rpartition(" ")[2])
+        codes.get(name[:3].lower(), codes["ssd"]).add(text.rpartition(" ")[2])
     return {name: hashlib.sha256(" ".join(sorted(found)).encode()).hexdigest() for name, found in codes.items()}
 
 
