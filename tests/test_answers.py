@@ -27,8 +27,8 @@ Register = Callable[[str, str, Callable[[Any, Any], Any]], None]
 
 
 @pytest.fixture
-def register(registries_of_its_own: None) -> Register:  # noqa: ARG001
-    """Adds an implementation until the test ends, and replaces the baseline, which is slow here, by a plain one."""
+def register(exact_kernels: None) -> Register:  # noqa: ARG001
+    """Adds an implementation until the test ends."""
 
     def add(operator: str, name: str, run: Callable[[Any, Any], Any]) -> None:
         plan = registry.Plan(variant="torch", launches=0)
@@ -36,8 +36,6 @@ def register(registries_of_its_own: None) -> Register:  # noqa: ARG001
             operator=operator, name=name, run=run, plan=lambda *_: plan
         )
 
-    for operator in ("ssd", "gdn"):
-        add(operator, "unfused", lambda inputs, _precision: oracle_output(inputs))
     return add
 
 
@@ -153,8 +151,8 @@ def test_an_interruption_keeps_what_there_is(register: Register) -> None:
     assert (latest().complete, len(latest().cases), latest().cases[:3]) == (True, 4, report.cases)
 
 
-def test_run_compares_answers_too(register: Register) -> None:
-    register("ssd", "fused", lambda inputs, _precision: oracle_output(inputs))
+@pytest.mark.usefixtures("exact_kernels")
+def test_run_compares_answers_too() -> None:
     code, shown, _ = call("run", "demo", "--seq", "40", "--layers", "1", *ONE_PRECISION, "--answers")
     assert code == 0, shown
     report = latest("run")

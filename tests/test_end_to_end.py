@@ -3,7 +3,7 @@
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -129,13 +129,6 @@ def test_stored_captures_are_replayed(in_demo_run: Path) -> None:
     shutil.rmtree("again")
 
 
-def damage(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    (file,) = folder.glob("*.safetensors")
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
-
-
 @demo_alone
 def test_captures_that_were_broken_off(demo_run: Path) -> None:
     (captures,) = demo_run.glob("runs/*/captures")
@@ -179,7 +172,10 @@ def test_several_lengths_and_layers_of_a_random_prompt() -> None:
 
 def test_weights_that_are_nan_are_found_and_fail() -> None:
     shutil.copytree(DEMO, "model")
-    damage(Path("model"), lambda tensors: tensors["model.layers.1.mamba.in_proj.weight"].fill_(torch.nan))
+    (file,) = Path("model").glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.layers.1.mamba.in_proj.weight"].fill_(torch.nan)
+    save_file(weights, file)
     answer = Answer("run", "model", *FAST, "--json")
     assert answer.code == 1
     report = read(answer.out)

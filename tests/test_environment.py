@@ -35,6 +35,8 @@ def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.Mo
     found = machine.collect()
     assert found.packages["torch"] == torch.__version__
     assert ("ptxas" in found.packages) == torch.cuda.is_available()
+    if named := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M):
+        assert found.cpu == named[1].strip()
     text = json.dumps(found.model_dump())
     assert "secret" not in text
     assert str(Path.home()) not in text

@@ -84,17 +84,11 @@ def test_a_prompt_that_is_too_short_costs_no_download_of_weights(hub: MiniHub, s
     assert all(request.range for request in weights if request.method == "GET")  # only the header
 
 
-@pytest.mark.parametrize(
-    ("repo", "words", "offline"),
-    [
-        ("org/missing", "There is no repo org/missing", "0"),
-        ("org/gated", "is gated", "0"),
-        ("org/demo", "unset HF_HUB_OFFLINE", "1"),
-    ],
-)
-def test_a_repo_that_cannot_be_had(ssdprof: Call, repo: str, words: str, offline: str) -> None:
-    done = ssdprof("run", repo, *SHORT, HF_HUB_OFFLINE=offline)
-    assert (done.returncode, done.stdout, words in done.stderr) == (4, "", True), done.stderr
+def test_a_repo_that_cannot_be_had(ssdprof: Call) -> None:
+    """`checkpoint/test_hub.py` has the other reasons."""
+    done = ssdprof("run", "org/missing", *SHORT)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr.startswith("error: There is no repo org/missing")
     assert [line.partition(":")[0] for line in done.stderr.strip().splitlines()] == ["error", "hint"]
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from command_line import Answer
 from documented_kernels import DOCUMENT, write_example
+from operators.test_named import install
 
 from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.core.base import PrecisionRecord
@@ -39,11 +39,8 @@ def call(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(autouse=True)
-def here(users_folder: Path, registries_of_its_own: None, small_guards: None) -> Path:  # noqa: ARG001
-    """A folder with bad kernels that Python imports from, and a fast baseline: the interpreter is slow."""
-    for key, old in list(registry._implementations.items()):
-        if key[1] in ("unfused", "fused"):
-            registry._implementations[key] = replace(old, run=lambda inputs, _precision: oracle_output(inputs))
+def here(users_folder: Path, exact_kernels: None, small_guards: None) -> Path:  # noqa: ARG001
+    """A folder with bad kernels that Python imports from."""
     (users_folder / "bad_kernels.py").write_text(BAD.read_text())
     return users_folder
 
@@ -163,39 +160,30 @@ def test_a_kernel_with_a_precision_is_judged_at_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "code", "message"),
     [
-        (("--impl", "unfused,nowhere:kernel"), "The module of nowhere:kernel cannot be imported: No module named"),
-        (("--impl", "unfused,"), "--impl has an empty name: 'unfused,'."),
-        (("--baseline", "fussed"), "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
+        ("--impl unfused,nowhere:kernel", 2, "The module of nowhere:kernel cannot be imported: No module named"),
+        ("--impl unfused,", 2, "--impl has an empty name: 'unfused,'."),
+        ("--baseline fussed", 2, "There is no implementation 'fussed' of ssd. hint: Did you mean fused?"),
+        # otherwise it is left out: `test_libraries_that_cannot_take_part_are_a_sentence_each`
+        ("--impl unfused,mamba_ssm", 3, "mamba_ssm cannot be imported"),
+        ("--impl fused,mamba_ssm --baseline mamba_ssm", 3, "mamba_ssm cannot be imported"),
     ],
 )
-def test_a_name_that_stands_for_nothing_is_bad_input(here: Path, words: tuple[str, ...], message: str) -> None:
-    """`operators/test_named.py` has every message."""
-    code, shown, told = call("run", "demo", *SHORT, *words)
-    assert (code, shown) == (2, "")
-    assert message in told
-    assert not list(here.glob("runs/*/run.json"))
-
-
-@pytest.mark.parametrize("words", [("unfused,mamba_ssm",), ("fused,mamba_ssm", "--baseline", "mamba_ssm")])
-def test_a_library_that_is_not_there_ends_a_run_that_compares_nothing_else(
-    here: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+def test_a_name_that_stands_for_nothing_ends_a_run_that_compares_nothing_else(
+    here: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: int, message: str
 ) -> None:
-    """Otherwise it is left out: `test_libraries_that_cannot_take_part_are_a_sentence_each`."""
+    """`operators/test_named.py` has every message."""
     monkeypatch.setitem(sys.modules, "mamba_ssm", None)
-    code, shown, told = call("run", "demo", *SHORT, "--impl", *words)
-    assert (code, shown) == (3, "")
-    assert "mamba_ssm cannot be imported" in told
+    ended, shown, told = call("run", "demo", *SHORT, *words.split())
+    assert (ended, shown) == (code, "")
+    assert message in told
     assert not list(here.glob("runs/*/run.json"))
 
 
 @pytest.mark.usefixtures("judged_once")
 def test_an_installed_package_registers_a_kernel(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = here / "site" / "tiny-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[ssdprof.implementations]\nquick = tiny:good\n")
+    install(here / "site", "tiny", quick="tiny:good")
     (here / "site" / "tiny.py").write_text(BAD.read_text())
     monkeypatch.syspath_prepend(here / "site")
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "quick", "--full")

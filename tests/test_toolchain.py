@@ -17,7 +17,7 @@ from fake_nvml import FakeNvml
 from triton import knobs
 
 from ssdprof.environment import doctor, machine, toolchain
-from ssdprof.environment.toolchain import Check, needs, others_on_gpu, require_toolchain, unusable_gpu
+from ssdprof.environment.toolchain import Check, needs, others_on_gpu, require_gpu, require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import ServedModelOptions
@@ -203,6 +203,15 @@ def test_a_run_asks_before_anything_is_downloaded(furnished: Path, monkeypatch: 
 
 
 # --- the driver
+
+
+@pytest.mark.usefixtures("furnished")
+@pytest.mark.parametrize(("seen", "why"), [(True, "Triton's interpreter is on"), (False, "torch sees none")])
+def test_kernels_need_a_gpu_and_no_interpreter(monkeypatch: pytest.MonkeyPatch, why: str, *, seen: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
+    monkeypatch.setattr(toolchain, "INTERPRETED", seen)
+    with pytest.raises(MissingCapabilityError, match=f"It needs an NVIDIA GPU, and {why}"):
+        require_gpu("It needs", "")
 
 
 def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

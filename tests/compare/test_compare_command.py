@@ -102,6 +102,16 @@ def test_json_and_markdown() -> None:
     assert compare("base", "slow", "--json", "--format", "markdown").code == 2
 
 
+def test_stages_that_were_profiled_in_both_stand_side_by_side() -> None:
+    text = (Path(__file__).parents[1] / "stalls" / "data" / "demo" / "stalls.json").read_text()
+    for name, us in (("base", "6.016"), ("slow", "12.032")):
+        (folder := Path("runs", name, "stalls")).mkdir()
+        (folder / "stalls.json").write_text(text.replace('"duration_us":6.016', f'"duration_us":{us}'))
+    rows = [" ".join(line.split()) for line in compare("base", "slow").out.splitlines()]
+    assert "unfused chunk_cumsum 17.1% 29.2% 6.02 µs 12.0 µs" in rows
+    assert "ticket" not in compare("base", "same").out
+
+
 def test_a_path_is_named_as_it_is() -> None:
     """Square brackets and colons are not markup."""
     assert compare("base", "slow", "-o", "a [bold]b:x:.md").err == "Wrote a [bold]b:x:.md."

@@ -16,24 +16,11 @@ from ssdprof.core.report import Report
 from ssdprof.jobs import answers as job
 from ssdprof.jobs.options import AnswersOptions
 from ssdprof.jobs.subject import find
-from ssdprof.kernels import registry
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.accuracy import oracle_output
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import load
 
-pytestmark = pytest.mark.usefixtures("in_empty_folder")
-
-
-@pytest.fixture
-def plain_baseline(registries_of_its_own: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    """It is slow in the interpreter."""
-    plan = registry.Plan(variant="torch", launches=0)
-    for name in ("unfused", "fused"):
-        plain = registry.Implementation(
-            operator="ssd", name=name, run=lambda given, _precision: oracle_output(given), plan=lambda *_: plan
-        )
-        monkeypatch.setitem(registry._implementations, ("ssd", name), plain)
+pytestmark = pytest.mark.usefixtures("in_empty_folder", "exact_kernels")
 
 
 def answered(seqlen: int = 24, **wanted: Any) -> Report:
@@ -53,7 +40,6 @@ def reference(report: Report) -> tuple[str, str]:
     return found
 
 
-@pytest.mark.usefixtures("plain_baseline")
 def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
     report = answered(generate=2, conditions=of_options(max_kl=1e-30))
     assert (report.kind, report.complete, report.baseline) == ("answers", True, "unfused")
@@ -73,7 +59,6 @@ def test_noise_comes_first_and_gates_do_not_judge_it() -> None:
     assert broken(report) == ()
 
 
-@pytest.mark.usefixtures("plain_baseline")
 def test_the_baseline_is_the_reference_if_it_is_named_or_the_oracle_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import triton
 from kernel_cases import SSDCase
 
 from ssdprof import kernels
+from ssdprof.kernels import device
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.precision import Precision
@@ -180,3 +182,8 @@ def test_a_reason_goes_with_the_choice() -> None:
     inputs = SSDCase(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
     assert SSDPortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
     assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
+
+
+def test_configurations_are_looked_up_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=f"GPU {index}"))
+    assert [device._gpu_name.__wrapped__(index) for index in (-1, 0, 1)] == ["cpu", "GPU 0", "GPU 1"]

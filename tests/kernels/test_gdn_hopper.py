@@ -14,6 +14,8 @@ from kernel_cases import BF16, FP16, GDNCase, assert_close, changed, head_errors
 from subjects import GDN_CUT, GDN_ON_HOPPER, GDN_PARTS, OLMO, ON_HOPPER, WHOLE_PAST, gdn_hopper_by
 
 from ssdprof.kernels import Precision, get
+from ssdprof.kernels.choice import FusedCall
+from ssdprof.kernels.gdn.fused import _sliced_work
 from ssdprof.kernels.gdn.hopper.config import MOST_PARTS, MOST_WAVES, WORTH_PARTS, GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.hopper.slices import unsupported
@@ -273,6 +275,14 @@ def test_nan_stays_in_its_slice(device: str) -> None:
     assert result.out[0, 70:, 0].isnan().any()
     assert torch.equal(result.out[..., :96], clean.out[..., :96])
     assert torch.equal(result.out[:, :, 1], clean.out[:, :, 1])
+
+
+def test_copies_for_slices_are_planned() -> None:
+    """The padded states; several slices of V copy the gates and beta, and initial states are padded too."""
+    sizes: list[dict[str, Any]] = [dict(value_dim=96), {}, dict(initial_states=True)]
+    calls = (FusedCall(inputs=SMALL.but(**OLMO | one).inputs(), precision=Precision()) for one in sizes)
+    one, two, stateful = (_sliced_work(call, GDN_CUT)[0] for call in calls)
+    assert (two - one, stateful - two) == (2, 1)
 
 
 @pytest.mark.parametrize(

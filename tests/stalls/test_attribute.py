@@ -353,4 +353,5 @@ def test_triton_asks_the_hook_for_a_key_and_shows_it_the_stages(monkeypatch: pyt
     stages = {"ptx": lambda module, metadata: f"{module}{metadata}", "cubin": None}
     assert hook("compiler", stages, "options", "language", 90) is None
     assert stages["ptx"](loc, " // no chain") == loc + " // no chain"  # type: ignore[misc]
-    assert hook("compiler", {"amdgcn": None}, "options", "language", None) is None
+    assert hook("compiler", others := {"amdgcn": None}, "options", "language", None) is None
+    assert others == {"amdgcn": None}
