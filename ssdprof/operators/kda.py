@@ -11,7 +11,7 @@ from ssdprof import kernels
 from ssdprof.operators import gdn, generate
 from ssdprof.operators.gdn import CHUNK
 from ssdprof.operators.generate import Cell
-from ssdprof.operators.late import LazyModule, rounding, torch
+from ssdprof.operators.late import LazyModule, packages, rounding, torch
 from ssdprof.operators.operator import CallBinding, OracleSpec, Stages, computed
 from ssdprof.operators.tensors import dtype_named
 
@@ -172,7 +172,12 @@ LIBRARIES = {
         ("fla", gdn.states_as_inputs, lambda: adapters.load_fla(gdn.fla_operator("kda"), "kda")),
         ("fla_recurrent", gdn.fp32_states, lambda: adapters.load_fla_recurrent(gdn.fla_operator("kda"), "kda")),
     )
-}
+} | {
+    "flash_kda": generate.installed(
+        "git+https://github.com/MoonshotAI/FlashKDA", lambda: packages.package_version("flash_kda"),
+        gdn.states_as_inputs, lambda: adapters.load_flash_kda(),
+    )
+}  # fmt: skip
 
 GENERATOR = replace(
     gdn.GENERATOR, draw=draw, edges=edges, ways=WAYS, alternatives=(), libraries=LIBRARIES,

@@ -23,7 +23,7 @@ import pytest
 import torch
 import triton
 from fakes import CELL
-from kernel_cases import BF16, FP16, FP32, GDNCase
+from kernel_cases import BF16, FP16, FP32, GDNCase, KDACase
 from torch.nn import functional as F
 from triton.runtime import Autotuner, _async_compile
 
@@ -34,6 +34,8 @@ from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels.adapters import Tunings, package_version, span
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
+from ssdprof.kernels.kda.inputs import KDAInputs
+from ssdprof.kernels.kda.reference import kda_recurrence
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.kernels.ssd.adapters import published_version
@@ -465,6 +467,63 @@ def test_fla_that_may_call_other_libraries_is_not_taken(load: Load, monkeypatch:
     put(monkeypatch, FLA, chunk_gated_delta_rule=as_fla([]))
     with pytest.raises(MissingCapabilityError, match="may call other libraries"):
         load("fla")
+
+
+# --- FlashKDA
+
+
+def of_kda(**fields: Any) -> KDAInputs:
+    """With gates and beta that are functions of bf16 numbers, so that nothing is rounded on the way back."""
+    sizes: dict[str, Any] = dict(batch=2, seqlen=6, key_dim=128, value_dim=128, dtype=BF16, initial_states=True)
+    given = KDACase(**sizes | fields).inputs()
+    beta, g = given.beta.float().logit().to(BF16).float().sigmoid(), -5 * (20 * given.g).to(BF16).float().sigmoid()
+    return replace(given, g=g, beta=beta)
+
+
+@pytest.fixture
+def flash_kda(monkeypatch: pytest.MonkeyPatch) -> Implementation:
+    def fwd(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, *, out: Any, A_log: Any, dt_bias: Any,
+        lower_bound: float, initial_state: Any, final_state: Any, cu_seqlens: Any,
+    ) -> None:  # fmt: skip
+        assert all(one.is_contiguous() for one in (q, k, v, g, beta, out, A_log, dt_bias, final_state))
+        assert {one.dtype for one in (q, k, v, g, beta, out)} == {BF16}
+        assert (A_log.shape, dt_bias.shape) == (q.shape[2:3], q.shape[2:])
+        g = lower_bound * (A_log.exp()[:, None] * (g + dt_bias)).sigmoid()
+        inputs = KDAInputs(
+            q=q, k=k, v=v, g=g, beta=beta.float().sigmoid(), scale=scale, initial_state=initial_state.mT,
+            cu_seqlens=cu_seqlens, use_qk_l2norm=True,
+        )  # fmt: skip
+        result = kda_recurrence(inputs)
+        out.copy_(result.out)
+        final_state.copy_(result.final_states.mT)
+
+    put(monkeypatch, "flash_kda", fwd=fwd)
+    return required(resolve(operators.get("kda"), "flash_kda"))
+
+
+@pytest.mark.parametrize("sequences", [{}, {"lengths": (3, 0, 4)}])
+def test_flash_kda_gets_what_is_before_the_activations(sequences: Any, flash_kda: Implementation) -> None:
+    inputs = of_kda(**sequences)
+    expected, (out, states) = kda_recurrence(inputs), flash_kda.run(inputs, OF_BF16)
+    torch.testing.assert_close(out.double(), expected.out.double(), rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(states.double(), expected.final_states.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "precision", "words"),
+    [
+        (of_kda(), EXACT, "states that enter chunks are bf16"), (of_kda(key_dim=64), OF_BF16, "K and V are 128"),
+        (of_kda(dtype=FP16), OF_BF16, "bf16 inputs"), (of_kda(values_per_key=2), OF_BF16, "as many key heads"),
+        (replace(of_kda(), g=of_kda().g - 5), OF_BF16, "g is at least -5"),
+        (replace(of_kda(), beta=2 * of_kda().beta), OF_BF16, "beta at most 1"),
+    ],
+)  # fmt: skip
+def test_what_flash_kda_does_not_do(
+    inputs: KDAInputs, precision: Precision, words: str, flash_kda: Implementation
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"^flash_kda: .*{words}"):
+        flash_kda.run(inputs, precision)
 
 
 # --- libraries that tune themselves

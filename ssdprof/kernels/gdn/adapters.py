@@ -5,6 +5,8 @@ fla         the Triton kernels of https://github.com/fla-org/flash-linear-attent
             installed libraries.  The code that imports it turns this off (`operators/gdn.py`)
 flash_qla   the TileLang kernels of https://github.com/QwenLM/FlashQLA.  Where it cuts a long sequence, it drops the
             contribution of a state after a decay below exp(-10).  The comparison with the oracle shows the effect
+flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA.  It takes gates and beta before their
+            activations, in bf16, and so rounds those of our inputs once more.  The comparison shows the effect
 flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer.  Its operators differ from ours: one takes
             decays instead of their logarithms, the other raw gates; beta is fp32; states have V before K.  The first
             call prepares the library's arguments and keeps them as long as the inputs live, so that the library's time
@@ -30,6 +32,7 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 HEAD_DIM = 128  # the only K and V of some libraries
 CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
+_FLASH_KDA_BOUND = -5.0  # of the gates
 MOST_STEPS = 64  # most tokens of a sequence for the token-by-token kernel
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}  # the module to pass to `load_fla...`
 _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
@@ -102,6 +105,42 @@ def load_flash_qla() -> Implementation:
     call = _function(import_module("flash_qla").chunk_gated_delta_rule)
     plan = Plan(variant="tilelang", launches=3, config={"chunk_size": 64}, reason="it cuts sequences by itself")
     return library_kernel("gdn", "flash_qla", partial(_refuse_unlike_128, "flash_qla"), call, plan)
+
+
+def load_flash_kda() -> Implementation:
+    """The library's kernels, for bounded gates.  It normalises q and k, and has states in bf16 between chunks."""
+    function = import_module("flash_kda").fwd
+
+    def prepare(inputs: GDNInputs) -> _Prepared:
+        if inputs.g.min() < _FLASH_KDA_BOUND or inputs.beta.max() > 1:
+            raise UnsupportedError(f"flash_kda: g is at least {_FLASH_KDA_BOUND:.0f}, and beta at most 1")
+        v, states, bounds = inputs.v.contiguous(), inputs.initial, inputs.cu_seqlens
+        states = None if states is None else states.float().mT.contiguous()
+        activated = inputs.g.double().clamp(max=0) / _FLASH_KDA_BOUND, inputs.beta.double()
+        before = (one.logit().bfloat16().contiguous() for one in activated)
+        zeros = torch.zeros(v.shape[2:], device=v.device)  # A_log of a head and dt_bias of a channel
+        run = partial(
+            function, inputs.q.contiguous(), inputs.k.contiguous(), v, *before, inputs.scale_or_default,
+            A_log=zeros[:, 0].contiguous(), dt_bias=zeros, lower_bound=_FLASH_KDA_BOUND, initial_state=states,
+            cu_seqlens=None if bounds is None else bounds.long(),
+        )  # fmt: skip
+
+        def call() -> GDNOutput:
+            out, final_states = torch.empty_like(v), torch.empty(inputs.states_shape, device=v.device).mT.contiguous()
+            run(out=out, final_state=final_states)
+            return GDNOutput(out, final_states.mT)
+
+        return call, (v, states)
+
+    def refuse(inputs: GDNInputs, precision: Precision) -> None:
+        if precision.state_dtype != torch.bfloat16:
+            raise UnsupportedError("flash_kda: states that enter chunks are bf16")
+        _refuse_unlike_128("flash_kda", inputs, replace(precision, state_dtype=torch.float32))
+        if inputs.q.dtype != torch.bfloat16 or inputs.values_per_key > 1 or not inputs.use_qk_l2norm:
+            raise UnsupportedError("flash_kda: bf16 inputs, as many key heads, and q and k that it normalises")
+
+    plan = Plan(variant="cutlass", launches=2, reason="gates and beta before their activations are prepared before")
+    return replace(_prepared_kernel("flash_kda", refuse, prepare, plan), operator="kda")
 
 
 def _call(function: Callable[..., Any], inputs: GDNInputs) -> GDNOutput:
