@@ -60,6 +60,17 @@ def timed(
     return tuple(samples(clock, us, width, turn=turn) for clock, us in found.items() if us is not None)
 
 
+def slowed(factor: float, where: Callable[[Case], bool] = lambda _: True) -> Callable[[Case], Case]:
+    """Multiplies the times of the selected cases."""
+
+    def change(case: Case) -> Case:
+        us = [tuple(tuple(factor * us for us in rounds) for rounds in one.us) for one in case.samples]
+        longer = (one.changed(us=of_one) for one, of_one in zip(case.samples, us, strict=True))
+        return case.changed(samples=tuple(longer)) if where(case) else case
+
+    return change
+
+
 def layer(index: int = 0, operator: str = "ssd") -> LayerRef:
     return LayerRef(index=index, name=f"model.layers.{index}.mamba", operator=operator)
 

@@ -99,10 +99,10 @@ def structure() -> tuple[Numbers, Details]:
     importers: dict[str, set[Path]] = defaultdict(set)
     late, walls = [], []
     for file, tree in trees.items():
-        early = {id(node) for node in tree.body}
+        place, early = file.relative_to(ROOT), {id(node) for node in tree.body}
         early |= {id(inner) for node in tree.body if isinstance(node, ast.If) for inner in ast.walk(node)}
         for node in ast.walk(tree):
-            where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            where = f"{place}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.ClassDef):
                 classes[node.name].append(where)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

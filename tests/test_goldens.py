@@ -30,7 +30,6 @@ from typer.testing import CliRunner
 
 from ssdprof.cli import app
 from ssdprof.commands.stored import SCHEMAS, schema
-from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.store import reports
 
@@ -113,13 +112,6 @@ def stored(kind: str) -> Report:
     return reports.load(f"reports/{REPORTS[kind]}.json", kind)[1]
 
 
-def slower(case: Case) -> Case:
-    """All of its times are 5 % longer."""
-    return case.changed(
-        samples=tuple(one.changed(us=tuple(tuple(us * 1.05 for us in turn) for turn in one.us)) for one in case.samples)
-    )
-
-
 def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
     """A report of ncu, a run with stalls, and reports in which all times are 5 % longer."""
     Path("fused.ncu-rep").write_bytes(lzma.decompress((STALLS / "fused.ncu-rep.xz").read_bytes()))
@@ -128,7 +120,8 @@ def prepare_stored(_patch: pytest.MonkeyPatch) -> None:
     shutil.copy(STALLS / "stalls.json", "with-stalls/stalls")
     for kind in REPORTS:
         report = stored(kind)
-        Path(f"slower-{kind}.json").write_text(reports.dump(report.changed(cases=tuple(map(slower, report.cases)))))
+        longer = tuple(map(cases.slowed(1.05), report.cases))
+        Path(f"slower-{kind}.json").write_text(reports.dump(report.changed(cases=longer)))
 
 
 def prepare_gpu(patch: pytest.MonkeyPatch) -> None:

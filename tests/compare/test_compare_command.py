@@ -29,14 +29,6 @@ def run(change: Callable[[Case], Case] = lambda case: case, **fields: object) ->
     return cases.report(**{"layers": (0, 9), "precisions": (EXACT_FP32, RELAXED_FP32), "change": change} | fields)
 
 
-def slower(case: Case) -> Case:
-    """The fused kernel by 5 %."""
-    if case.implementation != "fused":
-        return case
-    samples = (one.changed(us=tuple(tuple(us * 1.05 for us in part) for part in one.us)) for one in case.samples)
-    return case.changed(samples=tuple(samples))
-
-
 def kept(name: str, report: Report) -> None:
     folder = Path("runs", name)
     folder.mkdir(parents=True)
@@ -47,7 +39,7 @@ def kept(name: str, report: Report) -> None:
 def runs_in_folder(in_empty_folder: None) -> None:  # noqa: ARG001
     kept("base", run())
     kept("same", run())
-    kept("slow", run(slower))
+    kept("slow", run(cases.slowed(1.05, lambda case: case.implementation == "fused")))
     kept("elsewhere", run(environment=cases.environment(name="NVIDIA H100")))
 
 

@@ -33,20 +33,6 @@ def fused(case: Case) -> bool:
     return case.implementation == "fused"
 
 
-def slowed(factor: float, where: Callable[[Case], bool] = lambda _: True) -> Callable[[Case], Case]:
-    """Multiplies the times of the selected cases."""
-
-    def change(case: Case) -> Case:
-        if not where(case):
-            return case
-        samples = [
-            one.changed(us=tuple(tuple(us * factor for us in rounds) for rounds in one.us)) for one in case.samples
-        ]
-        return case.changed(samples=tuple(samples))
-
-    return change
-
-
 def compared(base: Report, new: Report, *fail_if: str, smallest: float = 0.01) -> Comparison:
     asked = [parse("--fail-if", text) for text in fail_if]
     return compare(("base", base), ("new", new), smallest_difference=smallest, conditions=asked)
@@ -78,7 +64,7 @@ def test_a_report_does_not_differ_from_itself() -> None:
 def test_every_chunk_of_a_prompt_is_compared() -> None:
     """Even if the last chunk, of the same size, did not change."""
     base = in_calls(run(seqlens=(24,)), count=3)
-    first = slowed(1.5, lambda case: fused(case) and case.call is not None and case.call.number == 1)
+    first = cases.slowed(1.5, lambda case: fused(case) and case.call is not None and case.call.number == 1)
     found = compared(base, base.changed(cases=tuple(map(first, base.cases))), "slower:3%")
     assert len(found.pairs) == len(base.cases)
     assert sorted(one.partition(": ")[0] for one in offences(found)["slower:3%"]) == sorted(
@@ -91,7 +77,7 @@ def test_every_chunk_of_a_prompt_is_compared() -> None:
 
 
 def test_a_ratio_and_its_interval() -> None:
-    base, new = run(), run(change=slowed(1.05, fused))
+    base, new = run(), run(change=cases.slowed(1.05, fused))
     found = compared(base, new)
     pair = pair_of(found)
     assert near(pair.time, 1 / 1.05)
@@ -113,7 +99,7 @@ def test_a_ratio_and_its_interval() -> None:
 @pytest.mark.parametrize("what", ["GPU", "driver", "Triton"])
 def test_times_of_different_machines_do_not_compare_and_speedups_do(what: str) -> None:
     other = {"GPU": {"name": "NVIDIA H100"}, "driver": {"driver": "1.2"}, "Triton": {"triton": "9.9"}}[what]
-    new = run(environment=environment(**other), change=slowed(2.0, fused))  # type: ignore[arg-type]
+    new = run(environment=environment(**other), change=cases.slowed(2.0, fused))  # type: ignore[arg-type]
     found = compared(run(), new, "slower:3%", "slower-call:3%")
     assert [one.split(":")[0] for one in found.machine] == [f"other {what}"]
     pair = pair_of(found)
@@ -187,7 +173,7 @@ def answered(*, perplexity: float | None = 8.0, **own: Any) -> Report:
 
 
 BASE, UNTIMED = run(), run(gpu=False)
-LESS_EXACT, REFUSED, SLOW = run(change=less_exact), run(change=broken("refused")), run(change=slowed(1.04, fused))
+LESS_EXACT, REFUSED, SLOW = run(change=less_exact), run(change=broken("refused")), run(change=cases.slowed(1.04, fused))
 WORSE = answered(kl_mean=3e-3, top1_pct=99.2, perplexity=8.1)
 LAYER_9 = "layer 9, 131,072 tokens, fused, relaxed, fp32 states"
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
@@ -286,7 +272,7 @@ def test_two_kinds_do_not_compare() -> None:
 
 
 def slow_prefill(**fields: Any) -> Report:
-    return cases.prefill(of_prefill("unfused", 2000.0, **fields), slowed(1.05)(of_prefill(**fields)))
+    return cases.prefill(of_prefill("unfused", 2000.0, **fields), cases.slowed(1.05)(of_prefill(**fields)))
 
 
 def test_prefills_are_compared_by_their_call_times() -> None:
@@ -363,7 +349,7 @@ def test_lengths_of_one_implementation_have_a_mean() -> None:
         long = {"seqlen": 16_384}
         return cases.prefill(
             of_prefill("unfused", 2000.0), of_prefill(), of_prefill("unfused", 9000.0, **long),
-            slowed(factor)(of_prefill("fused", 5000.0, **long)),
+            cases.slowed(factor)(of_prefill("fused", 5000.0, **long)),
         )  # fmt: skip
 
     totals = compared(both(1.0), both(1.21)).totals

@@ -31,13 +31,6 @@ PREFILL = "prefill, model convolution and norm, 1,024 tokens, fused, exact, fp32
 ANSWERS = "answers, 1,100 tokens, fused, exact, fp32 states"
 
 
-def slower(case: Case) -> Case:
-    """By 5 %."""
-    return case.changed(
-        samples=tuple(one.changed(us=tuple(tuple(us * 1.05 for us in turn) for turn in one.us)) for one in case.samples)
-    )
-
-
 def small(**fields: object) -> Report:
     usual: dict[str, Any] = {"layers": (0, 9), "precisions": (EXACT_FP32, cases.RELAXED_FP32)}
     return report(**usual | fields)
@@ -207,7 +200,7 @@ def test_a_baseline_has_a_line_for_each_case_and_compares_as_its_report_does(nam
     short = reports.load(file)[1]
     assert [case.result for case in short.cases] == [case.result for case in exports.rows(stored)]
     conditions = [parse("--fail-if", text) for text in ("time:base+3%", "rms:5%", "match:-0.1", "launches:0")]
-    new = stored.changed(cases=tuple(map(slower, stored.cases)))
+    new = stored.changed(cases=tuple(map(cases.slowed(1.05), stored.cases)))
     found = [
         pairs.compare(("base", base), ("new", new), smallest_difference=0.01, conditions=conditions)
         for base in (stored, short)

@@ -4,17 +4,18 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import inter_chunk
-import numpy as np
 import pytest
 import scan_002
 import scan_003
 import study
 import torch
+from fakes import RAN, FakeTimer
 from recorded import RESULTS
 
 from ssdprof import cli
@@ -22,7 +23,6 @@ from ssdprof.core.case import Launch
 from ssdprof.environment import machine
 from ssdprof.environment.toolchain import find_ncu
 from ssdprof.errors import ExitCode, MissingCapabilityError
-from ssdprof.measure.timing import Recording
 from ssdprof.stalls.read import RawKernel
 
 STUDIES: dict[ModuleType, type[study.Study[Any]]] = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
@@ -224,29 +224,13 @@ def test_the_state_pass_of_mamba_ssm(right: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_times_are_those_of_calls_that_stay_right() -> None:
-    class FakeTimer:
-        device = torch.device("cpu")
+    def run(name: str) -> Any:
+        RAN.append((name, 2.0))
+        return (torch.zeros(1),)
 
-        def reallocate(self, _generator: np.random.Generator) -> None:
-            """Does nothing: there is no memory to move."""
-
-        def record(self, run: Callable[[], Any]) -> Recording:
-            return Recording(graph=None, output=run())
-
-        def call_us(self, _run: Callable[[], Any]) -> float:
-            return 4.0
-
-        def device_us(self, _recording: Recording) -> float:
-            return 2.0
-
-        def unseen(self, *_: Any) -> str:
-            return ""
-
-    runs = {"right": lambda: "right", "wrong": lambda: "wrong"}
-    times, missing = study.timed(
-        runs, FakeTimer(), 0.01, lambda key, output: "" if output == "right" else f"{key} is wrong"
-    )
-    assert times == {"right": {"device_us": 2.0, "device_low_us": 2.0, "device_high_us": 2.0, "call_us": 4.0}}
+    runs = {name: partial(run, name) for name in ("right", "wrong")}
+    times, missing = study.timed(runs, FakeTimer(), 0.01, lambda key, _: "" if key == "right" else f"{key} is wrong")
+    assert times == {"right": {"device_us": 2.0, "device_low_us": 2.0, "device_high_us": 2.0, "call_us": 12.0}}
     assert missing["wrong"].endswith("wrong is wrong")
 
 
