@@ -4,7 +4,7 @@
 
 `mutants.jsonl` lists them, one a line: a statement (of a compound one the header), as `ast.unparse` writes it, and what
 replaces it.  The operators of mutmut 3.8.1 drew them once, with the seed 43; those "by hand" are kinds of error that
-tests let live before.  A mutant follows its statement, in whatever file it stands.
+tests let live before.  A mutant follows its statement into any file.  `equivalent`: why no test can kill it.
 
 Each is applied in a copy of the tree, and judged by the tests of its room alone: first those that name its module.
 RESULTS gets a line for each: killed, and by which test; survived; timeout; not found; broken, if that test fails
