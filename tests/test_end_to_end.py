@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from command_line import DEMOS, Answer
 from report.pages import Page
@@ -82,6 +83,16 @@ def test_a_run_prints_its_report_and_keeps_it(in_demo_run: Path) -> None:
     assert (row["name"], row["model"]) == (report.id, report.subject)
     assert (row["kind"], row["verdict"], row["state"], row["gpu"]) == ("run", "passed", "complete", None)
     assert report.id in Answer("runs").out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*tiny_models.KDA, *tiny_models.IN_MEMORY])
+def test_a_kda_model_of_every_type_runs_from_its_folder(name: str) -> None:
+    tiny_models.build(name).save_pretrained(name)
+    answer = Answer("run", name, "--prompt", "random", "--seq", "24", "--layers", "first:1", *ONE_PRECISION)
+    assert answer.code == 0, answer.err
+    assert Outcome(latest()).passed
+    assert [layer.operator for layer in latest().captured] == ["kda"]
 
 
 @pytest.mark.usefixtures("in_demo_run")
