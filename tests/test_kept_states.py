@@ -16,6 +16,8 @@ from ssdprof import kernels, operators
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.precision import Precision
+from ssdprof.measure.accuracy import Candidate, compare
+from ssdprof.measure.first_run import Call
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.store.reports import load
 
@@ -123,6 +125,32 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator: str, m
         assert case.result == "passed", (case.name, case.why)
         own = (case.implementation, operator) == ("unfused", "ssd")
         assert case.plan.startswith("2 calls") != own, case.name
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("operator", ["gdn", "ssd"])
+def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator: str, pool: bool) -> None:
+    """`bench --packed 5x1-64`: what runs is judged by the states that were given."""
+    found, reference = operators.get(operator), kernels.get(operator, "reference")
+    shape, tokens = found.generated.parse(SHAPES[operator]), Tokens(sequences=5, seqlen=64, shortest=1)
+    assert shape
+    cell = Cell(shape=shape, dtype="bf16", layout="contiguous", tokens=tokens, drawn=("pool",) * pool)
+    inputs = found.generated.draw(cell, torch.device("cpu"))
+    planted: dict[str, Callable[[Any], Any]] = {
+        "wrong_prefix": lambda inputs: inputs.after(inputs.initial.roll(1, 0)),
+        "no_prefix": lambda inputs: inputs.after(torch.zeros(inputs.states_shape)),
+    }
+    several = [kernels.get(operator, name) for name in ("unfused", "fused", "recurrent")]
+    for name, change in planted.items():
+        run = lambda inputs, precision, change=change: reference.run(change(inputs), precision)  # noqa: E731
+        several.append(replace(reference, name=name, run=run, pools=True))
+    for one in several:
+        call = Call(implementation=one, inputs=inputs, precision=Precision(), label=one.name)
+        output, fields = call.first_run()
+        assert output is not None, fields
+        judged = compare(inputs, {"": Candidate[str](output=output, precision=Precision(), cuts=False)})[""]
+        assert any(part.reason for part in judged) == (one.name in planted), one.name
+        assert fields["plan"].startswith("copies of states out of the pool; ") == (pool and not one.pools)
 
 
 @pytest.mark.parametrize(

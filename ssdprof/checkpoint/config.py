@@ -111,13 +111,8 @@ def _check_sizes(config: Mapping[str, Any], where: str) -> None:
             raise refuse(where, f"has {heads} = {config[heads]}, which {groups} = {config[groups]} does not divide")
 
 
-def describe(file: Path, where: str) -> dict[str, Any]:
-    """What config.json says of a model: fields of `model.Model`.  where: names it in messages.
-
-    BadInputError if it is not a JSON object (`Infinity` is accepted: checkpoints hold it), of a model type
-    whose recurrent layers are known to be another operator, or with sizes that no model has or that contradict each
-    other.
-    """
+def _json_object(file: Path, where: str) -> dict[str, Any]:
+    """Accepts `Infinity`: checkpoints hold it."""
     try:
         stored = read_json(file)
     except OSError as error:
@@ -128,6 +123,18 @@ def describe(file: Path, where: str) -> dict[str, Any]:
         ) from None
     if not isinstance(stored, dict):
         raise BadInputError(f"{where} holds no JSON object.", "Is this a model's config?")
+    return stored
+
+
+def describe(file: Path, label: str, modelopt: Path | None = None) -> dict[str, Any]:
+    """What config.json says of a model: fields of `model.Model`.  label: names the model in messages.
+
+    modelopt: the `MODELOPT_CONFIG`, if there is one.
+    BadInputError if it is not a JSON object, of a model type whose recurrent layers are known to be another operator,
+    or with sizes that no model has or that contradict each other.
+    """
+    where = f"{file.name} of {label}"
+    stored = _json_object(file, where)
     codes = stored.get("quantization") or stored.get("quantization_config")
     if isinstance(codes, dict) and {"group_size", "bits"} <= codes.keys() and "quant_method" not in codes:
         raise BadInputError(
@@ -143,6 +150,15 @@ def describe(file: Path, where: str) -> dict[str, Any]:
         _check_model_type(text, where)
     config = outer if text is None else text
     _check_sizes(config, where)
+    if (codes := config.get("quantization_config")) is None and modelopt is not None:
+        where = f"ModelOpt's config of {label}"
+        codes = _json_object(modelopt, where).get("quantization")
+        codes = {"quant_method": "modelopt", **(codes if isinstance(codes, dict) else {})}
+    if isinstance(codes, dict) and codes.get("quant_method") == "modelopt":
+        algorithm = codes.get("quant_algo")
+        if algorithm != "FP8":  # one scale for each tensor
+            raise refuse_quantization("modelopt", where, f" as {shown(algorithm)}" if algorithm else "")
+        config = {**config, "quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
     return {
         "config": config,
         "model_type": model_type,
@@ -192,10 +208,10 @@ def quant_method(config: Mapping[str, Any]) -> str | None:
     return method if isinstance(method, str) else None
 
 
-def refuse_quantization(method: object, where: str) -> BadInputError:
+def refuse_quantization(method: object, where: str, format: str = "") -> BadInputError:
     """The error for weights that would load as if their codes were values."""
     return BadInputError(
-        f"{where} is quantised by {shown(method)}, which ssdprof cannot load.",
+        f"{where} is quantised by {shown(method)}{format}, which ssdprof cannot load.",
         "Take the unquantised checkpoint; NVIDIA's are named ...-BF16.",
     )
 

@@ -232,7 +232,10 @@ def _check_fit(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: P
 def _load(
     local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
-    def load(renamed: dict[str, str] | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+    # as ModelOpt names the scales
+    scales = {r"\.weight_scale$": ".weight_scale_inv"} if local.ref.quantization == "fp8" else {}
+
+    def load(renamed: dict[str, str]) -> tuple[PreTrainedModel, dict[str, Any]]:
         kind = transformers.AutoModelForCausalLM if local.head else transformers.AutoModel
         with refusals(f"config and weights of {local.ref.repo_id}"), _whole_blocks():
             return kind.from_pretrained(  # type: ignore[no-any-return]
@@ -245,11 +248,11 @@ def _load(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
-                key_mapping=renamed,
+                key_mapping=scales | renamed or None,
             )
 
     try:
-        model, info = load(None)
+        model, info = load({})
         if info["missing_keys"] and (renamed := _foreign_prefix(local, model)):
             model, info = load(renamed)
     except MissingCapabilityError as error:

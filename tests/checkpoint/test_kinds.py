@@ -229,6 +229,49 @@ def test_blocks_of_fp8_may_be_cut_off(hidden: int, block: int) -> None:
         assert torch.equal(found[key.removeprefix("model.")], one), key
 
 
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str) -> None:
+    folder, decoded = checkpoint("qwen3_5_text"), dict[str, torch.Tensor]()
+
+    def encoded(weights: Weights) -> Weights:
+        found: Weights = {}
+        for key, one in weights.items():
+            found[key] = one
+            if "layers." in key and one.ndim == 2 and "in_proj_a" not in key:
+                found[key], scale = (16 * one.float()).to(torch.float8_e4m3fn), torch.rand(()) + 0.5
+                found |= {f"{key}_scale": scale, key.replace("weight", "input_scale"): torch.ones(())}
+                decoded[key] = (found[key].float() * scale).to(torch.bfloat16)
+        return found
+
+    rewrite(folder, encoded)
+    codes, config = (
+        {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        json.loads((folder / "config.json").read_text()),
+    )
+    stored = {"quantization_config": {"quant_method": "modelopt", **codes}} if file == "config.json" else {}
+    (folder / file).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": codes}))
+    (folder / "config.json").write_text(json.dumps(config | stored))
+    found = loaded(folder)
+    assert decoded
+    for key, one in decoded.items():
+        assert torch.equal(found[key.removeprefix("model.")], one), key
+    assert open_model(str(folder)).quantization == "fp8"
+
+
+@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"])
+def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str) -> None:
+    codes = {"quant_method": "modelopt", "quant_algo": algorithm}
+    folder = checkpoint("qwen3_5_text", **{"quantization_config": codes} if file == "config.json" else {})
+    if file != "config.json":
+        (folder / file).write_text(json.dumps({"quantization": codes}))
+    answer, _ = run(folder, "--dry-run")
+    assert answer.code == 2
+    where = file if file == "config.json" else "ModelOpt's config"
+    words = f"{where} of qwen3_5_text is quantised by 'modelopt' as {algorithm!r}, which ssdprof cannot load"
+    assert words in " ".join(answer.err.split())
+
+
 @pytest.mark.parametrize("method", ["modelopt", "NVFP4"])
 def test_other_codes_are_refused_by_name(method: str) -> None:
     answer, _ = run(checkpoint("qwen3_5_text", quantization_config={"quant_method": method}), "--dry-run")
