@@ -187,7 +187,7 @@ def noting(name: str, cost: float, operator: str = "ssd", *, real: bool = False)
         key = (precision, form(inputs), *numbers)
         if key not in known:
             known[key] = plain.run(inputs, precision)
-        return known[key]._replace(**{field: one.clone() for field, one in known[key]._asdict().items()})
+        return tuple(one.clone() for one in known[key])
 
     return replace(plain, run=run)
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,17 +204,11 @@ def library(
 ) -> None:
     """A stand-in for a library, with bf16 states like `mamba_ssm`."""
 
-    def load(_checkout: Path | None) -> registry.Implementation:
-        return registry.Implementation(
-            operator="ssd",
-            name=name,
-            run=lambda inputs, _precision: run(inputs),
-            plan=lambda *_: registry.Plan(variant=name, launches=1),
-            version="9.9",
-            precisions=lambda _dtype: (EXACT_BF16,),
-        )
-
-    monkeypatch.setitem(LIBRARIES, name, Library(load=load, hint="pip install it.", needs_gpu=needs_gpu))
+    of = dict(name=name, run=lambda inputs, _precision: run(inputs), kind="library", version="9.9")
+    made = replace(registry.get("ssd", "reference"), **of, precisions=lambda _dtype: (EXACT_BF16,))
+    monkeypatch.setitem(
+        LIBRARIES, name, Library(load=lambda _checkout: made, hint="pip install it.", needs_gpu=needs_gpu)
+    )
 
 
 def narrow(inputs: Any) -> Any:

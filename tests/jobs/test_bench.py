@@ -26,7 +26,7 @@ from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels import registry
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.measure import isolate
 from ssdprof.measure.first_run import Call
@@ -293,16 +293,8 @@ def library(operator: str) -> Implementation:
         kind = inputs.x.dtype if operator == "ssd" else inputs.v.dtype
         return type(exact)(exact.out.to(kind), exact.final_states.float())
 
-    plan = Plan(variant="triton", launches=1)
-    return Implementation(
-        operator=operator,
-        name="library",
-        run=run,
-        plan=lambda *_: plan,
-        kind="library",
-        version="9.9",
-        precisions=lambda _dtype: (EXACT_FP32,),
-    )
+    of = dict(name="library", run=run, kind="library", version="9.9", precisions=lambda _dtype: (EXACT_FP32,))
+    return replace(kernels.get(operator, "reference"), **of)
 
 
 @pytest.mark.parametrize("name", ["ssd", "gdn"])
