@@ -26,7 +26,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, candidates, n_split, program_count
 from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.measure.timing import CudaTimer, Timer
+from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import OPERATOR, draw
 
@@ -35,7 +35,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 65536)
 REPEATS = 5
 
 
-def device_us(timer: Timer, inputs: SSDInputs, segments: Cut, sm_count: int) -> float:
+def device_us(timer: CudaTimer, inputs: SSDInputs, segments: Cut, sm_count: int) -> float:
     chosen = SSDHopperConfig.choose(inputs, sm_count, batch_invariant=False)
     config = replace(chosen, **asdict(segments))
     recording = timer.record(partial(ssd_fused_hopper, inputs, Precision(), config=config))

@@ -115,7 +115,7 @@ def state_ratios(cell: Cell) -> dict[str, float]:
         run = partial(required(resolve(operators.get("gdn"), name)).run, inputs, Precision())
         run()  # compiles it, and fla tunes itself
         found = work(traced(lambda run=run: [run() for _ in range(CALLS)], device))
-        us[name] = [one.us for one in found if one.name.startswith(kernel)]
+        us[name] = [spent for _, kind, spent in found if kind.startswith(kernel)]
         assert len(us[name]) == CALLS, f"{len(us[name])} launches of {kernel}"
     return {
         word: float(np.percentile(us["fla"], q) / np.percentile(us["unfused"], q)) for word, q in STATISTICS.items()

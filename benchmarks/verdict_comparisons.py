@@ -18,7 +18,7 @@ from ssdprof.jobs.reading import parse_shapes
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import Timer, time_in_turns
+from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.operator import Output
 
@@ -52,17 +52,17 @@ def run_of(place: Place) -> Run:
     return call
 
 
-def same(timer: Timer, place: Place, seed: int) -> Row:
+def same(timer: CudaTimer, place: Place, seed: int) -> Row:
     return compare(timer, place, (run_of(place), run_of(place)), seed)
 
 
-def different(timer: Timer, place: Place, seed: int) -> Row:
+def different(timer: CudaTimer, place: Place, seed: int) -> Row:
     call, (cycles, host_us) = run_of(place), longer_waits(timer, place)
     short = waiting(call, cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
     return compare(timer, place, (short, waiting(call, cycles=cycles, host_us=host_us)), seed)
 
 
-def compare(timer: Timer, place: Place, runs: tuple[Run, Run], seed: int) -> Row:
+def compare(timer: CudaTimer, place: Place, runs: tuple[Run, Run], seed: int) -> Row:
     """The speedup of the first over the second, and the cost of measuring it."""
     plan = SamplingPlan(seed=seed)
     began = time.monotonic()
@@ -109,7 +109,7 @@ def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
 
 
 @cache
-def longer_waits(timer: Timer, place: Place) -> tuple[int, float]:
+def longer_waits(timer: CudaTimer, place: Place) -> tuple[int, float]:
     """The waits, in cycles and in microseconds, that increase device time and call time by DIFFERENCE."""
     short = waiting(run_of(place), cycles=SHORT_WAIT, host_us=SHORT_WAIT_US)
     recording = timer.record(short)

@@ -26,7 +26,7 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.first_run import Call, Run
 from ssdprof.measure.sampling import Samples, SamplingPlan
-from ssdprof.measure.timing import CaptureError, Recording
+from ssdprof.measure.timing import CaptureError, CudaTimer, Recording
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.operators.tensors import form, precision_of, tensors
@@ -38,7 +38,7 @@ QUICK = SamplingPlan(warmup_rounds=0, min_recordings=2, max_recordings=2, min_ro
 
 
 @dataclass
-class FakeTimer:
+class FakeTimer(CudaTimer):
     """Device time: the cost of the implementation that ran.  A call costs 10 us more.
 
     uncapturable: names.  stop_at: the number of the call that is interrupted.  spoil: what happens to the output of a

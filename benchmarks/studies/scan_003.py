@@ -255,7 +255,7 @@ def warm_us(run: Callable[[], Any], seconds: float) -> tuple[float, int]:
 def kernel_us(run: Callable[[], Any], device: torch.device) -> float:
     """Total microseconds of a call's kernels by torch's profiler, the mean of several calls; 0 if it sees none."""
     run()
-    return sum(one.us for one in work(traced(lambda: [run() for _ in range(TRACED_RUNS)], device))) / TRACED_RUNS
+    return sum(us for *_, us in work(traced(lambda: [run() for _ in range(TRACED_RUNS)], device))) / TRACED_RUNS
 
 
 def loop_us(inputs: ScanInputs) -> float:

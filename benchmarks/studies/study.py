@@ -26,7 +26,7 @@ from ssdprof.files import write_text
 from ssdprof.measure.first_run import first_line
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaTimer, Timer, time_in_turns
+from ssdprof.measure.timing import CudaTimer, time_in_turns
 
 Cell = TypeVar("Cell")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Study(ABC, Generic[Cell]):
         self.more: dict[str, Any] = {}
 
     @cached_property
-    def timer(self) -> Timer:
+    def timer(self) -> CudaTimer:
         return CudaTimer(torch.device(self.device))
 
     @property
@@ -162,7 +162,7 @@ def _largest(difference: torch.Tensor) -> torch.Tensor:
 
 
 def timed(
-    runs: Mapping[str, Callable[[], Any]], timer: Timer, seconds: float, wrong: Callable[[str, Any], str]
+    runs: Mapping[str, Callable[[], Any]], timer: CudaTimer, seconds: float, wrong: Callable[[str, Any], str]
 ) -> tuple[dict[str, Times], dict[str, str]]:
     """Times of calls, sampled in turns for about `seconds` (see docs/measuring.md), and the reasons for missing ones.
 

@@ -41,7 +41,7 @@ from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_r
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaTimer, Timer, device_times, time_in_turns
+from ssdprof.measure.timing import CudaTimer, device_times, time_in_turns
 from ssdprof.operators import tensors
 from ssdprof.operators.operator import Output, drafted
 from ssdprof.operators.tensors import dtype_name, dtype_named, precision_of
@@ -92,7 +92,7 @@ class Comparer:
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
     """
 
-    timer: Timer | None = None
+    timer: CudaTimer | None = None
     ceilings: Ceilings | None = None
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
     process: str = ""
@@ -236,7 +236,7 @@ class Comparer:
 
     # --- speed
 
-    def _fastest(self, cases: Mapping[Entry, Case], timer: Timer) -> tuple[Entry, Case]:
+    def _fastest(self, cases: Mapping[Entry, Case], timer: CudaTimer) -> tuple[Entry, Case]:
         """The fastest chunk size that passed, by a few replays in turns; else the first entry, which says why."""
         passed = [entry for entry, case in cases.items() if case.result == "passed"]
         samples = device_times({one: one.call for one in passed}, timer, TRIALS) if len(passed) > 1 else {}
@@ -255,7 +255,7 @@ class Comparer:
         )
         return best, cases[best].changed(trials=trials) if trials else cases[best]
 
-    def _sampled(self, group: Mapping[Entry, Case], timer: Timer) -> Iterator[Case]:
+    def _sampled(self, group: Mapping[Entry, Case], timer: CudaTimer) -> Iterator[Case]:
         """Time verified entries in turns, and check what they compute then."""
         named = {entry.call.label: entry for entry in group}
         remarks: dict[str, str] = {}

@@ -45,7 +45,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.first_run import Call, blaming, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import IsolatedFirstCall, while_it_runs
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.timing import CudaTimer, Timer, device_times, record
+from ssdprof.measure.timing import CudaTimer, device_times, record
 from ssdprof.measure.trace import Trace, traced, work
 from ssdprof.operators.implementations import own_precisions
 from ssdprof.operators.tensors import dtype_name, precision_of
@@ -283,7 +283,7 @@ class _Length:
     sites: tuple[Mixer, ...]
     layer: LayerRef
     bundled: ConvAndNorm
-    timer: Timer
+    timer: CudaTimer
     profile: Profile
     contenders: list[_Contender] = field(default_factory=list)
     seen: list[_Contender] = field(default_factory=list)

@@ -95,14 +95,14 @@ def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
 def part_times(work: Sequence[GpuWork]) -> tuple[PartTime, ...]:
     """The time of every part; the sum is the time of all work."""
     names: tuple[PartName, ...] = get_args(PartName)
-    by_part = grouped(work, lambda one: one.part if one.part in names else "rest")
+    by_part = grouped(work, lambda one: one[0] if one[0] in names else "rest")
     return tuple(_part(name, by_part[name]) for name in names if name in by_part)
 
 
 def _part(name: PartName, work: Sequence[GpuWork]) -> PartTime:
-    kernels = {kernel: sum(one.us for one in own) for kernel, own in grouped(work, lambda one: one.name).items()}
+    kernels = {kernel: sum(us for *_, us in own) for kernel, own in grouped(work, lambda one: one[1]).items()}
     longest = sorted(kernels.items(), key=lambda item: -item[1])[:_SHOWN]
-    return PartTime(name=name, gpu_us=sum(one.us for one in work), launches=len(work), kernels=dict(longest))
+    return PartTime(name=name, gpu_us=sum(us for *_, us in work), launches=len(work), kernels=dict(longest))
 
 
 def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:

@@ -33,7 +33,7 @@ from ssdprof.jobs.compare import Comparer, Entry
 from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure.first_run import Call, first_line
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaTimer, Timer
+from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.operator import Operator, Output
 from ssdprof.operators.tensors import precision_of
@@ -232,7 +232,9 @@ def planned(
 # --- one search
 
 
-def search(problem: Problem, timer: Timer, run: Run | None = None) -> tuple[tuple[Case, ...], TunedConfig | None, str]:
+def search(
+    problem: Problem, timer: CudaTimer, run: Run | None = None
+) -> tuple[tuple[Case, ...], TunedConfig | None, str]:
     """Search one axis after the other, each from the best so far; then time the best against the committed one.
 
     run: runs a configuration; by default the problem does.  Allocates, compiles and launches.
@@ -246,7 +248,7 @@ def search(problem: Problem, timer: Timer, run: Run | None = None) -> tuple[tupl
 class _Search:
     """cases: by name; those of the committed configuration have the samples of all turns, others of their latest."""
 
-    def __init__(self, problem: Problem, timer: Timer, run: Run) -> None:
+    def __init__(self, problem: Problem, timer: CudaTimer, run: Run) -> None:
         self._problem, self._run, self._tuning = problem, run, problem.operator.tunable
         self._comparer = Comparer(timer=timer, oracle_must_fit=True)
         self._committed = replace(problem.committed, reason="")

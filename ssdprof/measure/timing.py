@@ -1,4 +1,4 @@
-"""Times calls: `Timer` takes single samples, `time_in_turns` those of several implementations together.
+"""Times calls: `CudaTimer` takes single samples, `time_in_turns` those of several implementations together.
 
 call:   from an idle GPU to the end of the work, through Python, launch overhead included.
 device: the same work replayed from a CUDA graph: the time on the GPU alone.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -56,26 +56,6 @@ class Recording:
 
     graph: Any
     output: Output
-
-
-class Timer(Protocol):
-    @property
-    def device(self) -> torch.device: ...
-
-    def reallocate(self, generator: np.random.Generator) -> None:
-        """Place later recordings and calls elsewhere in memory.  No earlier recording may be alive."""
-
-    def record(self, run: Run) -> Recording:
-        """Capture a call.  Raises CaptureError."""
-
-    def call_us(self, run: Run) -> float:
-        """One call, cold."""
-
-    def device_us(self, recording: Recording) -> float:
-        """One replay, cold."""
-
-    def unseen(self, run: Run, samples: Recordings) -> str:
-        """A phrase if another clock shows that the device times of the call are too short; else empty."""
 
 
 class CudaTimer:
@@ -193,7 +173,7 @@ class _CallError(Exception):
 
 
 def time_in_turns(
-    runs: Mapping[str, Run], timer: Timer, plan: SamplingPlan, *, check: Callable[[str, Run], str],
+    runs: Mapping[str, Run], timer: CudaTimer, plan: SamplingPlan, *, check: Callable[[str, Run], str],
     change: Callable[[bool], None] = lambda _: None, process: str = "",
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Time every run against the others.  Fields of its case: `samples` by both clocks, or why it has no time.
@@ -271,7 +251,7 @@ def time_in_turns(
 # --- times without a check
 
 
-def device_times(calls: Mapping[K, Call], timer: Timer, plan: SamplingPlan) -> dict[K, Recordings]:
+def device_times(calls: Mapping[K, Call], timer: CudaTimer, plan: SamplingPlan) -> dict[K, Recordings]:
     """Device times in turns, in microseconds, of the calls that can be recorded."""
     numbered = {str(number): key for number, key in enumerate(calls)}
     untimed: set[str] = set()
@@ -296,7 +276,7 @@ def device_times(calls: Mapping[K, Call], timer: Timer, plan: SamplingPlan) -> d
     return {numbered[number]: samples for (_, number), samples in sample_in_turns(set_up, plan).items()}
 
 
-def _recorded(call: Call, timer: Timer) -> Recording:
+def _recorded(call: Call, timer: CudaTimer) -> Recording:
     """The call as a recording without its output, whose memory the next recording reuses."""
 
     def run() -> Output:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,14 +27,8 @@ _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 Trace = list[Mapping[str, Any]]  # events as in the Chrome trace format, times in microseconds
-
-
-class GpuWork(NamedTuple):
-    """A kernel, copy or fill on the GPU.  part: None if no mark was open at its launch."""
-
-    part: str | None
-    name: str
-    us: float
+# a kernel, copy or fill on the GPU: the part (None if no mark was open at its launch), its name, and microseconds
+GpuWork = tuple[str | None, str, float]
 
 
 def marked(part: str) -> AbstractContextManager[Any]:
@@ -122,7 +116,7 @@ def work(trace: Trace) -> list[GpuWork]:
         if event.get("cat") in _ON_THE_GPU:
             launch = launched.get(event.get("args", {}).get("correlation"))
             part = _open_at(launch["ts"], marks[launch["tid"]]) if launch else None
-            found.append(GpuWork(part=part, name=event["name"], us=float(event["dur"])))
+            found.append((part, event["name"], float(event["dur"])))
     return found
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ssdprof.measure.timing import Recording
+from ssdprof.measure.timing import CudaTimer, Recording
 from ssdprof.measure.trace import Trace
 
 REST_US = 1000.0  # of a prefill, without its operators
 
 
-class FakeTimer:
+class FakeTimer(CudaTimer):
     """A replay takes the time in `us` of its implementation; a call takes `REST_US` plus its operators' times.
 
     ran: the implementations that ran, one entry per operator call; the caller appends it.

@@ -15,7 +15,7 @@ from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.core.base import EXACT_FP32
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.substitute import _modules, by_layer, implemented, marking, part_times, parts_marked
-from ssdprof.measure.trace import GpuWork, work
+from ssdprof.measure.trace import work
 
 LENGTH = 40  # more than a chunk
 
@@ -127,7 +127,7 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
         trace = cpu_trace(lambda: prefill(model, ids, 24))
     found = {part.name: part for part in part_times(work(trace))}
     assert {"mixer", "attention", "MLP", "gated norm", "rest"} <= set(found)
-    launched = [one.part for one in work(trace) if one.name == "aten::mm"]
+    launched = [part for part, name, _ in work(trace) if name == "aten::mm"]
     assert launched.count("mixer") == 2 * len(sites)  # the projections in and out
     assert "aten::mm" in found["mixer"].kernels
     assert list(found["gated norm"].kernels) == ["aten::pow"]
@@ -141,11 +141,11 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
 
 def test_parts_add_up_to_the_whole() -> None:
     some = [
-        GpuWork("operator", "a", 5.0),
-        GpuWork("operator", "a", 2.0),
-        GpuWork("MLP", "b", 1.0),
-        GpuWork(None, "c", 0.5),
-        GpuWork("of another tool", "d", 0.25),
+        ("operator", "a", 5.0),
+        ("operator", "a", 2.0),
+        ("MLP", "b", 1.0),
+        (None, "c", 0.5),
+        ("of another tool", "d", 0.25),
     ]
     found = part_times(some)
     assert [(part.name, part.gpu_us, part.launches) for part in found] == [
@@ -153,8 +153,8 @@ def test_parts_add_up_to_the_whole() -> None:
         ("MLP", 1.0, 1),
         ("rest", 0.75, 2),
     ]
-    assert sum(part.gpu_us for part in found) == sum(one.us for one in some)
+    assert sum(part.gpu_us for part in found) == sum(us for *_, us in some)
     assert found[0].kernels == {"a": 7.0}
-    (part,) = part_times([GpuWork("MLP", f"kernel {number}", float(number)) for number in range(10)])
+    (part,) = part_times([("MLP", f"kernel {number}", float(number)) for number in range(10)])
     assert list(part.kernels) == ["kernel 9", "kernel 8", "kernel 7"], "those that take longest"
     assert part.gpu_us == 45

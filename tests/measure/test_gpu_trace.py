@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssdprof.measure.trace import GpuWork, Trace, busy_us, marked, traced, work
+from ssdprof.measure.trace import Trace, busy_us, marked, traced, work
 
 
 def mark(part: str, begin: float, end: float, tid: int = 1) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def kernel(
 def parts(trace: Trace) -> dict[str | None, float]:
     found: dict[str | None, float] = {}
     for one in work(trace):
-        found[one.part] = found.get(one.part, 0.0) + one.us
+        found[one[0]] = found.get(one[0], 0.0) + one[2]
     return found
 
 
@@ -69,7 +69,7 @@ def test_copies_fills_and_kernels_without_a_launch_are_not_lost() -> None:
     ]
     bare = {"ph": "X", "cat": "kernel", "name": "bare", "ts": 5.0, "dur": 4.0, "tid": 7}
     found = work([mark("mixer", 0, 100), *memory, bare])
-    assert found == [GpuWork(None, "gpu_memcpy", 1.0), GpuWork(None, "gpu_memset", 1.0), GpuWork(None, "bare", 4.0)]
+    assert found == [(None, "gpu_memcpy", 1.0), (None, "gpu_memset", 1.0), (None, "bare", 4.0)]
 
 
 @pytest.mark.gpu
@@ -88,11 +88,11 @@ def test_the_profiler_sees_torchs_and_tritons_kernels_in_their_marks() -> None:
 
     run()
     found = work(traced(run, device))
-    by_part = {part: [one.name for one in found if one.part == part] for part in ("mixer", "convolution", None)}
+    by_part = {part: [name for where, name, _ in found if where == part] for part in ("mixer", "convolution", None)}
     assert by_part["convolution"] == ["_causal_conv1d_kernel"]
     assert len(by_part["mixer"]) >= 1
     assert any("reduce" in name for name in by_part[None])
-    assert all(one.us > 0 for one in found)
+    assert all(us > 0 for *_, us in found)
 
 
 def test_kernels_that_run_at_the_same_time_count_once() -> None:

@@ -23,7 +23,7 @@ PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
 
 
-class FakeTimer:
+class FakeTimer(CudaTimer):
     """A call takes the run's `cost`, and a replay half of it."""
 
     device = torch.device("cpu")
