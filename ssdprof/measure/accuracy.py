@@ -18,7 +18,7 @@ The host reads nothing before `result`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, Literal, TypeVar
@@ -30,8 +30,8 @@ from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import SLICES, TOLERANCES, DType, TensorName
 from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
-from ssdprof.measure.evidence import DRAWS, Evidence
-from ssdprof.operators.operator import OracleSpec, Output
+from ssdprof.measure.evidence import DRAWS, Evidence, HeadNorms, finite
+from ssdprof.operators.operator import Operator, OracleSpec, Output
 from ssdprof.operators.rounding import FLUSHED, Span, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
@@ -73,8 +73,10 @@ def compare(
     """
     for candidate in candidates.values():
         check_output(candidate.output, inputs)
-    oracle = operators.get(inputs.operator).judged
-    form, device = oracle.forms(inputs)[0], inputs.device
+    operator, device = operators.get(inputs.operator), inputs.device
+    oracle = operator.judged
+    form, length = oracle.forms(inputs)[0], block_length(oracle, inputs, device)
+    together = _drawn_together(operator, inputs, length)
     precisions = {candidate.precision for candidate in candidates.values()}
     # with 16-bit inputs, the draws of the tests count, too
     seeds = () if form.dtype in _COARSE else range(_FINE_DRAWS)
@@ -85,30 +87,38 @@ def compare(
     outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates)
     states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates)
     draws = {
-        null: [oracle.rounded(inputs, candidate.precision).drawn(seed, cuts=cuts) for seed in range(DRAWS)]
+        null: [oracle.rounded(inputs, candidate.precision).drawn(seed, cuts=cuts) for seed in range(DRAWS // together)]
         for candidate in (candidates.values() if form.dtype in _COARSE else ())
         for null, cuts in candidate.nulls.items()
     }
     largest_exponent = torch.zeros(form.shape[2], device=device)
     sequence, origin = -1, 0
-    for block in oracle.blocks(inputs, block_length(oracle, inputs, device)):
+    for block in oracle.blocks(inputs, length):
         if block.sequence != sequence:
             sequence, origin = block.sequence, block.start
         span = Span(sequence=block.sequence, batch=block.batch, start=block.start, stop=block.stop)
         gate = oracle.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
-        low = {precision: [one.advance(span, gate) for one in several] for precision, several in rounded.items()}
+        low = {
+            precision: [one.advance(inputs, span, gate) for one in several] for precision, several in rounded.items()
+        }
+        wide, whole = operator.repeated(inputs, span, together)
+        wide_gate = gate if wide is inputs else oracle.gate(wide, whole)
+        drawn = {
+            null: (out for one in several for out in one.advance(wide, whole, wide_gate)[0].chunk(together, 1))
+            for null, several in draws.items()
+        }
         outs.add(
-            _head_first(block.out),
+            _head_first(block.out).double(),
             {precision: [_head_first(out) for out, _ in several] for precision, several in low.items()},
-            {null: (_head_first(one.advance(span, gate)[0]) for one in several) for null, several in draws.items()},
+            {null: map(_head_first, several) for null, several in drawn.items()},
             Region(shape=outs.shape, row=block.batch, positions=(block.start, block.stop), origin=origin),
         )
         if block.row is not None:
             states.add(
-                block.state.flatten(1),
-                {precision: [state.flatten(1).double() for _, state in several] for precision, several in low.items()},
-                {null: [one.state.flatten(1).double() for one in several] for null, several in draws.items()},
+                block.state,
+                {precision: [state for _, state in several] for precision, several in low.items()},
+                {null: [state for one in all_ for state in one.state.chunk(together)] for null, all_ in draws.items()},
                 Region(shape=states.shape, row=block.row, positions=None),
             )
         if on_progress is not None:
@@ -152,7 +162,6 @@ class _TensorSums(Generic[K]):
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
         self._from_baseline = {key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()}
         self._low: dict[Precision, list[HeadNorms]] = {c.precision: [] for c in candidates.values()}
-        self._drawn: dict[str, list[HeadNorms]] = {}
         self._evidence = Evidence(self.shape[1] if name == "out" else None)
         self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}
 
@@ -160,7 +169,7 @@ class _TensorSums(Generic[K]):
         self, high: torch.Tensor, low: Mapping[Precision, Sequence[torch.Tensor]],
         draws: Mapping[str, Iterable[torch.Tensor]], place: Region,
     ) -> None:  # fmt: skip
-        """A block of the oracle, of every `lo` and of draws of it: (h, elements), fp64."""
+        """A block of the oracle, in fp64, of every `lo` and of draws of it: (h, rows, width)."""
         if self.name == "final_states":
             for dtype in _COARSE:
                 self._fits_oracle[dtype] &= _fits(high.to(self._dtype), dtype)
@@ -169,26 +178,14 @@ class _TensorSums(Generic[K]):
             norms = self._low[precision]
             norms += [HeadNorms(len(high), high.device) for _ in several[len(norms) :]]
             for one, tensor in zip(norms, several, strict=True):
-                one.add(tensor - high)
+                one.add(finite(tensor - high))
         cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
         if draws:
-            width = self.shape[-1]
-
-            def rows(tensor: torch.Tensor) -> torch.Tensor:
-                return tensor.reshape(len(tensor), tensor.shape[1] // width, width)
-
-            def counted(null: str, several: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-                norms = self._drawn.setdefault(null, [HeadNorms(len(high), high.device) for _ in range(DRAWS)])
-                for one, tensor in zip(norms, several, strict=True):
-                    error = tensor - high
-                    one.add(error)
-                    yield rows(error)
-
             self._evidence.add(
-                rows(high),
-                rows(high.to(self._dtype).double()),
-                {number: rows(tensor) for number, tensor in enumerate(cut.values())},
-                {null: counted(null, several) for null, several in draws.items()},
+                high,
+                high.to(self._dtype).double(),
+                dict(enumerate(cut.values())),
+                {null: (tensor - high for tensor in several) for null, several in draws.items()},
                 place.positions[0] if place.positions else 0,
                 place.origin,
             )
@@ -218,7 +215,7 @@ class _TensorSums(Generic[K]):
         """Errors of the head that uses most of its budget.  None without a budget: the exact output is not finite."""
         deviation, high = self._from_oracle[key], self._floor.other
         candidate = self._candidates[key]
-        low = [*self._low[candidate.precision], *(one for null in candidate.nulls for one in self._drawn.get(null, ()))]
+        low = self._low[candidate.precision] + self._evidence.norms([*candidate.nulls])
 
         def size(norms: HeadNorms) -> torch.Tensor:
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))
@@ -242,8 +239,8 @@ class _TensorSums(Generic[K]):
 
 
 def _head_first(out: torch.Tensor) -> torch.Tensor:
-    """(l, h, ...) -> (h, elements), fp64."""
-    return out.transpose(0, 1).flatten(1).double()
+    """(l, h, ...) -> (h, l, ...)."""
+    return out.transpose(0, 1).contiguous()
 
 
 def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -270,6 +267,16 @@ def block_length(oracle: OracleSpec[Any], inputs: Any, device: torch.device) -> 
     return length
 
 
+def _drawn_together(operator: Operator[Any], inputs: Any, block: int) -> int:
+    """The number of draws that are evaluated at once, a divisor of `DRAWS`: on a GPU as many as fit into the memory of
+    a block, since small operations take the time of their launches.  A rounded form takes a third of it at most.
+    """
+    if inputs.device.type == "cpu" or not operator.divided:
+        return 1
+    fitting = 3 * _WORKING_BYTES["cuda"] // (operator.judged.bytes_per_position(inputs) * min(block, inputs.length))
+    return max(count for count in (1, 2, 3, 4, 6, 12) if count <= max(1, fitting))
+
+
 # --- the difference of two tensors, block by block
 
 _NOWHERE = torch.iinfo(torch.int64).max
@@ -279,7 +286,7 @@ _NOWHERE = torch.iinfo(torch.int64).max
 class Region:
     """The region of a block in its tensor: positions start..stop of a row of `out`, or a sequence of `final_states`.
 
-    Blocks are compared with the head first, as (h, elements of the head).
+    Blocks are compared with the head first, as (h, rows, width): rows are positions, or those of a state.
     """
 
     shape: tuple[int, ...]  # of the tensor: (b, l, h, ...), or (sequences, h, ...)
@@ -291,8 +298,8 @@ class Region:
         """The block of a tensor of `shape`, head first, in fp64."""
         block = tensor[self.row]
         if self.positions is not None:
-            block = block[slice(*self.positions)].transpose(0, 1)
-        return block.flatten(1).double()
+            block = _head_first(block[slice(*self.positions)])
+        return block.double()
 
     def flat(self, head: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         """Row-major index in the tensor of element (head, j) of the block."""
@@ -302,27 +309,6 @@ class Region:
         _, length, heads, *rest = self.shape
         width = prod(rest)
         return ((self.row * length + self.positions[0] + j // width) * heads + head) * width + j % width
-
-
-class HeadNorms:
-    """Running maximum and sum of squares of a tensor, per head."""
-
-    def __init__(self, heads: int, device: torch.device) -> None:
-        self.max = torch.zeros(heads, dtype=torch.float64, device=device)
-        self.square_sum = torch.zeros(heads, dtype=torch.float64, device=device)
-
-    def add(self, block: torch.Tensor) -> None:
-        """block: (h, elements), fp64.  Elements that are not finite are left out."""
-        if block.numel() == 0:
-            return
-        block = block.nan_to_num(0.0, 0.0, 0.0)
-        least, most = block.aminmax(dim=1)
-        self.max = torch.maximum(self.max, torch.maximum(-least, most))
-        self.square_sum += block.square().sum(1)
-
-    def rms(self, elements: float) -> torch.Tensor:
-        """RMS of each head, for this number of elements per head."""
-        return (self.square_sum / elements).sqrt()
 
 
 class RunningDeviation:
@@ -343,7 +329,7 @@ class RunningDeviation:
         self.elements = 0
 
     def add(self, ours: torch.Tensor, other: torch.Tensor, place: Region) -> None:
-        """Compare a block; both (h, elements), fp64.
+        """Compare a block; both (h, rows, width), fp64.
 
         An element matches if it equals the other one or if both are finite and |ours - other| <= atol + rtol |other|.
         So a NaN never matches, and an infinity matches only the same infinity.
@@ -351,40 +337,40 @@ class RunningDeviation:
         if ours.numel() == 0:
             return
         head = torch.arange(len(ours), device=ours.device)
-        finite = ours.isfinite() & other.isfinite()
-        error = torch.where(finite, ours - other, 0.0).abs()
-        other_finite = torch.where(finite, other, 0.0).abs()
+        distance = (ours - other).abs()
+        bad = ~(distance < math.inf)
+        error, other_finite = distance.masked_fill(bad, 0.0), other.masked_fill(bad, 0.0).abs()
 
-        block_max, block_argmax = error.max(1)
+        block_max, block_argmax = error.flatten(1).max(1)
         worse = (block_max > self.error.max) | (self.elements == 0)
         self._worst_index = torch.where(worse, place.flat(head, block_argmax), self._worst_index)
-        self.error.add(error)
-        self.other.add(other_finite)
+        _, errors = self.error.add(error)
+        _, others = self.other.add(other_finite)
         if place.positions is not None:
-            self._add_slices(error, other_finite, *place.positions)
+            self._add_slices((errors, others), *place.positions)
 
         equal = ours == other
-        bounds = [tolerance + tolerance * other_finite for tolerance in TOLERANCES]
-        bounds += [tolerance * (self._scale + other_finite) for tolerance in TOLERANCES[1:]]
-        for i, bound in enumerate(bounds):
-            self._matches[i] += (equal | (finite & (error <= bound))).sum()
+        absolute, relative = (distance / (unit + other_finite) for unit in (1.0, self._scale))
+        shares = [(absolute, one) for one in TOLERANCES] + [(relative, one) for one in TOLERANCES[1:]]
+        for i, (share, tolerance) in enumerate(shares):
+            self._matches[i] += (equal | (share <= tolerance)).sum()
 
-        bad = ~finite
+        bad = bad.flatten(1)
         first_in_head = bad.to(torch.uint8).argmax(1)
         first = torch.where(bad.any(1), place.flat(head, first_in_head), _NOWHERE).min()
         self._first_nonfinite = torch.minimum(self._first_nonfinite, first)
         self._nonfinite += bad.sum()
         self.elements += ours.numel()
 
-    def _add_slices(self, error: torch.Tensor, other: torch.Tensor, start: int, stop: int) -> None:
-        slices, device = min(SLICES, self.shape[1]), error.device
+    def _add_slices(self, rows: tuple[torch.Tensor, ...], start: int, stop: int) -> None:
+        """rows: sums of squares (h, rows), of error and other."""
+        slices, device = min(SLICES, self.shape[1]), self._scale.device
         if self._squares is None:
             self._squares = torch.zeros(2, slices, dtype=torch.float64, device=device)
         index = torch.arange(start, stop, device=device) * slices // self.shape[1]
         in_slice = torch.arange(slices, device=device)[:, None] == index
-        for sums, block in zip(self._squares, (error, other), strict=True):
-            squares = block.square().view(len(block), stop - start, -1).sum((0, 2))
-            sums += torch.where(in_slice, squares, 0.0).sum(1)  # index_add_ has no fixed order of additions
+        for sums, squares in zip(self._squares, rows, strict=True):
+            sums += torch.where(in_slice, squares.sum(0), 0.0).sum(1)  # index_add_ has no fixed order of additions
 
     def result(self) -> Deviation:
         """worst_head: the one with the largest RMS ratio of its own; worst_position: that of max_abs, in any head.
@@ -419,7 +405,7 @@ def _rms(tensor: torch.Tensor) -> torch.Tensor:
     """RMS of the finite elements, fp64."""
     sums = HeadNorms(1, tensor.device)
     for part in tensor:
-        sums.add(part.reshape(1, -1).double())
+        sums.add(finite(part.flatten()[None, None].double()))
     return sums.rms(max(tensor.numel(), 1))[0]
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,20 +34,30 @@ _SIGMAS, _MANY_SIGMAS = 6.0, 18.0
 _SMALLEST_ROW = 1e-30  # an RMS below it may be flushed to zero
 
 
-@dataclass(frozen=True)
-class _Moments:
-    """Weighted sums over a tensor's errors e: of e hi, (h, 1), and of e^2 by column, (h, width), and slice, (h, s)."""
+class HeadNorms:
+    """Running maximum and sum of squares of a tensor's finite elements, per head."""
 
-    cross: torch.Tensor
-    columns: torch.Tensor
-    slices: torch.Tensor
+    def __init__(self, heads: int, device: torch.device) -> None:
+        self.max = torch.zeros(heads, dtype=torch.float64, device=device)
+        self.square_sum = torch.zeros(heads, dtype=torch.float64, device=device)
 
-    def __add__(self, other: _Moments) -> _Moments:
-        return _Moments(self.cross + other.cross, self.columns + other.columns, self.slices + other.slices)
+    def add(self, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """block: (h, rows, width), finite, fp64.  Returns its squares, and their sums over rows."""
+        squares = block.square()
+        rows = squares.sum(2)
+        if block.numel():
+            self.max = torch.maximum(self.max, squares.amax((1, 2)).sqrt())  # exact
+            self.square_sum += rows.sum(1)
+        return squares, rows
 
-    def squares(self) -> torch.Tensor:
-        """Sums of squares: (h, 1 + width + s), of the head, then of each column and slice."""
-        return torch.cat([self.columns.sum(1, keepdim=True), self.columns, self.slices], 1)
+    def rms(self, elements: float) -> torch.Tensor:
+        """RMS of each head, for this number of elements per head."""
+        return (self.square_sum / elements).sqrt()
+
+
+def finite(tensor: torch.Tensor) -> torch.Tensor:
+    """With 0 instead of what is not."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
 class Evidence:
@@ -61,7 +70,13 @@ class Evidence:
     def __init__(self, length: int | None) -> None:
         self._length = length
         self._slice_count = min(SLICES, length or 0)
-        self._sums: dict[tuple[str, Any, int], _Moments] = {}
+        # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width + slices)
+        self._sums: dict[tuple[str, Any, int], torch.Tensor] = {}
+        self._norms: dict[tuple[str, Any, int], HeadNorms] = {}
+
+    def norms(self, nulls: Sequence[Any]) -> list[HeadNorms]:
+        """The errors of every draw of these rounded forms."""
+        return [norms for (what, null, _), norms in self._norms.items() if what == "draw" and null in nulls]
 
     def add(
         self,
@@ -83,23 +98,26 @@ class Evidence:
                 deque(several, maxlen=0)  # moves their states on
             return
         size = high.square().mean(2, keepdim=True).sqrt()
-        weights = torch.where(size > _SMALLEST_ROW, 1 / size, 0.0)
+        weights = torch.where(size > _SMALLEST_ROW, 1 / size.square(), 0.0)  # of squares
         scaled = high * weights
+        weights = weights.mT  # (h, 1, rows)
         in_slice = self._slices(high.shape[1], start, origin, high.device)
 
         def summed(key: tuple[str, Any, int], error: torch.Tensor) -> None:
-            error = error.nan_to_num(0.0, 0.0, 0.0)
-            squares = error.square()
-            new = _Moments((error * scaled).sum((1, 2))[:, None], squares.sum(1), squares.sum(2) @ in_slice)
+            error = finite(error)
+            squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(error)
+            columns = (weights @ squares)[:, 0]
+            sums = (error * scaled).sum((1, 2))[:, None], columns.sum(1, keepdim=True)
+            new = torch.cat([*sums, columns, (rows * weights[:, 0]) @ in_slice], 1)
             self._sums[key] = self._sums[key] + new if key in self._sums else new
 
-        summed(("oracle", None, 0), scaled)
-        summed(("floor", None, 0), (floor - high) * weights)
+        summed(("oracle", None, 0), high)
+        summed(("floor", None, 0), floor - high)
         for name, tensor in ours.items():
-            summed(("ours", name, 0), (tensor - high) * weights)
+            summed(("ours", name, 0), tensor - high)
         for null, several in draws.items():
             for k, error in enumerate(several):
-                summed(("draw", null, k), error * weights)
+                summed(("draw", null, k), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> torch.Tensor:
         """(rows, s): 1 where the row is in the slice."""
@@ -120,38 +138,33 @@ class Evidence:
         if not self._sums:
             return ()
         norm, floor, ours = (self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0)))
-        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.cross.device)
-        gain = ours.cross / norm.cross
+        room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
         least, most = [], []
-        draws = [[self._sums["draw", null, k] for k in range(DRAWS)] for null in nulls]
+        draws = [torch.stack([self._sums["draw", null, k] for k in range(DRAWS)]) for null in nulls]
         for several in draws:
-            gains = torch.stack([draw.cross / norm.cross for draw in several])
+            gains = several[..., :1] / norm[:, :1]
             spread = unit / 16 + 2 * _SIGMAS * gains.std(0) + room
             least.append(gains.mean(0) - spread)
             most.append(gains.mean(0) + spread)
         low, high = torch.stack(least).amin(0), torch.stack(most).amax(0)
-        found = [_worst("gain", gain - (low + high) / 2, (high - low) / 2)]
-        width = norm.columns.shape[1]
+        found = [_worst("gain", ours[:, :1] / norm[:, :1] - (low + high) / 2, (high - low) / 2)]
+        width = norm.shape[1] - 2 - (self._length is not None) * (self._slice_count + sum(PERIODS))
         places: list[tuple[TestName, int, int | None]] = [("rms", 1, None), ("column", width, None)]
         if self._length is not None:
             places += [("slice", self._slice_count, None), *(("period", period, period) for period in PERIODS)]
-        begin = 0
+        begin = 1
         for test, count, period in places:
             part = slice(begin, begin + count)
             begin += count
-            size = norm.squares()[:, part]
-            each = [_limit(floor.squares()[:, part], _stacked(several, part), size) for several in draws]
+            size = norm[:, part]
+            each = [_limit(floor[:, part], several[..., part], size) for several in draws]
             limit = torch.stack(each).amax(0) / size + (2 * room).square() + (unit / 16) ** 2
-            found.append(_worst(test, (ours.squares()[:, part] / size).sqrt(), limit.sqrt(), period))
+            found.append(_worst(test, (ours[:, part] / size).sqrt(), limit.sqrt(), period))
         worst: dict[str, ErrorTest] = {}
         for one in filter(None, found):
             if one.test not in worst or one.used > worst[one.test].used:
                 worst[one.test] = one
         return tuple(worst.values())
-
-
-def _stacked(draws: Sequence[_Moments], part: slice) -> torch.Tensor:
-    return torch.stack([draw.squares()[:, part] for draw in draws])
 
 
 def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

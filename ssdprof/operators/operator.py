@@ -17,7 +17,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -203,7 +202,7 @@ class OracleSpec(Generic[I]):
 
     def rounded(self, inputs: Any, precision: kernels.Precision) -> rounding.Rounded:
         """The same operator with every rounding that the precision allows."""
-        return rounding.Rounded(inputs, precision, partial(self.chunks, inputs))
+        return rounding.Rounded(inputs, precision, self.chunks)
 
     def dims(self, inputs: I) -> Dims:
         """The sizes of a call."""
@@ -281,6 +280,23 @@ class Operator(Generic[I]):
             return None if tensor is None else tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
 
         return replace(inputs, **{name: first(getattr(inputs, name), dim) for name, dim in self.divided.items()})
+
+    def repeated(self, inputs: Any, span: rounding.Span, count: int) -> tuple[Any, rounding.Span]:
+        """The inputs of a span with each head `count` times, all heads and then all again; and where the span is in
+        them.  The given ones for 1."""
+        if count == 1:
+            return inputs, span
+        given = tensors.tensors(inputs)
+        for name, one in self.binding.positional(inputs).items():
+            given[name] = one[span.batch : span.batch + 1, span.start : span.stop]
+        if inputs.initial is not None:
+            given[inputs.LINEAR[1]] = inputs.initial[span.sequence][None]
+        wide = {name: torch.cat([given[name]] * count, dim) for name, dim in self.divided.items() if name in given}
+        if inputs.initial is not None:
+            states = wide[inputs.LINEAR[1]]
+            wide[inputs.LINEAR[1]] = states.expand(inputs.sequences, *states.shape[1:])
+        whole = replace(span, batch=0, start=0, stop=span.length)
+        return type(inputs).unchecked(**vars(inputs) | wide | {"state_indices": None}), whole
 
 
 def from_call(kind: type[I], **given: Any) -> I:

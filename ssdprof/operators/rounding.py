@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -96,13 +97,14 @@ class Gate:
 class Rounded:
     """An operator in one precision, with every rounding that it allows, evaluated span after span.
 
-    chunks: (self, span, gate) -> out of a span that has positions; moves `state` (h, ...) to its end.
+    inputs: of the same dtype and device as those of the spans.
+    chunks: (inputs, self, span, gate) -> out of a span that has positions; moves `state` (h, ...) to its end.
     """
 
     def __init__(
-        self, inputs: Inputs, precision: Precision, chunks: Callable[[Rounded, Span, Gate], torch.Tensor]
+        self, inputs: Inputs, precision: Precision, chunks: Callable[[Any, Rounded, Span, Gate], torch.Tensor]
     ) -> None:
-        self._inputs, self._state_dtype, self._chunks = inputs, precision.state_dtype, chunks
+        self._device, self._state_dtype, self._chunks = inputs.device, precision.state_dtype, chunks
         self._intermediate_dtype = precision.intermediate_dtype(inputs.values.dtype)
         self.operand_dtype = inputs.values.dtype if precision.exact else self._intermediate_dtype
         self._sequence: int | None = None
@@ -116,23 +118,20 @@ class Rounded:
 
         cuts: 16-bit operands are instead cut to tf32, with an independent error of up to one of its units towards zero.
         """
-        self._generator, self._cuts = torch.Generator(self._inputs.device).manual_seed(seed), cuts
+        self._generator, self._cuts = torch.Generator(self._device).manual_seed(seed), cuts
         return self
 
-    def advance(self, span: Span, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
+    def advance(self, inputs: Inputs, span: Span, gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
         """out (l, h, ...) of the span in the inputs' dtype, and the state (h, ...) after it in fp32."""
         if span.sequence != self._sequence:
-            self._sequence, self.state = span.sequence, self._initial_state(span.sequence)
+            self._sequence, self.state = span.sequence, torch.zeros(inputs.states_shape[1:], device=self._device)
+            if inputs.initial is not None:
+                self.state = self.stored(inputs.initial[span.sequence].float())
         if span.start == span.stop:
-            return self._inputs.values[span.batch, span.start : span.stop], self.state
+            return inputs.values[span.batch, span.start : span.stop], self.state
         with _ieee_matmul():
-            out = self._chunks(self, span, gate)
+            out = self._chunks(inputs, self, span, gate)
         return out, self.state
-
-    def _initial_state(self, sequence: int) -> torch.Tensor:
-        if self._inputs.initial is not None:
-            return self.stored(self._inputs.initial[sequence].float())
-        return torch.zeros(self._inputs.states_shape[1:], device=self._inputs.device)
 
     def operand(self, tensor: torch.Tensor) -> torch.Tensor:
         """fp32 numbers as a matrix product on tensor cores takes them: fp32 as two tf32 numbers."""

@@ -151,6 +151,8 @@ BINDING = CallBinding(
 
 # --- the oracle, and the operator in one precision
 
+ROWS = {"cuda": 64, "cpu": 256}  # of a chunk's scores that the rounded form computes at once, up to their last column
+
 
 def bytes_per_position(inputs: kernels.SSDInputs) -> int:
     """The rounded form holds about six fp32 rows of scores (h, chunk_size); the oracle and the sums hold about ten fp64
@@ -205,10 +207,14 @@ def rounded_chunks(
     a, dt = (tensor.reshape(-1, g, r, q) for tensor in (gate.exponents, intermediate(gate.dt)))
 
     causal = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
-    decay = intermediate(gate.decays).reshape(*a.shape, q)  # (c, g, r, q, s)
-    CB = intermediate(C @ B.mT)[:, :, None]
-    scores = torch.where(causal, intermediate(intermediate(CB * decay) * dt[..., None, :]), 0.0)
-    out = operand(scores) @ x
+    decays, CB = gate.decays.reshape(*a.shape, q), torch.where(causal, C @ B.mT, 0.0)[:, :, None]  # (c, g, r, q, s)
+    rows, outs = min(q, ROWS[x.device.type]), []
+    for stop in range(rows, q + 1, rows):
+        part = (..., slice(stop - rows, stop), slice(stop))
+        decay = intermediate(decays[part])
+        scores = intermediate(intermediate(intermediate(CB[part]) * decay) * dt[..., None, :stop])
+        outs.append(operand(scores) @ x[..., :stop, :])
+    out = torch.cat(outs, -2)
 
     last = a[..., -1:]
     weights = intermediate(intermediate(exp((last - a).clamp(max=0))) * dt)
@@ -220,7 +226,8 @@ def rounded_chunks(
         entering.append(state)
         state = low.stored(state * chunk_decay[c] + chunk_states[c])
     low.state = state.reshape(h, p, n)
-    out += (C[:, :, None] @ operand(torch.stack(entering)).mT) * intermediate(exp(a))[..., None]
+    before = (C @ operand(torch.stack(entering)).flatten(2, 3).mT).reshape(*C.shape[:3], r, p).transpose(2, 3)
+    out += before * intermediate(exp(a))[..., None]
 
     out = out.permute(0, 3, 1, 2, 4).reshape(-1, h, p)[:length]
     if inputs.D is not None:

@@ -115,15 +115,6 @@ LAYERS = tiny_models.layer_refs("bamba")
 SEQLEN = 131072
 
 
-def test_the_arithmetic_of_a_footprint() -> None:
-    need = MemoryEstimate(activations=100, attention_cache=3, capture=10, fixed_bytes=7)
-    assert need.one_shot(1000) == 1000 * (100 + 10 + 60) + 7
-    assert need.segmented(1000, 900) == 900 * 100 + 1000 * 3 + 7
-    assert need.segmented(1000, 100) == 1000 * (10 + 60) + 7
-    assert need.chunked(1000, 100) == need.one_shot(100) + 1000 * 3
-    assert need.least(1000, (1000, 900)) == need.segmented(1000, 900)
-
-
 @pytest.mark.parametrize("length", [SEQLEN, 16384, 8192, 4096, 2048])
 def test_the_longest_segment_that_fits(length: int) -> None:
     model = wide_bamba()

@@ -141,12 +141,8 @@ def test_a_models_launches_are_those_of_its_parts() -> None:
 
 def test_parts_add_up_to_the_whole() -> None:
     some = [
-        ("operator", "a", 5.0),
-        ("operator", "a", 2.0),
-        ("MLP", "b", 1.0),
-        (None, "c", 0.5),
-        ("of another tool", "d", 0.25),
-    ]
+        ("operator", "a", 5.0), ("operator", "a", 2.0), ("MLP", "b", 1.0), (None, "c", 0.5), ("another", "d", 0.25),
+    ]  # fmt: skip
     found = part_times(some)
     assert [(part.name, part.gpu_us, part.launches) for part in found] == [
         ("operator", 7.0, 2),

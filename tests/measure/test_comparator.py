@@ -83,7 +83,7 @@ def right_answer(inputs: SSDInputs) -> SSDOutput:
 
 def rounded_answer(inputs: SSDInputs, precision: Precision) -> SSDOutput:
     span = Span(sequence=0, batch=0, start=0, stop=inputs.x.shape[1])
-    out, state = ssd.ORACLE.rounded(inputs, precision).advance(span, ssd.gate(inputs, span))
+    out, state = ssd.ORACLE.rounded(inputs, precision).advance(inputs, span, ssd.gate(inputs, span))
     return SSDOutput(out[None], state[None])
 
 
@@ -277,7 +277,7 @@ def test_the_error_of_no_draw_of_the_model_uses_more_than_half_of_the_budget() -
     span = Span(sequence=0, batch=0, start=0, stop=64)
     for seed in range(accuracy.DRAWS):
         drawn = ssd.ORACLE.rounded(inputs, precision).drawn(seed)
-        out, state = drawn.advance(span, ssd.gate(inputs, span))
+        out, state = drawn.advance(inputs, span, ssd.gate(inputs, span))
         output = (out[None].to(inputs.x.dtype), state[None])
         for found in compare(inputs, {"drawn": Candidate(output=output, precision=precision)})["drawn"]:
             assert all(use.error <= 0.5 * use.budget for use in found.budget)

@@ -17,6 +17,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import block_length
+from ssdprof.operators import ssd
 from ssdprof.operators.operator import Output
 from ssdprof.operators.rounding import Span
 
@@ -41,7 +42,7 @@ def begun(inputs: Any, precision: Precision) -> Any:
 
 def advanced(lo: Any, inputs: Any, batch: int, start: int, stop: int) -> Output:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
-    found: Output = lo.advance(span, operators.get(inputs.operator).judged.gate(inputs, span))
+    found: Output = lo.advance(inputs, span, operators.get(inputs.operator).judged.gate(inputs, span))
     return found
 
 
@@ -75,7 +76,8 @@ def errors(inputs: Any, precision: Precision) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("variant", ["plain", "gated", "initial states", "no skip, no bias", "D per channel", "limit"])
-def test_in_fp32_it_is_ssd(make_inputs: Make, variant: str) -> None:
+def test_in_fp32_it_is_ssd(make_inputs: Make, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ssd.ROWS, "cpu", 256 if variant == "plain" else 16)  # of the scores at once
     changes = {
         "plain": {}, "gated": {"z": torch.randn(2, 100, 4, 32)},
         "initial states": {"initial_states": torch.randn(2, 4, 32, 16)},
@@ -109,6 +111,16 @@ def test_every_sequence_begins_with_its_own_state(make: Make) -> None:
     for batch in range(2):
         found = advanced(together, inputs, batch, 0, size(inputs)[1])
         assert all(torch.equal(one, other[batch]) for one, other in zip(found, apart, strict=True))
+
+
+@pytest.mark.parametrize("length", [0, 150])
+def test_heads_side_by_side_are_computed_as_alone(make: Make, length: int) -> None:
+    states = {make(seqlen=1).LINEAR[1]: torch.randn(2, 4, 32, 24 if make is make_gdn else 16)}
+    inputs, span = make(seqlen=150, batch=2, **states), Span(sequence=1, batch=1, start=0, stop=length)
+    wide, whole = operators.get(inputs.operator).repeated(inputs, span, 3)
+    found = begun(inputs, Precision()).advance(wide, whole, operators.get(inputs.operator).judged.gate(wide, whole))
+    for dim, three, one in zip((1, 0), found, advanced(begun(inputs, Precision()), inputs, 1, 0, length), strict=True):
+        torch.testing.assert_close(three, torch.cat([one] * 3, dim))
 
 
 def test_an_empty_sequence_keeps_its_state() -> None:
