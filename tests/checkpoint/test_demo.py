@@ -100,7 +100,7 @@ def test_its_token_ids_are_bytes(folder: Path) -> None:
     assert sorted(tokenizer.get_vocab().values()) == list(range(256))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_its_logits_are_finite_over_4096_tokens(
     folder: Path, loaded: tuple[Any, dict[str, Any]], dtype: torch.dtype
 ) -> None:
