@@ -116,9 +116,9 @@ def compare(
         )
         if block.row is not None:
             states.add(
-                block.state,
-                {precision: [state for _, state in several] for precision, several in low.items()},
-                {null: [state for one in all_ for state in one.state.chunk(together)] for null, all_ in draws.items()},
+                _rows(block.state),
+                {precision: [_rows(state) for _, state in several] for precision, several in low.items()},
+                {null: [_rows(s) for one in all_ for s in one.state.chunk(together)] for null, all_ in draws.items()},
                 Region(shape=states.shape, row=block.row, positions=None),
             )
         if on_progress is not None:
@@ -243,6 +243,11 @@ def _head_first(out: torch.Tensor) -> torch.Tensor:
     return out.transpose(0, 1).contiguous()
 
 
+def _rows(state: torch.Tensor) -> torch.Tensor:
+    """(h, ...) -> (h, rows, width)."""
+    return state.reshape(len(state), -1, state.shape[-1])
+
+
 def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Whether every element survives a rounding to `dtype`; on the device."""
     return (tensor.to(dtype).to(tensor.dtype) == tensor).all()
@@ -269,8 +274,7 @@ def block_length(oracle: OracleSpec[Any], inputs: Any, device: torch.device) -> 
 
 def _drawn_together(operator: Operator[Any], inputs: Any, block: int) -> int:
     """The number of draws that are evaluated at once, a divisor of `DRAWS`: on a GPU as many as fit into the memory of
-    a block, since small operations take the time of their launches.  A rounded form takes a third of it at most.
-    """
+    a block, since small operations take the time of their launches.  A rounded form takes a third of it at most."""
     if inputs.device.type == "cpu" or not operator.divided:
         return 1
     fitting = 3 * _WORKING_BYTES["cuda"] // (operator.judged.bytes_per_position(inputs) * min(block, inputs.length))
@@ -299,7 +303,7 @@ class Region:
         block = tensor[self.row]
         if self.positions is not None:
             block = _head_first(block[slice(*self.positions)])
-        return block.double()
+        return _rows(block).double()
 
     def flat(self, head: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         """Row-major index in the tensor of element (head, j) of the block."""

@@ -19,7 +19,6 @@ docs/measuring.md says which faults they find.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -93,10 +92,6 @@ class Evidence:
         taken, so that one is in memory at a time.  start: position of the first row; origin: of the first of its
         sequence.
         """
-        if high.numel() == 0:
-            for several in draws.values():
-                deque(several, maxlen=0)  # moves their states on
-            return
         size = high.square().mean(2, keepdim=True).sqrt()
         weights = torch.where(size > _SMALLEST_ROW, 1 / size.square(), 0.0)  # of squares
         scaled = high * weights
