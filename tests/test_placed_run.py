@@ -30,14 +30,7 @@ def little_memory(in_empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_run_says_where_the_weights_are_and_what_that_costs() -> None:
     planned = Answer(*PLAIN, "--dry-run")
     assert planned.code == 0, planned.err
-    for words in (
-        "disk-offload:",
-        "in main memory",
-        "on the disk",
-        "is read once, in",
-        "GB/s",
-        "predicted peak on cpu",
-    ):
+    for words in ("disk-offload:", "in main memory", "on the disk", "is read once, in", "GB/s", "peak on cpu"):
         assert words in " ".join(planned.out.split())
     answer = Answer(*PLAIN, "--out", "a")
     assert answer.code == 0, answer.err

@@ -50,21 +50,8 @@ def loaded(folder: Path, *, head: bool = False) -> Weights:
 
 
 def run(folder: Path, *options: str) -> tuple[Answer, Report | None]:
-    answer = Answer(
-        "run",
-        str(folder),
-        "--prompt",
-        "random",
-        "--seq",
-        "24",
-        "--layers",
-        "first:1",
-        "--dtypes",
-        "exact",
-        "--out",
-        "run",
-        *options,
-    )
+    words = ["--prompt", "random", "--seq", "24", "--layers", "first:1", "--dtypes", "exact", "--out", "run"]
+    answer = Answer("run", str(folder), *words, *options)
     return answer, reports.load("run")[1] if Path("run").exists() else None
 
 

@@ -53,25 +53,14 @@ def contender(name: str, kind: KernelOrigin = "model", run: Any = None, as_: typ
 
     def made(length: _Length) -> Noted:
         prefill = Prefill(
-            conv_and_norm=kind,
-            layers=LAYERS,
-            layer_count=LAYERS,
-            operator_layers=LAYERS,
-            operator_calls=length.operator_calls,
-            segment_length=length.segment_length,
-            alone=length.layer,
-            attention="",
-            convolution="torch",
-        )
+            conv_and_norm=kind, layers=LAYERS, layer_count=LAYERS, operator_layers=LAYERS,
+            operator_calls=length.operator_calls, segment_length=length.segment_length, alone=length.layer,
+            attention="", convolution="torch",
+        )  # fmt: skip
         case = Case(
-            prefill=prefill,
-            batch=1,
-            seqlen=LENGTH,
-            implementation=name,
-            precision=EXACT_FP32,
-            baseline="" if name == "unfused" else "unfused",
-            status="ran",
-        )
+            prefill=prefill, batch=1, seqlen=LENGTH, implementation=name, precision=EXACT_FP32,
+            baseline="" if name == "unfused" else "unfused", status="ran",
+        )  # fmt: skip
         timer: Any = length.timer
         return as_(of={"ssd": implementation}, case=case, isolated=IsolatedFirstCall(), timer=timer)
 
@@ -107,16 +96,10 @@ def length(
     timer, model = FakeTimer(US), tiny_models.shared("mamba2")
     sites = find_mixers(model)
     one = _Length(
-        request=PrefillOptions(model="tiny", seconds=seconds),
-        model=model,
-        ids=tiny_models.prompt(LENGTH),
-        segment_length=segment,
-        sites=sites,
-        layer=tiny_models.layer_refs("mamba2")[1],
-        bundled=ConvAndNorm(sites),
-        timer=timer,
-        profile=profile,
-    )
+        request=PrefillOptions(model="tiny", seconds=seconds), model=model, ids=tiny_models.prompt(LENGTH),
+        segment_length=segment, sites=sites, layer=tiny_models.layer_refs("mamba2")[1], bundled=ConvAndNorm(sites),
+        timer=timer, profile=profile,
+    )  # fmt: skip
     one.contenders += [made(one) for made in contenders]
     return one, timer
 
