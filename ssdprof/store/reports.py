@@ -427,14 +427,14 @@ def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
         return newest
     if not str(where).strip():
         raise BadInputError("The run's name is empty.", "Name a run's folder, or leave it out for the latest run.")
-    for path in (Path(where), RUNS / where):
+    places = (Path(where), RUNS / where)
+    for path in places:
         if path.is_file():
             return path.parent if path.name == HEADER else path
         if (path / HEADER).is_file():
             return path
-    raise BadInputError(
-        f"{where} is not a run: it contains no {HEADER}.", f"Name a run's folder; they are kept under {RUNS}/."
-    )
+    why = f"it contains no {HEADER}" if any(map(Path.is_dir, places)) else "it does not exist"
+    raise BadInputError(f"{where} is not a run: {why}.", f"Name a run's folder; they are kept under {RUNS}/.")
 
 
 def _document(file: Path) -> Report:

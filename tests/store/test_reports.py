@@ -169,7 +169,7 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind() -> None:
     (RUNS / "a" / "cases.0.jsonl").unlink()
     assert (load("a")[1].cases, load("a")[1].complete) == ((), False)
     Path("empty").mkdir()
-    for where, complaint in (("empty", "empty is not a run"), ("nowhere", "nowhere is not a run"), (" ", "is empty")):
+    for where, complaint in (("empty", "it contains no run.json"), ("nowhere", "it does not exist"), (" ", "is empty")):
         with pytest.raises(BadInputError, match=complaint):
             load(where)
 
