@@ -5,7 +5,8 @@
 
 Compiles every launch of the TABLES of `compile_cases.py` for sm_90, without a GPU.  `--record` writes the resources and
 a hash of the instructions of each kernel to `data/compiled.json`, which tests marked `compiler` compare, and a hash for
-each operator to `ssdprof/kernels/machine_code.json`, which results name.  With FOLDER, the instructions themselves are
+each operator to `ssdprof/kernels/machine_code.json`, which results name; with a later Triton, only the resources of the
+shipped configurations, to `data/compiled-VERSION.json`.  With FOLDER, the instructions themselves are
 written, a file for each kernel; with WORD, only launches with WORD in their table's name or label.  A launch's label
 and index identify a kernel, so that it may be renamed.
 """
@@ -35,14 +36,16 @@ def operators_hashes(recorded: dict[str, str]) -> dict[str, str]:
 
 
 def record_hashes() -> None:
+    import triton
     from compile_cases import TABLES
-    from compile_target import CAPABILITIES, RECORDED, recorded_form
+    from compile_target import CAPABILITIES, OLDEST, RECORDED, recorded_form
 
     recorded = {str(capability): recorded_form("SHIPPED", capability) for capability in CAPABILITIES}
-    for table in TABLES:
+    for table in TABLES if triton.__version__ == OLDEST else ():
         recorded[str(CAPABILITY)] |= recorded_form(table, CAPABILITY)
     RECORDED.write_text(json.dumps(recorded, indent=0) + "\n")
-    HASHES.write_text(json.dumps(operators_hashes(recorded[str(CAPABILITY)]), indent=1) + "\n")
+    if triton.__version__ == OLDEST:
+        HASHES.write_text(json.dumps(operators_hashes(recorded[str(CAPABILITY)]), indent=1) + "\n")
 
 
 def instructions(cubin: bytes) -> str:

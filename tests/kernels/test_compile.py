@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import triton
 from compile_cases import (
     GDN_HOPPER_CASES,
     GDN_ONE_LAUNCH,
@@ -18,7 +19,7 @@ from compile_cases import (
     TABLES,
     UNFUSED_CASES,
 )
-from compile_target import CAPABILITIES, RECORDED, SHARED_BYTES, Compiled, assert_recorded, recorded_form
+from compile_target import CAPABILITIES, OLDEST, RECORDED, SHARED_BYTES, Compiled, assert_recorded, recorded_form
 from compile_target import compiled as compiled_of
 from kernel_cases import EXACT, FP32
 from machine_code import HASHES, operators_hashes
@@ -39,8 +40,9 @@ def compiled(table: str, capability: int = 90) -> dict[str, list[Compiled]]:
 
 
 def assert_fits(kernel: Compiled, capability: int = 90, *, stack: int = 0, programs: int = 1) -> None:
-    """stack: most bytes of one thread.  programs: that share a multiprocessor, so that each hides the other's waits."""
-    assert kernel.spilled_bytes <= stack, kernel
+    """stack: most bytes of one thread, with the oldest Triton; others have only the recorded limits.  programs: that
+    share a multiprocessor, so that each hides the other's waits."""
+    assert kernel.spilled_bytes <= stack or triton.__version__ != OLDEST, kernel
     assert kernel.lost_addresses == kernel.idle_barriers == 0, kernel
     assert programs * kernel.registers * kernel.num_warps * 32 <= REGISTERS_OF_AN_SM, kernel
     assert programs * kernel.shared_bytes <= SHARED_BYTES[capability], kernel
@@ -54,6 +56,8 @@ def assert_fits(kernel: Compiled, capability: int = 90, *, stack: int = 0, progr
 def test_takes_no_more_than_recorded(capability: int) -> None:
     """Every row of the committed configurations.  Other tests have absolute limits; this one detects a change for the
     worse."""
+    if not RECORDED.exists():
+        pytest.skip(f"nothing was recorded with Triton {triton.__version__}")
     recorded = json.loads(RECORDED.read_text())[str(capability)]
     for name, taken in recorded_form("SHIPPED", capability).items():
         kernel, *limits = recorded[name].split()
@@ -77,7 +81,9 @@ def test_machine_code_is_the_recorded_one_and_safe(table: str) -> None:
 
 
 def test_operators_hashes_are_those_of_the_recorded_kernels() -> None:
-    assert json.loads(HASHES.read_text()) == operators_hashes(json.loads(RECORDED.read_text())["90"])
+    assert json.loads(HASHES.read_text()) == operators_hashes(
+        json.loads(RECORDED.with_name("compiled.json").read_text())["90"]
+    )
 
 
 def test_every_row_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
