@@ -23,7 +23,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, Verdicts
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.first_run import Call, Deadline, first_line
+from ssdprof.measure.first_run import Call, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
@@ -101,8 +101,7 @@ def bench(
                 seconds, left = sampling_seconds(end - time.monotonic(), len(mine) - done), ""
                 smallest = request.smallest_difference
                 sampling = SamplingPlan(smallest_difference=smallest, max_rounds=MAX_ROUNDS, seconds=seconds)
-                deadline = Deadline(most=request.first_call, until=end)
-                own = replace(comparer, sampling=sampling, deadline=deadline)
+                own = replace(comparer, sampling=sampling, first_call_s=request.first_call, until=end)
                 try:
                     cases: Iterable[Case]
                     if sampler():
@@ -201,7 +200,7 @@ def measured(
 
     verdicts: what short checks found.  Raises BudgetSpent, also half-way.
     """
-    if comparer.deadline.exhausted:
+    if time.monotonic() >= comparer.until:
         raise BudgetSpent("")
     checked, known = cell, None
     if request.check == "short" and not cell.tokens.packed:

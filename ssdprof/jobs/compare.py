@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
-from ssdprof.measure.first_run import Call, Deadline, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes
+from ssdprof.measure.first_run import Call, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, with_occupancy
@@ -89,6 +90,7 @@ class Comparer:
     timer: None: nothing is timed.  process: the name of this one in the samples.
     ceilings: of this GPU, by which no time is too short.
     isolated: makes first calls of users' kernels, which then get copies of the inputs; None: they run as others do.
+    first_call_s: seconds for each first call.  until: the end of the bench, by time.monotonic.
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit; else the cases say so.
     """
 
@@ -96,7 +98,8 @@ class Comparer:
     ceilings: Ceilings | None = None
     sampling: SamplingPlan = field(default_factory=SamplingPlan)
     process: str = ""
-    deadline: Deadline = field(default_factory=Deadline)
+    first_call_s: float = math.inf
+    until: float = math.inf
     isolated: IsolatedFirstCall | None = None
     watcher: Watcher = field(default_factory=Watcher)
     oracle_must_fit: bool = False
@@ -190,11 +193,11 @@ class Comparer:
         interpreter_builder.grid_idx = None  # of the program that runs
         try:
             with while_it_runs(entry.case):
-                output, fields = call.first_run(self.deadline.seconds)
+                output, fields = call.first_run(max(0.0, min(self.first_call_s, self.until - time.monotonic())))
         except TimeIsUp:
-            if self.deadline.exhausted:
+            if time.monotonic() >= self.until:
                 raise BudgetSpent(f" in the first call of {call.label}") from None
-            reason = f"its first call was stopped after {self.deadline.most:g} s"
+            reason = f"its first call was stopped after {self.first_call_s:g} s"
             return None, {"status": "failed", "reason": reason}, False
         first = fields.pop("first_call", None)
         if output is not None and entry.case.kind == "library":

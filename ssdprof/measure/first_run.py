@@ -149,22 +149,6 @@ class TimeIsUp(BaseException):
     """A first call was stopped.  Not an Exception, because the interrupted library might handle one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deadline:
-    """How long to wait for a first call.  most: seconds for each.  until: the end of the bench, by time.monotonic."""
-
-    most: float = math.inf
-    until: float = math.inf
-
-    @property
-    def exhausted(self) -> bool:
-        return time.monotonic() >= self.until
-
-    @property
-    def seconds(self) -> float:
-        return max(0.0, min(self.most, self.until - time.monotonic()))
-
-
 def timed_first_call(run: Callable[[], Output], device: torch.device, seconds: float) -> tuple[Output, FirstCall]:
     """Make the call and wait for the GPU.  Raises TimeIsUp after this number of seconds.
 

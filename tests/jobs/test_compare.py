@@ -22,7 +22,7 @@ from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry
 from ssdprof.jobs.run import wanted_pairs
 from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.measure.first_run import Call, CallRejected, Deadline
+from ssdprof.measure.first_run import Call, CallRejected
 from ssdprof.measure.timing import device_times
 
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
@@ -447,14 +447,14 @@ def sleepy(output: SSDOutput) -> SSDOutput:
 
 
 def test_a_first_call_that_takes_too_long_fails_alone() -> None:
-    found = compared(entries("slow", spoil=sleepy), entries("fast"), deadline=Deadline(most=0.3))
+    found = compared(entries("slow", spoil=sleepy), entries("fast"), first_call_s=0.3)
     assert (found["slow"].result, found["slow"].why) == ("failed", "its first call was stopped after 0.3 s")
     assert found["fast"].result == "passed"
 
 
 def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
     with pytest.raises(BudgetSpent, match="in the first call of slow exact, fp32 states"):
-        compared(entries("slow", spoil=sleepy), deadline=Deadline(until=time.monotonic() + 0.05))
+        compared(entries("slow", spoil=sleepy), until=time.monotonic() + 0.05)
 
 
 # --- interruption
