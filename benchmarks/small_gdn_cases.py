@@ -112,7 +112,7 @@ def state_ratios(cell: Cell) -> dict[str, float]:
     device, us = torch.device("cuda"), {}
     inputs = draw(cell, device)
     for name, kernel in STATE_PASS.items():
-        run = partial(required(resolve(operators.get("gdn"), name)).run, inputs, Precision())
+        run = partial(required(resolve(operators.get("gdn"), name)).run, inputs, Precision(state_dtype=inputs.q.dtype))
         run()  # compiles it, and fla tunes itself
         found = work(traced(lambda run=run: [run() for _ in range(CALLS)], device))
         us[name] = [spent for _, kind, spent in found if kind.startswith(kernel)]

@@ -163,7 +163,6 @@ def _settings(report: Report) -> Iterator[Fact]:
     for (kind, name, version), own in others.items():
         precisions = "; ".join(dict.fromkeys(str(case.precision) for case in own))
         yield _KINDS[kind], f"{name}, {version}, at {precisions}"
-    yield "not compared", "; ".join(reason.rstrip(".") for reason in report.absent)
     for seqlen, own in grouped(report.of_answers, lambda case: case.seqlen).items():
         answers = own[0].answers
         assert answers
