@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -26,14 +26,16 @@ _SHORTEST = 4  # chunks of a segment
 _LARGEST_STATE = 256 * 128  # numbers that a program holds in registers; more are spilled
 
 
-def _block(size: int) -> int:
+def block_of(size: int) -> int:
     """The smallest power of two that holds it, at least 16."""
     return max(16, int(triton.next_power_of_2(size)))
 
 
-def _slice_fits(config: GDNPortableConfig, inputs: GDNInputs) -> bool:
-    widest = config.block_v <= _block(inputs.v.shape[3])
-    return widest and config.block_v * _block(inputs.q.shape[3]) <= _LARGEST_STATE
+def slice_fits(config: Any, inputs: GDNInputs) -> bool:
+    """Whether a program can hold its slice of a state."""
+    block_v: int = config.block_v
+    widest = block_v <= block_of(inputs.v.shape[3])
+    return widest and block_v * block_of(inputs.q.shape[3]) <= _LARGEST_STATE
 
 
 def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
@@ -52,9 +54,9 @@ def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortabl
 
 
 _AXES: tuple[Axis, ...] = (
-    varied(_slice_fits, block_v=(16, 32, 64, 128), v_rows=(True, False)), _segments, varied(num_warps=(2, 4, 8)),
+    varied(slice_fits, block_v=(16, 32, 64, 128), v_rows=(True, False)), _segments, varied(num_warps=(2, 4, 8)),
     varied(scan_stages=range(1, 5)),
-    varied(lambda config, inputs: config.block_k <= _block(inputs.q.shape[3]), block_k=(32, 64, 128)), _chunks,
+    varied(lambda config, inputs: config.block_k <= block_of(inputs.q.shape[3]), block_k=(32, 64, 128)), _chunks,
     varied(factors_warps=(2, 4, 8), factors_registers=(0, 128, 168)),
 )  # fmt: skip
 _launches: LaunchCache[GDNLaunch] = LaunchCache()

@@ -18,8 +18,10 @@ from ssdprof.operators.tensors import dtype_named
 if TYPE_CHECKING:
     from ssdprof.kernels.gdn import adapters
     from ssdprof.kernels.kda import reference
+    from ssdprof.operators import kda_tuning
 else:
     adapters, reference = (LazyModule(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "kda.reference"))
+    kda_tuning = LazyModule("ssdprof.operators.kda_tuning")
 
 STAGES = Stages.of(
     "kda", {"chunk_state.residual": "residual", "chunk_state.update": "update of the state"},
@@ -193,5 +195,5 @@ OPERATOR = replace(
     mixer_sizes={
         "key_heads": "num_heads", "value_heads": "num_heads", "key_dim": "head_dim", "value_dim": "head_dim",
     },
-    stages=STAGES, binding=BINDING, judged=ORACLE, generated=GENERATOR, load_tuning=None,
+    stages=STAGES, binding=BINDING, judged=ORACLE, generated=GENERATOR, load_tuning=lambda: kda_tuning.TUNING,
 )  # fmt: skip

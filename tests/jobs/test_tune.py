@@ -17,6 +17,7 @@ import torch
 from command_line import call
 from tuning_fakes import COMMITTED_SEGMENT, GPU, FakeTimer, cell, environment, kept, ssd_inputs, ssd_problem
 
+from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import EXACT_FP32
@@ -33,6 +34,8 @@ from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.gdn import fused as gdn_fused
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.inputs import GDNInputs
+from ssdprof.kernels.kda import fused as kda_fused
+from ssdprof.kernels.kda.fused import KDAPortableConfig
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
@@ -41,9 +44,9 @@ from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfi
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.first_run import Call
 from ssdprof.measure.timing import Recording
-from ssdprof.operators.gdn import GENERATOR, draw
 from ssdprof.operators.gdn_tuning import TUNING as GDN
 from ssdprof.operators.generate import Cell, Tokens
+from ssdprof.operators.kda_tuning import TUNING as KDA
 from ssdprof.operators.ssd import OPERATOR
 from ssdprof.operators.ssd_tuning import TUNING as SSD
 from ssdprof.operators.tensors import tensors
@@ -64,15 +67,18 @@ def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr("ssdprof.environment.machine.gpu", lambda: GPU)
     yield tmp_path / "cache" / "ssdprof" / "tuned"
-    for operator in ("ssd", "gdn"):
+    for operator in ("ssd", "gdn", "kda"):
         registry.use_overrides(operator, {})
 
 
-def gdn_inputs(length: int, *, shape: str = "1/2x16x16", sequences: int = 1, packed: bool = False) -> GDNInputs:
-    found = GENERATOR.parse(shape)
+def gdn_inputs(
+    length: int, *, shape: str = "1/2x16x16", sequences: int = 1, packed: bool = False, operator: str = "gdn"
+) -> Any:
+    generator = operators.get(operator).generated
+    found = generator.parse(shape)
     assert found is not None
     tokens = Tokens(sequences=sequences, seqlen=length, shortest=length if packed else None)
-    return draw(Cell(shape=found, dtype="bf16", layout="contiguous", tokens=tokens), CPU)
+    return generator.draw(Cell(shape=found, dtype="bf16", layout="contiguous", tokens=tokens), CPU)
 
 
 # --- candidates
@@ -102,6 +108,7 @@ def test_hopper_candidates_cut_the_whole_sequence_and_are_as_exact_as_unfused() 
 
 
 LONG_GDN = "1/1x128x128"
+KDA_HOPPER = KDAPortableConfig(hopper=True, block_k=128, prep_block_k=128)
 TOO_LONG = LONGEST_RECOMPUTED + 1
 
 
@@ -125,6 +132,9 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
         (GDN, None, lambda: gdn_inputs(8192, shape=LONG_GDN),
          lambda one: one.segment == 0 or one.segment * one.chunk * 32 >= 8192, {True}),
         (GDN, None, lambda: gdn_inputs(256), lambda one: one.block_v, {16}),
+        (KDA, None, lambda: gdn_inputs(64, operator="kda"), lambda one: (one.block_v, one.block_k), {(16, 16)}),
+        (KDA, KDA_HOPPER, lambda: gdn_inputs(8192, shape=LONG_GDN, operator="kda"),
+         lambda one: (one.prep_block_k, one.block_k == 128 or not one.k_first), {(128, True)}),
     ],
 )  # fmt: skip
 def test_what_the_candidates_vary(
@@ -134,7 +144,7 @@ def test_what_the_candidates_vary(
     inputs = make()
     configs = options(tuning, committed or tuning.committed(inputs, "portable"), inputs)
     assert set(map(what, configs)) == tried
-    kernel = "hopper" if isinstance(committed, SSDHopperConfig) else "portable"
+    kernel = "hopper" if isinstance(committed, SSDHopperConfig) or committed is KDA_HOPPER else "portable"
     assert all(tuning.config(kernel, tuning.settings(one), one.reason) == one for one in configs)
 
 
@@ -589,6 +599,10 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             "gdn --shape 1/2x16x16 --seq 70", ("1/2x16x16, bf16, 1 x 70",), lambda: gdn_fused.plan(gdn_inputs(70)),
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "kda --shape 1/2x16x16 --seq 70", ("1/2x16x16, bf16, 1 x 70",),
+            lambda: kda_fused.plan(gdn_inputs(70, operator="kda")), marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

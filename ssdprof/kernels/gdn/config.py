@@ -45,15 +45,17 @@ LEAF = 16  # rows of the blocks that are inverted by substitution: the minimum o
 _ONE_PROGRAM_EACH = 132  # multiprocessors of an H100 or H200: up to one program each, a program's latency counts
 
 
-def call_key(inputs: GDNInputs, precision: Precision, *, batch_invariant: bool = False) -> CallKey:
-    """The calls of the portable kernel that share a found configuration.
+def call_key(
+    inputs: GDNInputs, precision: Precision, kernel: str = "portable", *, batch_invariant: bool = False
+) -> CallKey:
+    """The calls of a kernel of two launches that share a found configuration, of Kimi Delta Attention too.
 
     They are equal in the properties on which the committed rule depends: sizes, dtypes, and the numbers of chunks and
     of sequences.  A batch-invariant call uses that of one sequence.  Packed sequences keep the committed one.
     """
     (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
     return CallKey.of(
-        gpu_name(inputs.q), "gdn", "portable", key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
+        gpu_name(inputs.q), inputs.operator, kernel, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
         value_dim=value_dim, dtype=inputs.q.dtype, exact=precision.exact, l2norm=bool(inputs.use_qk_l2norm),
         sequences=1 if batch_invariant else inputs.sequences, nchunks=-(-inputs.length // CALL_CHUNK),
     )  # fmt: skip

@@ -42,7 +42,7 @@ from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn import recurrent
-from ssdprof.kernels.gdn.config import operand_dtype
+from ssdprof.kernels.gdn.config import call_key, operand_dtype
 from ssdprof.kernels.gdn.fused import RECURRENT, portable_work
 from ssdprof.kernels.gdn.inputs import GDNLaunch
 from ssdprof.kernels.gdn.portable import (
@@ -356,15 +356,18 @@ def portable_launch(
 _H200_SMS = 132  # the interpreter divides calls as an H200 does
 
 
-def portable_config(call: FusedCall) -> KDAPortableConfig:
-    """The configuration of the portable kernel."""
-    count = sm_count(call.inputs.q) if call.inputs.q.is_cuda else _H200_SMS
-    return KDAPortableConfig.choose(call.inputs, count, batch_invariant=call.batch_invariant)
+def committed(inputs: KDAInputs, kernel: str, *, batch_invariant: bool = False) -> KDAPortableConfig:
+    """The configuration of the Hopper or the portable kernel without tuning."""
+    choose = KDAPortableConfig.choose_hopper if kernel == "hopper" else KDAPortableConfig.choose
+    return choose(inputs, sm_count(inputs.q) if inputs.q.is_cuda else _H200_SMS, batch_invariant=batch_invariant)
 
 
-def hopper_config(call: FusedCall) -> KDAPortableConfig:
-    """The configuration on a Hopper GPU."""
-    return KDAPortableConfig.choose_hopper(call.inputs, sm_count(call.inputs.q), batch_invariant=call.batch_invariant)
+def configured(kernel: str, call: FusedCall) -> KDAPortableConfig:
+    """A found configuration, or the committed one, which packed sequences keep."""
+    found: KDAPortableConfig | None = None
+    if call.inputs.cu_seqlens is None:
+        found = registry.override(call_key(call.inputs, call.precision, kernel, batch_invariant=call.batch_invariant))
+    return found or committed(call.inputs, kernel, batch_invariant=call.batch_invariant)
 
 
 def hopper_unsupported(inputs: KDAInputs) -> str:
@@ -380,13 +383,14 @@ def hopper_unsupported(inputs: KDAInputs) -> str:
 
 PORTABLE: Variant[GDNOutput] = Variant(
     name="portable",
-    configure=portable_config,
+    configure=partial(configured, "portable"),
     prepare=lambda call, config: portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first),
     work=partial(portable_work, handed_on=handed_on),
 )
 HOPPER: Variant[GDNOutput] = replace(
-    PORTABLE, name="hopper", unsupported=lambda call: hopper_unsupported(call.inputs), configure=hopper_config
-)
+    PORTABLE, name="hopper", unsupported=lambda call: hopper_unsupported(call.inputs),
+    configure=partial(configured, "hopper"),
+)  # fmt: skip
 FUSED: Fused[GDNOutput] = Fused("fused", (RECURRENT, HOPPER, PORTABLE))
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
