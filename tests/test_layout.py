@@ -72,9 +72,9 @@ def test_only_its_own_rooms_know_an_operator() -> None:
         beside = (f"ssdprof.operators.{operator}{suffix}" for suffix in ("", "_tuning"))
         own = (f"ssdprof.kernels.{operator}", *beside)
         heirs = [
-            f"ssdprof.{room}.{one}"
+            f"ssdprof.{place}"
             for one in BUILDS_ON
-            for room in ("kernels", "operators")
+            for place in (f"kernels.{one}", f"operators.{one}", f"operators.{one}_tuning")
             if BUILDS_ON[one] == operator
         ]
         if name not in ("ssdprof.kernels", "ssdprof.operators") and not within(name, (*own, *heirs)):
