@@ -150,10 +150,10 @@ def describe(file: Path, label: str, modelopt: Path | None = None) -> dict[str, 
         _check_model_type(text, where)
     config = outer if text is None else text
     _check_sizes(config, where)
-    if (codes := config.get("quantization_config")) is None and modelopt is not None:
+    if not (codes := config.get("quantization_config")) and modelopt is not None:
         where = f"ModelOpt's config of {label}"
         codes = _json_object(modelopt, where).get("quantization")
-        codes = {"quant_method": "modelopt", **(codes if isinstance(codes, dict) else {})}
+        codes = {**(codes if isinstance(codes, dict) else {}), "quant_method": "modelopt"}
     if isinstance(codes, dict) and codes.get("quant_method") == "modelopt":
         algorithm = codes.get("quant_algo")
         if algorithm != "FP8":  # one scale for each tensor

@@ -15,7 +15,7 @@ from ssdprof.checkpoint import config as configs
 from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, is_missing, is_out_of_reach
 from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_named, is_folder, parse_repo, shown
 from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
-from ssdprof.core.subject import CheckpointRef, LayerRef, PlannedFile
+from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
 from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_json
@@ -178,14 +178,21 @@ class Model:
         return find_weights(self.source, is_original=self.original)
 
     def refuse_codes(self, deepest_layer: int | None, *, head: bool) -> None:
-        """BadInputError for weights of 8 bit and less whose config names no quantisation: codes, not values."""
-        if self.weights.pickled or self.quantization is not None:
+        """BadInputError for weights of 8 bit and less, codes, without a scale or a quantisation in the config."""
+        if self.weights.pickled or self.quantization not in (None, *DECODED_ON_LOAD):
             return
-        for name, tensor in self.weights.tensors(self.depth(deepest_layer), head=head).items():
+        stored, why = self.weights.tensors(self.depth(deepest_layer), head=head), "its config names no quantisation"
+        for name, tensor in stored.items():
+            if self.quantization:
+                layer = name.removesuffix("weight")
+                scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
+                fit = any(stored[one].shape in ((), (1,)) or stored[one].shape[1:] for one in scales & stored.keys())
+                if "scale" in name or (fit and tensor.dtype != "U8"):
+                    continue
+                why = f"has no {self.quantization} scale for it"
             if tensor.dtype in CODES:
                 raise BadInputError(
-                    f"{self.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and its config names "
-                    "no quantisation.",
+                    f"{self.source.label} stores codes, such as {shown(name)} in {tensor.dtype}, and {why}.",
                     "Take the config.json that came with these weights, or the unquantised checkpoint.",
                 )
 

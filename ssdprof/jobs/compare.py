@@ -37,7 +37,7 @@ from ssdprof.kernels.registry import Implementation, Plan
 from ssdprof.measure import trace
 from ssdprof.measure.accuracy import Candidate, fingerprint
 from ssdprof.measure.accuracy import compare as compare_with_oracle
-from ssdprof.measure.first_run import Call, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes
+from ssdprof.measure.first_run import Call, Run, TimeIsUp, completed, first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_runs
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, with_occupancy
@@ -448,6 +448,17 @@ def replaying(
             watcher=watcher,
         )
 
+        untraced = [one for one in (wanted.trace,) if one and not one.is_file()]  # that of a run that goes on exists
+
+        def once(entry: Entry) -> None:
+            """For the trace; a call that fails there fails its case."""
+            try:
+                with while_it_runs(entry.case):
+                    entry.call.run()
+            except Exception as error:
+                status, reason = status_of(error, entry.call.device, entry.case.implementation)
+                writer.case(entry.case.changed(status=status, reason=f"in its trace: {reason}"))
+
         def replay(captured: CapturedLayer) -> None:
             layer, call = captured.layer, captured.call
             inputs, lost = cast_inputs(first_rank(captured.inputs, wanted.tensor_parallel), cast_to)
@@ -491,8 +502,9 @@ def replaying(
                 writer.case(case)
                 if case.samples:
                     clocks.poll()
-            if wanted.trace and not wanted.trace.exists():  # of the first layer
-                calls_of = {entry.call.label: entry.call.run for entry in entries if entry.bits}
+            if wanted.trace and untraced:  # the first layer
+                untraced.clear()
+                calls_of = {entry.call.label: partial(once, entry) for entry in entries if entry.bits}
                 trace.write(wanted.trace, calls_of, limits.device())
                 watcher.say(f"Wrote {wanted.trace}: {len(calls_of)} cases of {where}, one call of each.")
             writer.remembers(layer.index, partial(forgetting, inputs))

@@ -30,7 +30,7 @@ from ssdprof.jobs import reading
 from ssdprof.operators.generate import Cell, Tokens, boundaries
 from ssdprof.operators.implementations import refuse_two_checkouts, refuse_unknown
 from ssdprof.store.ranks import Ranks, follows, join
-from ssdprof.store.reports import CAPTURES, RUNS, check_folder
+from ssdprof.store.reports import CAPTURES, HEADER, RUNS, check_folder
 
 Options = TypeVar("Options")
 _READ: dict[str, Callable[[str], Any]] = {  # fields that are declared by `options.words`
@@ -304,7 +304,8 @@ def run(options: declared.RunOptions) -> tuple[declared.RunOptions, Subject | St
     if asked.prefill and (folder := captures_of(asked)) is not None:
         raise BadInputError(f"{folder} holds stored captures, and --prefill runs the model.", "Name the model.")
     if asked.trace is not None:
-        check_target(asked.trace, replace=False, hint="Name another file.")
+        goes_on = asked.out is not None and (asked.out / HEADER).exists()  # perhaps with its trace
+        check_target(asked.trace, replace=goes_on, hint="Name another file.")
     alone = {"--save-captures": asked.save_captures, "--processes": asked.processes > 1, "--trace": asked.trace}
     refuse_ranks(*given, *(name for name, wanted in alone.items() if wanted))
     ranks = join()

@@ -95,7 +95,7 @@ class Inputs:
             raise ValueError(f"state_every is 0, 1, or without cu_seqlens more, not {self.state_every}")
         slots = self.state_indices
         if slots is not None:
-            if getattr(self, self.LINEAR[1]) is None:
+            if (pool := getattr(self, self.LINEAR[1])) is None or not sum(pool.shape[:1]):
                 raise ValueError(f"state_indices needs {self.LINEAR[1]}, a pool of states")
             if slots.shape != (self.sequences,) or slots.dtype not in (torch.int32, torch.int64):
                 found = f"{tuple(slots.shape)} {slots.dtype}"

@@ -245,6 +245,17 @@ def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file: str) -> None:
     assert open_model(str(folder)).quantization == "fp8"
 
 
+@pytest.mark.parametrize(("codes", "scale"), [("float8_e4m3fn", None), ("float8_e4m3fn", (3,)), ("uint8", ())])
+def test_codes_without_a_scale_are_refused(codes: str, scale: tuple[int, ...] | None) -> None:
+    folder, weight = checkpoint("qwen3_5_text"), "model.layers.0.linear_attn.in_proj_qkv.weight"
+    scales = {} if scale is None else {f"{weight}_scale": torch.ones(scale)}
+    rewrite(folder, lambda found: {**found, weight: found[weight].to(getattr(torch, codes)), **scales})
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8", "quant_method": "awq"}}')
+    answer, _ = run(folder, "--dry-run")
+    assert (answer.code, "linear_attn.in_proj_qkv.weight' in" in answer.err) == (2, True)
+    assert "and has no fp8 scale for it." in " ".join(answer.err.split())
+
+
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"])
 def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str) -> None:

@@ -14,13 +14,14 @@ import torch
 from cases import checkpoint, layer, prompt, value
 from fakes import QUICK, FakeTimer, UnreadClocks, inputs, noting
 
+from ssdprof import kernels
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.store import CaptureWriter
 from ssdprof.core.base import precisions_for
 from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.subject import Serving
-from ssdprof.jobs import compare, limits
+from ssdprof.jobs import compare, limits, subject
 from ssdprof.jobs import run as job
 from ssdprof.jobs.compare import forgetting
 from ssdprof.jobs.options import RunOptions
@@ -96,6 +97,21 @@ def test_a_trace_has_the_cases_of_the_first_layer_one_after_another_with_their_k
 
 
 @needs_interpreter
+def test_a_call_that_fails_in_its_trace_fails_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, left = kernels.get("ssd", "fused"), [1]
+
+    def once(*given: Any) -> Any:
+        left.pop()
+        return fused.run(*given)
+
+    monkeypatch.setitem(registry._implementations, ("ssd", "fused"), replace(fused, run=once))
+    report = replayed(0, intermediates="exact", states=("fp32",), trace=Path("/dev/null"))
+    assert [(case.result, case.reason[:23]) for case in report.cases] == [
+        ("passed", ""), ("failed", "in its trace: IndexErro"),
+    ]  # fmt: skip
+
+
+@needs_interpreter
 def test_the_bundled_baseline_passes_at_all_six_precisions() -> None:
     report = replayed(3, implementations=("unfused",), states=("fp32", "fp16", "bf16"))
     assert [case.result for case in report.cases] == ["passed"] * 6, [case.why for case in report.cases]
@@ -158,7 +174,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monke
     def ran(stop_at: int | None, out: str) -> Report:
         timer = FakeTimer(stop_at=stop_at)
         monkeypatch.setattr(compare, "Comparer", lambda **own: Noted(**(own | {"timer": timer, "sampling": QUICK})))
-        request = RunOptions(model="captures", intermediates="exact", states=("fp32",), out=Path(out))
+        place: Any = dict(model="captures", out=Path(out), trace=Path(f"{out}.json"))
+        subject.run(RunOptions(**place))
+        request = RunOptions(**place, intermediates="exact", states=("fp32",))
         return job.run(find_to_replay(request), request, Watcher())[1]
 
     for name, cost in (("unfused", 300.0), ("fused", 100.0)):
@@ -168,7 +186,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_stopped(stop_at: int, monke
     with pytest.raises(KeyboardInterrupt):
         ran(stop_at, "kept")
     done = {case.layer for case in load("kept")[1].cases if case.samples}
-    assert len(done) == (stop_at > 5)
+    assert len(done) == (stop_at > 5) == Path("kept.json").exists()
     began.clear()
     report = ran(None, "kept")
     assert began == [one.name for one in LAYERS if one not in done]

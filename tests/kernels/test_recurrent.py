@@ -196,7 +196,7 @@ def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator: str) -
     [
         (dict(state_indices=torch.zeros(2, dtype=torch.int32)), r"\(3,\), int32 or int64, not \(2,\)"),
         (dict(state_indices=torch.zeros(3)), "not .* torch.float32"),
-        (dict(initial=None), "state_indices needs initial_state"),
+        *((dict(initial=states), "state_indices needs initial_state") for states in (None, torch.zeros(0, 4, 16, 16))),
         (dict(initial=torch.zeros(6, 4, 16)), "must have shape"),
     ],
 )
