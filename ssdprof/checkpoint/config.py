@@ -126,14 +126,13 @@ def _json_object(file: Path, where: str) -> dict[str, Any]:
     return stored
 
 
-def describe(file: Path, label: str, modelopt: Path | None = None) -> dict[str, Any]:
-    """What config.json says of a model: fields of `model.Model`.  label: names the model in messages.
+def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, Any]:
+    """What config.json says of a model: fields of `model.Model`.  where: names it in messages.
 
     modelopt: the `MODELOPT_CONFIG`, if there is one.
     BadInputError if it is not a JSON object, of a model type whose recurrent layers are known to be another operator,
     or with sizes that no model has or that contradict each other.
     """
-    where = f"{file.name} of {label}"
     stored = _json_object(file, where)
     codes = stored.get("quantization") or stored.get("quantization_config")
     if isinstance(codes, dict) and {"group_size", "bits"} <= codes.keys() and "quant_method" not in codes:
@@ -151,7 +150,7 @@ def describe(file: Path, label: str, modelopt: Path | None = None) -> dict[str, 
     config = outer if text is None else text
     _check_sizes(config, where)
     if not (codes := config.get("quantization_config")) and modelopt is not None:
-        where = f"ModelOpt's config of {label}"
+        where = f"ModelOpt's config beside {where}"
         codes = _json_object(modelopt, where).get("quantization")
         codes = {**(codes if isinstance(codes, dict) else {}), "quant_method": "modelopt"}
     if isinstance(codes, dict) and codes.get("quant_method") == "modelopt":

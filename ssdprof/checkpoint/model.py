@@ -293,7 +293,7 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
             f"{source.label} has no {CONFIG}.", "Name a folder that holds a checkpoint in transformers' format."
         )
     modelopt = source.path(configs.MODELOPT_CONFIG) if configs.MODELOPT_CONFIG in source.sizes else None
-    found = configs.describe(source.path(CONFIG), source.label, modelopt)
+    found = configs.describe(source.path(CONFIG), f"{CONFIG} of {source.label}", modelopt)
     others = tuple(c.repo for c in family.checkpoints if c.repo != source.label) if family else ()
     notes = f"{named} is a family of models, not a repo: taking {source.label}. Others: {', '.join(others)}."
     caveat = f"{adapter} of {source.label} is not applied: these are the layers of the model without its adapter."

@@ -73,8 +73,9 @@ class Call:
     @cached_property
     def _inputs(self) -> list[Any]:
         """Those of each call, but for their initial states."""
-        given = operators.get(self.inputs.operator).binding.positional(self.inputs)
-        return pieces(self.inputs, given, self.implementation)
+        if not self.inputs.state_every or self.implementation.keeps(self.inputs):
+            return [self.inputs]
+        return pieces(self.inputs, operators.get(self.inputs.operator).binding.positional(self.inputs))
 
     @property
     def _copies_states(self) -> bool:
@@ -88,7 +89,7 @@ class Call:
     @property
     def outputs_that_fit(self) -> int:
         """The number of outputs in half of the free memory: the rest is for a workspace and a block of the oracle."""
-        size = sum(form.nbytes for form in operators.get(self.inputs.operator).judged.forms(self.inputs))
+        size: int = self.inputs.values.nbytes + math.prod(self.inputs.final_shape) * torch.float32.itemsize
         return free_memory(self.device) // 2 // size
 
     def judged_output(self, output: Output) -> Output:

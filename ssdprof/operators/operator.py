@@ -309,14 +309,11 @@ def from_call(kind: type[I], **given: Any) -> I:
 # --- states that are kept on the way
 
 
-def pieces(inputs: Any, given: Mapping[str, torch.Tensor], one: registry.Implementation) -> list[Any]:
-    """The inputs of a call for each state that `inputs.state_every` asks for and the implementation does not keep, all
-    with the initial states of the whole.
+def pieces(inputs: Any, given: Mapping[str, torch.Tensor]) -> list[Any]:
+    """The inputs of a call for each state that `inputs.state_every` asks for, all with the initial states of the whole.
 
     given: `CallBinding.positional`.
     """
-    if not inputs.state_every or one.keeps(inputs):
-        return [inputs]
     if inputs.cu_seqlens is not None:
         raise registry.UnsupportedError("it returns final states only, and packed sequences are not cut")
     every = inputs.state_every

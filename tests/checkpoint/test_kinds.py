@@ -265,8 +265,8 @@ def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str
         (folder / file).write_text(json.dumps({"quantization": codes}))
     answer, _ = run(folder, "--dry-run")
     assert answer.code == 2
-    where = file if file == "config.json" else "ModelOpt's config"
-    words = f"{where} of qwen3_5_text is quantised by 'modelopt' as {algorithm!r}, which ssdprof cannot load"
+    where = "" if file == "config.json" else "ModelOpt's config beside "
+    words = f"{where}config.json of qwen3_5_text is quantised by 'modelopt' as {algorithm!r}, which ssdprof cannot load"
     assert words in " ".join(answer.err.split())
 
 
