@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ import triton
 
 from ssdprof.core.base import Count, Size
 from ssdprof.errors import BadInputError
-from ssdprof.kernels.choice import FusedCall
+from ssdprof.kernels.choice import Fused, FusedCall
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.fused import FUSED, committed_portable
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput
@@ -59,23 +60,28 @@ _AXES: tuple[Axis, ...] = (
     varied(lambda config, inputs: config.block_k <= block_of(inputs.q.shape[3]), block_k=(32, 64, 128)), _chunks,
     varied(factors_warps=(2, 4, 8), factors_registers=(0, 128, 168)),
 )  # fmt: skip
-_launches: LaunchCache[GDNLaunch] = LaunchCache()
 
 
-def _kernel(inputs: GDNInputs) -> str:
-    name = FUSED.place(FusedCall(inputs=inputs, precision=Precision()))[0].name
-    if name != KERNEL:
+def kernel_of(fused: Fused[GDNOutput], tuned: Collection[str], inputs: GDNInputs) -> str:
+    """The kernel that runs the inputs.  BadInputError if it is not one of those that are tuned."""
+    name = fused.place(FusedCall(inputs=inputs, precision=Precision()))[0].name
+    if name not in tuned:
         raise BadInputError(
             f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
-            f"For GDN, ssdprof tunes only the {KERNEL} kernel.",
+            f"ssdprof tunes: {', '.join(tuned)}.",
         )
     return name
 
 
-def _run(inputs: GDNInputs, precision: Precision, config: GDNPortableConfig) -> GDNOutput:
-    key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
-    launch = _launches.get(key, lambda: portable_launch(inputs, precision, config, state_v_first=False))
-    return launch(inputs)
+def runner(prepare: Callable[..., GDNLaunch]) -> Callable[[Any, Precision, Any], GDNOutput]:
+    """Runs inputs with a configuration, by launches that are prepared once.  prepare: as `portable_launch`."""
+    launches: LaunchCache[GDNLaunch] = LaunchCache()
+
+    def run(inputs: GDNInputs, precision: Precision, config: Any) -> GDNOutput:
+        key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
+        return launches.get(key, lambda: prepare(inputs, precision, config, state_v_first=False))(inputs)
+
+    return run
 
 
 def _for_short(config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfig:
@@ -92,10 +98,10 @@ TUNING: Tuning = Tuning(
             v_rows=bool, num_warps=Warps, scan_stages=Size, factors_warps=Warps, factors_registers=Count,
         )
     },
-    kernel=_kernel,
+    kernel=partial(kernel_of, FUSED, (KERNEL,)),
     key=lambda inputs, precision, _: call_key(inputs, precision),
     committed=lambda inputs, _: committed_portable(inputs),
     axes=lambda _: _AXES,
-    run=_run,
+    run=runner(portable_launch),
     for_short=_for_short,
 )  # fmt: skip

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from ssdprof.core.base import Count, Size
-from ssdprof.errors import BadInputError
-from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.gdn.config import call_key
-from ssdprof.kernels.gdn.inputs import GDNLaunch
 from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, committed, portable_launch
-from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
-from ssdprof.kernels.launch import LaunchCache
-from ssdprof.kernels.precision import Precision
-from ssdprof.operators.gdn_tuning import block_of, slice_fits
+from ssdprof.kernels.kda.inputs import KDAInputs
+from ssdprof.operators.gdn_tuning import block_of, kernel_of, runner, slice_fits
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
-
-_launches: LaunchCache[GDNLaunch] = LaunchCache()
 
 
 def _fits(config: KDAPortableConfig, inputs: KDAInputs) -> bool:
@@ -37,22 +31,6 @@ _FIRST: tuple[Axis, ...] = (
 )  # fmt: skip
 
 
-def _kernel(inputs: KDAInputs) -> str:
-    name = FUSED.place(FusedCall(inputs=inputs, precision=Precision()))[0].name
-    if name not in TUNING.configs:
-        raise BadInputError(
-            f"The {name} kernel runs these inputs, and tuning does not vary its configuration.",
-            "Tune with longer sequences.",
-        )
-    return name
-
-
-def _run(inputs: KDAInputs, precision: Precision, config: KDAPortableConfig) -> GDNOutput:
-    key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
-    launch = _launches.get(key, lambda: portable_launch(inputs, precision, config, state_v_first=False))
-    return launch(inputs)
-
-
 _SCAN = dict(block_k=PowerOfTwo, block_v=PowerOfTwo, k_first=bool, num_warps=Warps, scan_stages=Size)
 TUNING: Tuning = Tuning(
     operator="kda",
@@ -66,10 +44,10 @@ TUNING: Tuning = Tuning(
             prep_registers=Count, hopper=Literal[False],
         ),
     },
-    kernel=_kernel,
+    kernel=partial(kernel_of, FUSED, ("hopper", "portable")),
     key=call_key,
     committed=committed,
     axes=lambda config: _SECOND if config.hopper else (*_SECOND, *_FIRST),
-    run=_run,
+    run=runner(portable_launch),
     for_short=lambda config, _: config,
 )  # fmt: skip
