@@ -26,7 +26,7 @@ from ssdprof.core.base import DType, precisions_for
 from ssdprof.core.case import Case, call_size
 from ssdprof.core.conditions import parse_percent
 from ssdprof.core.outcome import Outcome
-from ssdprof.core.report import Report, Requested
+from ssdprof.core.report import Report
 from ssdprof.core.subject import LayerRef
 from ssdprof.environment.machine import collect
 from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
@@ -253,7 +253,7 @@ def compare(
         matched_with=first.name,
         smallest_difference=wanted.smallest_difference,
         requested=tuple(
-            Requested(f"layer 0, {call_size(dims.seqlen, dims.batch, None)}", one.name, str(precision))
+            (f"layer 0, {call_size(dims.seqlen, dims.batch, None)}", one.name, str(precision))
             for one, precision, _ in pairs
         ),
     )

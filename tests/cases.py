@@ -14,8 +14,8 @@ from typing import Any
 
 from ssdprof.core.accuracy import Accuracy, BudgetUse, Deviation
 from ssdprof.core.base import EXACT_FP32, SMALLEST_DIFFERENCE, VERSION, DType, PrecisionRecord
-from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, PartTime, Prefill, Samples
-from ssdprof.core.report import ProcessLine, Report, Requested
+from ssdprof.core.case import AnswerBand, Answers, Case, Drawn, Launch, Prefill, Samples
+from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import (
     CallRef,
@@ -242,8 +242,8 @@ def of_cases(kind: str, made: Iterable[Case] = (), **fields: Any) -> Report:
     )  # fmt: skip
 
 
-def requested(one: Case) -> Requested:
-    return Requested(one.place, one.implementation, str(one.precision))
+def requested(one: Case) -> tuple[str, str, str]:
+    return one.place, one.implementation, str(one.precision)
 
 
 def in_calls(found: Report, count: int = 3) -> Report:
@@ -288,10 +288,7 @@ def bench(*made: Case, **fields: Any) -> Report:
 def of_prefill(implementation: str = "fused", call_us: float | None = 1000.0, **fields: Any) -> Case:
     """fields: of the case, or of its `Prefill`."""
     own = {name: fields.pop(name) for name in set(fields) & set(Prefill.model_fields)}
-    parts = tuple(
-        PartTime(name=name, gpu_us=share * (call_us or 1.0), launches=1)  # type: ignore[arg-type]
-        for name, share in (("operator", 0.3), ("mixer", 0.5))
-    )
+    parts = {name: {"_kernel": share * (call_us or 1.0)} for name, share in (("operator", 0.3), ("mixer", 0.5))}
     whole = made_of(
         Prefill, own, conv_and_norm="model", layers=40, layer_count=40, operator_layers=36, operator_calls=60,
         segment_length=1024, alone=layer(3), attention="sdpa", convolution="causal-conv1d 1.5",

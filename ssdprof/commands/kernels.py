@@ -59,9 +59,9 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...], seqlens: tuple[int, ...]
         ("exact", "relaxed") if options.intermediates == "all" else (options.intermediates,)
     )
     if options.dry_run:
-        searches = tuple(tune_job.planned(operator, sources, wanted))
+        searches = tune_job.planned(operator, sources, wanted)
         if options.json:
-            terminal.print_json([search.model_dump(mode="json") for search in searches])
+            terminal.print_json(searches)
         elif table := tuning.candidates(searches):
             terminal.out().print(SplitTable(table, rest="--json"))
         return

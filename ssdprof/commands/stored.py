@@ -326,7 +326,7 @@ SCHEMAS = {
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.commands.stored:ListedRun[]"),
     "stalls-v3": ("stalls", "ssdprof.core.stalls:StallReport"),
-    "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearch[]"),
+    "tune-dry-run": ("tune --dry-run", "ssdprof.core.tuned:PlannedSearches"),
     "models": ("models", "ssdprof.checkpoint.names:Family[]"),
     "settings-v1": ("", "ssdprof.settings:ProjectSettings"),
     "doctor": ("doctor", "ssdprof.environment.toolchain:Check[]"),

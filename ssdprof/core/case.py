@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from hashlib import sha256
 from typing import Annotated, Final, Literal
@@ -190,20 +191,6 @@ class Answers(Record):
     first_difference: Count | None = None
 
 
-class PartTime(Record):
-    """The GPU's work for one part of the model, in one prefill.
-
-    mixer: a mixer without its operator, convolution and gated norm: its projections.
-    rest: embedding, norms, residual sums, language-model head, and everything else.
-    kernels: the microseconds of those with the longest times.
-    """
-
-    name: PartName
-    gpu_us: NotNegative
-    launches: Count
-    kernels: dict[Text, NotNegative] = Field(default_factory=dict)
-
-
 class Prefill(Record):
     """A prefill of the whole model, first token included; its samples are of the call clock.
 
@@ -212,6 +199,9 @@ class Prefill(Record):
     operator_calls: in one prefill: layers times segments.  alone: the layer whose operator was timed alone.
     attention, convolution: the model's own, in words.
     alone_us: device time of that layer's operator, on its inputs in this model.
+    parts: microseconds of the kernels with the longest times, and of all "others", in one profiled prefill.  "mixer": a
+        mixer without its operator, convolution and gated norm: its projections.  "rest": embedding, norms, residual
+        sums, language-model head, and everything else.
     peak_bytes: GPU memory allocated during the profiled prefill, weights included.
     logits_rms: RMS of the difference of the first token's logits to the baseline's with the same convolution and norm,
         over RMS of the baseline's.
@@ -228,16 +218,16 @@ class Prefill(Record):
     attention: Text
     convolution: Text
     alone_us: NotNegative | None = None
-    parts: tuple[PartTime, ...] = ()
+    parts: dict[PartName, dict[Text, NotNegative]] = Field(default_factory=dict)
     peak_bytes: Count | None = None
     logits_rms: NotNegative | None = None
     same_token: bool | None = None
     left_to_model: tuple[Text, ...] = ()
 
     @property
-    def busy_us(self) -> float:
-        """The GPU's work of all parts."""
-        return sum(part.gpu_us for part in self.parts)
+    def part_us(self) -> dict[str, float]:
+        """The GPU's work of each part."""
+        return {name: math.fsum(kernels.values()) for name, kernels in self.parts.items()}
 
 
 class Case(Record):

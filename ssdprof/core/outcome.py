@@ -29,7 +29,7 @@ class Outcome:
         rivals = {case.rated_against for case in report.cases}
         self.outside = [one for one in report.cases if one.outside_budget and (one.place, one.implementation) in rivals]
         excused = [case for case in self.outside if case.only_outside]
-        requested = {one.name for one in report.requested}
+        requested = {", ".join(one) for one in report.requested}
         self.ended_early = _ended_early(report)
         self.judged = len([case for case in calls if case not in (*refused, *excused)])
         self.failed = tuple(case for case in calls if case.failed and case not in excused)

@@ -277,7 +277,7 @@ def _shape(case: Case, report: Report) -> str:
     assert case.dims
     if case.drawn:  # without the chunk size: each implementation takes its fastest one
         return f"{case.dims.operator}, {case.dims.words}, {case.dims.dtype}, {case.drawn.layout}"
-    return f"{case.dims.operator}, {case.dims}{f', {report.cast}' if report.cast else ''}"
+    return f"{case.dims.operator}, {case.dims}{f', {report.cast_words}' if report.cast else ''}"
 
 
 def _quotient(above: Estimate | None, below: Estimate | None) -> Estimate | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from ssdprof.core.base import (
     SMALLEST_DIFFERENCE,
     Clock,
     Count,
+    DType,
     NotNegative,
     PrecisionRecord,
     Processes,
@@ -25,7 +26,7 @@ from ssdprof.core.base import (
 )
 from ssdprof.core.case import Case
 from ssdprof.core.statistics import Estimate, Faster
-from ssdprof.core.subject import Cast, Ceilings, CheckpointRef, Clocks, Environment, LayerRef, Placement, Prompt
+from ssdprof.core.subject import Ceilings, CheckpointRef, Clocks, Environment, LayerRef, Placement, Prompt
 
 _METRICS = (
     "speedup", "time", "match", "rms", "memory", "launches", "kl", "top1", "perplexity", "perplexity-increase",
@@ -106,16 +107,7 @@ class ProcessLine(Record):
     ended: Text = ""
 
 
-class Requested(NamedTuple):
-    """A case that was asked for: its place, implementation and precision."""
-
-    place: Text
-    implementation: Text
-    precision: Text
-
-    @property
-    def name(self) -> str:
-        return ", ".join(self)
+Requested = tuple[Text, Text, Text]  # a case's place, implementation and precision: joined by ", " its name
 
 
 class Report(Record):
@@ -126,6 +118,7 @@ class Report(Record):
     commit: of the repository in the working directory, "-dirty" after it if files differ; empty without one.
     subject: the model's repo, or the operator of a bench.  model: None for a bench.
     requested: the cases, known before the first one runs.
+    cast: the inputs' dtype in the model, and that in which they were replayed, if it is another one.
     baseline: that others are compared with; decode steps have their own, which their cases name.
     matched_with: the implementation whose output others are matched with.
     tensor_parallel: number of ranks; the first one's share of the heads was replayed.
@@ -153,7 +146,7 @@ class Report(Record):
     smallest_difference: Annotated[float, Field(ge=0, lt=1)] = SMALLEST_DIFFERENCE
     prompts: tuple[Prompt, ...] = ()
     segment_length: Size | None = None
-    cast: Cast | None = None
+    cast: tuple[DType, DType] | None = None
     tensor_parallel: Processes = 1
     ranks: Processes = 1
     samplers: Processes = 1
@@ -217,6 +210,11 @@ class Report(Record):
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
         return tuple(dict.fromkeys(left for one in self.processes for left in one.left_out))
+
+    @property
+    def cast_words(self) -> str:
+        """ "cast from bf16 to fp16", or ""."""
+        return "cast from {} to {}".format(*self.cast) if self.cast else ""
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -319,11 +317,10 @@ class Report(Record):
         """Requested cases that are neither there nor left out."""
         there, left = {case.name for case in self.cases}, self.left_out
 
-        def is_left_out(one: Requested) -> bool:
-            own = (out for out in left if one.place.startswith(out.place))
-            return any(not out.implementations or one.implementation in out.implementations for out in own)
+        def is_left_out(place: str, name: str) -> bool:
+            return any(place.startswith(out.place) and name in (out.implementations or (name,)) for out in left)
 
-        return tuple(one for one in self.requested if one.name not in there and not is_left_out(one))
+        return tuple(one for one in self.requested if ", ".join(one) not in there and not is_left_out(*one[:2]))
 
     @property
     def complete(self) -> bool:
@@ -341,6 +338,5 @@ class Report(Record):
             return (words is None or precision in words) and (names is None or implementation in names)
 
         cases = (one for one in self.cases if not one.answers and kept(str(one.precision), one.implementation))
-        asked = (one for one in self.requested if not one.place.startswith("answers"))
-        requested = (one for one in asked if kept(one.precision, one.implementation))
-        return self.changed(cases=tuple(cases), requested=tuple(requested))
+        asked = (one for one in self.requested if not one[0].startswith("answers") and kept(one[2], one[1]))
+        return self.changed(cases=tuple(cases), requested=tuple(asked))

@@ -267,16 +267,6 @@ class Prompt(Record):
         return self
 
 
-class Cast(Record):
-    """The captured inputs were replayed in another dtype than the model's.  source: the model's."""
-
-    source: DType
-    to: DType
-
-    def __str__(self) -> str:
-        return f"cast from {self.source} to {self.to}"
-
-
 # --- captures
 
 

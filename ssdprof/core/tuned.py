@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ssdprof.core.base import Intermediates, Record, Text
+from ssdprof.core.base import Record, Text
 from ssdprof.core.case import Interval
 from ssdprof.core.subject import Environment
 
 Value = int | float | bool | Text
-
-
-class TunedCalls(Record):
-    """The calls to which a find applies: those of `kernel` with these sizes, by the operator's own names."""
-
-    operator: Text
-    kernel: Text
-    intermediates: Intermediates
-    sizes: dict[Text, Value]
+TunedCalls = dict[Text, Value]  # operator, kernel and intermediates of calls, and their sizes by the operator's names
+# What `tune --dry-run` prints: search -> its first candidates, as the changes in the committed configuration.
+PlannedSearches = dict[Text, tuple[Text, ...]]
 
 
 class TunedConfig(Record):
     """A configuration that passed, and was faster than the committed one on one GPU.
 
-    settings: field by field, without the reason.
+    calls: those to which it applies.  settings: field by field, without the reason.
     device_ratio: the committed one's time over this one's, with its interval; over several lengths a geometric mean.
     created: ISO 8601, UTC.
     """
@@ -33,6 +27,10 @@ class TunedConfig(Record):
     device_ratio: float
     device_interval: Interval
     created: Text
+
+    @property
+    def operator(self) -> str:
+        return str(self.calls["operator"])
 
     @property
     def reason(self) -> str:
@@ -52,10 +50,3 @@ class TunedConfigs(Record):
     kernels: dict[Text, Text]
     environment: Environment
     finds: tuple[TunedConfig, ...]
-
-
-class PlannedSearch(Record):
-    """The first candidates of a search for one setting: the changes in the committed configuration."""
-
-    search: Text
-    candidates: tuple[Text, ...]

@@ -15,7 +15,7 @@ import torch
 from ssdprof import kernels, operators
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.case import Case, Drawn
-from ssdprof.core.report import LeftOut, Report, Requested
+from ssdprof.core.report import LeftOut, Report
 from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
 from ssdprof.environment.toolchain import require_gpu
@@ -64,7 +64,7 @@ def bench(
         command=request.command,
         environment=collect(),
         requested=tuple(
-            Requested(_place(cell), implementation.name, str(precision))
+            (_place(cell), implementation.name, str(precision))
             for cell in request.measured
             for implementation, precision in compared(request, operator, cell)
         ),

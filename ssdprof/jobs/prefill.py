@@ -27,7 +27,7 @@ from ssdprof.checkpoint.meta import Mixer, find_mixers
 from ssdprof.core import statistics
 from ssdprof.core.base import KernelOrigin, PrecisionRecord
 from ssdprof.core.case import Case, Prefill
-from ssdprof.core.report import LeftOut, Report, Requested
+from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
 from ssdprof.core.subject import tokens as tokens_of
 from ssdprof.environment.machine import ClockWatch, collect, installed_version
@@ -117,7 +117,7 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
         prompts=loaded.prompts,
         notes=subject.located.caveats,
         requested=tuple(
-            Requested(one.case.place, one.case.implementation, str(one.case.precision))
+            (one.case.place, one.case.implementation, str(one.case.precision))
             for length in lengths
             for one in length.contenders
         ),
@@ -440,7 +440,7 @@ class _Length:
 
     def _round_s(self, contenders: Sequence[_Contender], clock: StepClock) -> float:
         """Seconds of a turn of all: the GPU's work, or the host's by a first turn, skipped if that work is long."""
-        busy_s = 1e-6 * sum(one.case.prefill.busy_us for one in contenders if one.case.prefill)
+        busy_s = 1e-6 * sum(us for one in contenders if one.case.prefill for us in one.case.prefill.part_us.values())
         if sampling_plan(busy_s, self.request.seconds, self.request.smallest_difference).warmup_rounds == 0:
             return busy_s
         began = clock.now()

@@ -24,7 +24,6 @@ from ssdprof.core.report import Condition, Report, Requested
 from ssdprof.core.subject import (
     CallRef,
     CaptureManifest,
-    Cast,
     CheckpointRef,
     LayerRef,
     Prompt,
@@ -209,7 +208,7 @@ def run(
         calls = mine.subject.calls
     precisions = partial(precisions_for, intermediates=replay.intermediates, states=replay.states)
     pairs = partial(resolved.pairs, precisions)
-    cast = Cast(source=dtype, to=replay.cast) if replay.cast not in (None, dtype) else None
+    cast = None if replay.cast == dtype else replay.cast
     with opened(
         replay.out,
         watcher,
@@ -221,18 +220,18 @@ def run(
         model=found.ref,
         environment=collect(),
         prompts=tuple(prompts),
-        requested=tuple(_requested(found, prompts, pairs, cast.to if cast else dtype, replay.verify)),
+        requested=tuple(_requested(found, prompts, pairs, cast or dtype, replay.verify)),
         conditions=replay.conditions,
         baseline=resolved.baseline,
         matched_with=resolved.baseline,
         smallest_difference=replay.smallest_difference,
-        cast=cast,
+        cast=(dtype, cast) if cast else None,
         tensor_parallel=replay.tensor_parallel,
         absent=resolved.absent,
         samplers=replay.processes if limits.device().type == "cuda" else 1,
         **fields,
     ) as writer:
-        with replaying(writer, replay, pairs, cast.to if cast else None, watcher, calls) as on_layer:
+        with replaying(writer, replay, pairs, cast, watcher, calls) as on_layer:
             if isinstance(found, Stored):
                 for capture in found.chosen:
                     if capture.layer in layers:
@@ -265,7 +264,7 @@ def _requested(
             for call in calls:
                 size = call_size(verify or _seqlen(prompt, call), prompt.batch, call)
                 for implementation, precision, _ in pairs(layer.operator, dtype, call):
-                    yield Requested(f"layer {layer.index}, {size}", implementation.name, str(precision))
+                    yield f"layer {layer.index}, {size}", implementation.name, str(precision)
 
 
 def _seqlen(prompt: Prompt, call: CallRef | None) -> int:

@@ -210,7 +210,7 @@ def _refuse_changed(report: Report) -> None:
     hint = "Name the model or its captures instead of the run."
     if report.cast:
         raise BadInputError(
-            f"The inputs of this run were {report.cast}, and stalls are profiled in the model's own dtype.", hint
+            f"The inputs of this run were {report.cast_words}, and stalls are profiled in the model's own dtype.", hint
         )
     if report.tensor_parallel > 1:
         raise BadInputError(

@@ -14,7 +14,6 @@ from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.meta import Mixer, is_attention
 from ssdprof.core.base import PartName, PrecisionRecord, grouped
-from ssdprof.core.case import PartTime
 from ssdprof.environment import child
 from ssdprof.measure.trace import GpuWork, marked
 from ssdprof.operators.implementations import required, resolve
@@ -92,17 +91,18 @@ def parts_marked(model: nn.Module, sites: Sequence[Mixer]) -> Iterator[None]:
         yield
 
 
-def part_times(work: Sequence[GpuWork]) -> tuple[PartTime, ...]:
-    """The time of every part; the sum is the time of all work."""
+def part_times(work: Sequence[GpuWork]) -> dict[PartName, dict[str, float]]:
+    """Microseconds of the kernels of every part: see `Prefill.parts`; the sum is the time of all work."""
     names: tuple[PartName, ...] = get_args(PartName)
     by_part = grouped(work, lambda one: one[0] if one[0] in names else "rest")
-    return tuple(_part(name, by_part[name]) for name in names if name in by_part)
+    return {name: _kernel_times(by_part[name]) for name in names if name in by_part}
 
 
-def _part(name: PartName, work: Sequence[GpuWork]) -> PartTime:
+def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
     kernels = {kernel: sum(us for *_, us in own) for kernel, own in grouped(work, lambda one: one[1]).items()}
-    longest = sorted(kernels.items(), key=lambda item: -item[1])[:_SHOWN]
-    return PartTime(name=name, gpu_us=sum(us for *_, us in work), launches=len(work), kernels=dict(longest))
+    every = sorted(kernels.items(), key=lambda item: -item[1])
+    others = {"others": sum(us for _, us in every[_SHOWN:])} if len(every) > _SHOWN else {}
+    return dict(every[:_SHOWN]) | others
 
 
 def _modules(model: nn.Module, sites: Sequence[Mixer]) -> dict[PartName, list[nn.Module]]:

@@ -24,7 +24,7 @@ from ssdprof.core.base import Intermediates, grouped, precisions_for
 from ssdprof.core.case import Case
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.tuned import PlannedSearch, TunedCalls, TunedConfig
+from ssdprof.core.tuned import PlannedSearches, TunedCalls, TunedConfig
 from ssdprof.environment.machine import collect
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
@@ -64,7 +64,7 @@ class Problem:
     committed: Config
 
     def __str__(self) -> str:
-        return f"{'; '.join(case.place for case in self.cases)}, {self.calls.intermediates}"
+        return f"{'; '.join(case.place for case in self.cases)}, {self.calls['intermediates']}"
 
     def run(self, inputs: Any, config: Config) -> Output:
         output: Output = self.operator.tunable.run(inputs, precision_of(self.cases[0].precision), config)
@@ -214,19 +214,16 @@ def tune(
     return writer.report
 
 
-def planned(
-    operator: Operator[Any], sources: Sources, intermediates: Sequence[Intermediates]
-) -> Iterator[PlannedSearch]:
-    """The first candidates of the searches that `tune` would run, a record for each varied setting.
-
-    Later candidates start from the best one.
-    """
+def planned(operator: Operator[Any], sources: Sources, intermediates: Sequence[Intermediates]) -> PlannedSearches:
+    """The first candidates of the searches that `tune` would run.  Later candidates start from the best one."""
+    found: PlannedSearches = {}
     for group, wanted in product(sources, intermediates):
         for problem in problems(operator, group, wanted):
-            for axis in operator.tunable.axes(problem.committed):
-                options = axis(problem.committed, problem.inputs[-1])
-                changes = (change for option in options if (change := difference(option, problem.committed)))
-                yield PlannedSearch(search=str(problem), candidates=tuple(changes))
+            axes = operator.tunable.axes(problem.committed)
+            options = (option for axis in axes for option in axis(problem.committed, problem.inputs[-1]))
+            changes = (difference(option, problem.committed) for option in options)
+            found[str(problem)] = tuple(change for change in changes if change)
+    return found
 
 
 # --- one search
@@ -362,7 +359,7 @@ class _Search:
 
     def _entry(self, config: Config, place: Case, inputs: Any) -> Entry:
         """place: the case of the committed configuration there."""
-        change, kernel = difference(config, self._committed), self._problem.calls.kernel
+        change, kernel = difference(config, self._committed), str(self._problem.calls["kernel"])
         settings = ", ".join(f"{name} {value}" for name, value in self._tuning.settings(config).items())
         label = f"The candidate {change or 'the committed configuration'}"
         candidate = Implementation(

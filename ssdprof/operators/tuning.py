@@ -86,7 +86,7 @@ class Tuning:
         key = self.key(inputs, Precision(intermediates=intermediates), kernel)
         sizes: dict[str, Value] = {name: value for name, value in key.sizes if name != "exact"}  # in `intermediates`
         sizes |= {"dtype": dtype_name(dict(key.sizes)["dtype"])}
-        return TunedCalls(operator=key.operator, kernel=key.kernel, intermediates=intermediates, sizes=sizes)
+        return {"operator": key.operator, "kernel": key.kernel, "intermediates": intermediates, **sizes}
 
     def settings(self, config: Config) -> dict[str, Value]:
         """The stored form of a configuration."""
@@ -106,12 +106,12 @@ class Tuning:
         """From now on, kernels of this process take these finds on GPUs of this name, and no others."""
         use_overrides(
             self.operator,
-            {key_of(gpu, find.calls): self.config(find.calls.kernel, find.settings, find.reason) for find in finds},
+            {key_of(gpu, one.calls): self.config(str(one.calls["kernel"]), one.settings, one.reason) for one in finds},
         )
 
 
 def key_of(gpu: str, calls: TunedCalls) -> CallKey:
     """The inverse of `Tuning.calls`, for a GPU."""
-    sizes: dict[str, Any] = dict(calls.sizes)
-    sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": calls.intermediates == "exact"}
-    return CallKey.of(gpu, calls.operator, calls.kernel, **sizes)
+    sizes: dict[str, Any] = dict(calls)
+    sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": sizes.pop("intermediates") == "exact"}
+    return CallKey.of(gpu, **sizes)

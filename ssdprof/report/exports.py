@@ -134,7 +134,7 @@ def _row(report: Report, case: Case) -> Row:
         row[f"{name}, rms error [relative]"] = one and one.vs_oracle.rms_ratio
         row[f"{name}, rms error of floor [relative]"] = one and one.floor.rms_ratio
         row[f"{name}, largest error"] = one and one.vs_oracle.max_abs
-    us: dict[str, float] = {part.name: part.gpu_us for part in whole.parts} if whole else {}
+    us = whole.part_us if whole else {}
     return row | {
         "speedup predicted [x]": report.predicted(case) if speedup else None,
         "operator of one layer, device time [µs]": whole and whole.alone_us,
@@ -186,7 +186,7 @@ def _summarised(report: Report, case: Case) -> Case:
     ]
     summary = Summary(call=case.call_us, device=case.device_us, over=over) if case.samples else case.summary
     return case.changed(
-        inputs=case.inputs[:16], prefill=case.prefill and case.prefill.changed(parts=()), samples=(), summary=summary,
+        inputs=case.inputs[:16], prefill=case.prefill and case.prefill.changed(parts={}), samples=(), summary=summary,
         accuracy=accuracy, launches=launches, probes=[one for one in case.probes if one.holds == "no"], trials=(),
         first_call=None, plan="", bytes_moved=None, flops=None,
     )  # fmt: skip

@@ -42,7 +42,7 @@ def origin(report: Report) -> tuple[Fact, ...]:
     """(label, value) pairs shown before all numbers."""
     found = {
         "weights": weights(report.model) if report.model else "",
-        "inputs": str(report.cast or ""),
+        "inputs": report.cast_words,
         "GPU": gpu_name(report.environment),
         "when": when(report.created),
         "run": report.id if report.kind in ("run", "answers") else "",
@@ -145,7 +145,7 @@ def _subject(report: Report) -> Iterator[Fact]:
         yield "prompt", f"{fmt.tokens(prompt.seqlen, prompt.batch)} of {kind}: {prompt.source}; {digest}"
         served.append(fmt.serving_words(prompt.serving, batch=prompt.batch, tensor_parallel=report.tensor_parallel))
     yield "served", "; ".join(dict.fromkeys(filter(None, served)))
-    yield "inputs", str(report.cast or "")
+    yield "inputs", report.cast_words
     yield "tokenizer", ", ".join(dict.fromkeys(prompt.tokenizer for prompt in report.prompts))
     if report.segment_length:
         yield "segments", f"{fmt.tokens(report.segment_length)} per forward call of the model"

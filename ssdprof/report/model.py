@@ -168,8 +168,8 @@ def _parts(rows: Sequence[_Row]) -> Table | None:
 
     def of_case(case: Case, found: Prefill) -> Column[str]:
         whole = case.call_us.value if case.call_us else 0.0
-        us: dict[str, float] = {part.name: part.gpu_us for part in found.parts}
-        us |= {"GPU idle": whole - found.busy_us, "call": whole}
+        us = found.part_us | {"call": whole}
+        us["GPU idle"] = whole - sum(found.part_us.values())
 
         def cell(part: str) -> str:
             own = us.get(part, 0.0)
@@ -177,7 +177,7 @@ def _parts(rows: Sequence[_Row]) -> Table | None:
 
         return Column(f"{_name(case)},\n{found.conv_and_norm}", cell)
 
-    names = [*dict.fromkeys(part.name for _, found in timed for part in found.parts), "GPU idle", "call"]
+    names = [*dict.fromkeys(part for _, found in timed for part in found.parts), "GPU idle", "call"]
     title = f"Where the time goes at {_size(rows[0][0])}, {_layers(rows[0][1])}"
     return table(title, (text("part", str), *(of_case(*row) for row in timed)), names if timed else ())
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 from ssdprof.core.case import Case
 from ssdprof.core.report import Report
-from ssdprof.core.tuned import PlannedSearch
-from ssdprof.report.table import Column, Document, Table, section, table, text
+from ssdprof.core.tuned import PlannedSearches
+from ssdprof.report.table import Column, Document, Table, section, strings, table, text
 
 _MOST_ROWS = 12  # of the candidates that were timed, the fastest
 _READING = (
@@ -33,16 +33,11 @@ def compose(report: Report) -> Document:
     )
 
 
-def candidates(searches: Iterable[PlannedSearch]) -> Table | None:
+def candidates(searches: PlannedSearches) -> Table | None:
     """The table of a dry run."""
-    return table(
-        "Candidates, by what they change in the committed configuration",
-        (
-            text("search", lambda one: one.search),
-            text("candidates", lambda one: "; ".join(one.candidates) or "none", wraps=True),
-        ),
-        tuple(searches),
-    )
+    rows = ((search, "; ".join(found) or "none") for search, found in searches.items())
+    title = "Candidates, by what they change in the committed configuration"
+    return strings(title, ("search", "candidates"), rows, "ll", wraps=1)
 
 
 def _search(report: Report, cases: Sequence[Case]) -> Table | None:

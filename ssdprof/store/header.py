@@ -76,10 +76,12 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
             f"What was replayed is the share of the first of {report.tensor_parallel} tensor-parallel ranks: its heads "
             "alone, with their groups or key heads; a single group is on every rank.  The model itself ran undivided."
         )
-    if (cast := report.cast) is not None:
+    if report.cast:
+        source, to = report.cast
         yield (
-            f"The captured inputs were {cast}: times, matches and errors are those of {cast.to} inputs, and the model "
-            f"itself ran in {cast.source}.  Parameters, states and gates that the model keeps in fp32 were not cast."
+            f"The captured inputs were {report.cast_words}: times, matches and errors are those of {to} inputs, and "
+            f"the model itself ran in {source}.  Parameters, states and gates that the model keeps in fp32 were not "
+            "cast."
         )
     placement = report.placement
     if placement is None or placement.kind == "one-gpu":

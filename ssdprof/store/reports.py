@@ -470,7 +470,7 @@ def _folder(path: Path) -> Report:
         further = number >= header.ranks
         cases |= {name: cases[name].sampled(one) if further else one for name, one in found.items()}
         processes += [process] if process else []
-    place = {one.name: number for number, one in enumerate(header.requested)}
+    place = {", ".join(one): number for number, one in enumerate(header.requested)}
     ordered = sorted(cases.values(), key=lambda case: place.get(case.name, len(place)))
     try:
         return header.changed(cases=tuple(ordered), processes=tuple(processes))

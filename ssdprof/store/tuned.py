@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ssdprof import __version__, files, operators
+from ssdprof.core.base import grouped
 from ssdprof.core.subject import Environment, Gpu
 from ssdprof.core.tuned import TunedCalls, TunedConfig, TunedConfigs
 from ssdprof.environment import machine
@@ -32,7 +33,7 @@ def load(gpu: Gpu) -> tuple[TunedConfigs | None, str]:
     try:
         finds = TunedConfigs.model_validate(files.read_json(file))
         for find in finds.finds:
-            operators.get(find.calls.operator).tunable.config(find.calls.kernel, find.settings)
+            operators.get(find.operator).tunable.config(str(find.calls["kernel"]), find.settings)
     except (OSError, ValueError) as error:
         return None, f"{file} is not what 'ssdprof tune' writes ({type(error).__name__})"
     why = _why_stale(finds, gpu)
@@ -50,7 +51,7 @@ def keep(found_on: Environment, calls: TunedCalls, find: TunedConfig | None) -> 
     found = (*kept, find) if find else tuple(kept)
     finds = TunedConfigs(
         ssdprof_version=__version__,
-        kernels={name: kernels_hash(name) for name in dict.fromkeys(find.calls.operator for find in found)},
+        kernels={name: kernels_hash(name) for name in dict.fromkeys(find.operator for find in found)},
         environment=found_on,
         finds=found,
     )
@@ -119,6 +120,5 @@ def use_file(file: Path) -> None:
 
 def _use(finds: TunedConfigs) -> None:
     assert finds.environment.gpu is not None
-    for operator in dict.fromkeys(find.calls.operator for find in finds.finds):
-        own = [find for find in finds.finds if find.calls.operator == operator]
+    for operator, own in grouped(finds.finds, lambda find: find.operator).items():
         operators.get(operator).tunable.use(finds.environment.gpu.name, own)

@@ -23,7 +23,7 @@ def with_result(result: str, *names: str) -> Any:
 
 
 def requested(*names: str) -> tuple[Requested, ...]:
-    return tuple(one for one in report().requested if one.implementation in names)
+    return tuple(one for one in report().requested if one[1] in names)
 
 
 def only(found: Report, name: str) -> tuple[cases.Case, ...]:

@@ -30,7 +30,7 @@ from pydantic import ValidationError
 from ssdprof.core.accuracy import BudgetUse
 from ssdprof.core.base import PrecisionRecord, Record, first_fault, precisions_for
 from ssdprof.core.case import Case, Launch, Samples
-from ssdprof.core.report import ProcessLine, Report, Requested
+from ssdprof.core.report import ProcessLine, Report
 from ssdprof.core.subject import CallRef, Ceilings
 
 REPORTS = {
@@ -206,7 +206,7 @@ def test_a_fault_names_its_place() -> None:
     ],
 )  # fmt: skip
 def test_a_case_has_the_same_name_in_every_report(made: Case, name: str) -> None:
-    assert made.name == name == Requested(made.place, made.implementation, str(made.precision)).name
+    assert made.name == name == ", ".join(cases.requested(made))
 
 
 def test_precisions_follow_the_dtype_of_the_inputs() -> None:

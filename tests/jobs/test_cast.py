@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from ssdprof.capture.layers import token_major
 from ssdprof.cli import app
 from ssdprof.core.pairs import compare
-from ssdprof.core.subject import Cast
 from ssdprof.jobs.compare import cast_inputs
 from ssdprof.operators.tensors import tensors
 from ssdprof.store.reports import load
@@ -73,10 +72,10 @@ def test_a_cast_run_says_so_and_is_not_compared_with_one_that_is_not() -> None:
     code, out, err = run("--out", "cast", "--cast", "fp16", "--full")
     assert code == 0, err
     _, report = load("cast")
-    assert report.cast == Cast(source=source, to="fp16")
+    assert report.cast == (source, "fp16")
     assert {case.dims.dtype for case in report.cases} == {"fp16"}
     assert {case.precision.state_dtype for case in report.cases} == {"fp16"}
-    assert {one.precision.partition(", ")[2] for one in report.requested} == {"fp16 states"}
+    assert {precision.partition(", ")[2] for _, _, precision in report.requested} == {"fp16 states"}
     assert out.count(f"cast from {source} to fp16") >= 3  # in the heading, the caveats and the list of runs
     first, second = ((name, load(name)[1]) for name in ("plain", "cast"))
     pairs = [pair for pair in compare(first, second, smallest_difference=0.01).pairs if pair.base and pair.new]

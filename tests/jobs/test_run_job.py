@@ -67,7 +67,7 @@ def names(report: Report) -> list[str]:
 def test_every_requested_case_is_there_in_its_order_and_on_a_cpu_not_timed() -> None:
     report = replayed(states=("fp32", "fp16"))
     assert (report.kind, report.id, report.command, report.complete) == ("run", "kept", ("ssdprof", "run"), True)
-    assert [one.name for one in report.requested] == names(report)
+    assert [", ".join(one) for one in report.requested] == names(report)
     assert names(report)[:5] == [
         "layer 0, 40 tokens, unfused, exact, fp32 states",
         "layer 0, 40 tokens, fused, exact, fp32 states",
@@ -143,7 +143,7 @@ def test_an_interrupted_run_keeps_the_errors_of_what_was_not_timed(monkeypatch: 
         *[("fp32", True, "")] * 2,
         *[("fp16", False, "interrupted before it was timed")] * 2,
     ]
-    assert [one.place for one in report.missing] == ["layer 3, 40 tokens"] * 4
+    assert [place for place, _, _ in report.missing] == ["layer 3, 40 tokens"] * 4
     assert value(report.speedup(report.cases[1])) == 3
 
 
@@ -201,7 +201,7 @@ def test_chunks_and_decode_steps_are_requested_as_calls_of_their_own() -> None:
     precisions = partial(precisions_for, intermediates="exact", states=("fp32", "bf16"))
     pairs = partial(resolved.pairs, precisions)
     found: Any = SimpleNamespace(layers=LAYERS[:1])
-    requested = [one.name for one in job._requested(found, [of], pairs, "bf16", 0)]
+    requested = [", ".join(one) for one in job._requested(found, [of], pairs, "bf16", 0)]
     assert requested == [
         *(
             f"layer 0, {size} tokens, chunk {number} of 2 of 50 tokens, {name}, exact, {states} states"

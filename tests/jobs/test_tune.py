@@ -202,14 +202,14 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
     (problem,) = made()
     assert isinstance(problem.committed, SSDPortableConfig)
     assert [inputs.x.shape[:2] for inputs in problem.inputs] == [(2, 40), (1, 100)]
-    assert "nchunks" not in problem.calls.sizes
-    assert problem.calls.sizes["nheads"] == 2
+    assert "nchunks" not in problem.calls
+    assert problem.calls["nheads"] == 2
     assert problem.cases[0].precision == EXACT_FP32
     assert made(intermediates="relaxed")[0].cases[0].precision.state_dtype == "bf16", "as in a bench"
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
     monkeypatch.setattr(device, "sm_count", lambda _: 132)
     found = made()
-    assert [(one.calls.sizes["sequences"], one.calls.sizes["nchunks"]) for one in found] == [(1, 2), (2, 1)]
+    assert [(one.calls["sequences"], one.calls["nchunks"]) for one in found] == [(1, 2), (2, 1)]
     assert all(isinstance(one.committed, SSDHopperConfig) for one in found)
 
 
@@ -399,7 +399,7 @@ def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_seq
     outcome = found(both, problem)
     assert value(outcome, "num_warps") == 8
     assert outcome[1] is not None
-    assert (outcome[1].calls.kernel, outcome[1].device_ratio) == ("portable", pytest.approx(1.25, rel=0.01))
+    assert (outcome[1].calls["kernel"], outcome[1].device_ratio) == ("portable", pytest.approx(1.25, rel=0.01))
     _, find, why = found(by_warps((128,)), problem)
     assert (find, why) == (None, "the committed configuration stays: the fastest was slower at 192 tokens")
     _, find, why = found(both, problem, wrong_if_packed(both))
@@ -628,7 +628,7 @@ def test_a_person_sees_what_was_tried_and_found(cache: Path) -> None:
     words = ["ssd", "--shape", "2x16x16x1", "--seq", "40"]
     code, out, _ = tune(*words, "--dry-run", "--json")
     assert code == 0
-    assert any("num_warps 8" in row["candidates"] for row in json.loads(out))
+    assert any("num_warps 8" in found for found in json.loads(out).values())
     assert not cache.exists(), "a dry run stores nothing"
     code, out, _ = tune(*words)
     assert code == 0

@@ -105,7 +105,7 @@ class FakeTimer(fakes.FakeTimer):
 def finding(nchunks: int = 16, segment: int | None = 4) -> tuple[TunedCalls, TunedConfig | None]:
     """What a search for mamba2-2.7b found.  segment: of the find, or None without a find."""
     sizes = dict(nheads=80, headdim=64, dstate=128, ngroups=1, dtype="bf16", gate=False, sequences=1, nchunks=nchunks)
-    calls = TunedCalls(operator="ssd", kernel="hopper", intermediates="exact", sizes=sizes)
+    calls: TunedCalls = {"operator": "ssd", "kernel": "hopper", "intermediates": "exact", **sizes}
     values = dict(
         segment=segment or 1, long_count=0, long_segment=0, recompute=False, shares=0, ring=2, score_ring=2,
         unit_registers=192, other_registers=24,

@@ -121,7 +121,7 @@ def test_a_spreadsheet_computes_nothing() -> None:
 
 def test_junit_skips_what_does_not_count() -> None:
     whole = ending("refused")
-    asked = tuple(one for one in whole.requested if one.implementation == "unfused")
+    asked = tuple(one for one in whole.requested if one[1] == "unfused")
     assert parsed(whole.changed(requested=asked))[FUSED].is_skipped
     fla, unfused, fused = cell()
     name = fla.name

@@ -10,7 +10,7 @@ from cases import EXACT_FP32, answers, band, of_answers, of_prefill, prefill, re
 from report.shown import printed, row
 from report.test_contents import of_title, verdict
 
-from ssdprof.core.case import Case, PartTime
+from ssdprof.core.case import Case
 from ssdprof.core.conditions import of_options, parse
 from ssdprof.core.pairs import compare
 from ssdprof.core.report import LeftOut, Report
@@ -43,9 +43,8 @@ def test_answers_are_shown_over_all_positions_in_bands_and_by_layer() -> None:
 # --- prefills
 
 
-def parts(operator: float, mixer: float) -> tuple[PartTime, ...]:
-    of_mixer = PartTime(name="mixer", gpu_us=mixer, launches=1)
-    return PartTime(name="operator", gpu_us=operator, launches=3), of_mixer
+def parts(operator: float, mixer: float) -> dict[str, dict[str, float]]:
+    return {"operator": {"_kernel": operator}, "mixer": {"gemm": mixer / 2, "others": mixer / 2}}
 
 
 def test_prefill_times_and_where_they_go() -> None:
@@ -73,8 +72,8 @@ def test_prefills_that_were_not_timed_are_named() -> None:
     out = LeftOut(
         place="prefill, model convolution and norm, 16,384 tokens", implementations=("fused",), reason="no time"
     )
-    wrong = of_prefill("fused", None, status="out of memory", reason="too large", parts=())
-    late = of_prefill("unfused", None, reason="no turns", parts=(), layers=3)
+    wrong = of_prefill("fused", None, status="out of memory", reason="too large", parts={})
+    late = of_prefill("unfused", None, reason="no turns", parts={}, layers=3)
     found = prefill(late, wrong, left_out=(out,), complete=False)
     place = "prefill, model convolution and norm, 1,024 tokens"
     assert verdict(found) == [

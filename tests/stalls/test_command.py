@@ -18,7 +18,7 @@ from ssdprof.core.base import EXACT_FP32
 from ssdprof.core.case import Launch
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import Launched, StallReport
-from ssdprof.core.subject import Cast, LayerRef
+from ssdprof.core.subject import LayerRef
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError
 from ssdprof.jobs import limits, stall_files
 from ssdprof.jobs import stalls as stalls_job
@@ -242,7 +242,7 @@ def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, in
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"cast": Cast(source="bf16", to="fp16")}, "cast from bf16 to fp16"),
+        ({"cast": ("bf16", "fp16")}, "cast from bf16 to fp16"),
         ({"tensor_parallel": 2}, "first of 2 tensor-parallel ranks"),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_rank_that_was_interrupted_is_named_by_the_first(writers: tuple[tuple[
     one.case(MADE[0])
     with pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 ended: interrupted\."):
         first.close()
-    assert (kept().complete, indices(kept()), kept().missing[0].place) == (False, [0, 1], MADE[2].place)
+    assert (kept().complete, indices(kept()), kept().missing[0][0]) == (False, [0, 1], MADE[2].place)
 
 
 def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
