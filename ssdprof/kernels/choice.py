@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
-from ssdprof.kernels.launch import LaunchCache
+from ssdprof.kernels.inputs import Output, PreparedLaunch
+from ssdprof.kernels.launch import kept
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Plan, when_overridden
 from ssdprof.kernels.tensors import contiguous_copy, contiguous_view, is_scattered, overlaps
-
-Output = TypeVar("Output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class FusedCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant(Generic[Output]):
+class Variant:
     """A kernel.
 
     unsupported: why the kernel does not support a call, or should not run it; "" if it runs
@@ -42,7 +41,7 @@ class Variant(Generic[Output]):
     name: str
     unsupported: Callable[[FusedCall], str] = lambda _call: ""
     configure: Callable[[FusedCall], Any]
-    prepare: Callable[[FusedCall, Any], Callable[[Any], Output]]
+    prepare: Callable[[FusedCall, Any], PreparedLaunch]
     work: Callable[[FusedCall, Any], tuple[int, int, str]]
 
     def plan(self, call: FusedCall) -> Plan:
@@ -56,7 +55,7 @@ class Variant(Generic[Output]):
         )  # fmt: skip
 
 
-class Fused(Generic[Output]):
+class Fused:
     """name: of the implementation
     variants: in order of preference.  The last one supports every call
     rows: tensors (b, l, heads, columns), which are copied if a better variant then supports the call
@@ -64,22 +63,18 @@ class Fused(Generic[Output]):
     """
 
     def __init__(
-        self, name: str, variants: Sequence[Variant[Output]], rows: tuple[str, ...] = (),
+        self, name: str, variants: Sequence[Variant], rows: tuple[str, ...] = (),
         refuse: Callable[[Any], None] = lambda _inputs: None,
     ) -> None:  # fmt: skip
         self.name, self.variants, self._rows, self._refuse = name, variants, rows, refuse
-        self.launches: LaunchCache[Callable[[Any], Output]] = LaunchCache()
-        when_overridden(self.forget_launches)
+        self.launches: dict[Hashable, PreparedLaunch] = {}  # without one, a call chooses its kernel and configuration
+        when_overridden(self.launches.clear)
 
-    def forget_launches(self) -> None:
-        """Forget prepared launches.  The next call of each signature chooses its kernel and configuration again."""
-        self.launches.forget()
-
-    def choose(self, call: FusedCall) -> Variant[Output]:
+    def choose(self, call: FusedCall) -> Variant:
         """By the GPU, shapes, strides, alignment and dtypes."""
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
-    def place(self, call: FusedCall) -> tuple[Variant[Output], FusedCall, tuple[str, ...]]:
+    def place(self, call: FusedCall) -> tuple[Variant, FusedCall, tuple[str, ...]]:
         """The kernel, the call as it gets it, and the names of tensors to copy first.
 
         In that call, tensors that are to be copied have the shapes and strides of copies, and no meaning.
@@ -105,11 +100,12 @@ class Fused(Generic[Output]):
         """
         refuse_gradient(self.name, vars(inputs).values())
         signature = (inputs.signature, precision.intermediates, precision.state_dtype, batch_invariant, state_v_first)
-        return self.launches.get(signature, self.prepare, inputs, precision, batch_invariant, state_v_first)(inputs)
+        arguments = (inputs, precision, batch_invariant, state_v_first)
+        return kept(self.launches, signature, self.prepare, *arguments)(inputs)
 
     def prepare(
         self, inputs: Any, precision: Precision, batch_invariant: bool = False, state_v_first: bool = False
-    ) -> Callable[[Any], Output]:
+    ) -> PreparedLaunch:
         """The launch of a call, which is not kept here."""
         if state_v_first:
             inputs.check(state_v_first=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
@@ -19,6 +19,18 @@ def tensor_signature(tensor: torch.Tensor | None) -> Hashable:
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
+
+
+class Output(NamedTuple):
+    """out: shape and dtype of the values, x or v.  final_states: fp32, of the initial states' shape; more with
+    state_every."""
+
+    out: torch.Tensor
+    final_states: torch.Tensor
+
+
+# A call without its tensors.  It serves all inputs of one `signature` and keeps none of them.
+PreparedLaunch = Callable[[Any], Output]
 
 
 class Inputs:

@@ -16,7 +16,7 @@ from inspect import signature
 from itertools import count
 from threading import Lock, Thread
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -82,27 +82,19 @@ class Launcher:
             self._direct = direct_launch(self._compiled, grouped, self._constants)
 
 
-class LaunchCache(Generic[Kept]):
-    """Prepared launches by the signature of a call.  Preparing is most of a call's time on the host."""
-
-    def __init__(self, most: int = 4096) -> None:
-        self._most = most
-        self._kept: dict[Hashable, Kept] = {}
-
-    def get(self, signature: Hashable, prepare: Callable[..., Kept], *arguments: Any) -> Kept:
-        """The launch kept for `signature`.  If there is none, keep and return `prepare(*arguments)`."""
-        launch = self._kept.get(signature)
-        if launch is None:
-            if len(self._kept) >= self._most:
-                self._kept.clear()
-            launch = self._kept[signature] = prepare(*arguments)
-        return launch
-
-    def forget(self) -> None:
-        self._kept.clear()
+MOST_KEPT = 4096  # prepared launches
+_kept: dict[Hashable, Launcher] = {}  # a call with new sizes adds a few
 
 
-_kept: LaunchCache[Launcher] = LaunchCache()  # a call with new sizes adds a few
+def kept(launches: dict[Hashable, Kept], signature: Hashable, prepare: Callable[..., Kept], *arguments: Any) -> Kept:
+    """The launch for the signature of a call.  If there is none, `prepare(*arguments)`, which takes most of a call's
+    time on the host, is added."""
+    launch = launches.get(signature)
+    if launch is None:
+        if len(launches) >= MOST_KEPT:
+            launches.clear()
+        launch = launches[signature] = prepare(*arguments)
+    return launch
 
 
 def place(tensor: torch.Tensor | None) -> Hashable:
@@ -116,7 +108,7 @@ def launch(
     """`kernel[(programs,)](*tensors, *scalars, **options)` on the current device, which must be that of the tensors."""
     # the key has the types too, because 0, 0.0 and False are equal but different arguments
     key = (kernel.fn, *map(place, tensors), scalars, *map(type, scalars), *options.items())
-    _kept.get(key, Launcher, kernel, scalars, options)(programs, *tensors)
+    kept(_kept, key, Launcher, kernel, scalars, options)(programs, *tensors)
 
 
 @cache

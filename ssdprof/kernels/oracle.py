@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.registry import Implementation, Plan, register
 
 ORACLE_CHUNK = 64  # positions per chunk of the chunked forms: takes little work, and does not affect the result
@@ -38,21 +38,9 @@ class Span:
             yield Span(sequence=self.sequence, batch=self.batch, start=start, stop=stop)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputBlock(Span):
-    """A block of the output, and the state after it.
-
-    out:   (stop - start, heads, values), the output at positions start..stop of row `batch`
-    state: (heads, ...) after position stop - 1
-    row:   of the call's final states, in which `state` is; None: in none of them
-    """
-
-    row: int | None
-    out: torch.Tensor
-    state: torch.Tensor
-
-
-Output = TypeVar("Output")
+# A piece of the output: its span, the output (stop - start, heads, values) there, the state (heads, ...) after it, and
+# the row of the call's final states in which that state is; None: in none of them
+Block = tuple[Span, torch.Tensor, torch.Tensor, int | None]
 Evaluate = Callable[[Any, Span, torch.dtype, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -78,7 +66,7 @@ def initial_states(inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
 
 def blocks_of(
     evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
-) -> Iterator[OutputBlock]:
+) -> Iterator[Block]:
     """The chunked form as a stream of blocks of at most `block` positions, in order, sequence after sequence.
 
     Every sequence yields at least one block, which is empty if the sequence is.  Its last block has its final state;
@@ -94,33 +82,34 @@ def blocks_of(
         for piece in span.cut(every):
             row: int | None = span.sequence
             if inputs.state_every:
-                row = piece.batch * -(-inputs.length // every) + piece.start // every if piece.length else None
+                row = (
+                    piece.batch * -(-inputs.length // every) + piece.start // every
+                    if piece.stop > piece.start
+                    else None
+                )
             for part in piece.cut(block):
                 out, state = evaluate(inputs, part, dtype, state)
-                yield OutputBlock(**vars(part), row=row if part.stop == piece.stop else None, out=out, state=state)
+                yield part, out, state, row if part.stop == piece.stop else None
 
 
 def chunked(
-    evaluate: Evaluate, output: Callable[..., Output], inputs: Inputs, dtype: torch.dtype = torch.float64, *,
-    block: int = 2048,
+    evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
 ) -> Output:  # fmt: skip
     """The blocks of `blocks_of` joined.  Output and final states in `dtype`."""
-    return output(*joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype))
+    return joined(inputs, blocks_of(evaluate, inputs, dtype, block=block), dtype, dtype)
 
 
-def joined(
-    inputs: Inputs, blocks: Iterable[OutputBlock], dtype: torch.dtype, state_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def joined(inputs: Inputs, blocks: Iterable[Block], dtype: torch.dtype, state_dtype: torch.dtype) -> Output:
     out = torch.empty(inputs.values.shape, dtype=dtype, device=inputs.values.device)
     final_states = torch.empty(inputs.final_shape, dtype=state_dtype, device=inputs.values.device)
-    for block in blocks:
-        out[block.batch, block.start : block.stop] = block.out
-        if block.row is not None:
-            final_states[block.row] = block.state
-    return out, final_states
+    for span, piece, state, row in blocks:
+        out[span.batch, span.start : span.stop] = piece
+        if row is not None:
+            final_states[row] = state
+    return Output(out, final_states)
 
 
-def register_oracle(operator: str, evaluate: Evaluate, output: Callable[..., Output]) -> Callable[..., Output]:
+def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     """The oracle as an implementation: computes in fp64 at every precision, and rounds once.  Torch operations only."""
     plan = Plan(
         variant="torch", launches=0, config={"chunk_size": ORACLE_CHUNK},
@@ -128,7 +117,7 @@ def register_oracle(operator: str, evaluate: Evaluate, output: Callable[..., Out
     )  # fmt: skip
 
     def run(inputs: Inputs, _precision: object = None) -> Output:
-        return output(*joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32))
+        return joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32)
 
     register(
         Implementation(

@@ -32,7 +32,7 @@ from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence, HeadNorms, finite
 from ssdprof.operators.operator import Operator, OracleSpec, Output
-from ssdprof.operators.rounding import FLUSHED, Span, coarsest_rounding, unit_roundoff
+from ssdprof.operators.rounding import FLUSHED, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
@@ -93,10 +93,9 @@ def compare(
     }
     largest_exponent = torch.zeros(form.shape[2], device=device)
     sequence, origin = -1, 0
-    for block in oracle.blocks(inputs, length):
-        if block.sequence != sequence:
-            sequence, origin = block.sequence, block.start
-        span = Span(sequence=block.sequence, batch=block.batch, start=block.start, stop=block.stop)
+    for span, exact_out, exact_state, row in oracle.blocks(inputs, length):
+        if span.sequence != sequence:
+            sequence, origin = span.sequence, span.start
         gate = oracle.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
         low = {
@@ -109,20 +108,20 @@ def compare(
             for null, several in draws.items()
         }
         outs.add(
-            _head_first(block.out).double(),
+            _head_first(exact_out).double(),
             {precision: [_head_first(out) for out, _ in several] for precision, several in low.items()},
             {null: map(_head_first, several) for null, several in drawn.items()},
-            Region(shape=outs.shape, row=block.batch, positions=(block.start, block.stop), origin=origin),
+            Region(shape=outs.shape, row=span.batch, positions=(span.start, span.stop), origin=origin),
         )
-        if block.row is not None:
+        if row is not None:
             states.add(
-                _rows(block.state),
+                _rows(exact_state),
                 {precision: [_rows(state) for _, state in several] for precision, several in low.items()},
                 {null: [_rows(s) for one in all_ for s in one.state.chunk(together)] for null, all_ in draws.items()},
-                Region(shape=states.shape, row=block.row, positions=None),
+                Region(shape=states.shape, row=row, positions=None),
             )
         if on_progress is not None:
-            on_progress(block.stop - block.start)
+            on_progress(span.length)
     comparisons: dict[K, tuple[Accuracy, ...]] = {}
     unit = unit_roundoff(form.dtype)
     for key, candidate in candidates.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -15,9 +15,10 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels.choice import Fused, FusedCall
 from ssdprof.kernels.gdn.config import GDNPortableConfig, call_key
 from ssdprof.kernels.gdn.fused import FUSED, committed_portable
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.portable import portable_launch
-from ssdprof.kernels.launch import LaunchCache
+from ssdprof.kernels.inputs import PreparedLaunch
+from ssdprof.kernels.launch import kept
 from ssdprof.kernels.precision import Precision
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
 
@@ -62,7 +63,7 @@ _AXES: tuple[Axis, ...] = (
 )  # fmt: skip
 
 
-def kernel_of(fused: Fused[GDNOutput], tuned: Collection[str], inputs: GDNInputs) -> str:
+def kernel_of(fused: Fused, tuned: Collection[str], inputs: GDNInputs) -> str:
     """The kernel that runs the inputs.  BadInputError if it is not one of those that are tuned."""
     name = fused.place(FusedCall(inputs=inputs, precision=Precision()))[0].name
     if name not in tuned:
@@ -73,13 +74,13 @@ def kernel_of(fused: Fused[GDNOutput], tuned: Collection[str], inputs: GDNInputs
     return name
 
 
-def runner(prepare: Callable[..., GDNLaunch]) -> Callable[[Any, Precision, Any], GDNOutput]:
+def runner(prepare: Callable[..., PreparedLaunch]) -> Callable[[Any, Precision, Any], GDNOutput]:
     """Runs inputs with a configuration, by launches that are prepared once.  prepare: as `portable_launch`."""
-    launches: LaunchCache[GDNLaunch] = LaunchCache()
+    launches: dict[Hashable, PreparedLaunch] = {}
 
     def run(inputs: GDNInputs, precision: Precision, config: Any) -> GDNOutput:
         key = (inputs.signature, precision.intermediates, precision.state_dtype, config)
-        return launches.get(key, lambda: prepare(inputs, precision, config, state_v_first=False))(inputs)
+        return kept(launches, key, lambda: prepare(inputs, precision, config, state_v_first=False))(inputs)
 
     return run
 

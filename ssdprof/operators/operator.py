@@ -30,7 +30,7 @@ from ssdprof.operators.late import precision, rounding, torch
 from ssdprof.operators.tensors import dtype_name
 
 if TYPE_CHECKING:
-    from ssdprof.kernels.oracle import OutputBlock
+    from ssdprof.kernels.oracle import Block
     from ssdprof.operators.tuning import Tuning
 
 I = TypeVar("I")
@@ -186,7 +186,7 @@ class OracleSpec(Generic[I]):
     flops: the least number of multiplications and additions, by sizes and positions.
     """
 
-    blocks: Callable[[I, int], Iterable[OutputBlock]]
+    blocks: Callable[[I, int], Iterable[Block]]
     gate: Callable[[I, rounding.Span], rounding.Gate]
     chunks: Callable[[I, rounding.Rounded, rounding.Span, rounding.Gate], torch.Tensor]
     bytes_per_position: Callable[[I], int]

@@ -100,7 +100,7 @@ def _compiled(run: Callable[[], SSDOutput]) -> list[tuple[str, float]]:
                 function.device_caches.clear()
     with (
         TemporaryDirectory(prefix="ssdprof-") as folder, triton.knobs.cache.scope(),
-        patch.dict(fused.FUSED.launches._kept, clear=True), patch.dict(launching._kept._kept, clear=True),
+        patch.dict(fused.FUSED.launches, clear=True), patch.dict(launching._kept, clear=True),
     ):  # fmt: skip
         triton.knobs.cache.dir = folder
         _, first = timed_first_call(run, torch.device("cuda"), math.inf)

@@ -238,7 +238,7 @@ def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
     case: SSDCase, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, one = case.inputs(), STEP.inputs()
-    fused.FUSED.forget_launches()
+    fused.FUSED.launches.clear()
     for batch_invariant in (False, True):
         ours = fused.run(inputs, batch_invariant=batch_invariant)
         if kernel is _ssd_recurrent_kernel:
@@ -247,7 +247,7 @@ def test_a_step_is_the_recurrent_kernel_and_longer_and_packed_sequences_are_not(
             assert [one.stride() for one in ours] == [one.stride() for one in theirs]
     fused.run(one)  # signatures are kept apart
     equal(fused.run(inputs), ours)
-    assert len(fused.FUSED.launches._kept) == 3 - (case == STEP)
+    assert len(fused.FUSED.launches) == 3 - (case == STEP)
     assert launched(lambda: fused.run(inputs), monkeypatch)[-1] == kernel.__name__
 
 

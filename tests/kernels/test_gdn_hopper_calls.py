@@ -82,9 +82,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]
     sliced = replace(fused.SLICES, configure=lambda call: fused.hopper_cut(call))
     monkeypatch.setattr(slices, "unsupported_otherwise", lambda _inputs: "")
     monkeypatch.setattr(fused.FUSED, "variants", (hopper, sliced))
-    fused.FUSED.forget_launches()
+    fused.FUSED.launches.clear()
     yield made
-    fused.FUSED.forget_launches()
+    fused.FUSED.launches.clear()
 
 
 def _unlike(call: FusedCall) -> str:

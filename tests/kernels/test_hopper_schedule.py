@@ -118,7 +118,7 @@ LENGTHS = (1, 2, 15, 16, 63, 64, 100, 128, 1000, 2048, 4096)  # chunks
 @pytest.mark.parametrize("pairs", [1, 8, MAMBA2_2_7B, 64, 132, 400])
 def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
     for nchunks in LENGTHS:
-        segments = cut(nchunks, pairs, H200, COST)
+        segments = cut(nchunks, pairs, H200, **COST)
         lengths = segments.lengths(nchunks)
         assert sum(lengths) == nchunks
         assert min(lengths) > 0
@@ -126,9 +126,9 @@ def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
 
 @pytest.mark.parametrize("nchunks", LENGTHS)
 def test_more_pairs_than_multiprocessors_are_shared_equally_and_fewer_are_not(nchunks: int) -> None:
-    assert cut(nchunks, H200, H200, COST).shares == 0
+    assert cut(nchunks, H200, H200, **COST).shares == 0
     for pairs in (H200 + 1, 2 * H200, 1000):
-        segments = cut(nchunks, pairs, H200, COST)
+        segments = cut(nchunks, pairs, H200, **COST)
         assert segments.shares == H200
         assert segments.count(nchunks) == 1
 
@@ -138,7 +138,7 @@ def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
     """Otherwise slow heads of short sequences would be less accurate: 4 chunks in segments of 2, 1 and 1 by 7 %."""
     assert rounded_twice([2, 1, 1]) > rounded_twice([4]) == 0
     for nchunks in range(1, 200):
-        lengths = cut(nchunks, pairs, H200, COST).lengths(nchunks)
+        lengths = cut(nchunks, pairs, H200, **COST).lengths(nchunks)
         assert rounded_twice(lengths) <= rounded_twice(Cut(segment=UNFUSED_CHUNK).lengths(nchunks))
 
 
@@ -161,7 +161,7 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int
     for nchunks in range(1, 200):
         ours, unfused = (
             [64 * length for length in segments.lengths(nchunks)]
-            for segments in (cut(nchunks, pairs, H200, COSTS[n_split]), Cut(segment=UNFUSED_CHUNK))
+            for segments in (cut(nchunks, pairs, H200, **COSTS[n_split]), Cut(segment=UNFUSED_CHUNK))
         )
         for memory in (4, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 4096):
             ratio = math.sqrt((2 + from_before(ours, memory)) / (2 + from_before(unfused, memory)))
@@ -173,12 +173,12 @@ def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs: int
 def test_lengths_of_one_class_are_cut_by_one_simulation() -> None:
     """A server gets prompts of all lengths, and must not simulate for each."""
     for nchunks in range(1025, 2048):
-        cut(nchunks, 37, H200, COST)
+        cut(nchunks, 37, H200, **COST)
     start = time.perf_counter()
     for nchunks in range(1025, 2048):
-        cut(nchunks, 37, H200, COST)
+        cut(nchunks, 37, H200, **COST)
     assert time.perf_counter() - start < 0.1
-    assert len({cut(nchunks, 37, H200, COST) for nchunks in range(1025, 2048)}) <= 17
+    assert len({cut(nchunks, 37, H200, **COST) for nchunks in range(1025, 2048)}) <= 17
 
 
 def test_the_simulated_best_is_close_to_the_measured_best() -> None:
@@ -190,7 +190,7 @@ def test_the_simulated_best_is_close_to_the_measured_best() -> None:
             for one in cell["cuts"]
         }
         cost = COSTS[cell["halves"]]
-        best = min(measured, key=lambda one: cost.time(one, cell["nchunks"], cell["pairs"], H200))
+        best = min(measured, key=lambda one: cost["time"](one, cell["nchunks"], cell["pairs"], H200))
         losses.append(measured[best] / min(measured.values()))
         if cell["pairs"] >= 32:
             of_models.append(losses[-1])

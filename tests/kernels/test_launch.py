@@ -21,7 +21,7 @@ from kernel_cases import EXACT, RELAXED, SSDCase
 from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels import launch as launching
-from ssdprof.kernels.launch import Constants, LaunchCache, Launcher, launch
+from ssdprof.kernels.launch import Constants, Launcher, kept, launch
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
@@ -63,8 +63,8 @@ class Compiled:
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_kept", LaunchCache())
-    monkeypatch.setattr(fused.FUSED, "launches", LaunchCache())
+    monkeypatch.setattr(launching, "_kept", {})
+    monkeypatch.setattr(fused.FUSED, "launches", {})
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ USUAL = ((WORDS, None), (1, 2.0), {"BLOCK": 64, "num_warps": 4})
 def test_another_place_or_content_is_the_same_launch() -> None:
     elsewhere = ((torch.ones(99, dtype=torch.int32)[4:], None), *USUAL[1:])
     assert kinds(USUAL, USUAL, compiles=False) == ["triton", "triton"], "as in the interpreter"
-    launching._kept.forget()
+    launching._kept.clear()
     assert kinds(USUAL, elsewhere, USUAL) == ["triton", "compiled", "compiled"]
 
 
@@ -212,10 +212,11 @@ def test_what_triton_would_tell_apart_is_told_apart(other: Any) -> None:
     assert kinds(USUAL, other, USUAL, other) == ["triton", "triton", "compiled", "compiled"]
 
 
-def test_not_everything_is_kept_for_ever() -> None:
-    cache: LaunchCache[int] = LaunchCache(most=3)
-    assert [cache.get(key, lambda: 5) for key in range(8)] == [5] * 8
-    assert 0 < len(cache._kept) <= 3
+def test_not_everything_is_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "MOST_KEPT", 3)
+    launches: dict[Any, int] = {}
+    assert [kept(launches, key, lambda: 5) for key in range(8)] == [5] * 8
+    assert 0 < len(launches) <= 3
 
 
 # --- a whole call
@@ -239,7 +240,7 @@ def test_a_call_is_prepared_once_and_again_after_forgetting(monkeypatch: pytest.
     for prepared, options in ((2, dict(precision=RELAXED)), (3, dict(batch_invariant=True)), (3, {})):
         fused.run(inputs, **options)
         assert len(chosen) == prepared
-    fused.FUSED.forget_launches()
+    fused.FUSED.launches.clear()
     fused.run(inputs)
     assert len(chosen) == 4
 

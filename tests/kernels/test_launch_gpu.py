@@ -86,22 +86,22 @@ def test_the_drivers_launches_write_what_tritons_do(name: str, kernel: str, monk
 
 @pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
 def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
-    fused.FUSED.forget_launches()
+    fused.FUSED.launches.clear()
     prepared = 0
     for seed in range(3):
         for name, inputs in variants(seed).items():
             expected = fused.FUSED.prepare(inputs, precision)(inputs)
             assert_bitwise(fused.run(inputs, precision), expected)
             prepared += seed == 0
-            assert len(fused.FUSED.launches._kept) == prepared, name
+            assert len(fused.FUSED.launches) == prepared, name
 
 
 def test_the_unfused_pipeline_in_turns() -> None:
     expected = {}
     for name, inputs in variants(0).items():
-        launching._kept.forget()
+        launching._kept.clear()
         expected[name] = run_unfused(inputs)
-    launching._kept.forget()
+    launching._kept.clear()
     for _ in range(3):
         for name, inputs in variants(0).items():
             assert_bitwise(run_unfused(inputs), expected[name])

@@ -56,17 +56,17 @@ def test_skip_then_gate(skip: str) -> None:
 def test_blocks_tile_every_sequence(lengths: list[int], block: int) -> None:
     inputs = SSDCase(lengths=tuple(lengths), initial_states=True).inputs()
     blocks = list(ssd_blocks(inputs, block=block))
-    assert [b.stop - b.start for b in blocks] == [len(b.out) for b in blocks]
-    assert all(b.stop - b.start <= block for b in blocks)
-    final_states = torch.stack([b.state for b in blocks if b.row is not None])
-    assert [b.sequence for b in blocks if b.row is not None] == list(range(len(lengths)))
-    found = SSDOutput(torch.cat([b.out for b in blocks])[None], final_states)
+    assert [span.stop - span.start for span, *_ in blocks] == [len(out) for _, out, _, _ in blocks]
+    assert all(len(out) <= block for _, out, _, _ in blocks)
+    final_states = torch.stack([state for _, _, state, row in blocks if row is not None])
+    assert [span.sequence for span, _, _, row in blocks if row is not None] == list(range(len(lengths)))
+    found = SSDOutput(torch.cat([out for _, out, _, _ in blocks])[None], final_states)
     assert_close(found, ssd_recurrence(inputs), FP64_ROUNDING)
 
 
 def test_blocks_are_made_when_asked_for() -> None:
-    first = next(iter(ssd_blocks(SSDCase(seqlen=70).inputs(), block=64)))
-    assert (first.start, first.stop, first.row) == (0, 64, None)
+    span, _, _, row = next(iter(ssd_blocks(SSDCase(seqlen=70).inputs(), block=64)))
+    assert (span.start, span.stop, row) == (0, 64, None)
 
 
 @pytest.mark.parametrize(("recurrence", "chunked", "case"), [

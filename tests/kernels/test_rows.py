@@ -38,7 +38,7 @@ def test_only_scattered_rows_are_copied() -> None:
     assert is_scattered(wide.unflatten(-1, (4, 128))[:, :, ::2]), "heads that do not lie side by side"
 
 
-def fused(supports: str = "") -> Fused[Any]:
+def fused(supports: str = "") -> Fused:
     """Two variants that return the inputs: one that reads rows only, and one that takes everything."""
 
     def unsupported(call: Any) -> str:
@@ -54,7 +54,8 @@ def fused(supports: str = "") -> Fused[Any]:
 def test_the_better_kernel_gets_copies_which_its_plan_counts() -> None:
     given = SSDCase(seqlen=40, dtype=BF16).inputs()
     turned = replace(given, x=innermost(given.x), C=innermost(given.C))
-    run, plan = fused().run(turned), fused().plan(turned)
+    run: Any = fused().run(turned)
+    plan = fused().plan(turned)
     assert (plan.variant, plan.launches, plan.reason) == ("tiles", 3, "contiguous copies of x, C, then why")
     assert plan.workspace_bytes == 100 + given.x.nbytes + given.C.nbytes
     assert run.x.is_contiguous()

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.oracle import OutputBlock
+from ssdprof.kernels.oracle import Block
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.operators.generate import Cell, InputGenerator
@@ -66,7 +66,7 @@ def register_implementations() -> None:
 # --- the oracle
 
 
-def blocks(inputs: ToyInputs, length: int) -> Iterator[OutputBlock]:
+def blocks(inputs: ToyInputs, length: int) -> Iterator[Block]:
     """The oracle: the recurrence in fp64."""
     batch, seqlen = inputs.x.shape[:2]
     for row in range(batch):
@@ -77,15 +77,8 @@ def blocks(inputs: ToyInputs, length: int) -> Iterator[OutputBlock]:
             for t in range(start, stop):
                 state = state * inputs.a[row, t, :, None].double().exp() + inputs.x[row, t].double()
                 out.append(state)
-            yield OutputBlock(
-                sequence=row,
-                batch=row,
-                start=start,
-                stop=stop,
-                row=row if stop == seqlen else None,
-                out=torch.stack(out),
-                state=state,
-            )
+            span = Span(sequence=row, batch=row, start=start, stop=stop)
+            yield span, torch.stack(out), state, row if stop == seqlen else None
 
 
 def chunks(inputs: ToyInputs, low: Rounded, span: Span, _gate: Gate) -> torch.Tensor:

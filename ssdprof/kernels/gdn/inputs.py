@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
-from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, tensor_signature
+from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, Output, tensor_signature
 
+GDNOutput = Output
 MAX_DIM = 256  # largest K and V
-
-
-class GDNOutput(NamedTuple):
-    """out: shape and dtype of v.  final_states: (sequences, HV, K, V) fp32, or more with state_every."""
-
-    out: torch.Tensor
-    final_states: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +138,6 @@ class GDNInputs(Inputs):
     def scale_or_default(self) -> float:
         """The factor of q."""
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
-
-
-# A call without its tensors.  It serves all inputs of one `GDNInputs.signature` and keeps none of them.
-GDNLaunch = Callable[[Any], GDNOutput]
 
 
 def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -42,7 +42,8 @@ import triton.language as tl
 
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.config import GDNPortableConfig, inverse_products, operand_dtype
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_strides
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
+from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of, tile_strides
@@ -466,7 +467,7 @@ def handed_on(
 
 def portable_launch(
     inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
-) -> GDNLaunch:
+) -> PreparedLaunch:
     (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
     handed, states = handed_on(inputs, precision, config), states_of(inputs, state_v_first)
     packed, sizes, segments = inputs.cu_seqlens is not None, (length, inputs.sequences), inputs.sequences
@@ -506,7 +507,7 @@ def states_of(inputs: GDNInputs, v_first: bool) -> tuple[int, ...]:
 def two_launches(
     inputs: GDNInputs, handed: list[tuple[tuple[int, ...], torch.dtype]], states: tuple[int, ...],
     launchers: tuple[Launcher, Launcher], programs: tuple[int, int], names: tuple[str, ...],
-) -> GDNLaunch:  # fmt: skip
+) -> PreparedLaunch:  # fmt: skip
     """handed: what the first launch writes for the second.  names: of the second one's inputs before that."""
     index, states_shape, (first, second) = inputs.q.get_device(), inputs.states_shape, launchers
 

@@ -26,6 +26,7 @@ Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -34,9 +35,10 @@ import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import LOG2_E, decay_exp, decay_exp2, ptr_offset, sequence_bounds
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_strides
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.gdn.unfused.stages import L2NORM_EPS, qk_l2norm
-from ssdprof.kernels.launch import LaunchCache, Launcher, launch
+from ssdprof.kernels.inputs import PreparedLaunch
+from ssdprof.kernels.launch import Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.tensors import is_expanded, strides_of, strides_of_each
@@ -153,7 +155,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, S: tl.constexpr):
 
 def recurrent_launch(
     inputs: GDNInputs, blocks: dict[str, int], *, in_place: bool = False, state_v_first: bool = False
-) -> GDNLaunch:
+) -> PreparedLaunch:
     """in_place: as of `gdn_recurrent`."""
     initial = strides_of(inputs.initial_state)
     v_first = state_v_first or (inputs.state_indices is not None and initial[-2] == 1)
@@ -193,7 +195,7 @@ def recurrent_launch(
     return call
 
 
-_launches: LaunchCache[GDNLaunch] = LaunchCache()
+_launches: dict[Hashable, PreparedLaunch] = {}
 
 
 def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, batch_invariant: bool = False) -> GDNOutput:
@@ -210,10 +212,10 @@ def gdn_recurrent(inputs: GDNInputs, *, in_place: bool = False, batch_invariant:
         raise ValueError("in_place needs an initial_state to write to, and writes one state: no state_every")
     refuse_gradient("recurrent", vars(inputs).values())
     wide = inputs.state_every == 1 and not batch_invariant and inputs.sequences * inputs.v.shape[2] >= MANY_HEADS
-    return _launches.get((inputs.signature, in_place, wide), _prepare, inputs, in_place, wide)(inputs)
+    return kept(_launches, (inputs.signature, in_place, wide), _prepare, inputs, in_place, wide)(inputs)
 
 
-def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> GDNLaunch:
+def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
     inputs.check()
     if inputs.state_every > 1:
         raise UnsupportedError("recurrent: the state after every token, or only at the end")

@@ -110,5 +110,5 @@ def _decayed(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tens
 _chunked = partial(delta_chunks, _decayed)
 # Memory for one block is about 10 * block * HV * (K + V + ORACLE_CHUNK) elements of the dtype.
 gdn_blocks = partial(blocks_of, _chunked)
-gdn_chunked: Callable[..., GDNOutput] = partial(chunked, _chunked, GDNOutput)
-gdn_reference = register_oracle("gdn", _chunked, GDNOutput)
+gdn_chunked = partial(chunked, _chunked)
+gdn_reference = register_oracle("gdn", _chunked)

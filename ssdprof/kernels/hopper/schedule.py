@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +39,24 @@ class Cut:
         return len(self.lengths(nchunks))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutCost:
-    """The model of the time of an operator's kernel.
+@lru_cache(maxsize=2048)
+def cut(
+    nchunks: int, pairs: int, sm_count: int, *, candidates: Callable[[int, int, int], Iterable[Cut]],
+    time: Callable[[Cut, int, int, int], float], classes: int = 1 << 32, whole_from: int = 0,
+) -> Cut:  # fmt: skip
+    """The cut with the least time, for `pairs` of a sequence and a program's heads, with `nchunks` chunks each.
 
     candidates: of nchunks, pairs and sm_count.  time: of a cut, nchunks, pairs and sm_count
     classes: length classes per power of two; all lengths of a class share one cut
     whole_from: pairs, in addition to one per SM, from which sequences are not cut
     """
-
-    candidates: Callable[[int, int, int], Iterable[Cut]]
-    time: Callable[[Cut, int, int, int], float]
-    classes: int = 1 << 32
-    whole_from: int = 0
-
-
-def cut(nchunks: int, pairs: int, sm_count: int, cost: CutCost) -> Cut:
-    """The cut with the least time, for `pairs` of a sequence and a program's heads, with `nchunks` chunks each."""
-    step = 1 << max(0, nchunks.bit_length() - cost.classes.bit_length())
-    return _cut(ceil_div(nchunks, step) * step, pairs, sm_count, cost)
-
-
-@lru_cache(maxsize=2048)
-def _cut(nchunks: int, pairs: int, sm_count: int, cost: CutCost) -> Cut:
-    if pairs >= sm_count + cost.whole_from:  # pairs alone give enough parallelism
+    step = 1 << max(0, nchunks.bit_length() - classes.bit_length())
+    model: dict[str, Any] = dict(candidates=candidates, time=time, classes=classes, whole_from=whole_from)
+    if nchunks % step:
+        return cut(ceil_div(nchunks, step) * step, pairs, sm_count, **model)
+    if pairs >= sm_count + whole_from:  # pairs alone give enough parallelism
         return Cut(segment=max(1, nchunks), shares=sm_count)
-    candidates = cost.candidates(nchunks, pairs, sm_count)
-    return min(candidates, key=lambda one: cost.time(one, nchunks, pairs, sm_count))
+    return min(candidates(nchunks, pairs, sm_count), key=lambda one: time(one, nchunks, pairs, sm_count))
 
 
 def ceil_div(a: int, b: int) -> int:

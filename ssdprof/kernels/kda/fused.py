@@ -44,7 +44,6 @@ from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, seq
 from ssdprof.kernels.gdn import recurrent
 from ssdprof.kernels.gdn.config import call_key, operand_dtype
 from ssdprof.kernels.gdn.fused import RECURRENT, portable_work
-from ssdprof.kernels.gdn.inputs import GDNLaunch
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
     first_slot,
@@ -59,7 +58,8 @@ from ssdprof.kernels.gdn.portable import (
     unit_lower_inverse,
 )
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
+from ssdprof.kernels.inputs import PreparedLaunch
+from ssdprof.kernels.kda.inputs import KDAInputs
 from ssdprof.kernels.kda.prep_kernel import DIM, WARPS, _kda_hopper_prep
 from ssdprof.kernels.kda.unfused import add_scores, cumulative_decays, keys_with_keys, queries_with_keys, score_products
 from ssdprof.kernels.launch import Launcher
@@ -320,7 +320,7 @@ def handed_on(
 
 def portable_launch(
     inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
-) -> GDNLaunch:
+) -> PreparedLaunch:
     (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
     handed, states = handed_on(inputs, precision, config), states_of(inputs, state_v_first)
     packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
@@ -381,17 +381,17 @@ def hopper_unsupported(inputs: KDAInputs) -> str:
     return ""
 
 
-PORTABLE: Variant[GDNOutput] = Variant(
+PORTABLE: Variant = Variant(
     name="portable",
     configure=partial(configured, "portable"),
     prepare=lambda call, config: portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first),
     work=partial(portable_work, handed_on=handed_on),
 )
-HOPPER: Variant[GDNOutput] = replace(
+HOPPER: Variant = replace(
     PORTABLE, name="hopper", unsupported=lambda call: hopper_unsupported(call.inputs),
     configure=partial(configured, "hopper"),
 )  # fmt: skip
-FUSED: Fused[GDNOutput] = Fused("fused", (RECURRENT, HOPPER, PORTABLE))
+FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE))
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
 for _name in ("recurrent", recurrent._STEP):

@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 
-from ssdprof.kernels.gdn.inputs import GDNOutput
 from ssdprof.kernels.gdn.reference import delta_chunks, gdn_recurrence
 from ssdprof.kernels.oracle import blocks_of, chunked, register_oracle
 
@@ -70,5 +69,5 @@ _chunked = partial(delta_chunks, _decayed)
 kda_recurrence = gdn_recurrence
 # Memory for one block is about 10 * block * HV * (2 K + V + ORACLE_CHUNK) elements of the dtype.
 kda_blocks = partial(blocks_of, _chunked)
-kda_chunked: Callable[..., GDNOutput] = partial(chunked, _chunked, GDNOutput)
-register_oracle("kda", _chunked, GDNOutput)
+kda_chunked = partial(chunked, _chunked)
+register_oracle("kda", _chunked)

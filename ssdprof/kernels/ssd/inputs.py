@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
-from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, tensor_signature
+from ssdprof.kernels.inputs import INPUT_DTYPES, Inputs, Output, tensor_signature
 
-
-class SSDOutput(NamedTuple):
-    """out: shape and dtype of x.  final_states: (b, h, p, n) fp32, or (sequences, h, p, n) for packed inputs;
-    more with state_every."""
-
-    out: torch.Tensor
-    final_states: torch.Tensor
+SSDOutput = Output
 
 
 @dataclass(frozen=True, kw_only=True)

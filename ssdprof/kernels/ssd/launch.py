@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
+from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-
-# A call without its tensors.  It serves all inputs of one `SSDInputs.signature` and keeps none of them.
-SSDLaunch = Callable[[SSDInputs], SSDOutput]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ class BufferSizes:
 
 def prepared(
     launcher: Launcher, programs: int, inputs: SSDInputs, sizes: BufferSizes, tensors: Callable[..., tuple[Any, ...]]
-) -> SSDLaunch:
+) -> PreparedLaunch:
     """inputs: any of the signature.  tensors: the launch's, of inputs and of the buffers that `sizes` allocates."""
     index = inputs.x.get_device()
 

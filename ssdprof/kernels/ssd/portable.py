@@ -52,11 +52,12 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.functions import DOT_PRECISION, LOG2_E, TL_DTYPE, decay_exp2, ptr_offset, softplus
+from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig, whole_block
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch, prepared
+from ssdprof.kernels.ssd.launch import BufferSizes, prepared
 from ssdprof.kernels.ssd.unfused import _bmm_chunk_kernel
 from ssdprof.kernels.tensors import strides_of, tile_strides
 
@@ -83,13 +84,6 @@ class TokenRows(NamedTuple):
     tile: Any  # offsets of a chunk's rows and columns
     stride: Any  # between positions
     step: Any = 0  # between blocks of N
-
-
-class ChunkGates(NamedTuple):
-    """dt at ptr, and a at ptr + plane, of position 0."""
-
-    ptr: Any
-    plane: Any
 
 
 # --- the segment of a program
@@ -243,8 +237,8 @@ def chunk_cumsum(
         # a step below FORGOTTEN decays to zero anyway, and would cost later differences their precision
         dA = tl.maximum(dt * (A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
         a = tl.cumsum(dA, axis=1)
-        tl.store(gates.ptr + t, dt, mask=m)
-        tl.store(gates.ptr + gates.plane + t, a, mask=m)
+        tl.store(gates[0] + t, dt, mask=m)
+        tl.store(gates[1] + t, a, mask=m)
         end = tl.sum(tl.where(o_q[None, :] == CHUNK - 1, a, 0.0), axis=1)
         later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
         felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
@@ -268,9 +262,9 @@ def chunk_state(
     AGAIN: tl.constexpr = tail is None and len(state) > 1
     o_q = tl.arange(0, CHUNK)
     m_q = None if tail is not None else ((o_q < length - t) | ALIGNED)[:, None]
-    dt = tl.load(gates.ptr + t + o_q)
-    a = tl.load(gates.ptr + gates.plane + t + o_q)
-    end = tl.load(gates.ptr + gates.plane + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
+    dt = tl.load(gates[0] + t + o_q)
+    a = tl.load(gates[1] + t + o_q)
+    end = tl.load(gates[1] + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
     exponent = end - a if tail is None else end - a + tail
     weight = decay_exp2(exponent) * dt
     weight = tl.where((o_q < length - t) | ALIGNED, weight, 0.0)
@@ -316,7 +310,7 @@ def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length,
         state = chunk_state(
             state, x, B_rows, gates, t, length, tail, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.PRODUCT, True
         )
-        tail += tl.load(gates.ptr + gates.plane + t + CHUNK - 1)
+        tail += tl.load(gates[1] + t + CHUNK - 1)
     return state, tail
 
 
@@ -345,7 +339,7 @@ def chunk_products(
         out = tl.dot(C, block.to(C.dtype), out, input_precision=PRODUCT)
         # stage bmm_chunk
     # stage chunk_scan.previous
-    a = tl.load(gates.ptr + gates.plane + t + tl.arange(0, CHUNK))
+    a = tl.load(gates[1] + t + tl.arange(0, CHUNK))
     decay = decay_exp2(a)
     return CB, out * decay[:, None]
 
@@ -358,8 +352,8 @@ def scan_current(
     o_q = tl.arange(0, CB.shape[0])
     m_q = (o_q < length - t) | ALIGNED
     x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_q[:, None] & m_p, other=0.0)
-    dt = tl.load(gates.ptr + t + o_q)
-    a = tl.load(gates.ptr + gates.plane + t + o_q)
+    dt = tl.load(gates[0] + t + o_q)
+    a = tl.load(gates[1] + t + o_q)
     # `decay_exp2` inlined by hand: a call takes 16 bytes more stack, packed with N = 256 (Triton 3.6, sm_90)
     decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
@@ -434,7 +428,8 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     positions = tl.cast(seqlen, tl.int64)  # positions of all sequences
     if cu_seqlens_ptr is None:
         positions *= sequences
-    gates = ChunkGates(gates_ptr + (2 * positions * unit + position), positions)
+    gates_ptr += 2 * positions * unit + position
+    gates = gates_ptr, gates_ptr + positions  # dt and a of position 0
     state_offset = ((tl.cast(sequence, tl.int64) * S.HEADS + i_h) * S.HEADDIM + first_p) * S.DSTATE
     if S.P_ROWS:
         state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
@@ -527,7 +522,7 @@ def _scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ..
     return (batch, chunks, groups, config.chunk, config.chunk) if scores_first(inputs) else (0,)
 
 
-def portable_launch(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> SSDLaunch:
+def portable_launch(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> PreparedLaunch:
     sizes = buffer_sizes(inputs, precision, config)
     launcher = Launcher(_fused_kernel, _scalars(inputs), _options(inputs, precision, config, sizes.sync > 0))
     shape = _scores_shape(inputs, config)

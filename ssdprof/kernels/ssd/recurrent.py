@@ -18,7 +18,7 @@ Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), equation 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,11 +29,12 @@ import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED, refuse_device, refuse_gradient
 from ssdprof.kernels.functions import LOG2_E, decay_exp, decay_exp2, ptr_offset, sequence_bounds, softplus
-from ssdprof.kernels.launch import LaunchCache, Launcher, launch
+from ssdprof.kernels.inputs import PreparedLaunch
+from ssdprof.kernels.launch import Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch, prepared
+from ssdprof.kernels.ssd.launch import BufferSizes, prepared
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
@@ -153,7 +154,7 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         tl.store(final, state.to(final_states_ptr.dtype.element_ty), mask=m_state)
 
 
-def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> SSDLaunch:
+def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLaunch:
     new = torch.empty(inputs.x.shape, device="meta")
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
     strides = strides_of_each(*_tensors(inputs, new, final))
@@ -171,7 +172,7 @@ def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor
     )  # fmt: skip
 
 
-_launches: LaunchCache[SSDLaunch] = LaunchCache()
+_launches: dict[Hashable, PreparedLaunch] = {}
 
 
 def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
@@ -187,10 +188,10 @@ def ssd_recurrent(inputs: SSDInputs, *, in_place: bool = False) -> SSDOutput:
     if in_place and (inputs.initial_states is None or inputs.state_every):
         raise ValueError("in_place needs initial_states to write to, and writes one state: no state_every")
     refuse_gradient("recurrent", _tensors(inputs))
-    return _launches.get((inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
+    return kept(_launches, (inputs.signature, in_place), _prepare, inputs, in_place)(inputs)
 
 
-def _prepare(inputs: SSDInputs, in_place: bool) -> SSDLaunch:
+def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
     inputs.check()
     _refuse_unsupported("recurrent", inputs)
     if inputs.state_every > 1:

@@ -12,7 +12,6 @@ the digits of later ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -120,5 +119,5 @@ def _chunked(
 
 # Memory for one block is about 10 * block * h * (p + ORACLE_CHUNK + p * n / ORACLE_CHUNK) elements of the dtype.
 ssd_blocks = partial(blocks_of, _chunked)
-ssd_chunked: Callable[..., SSDOutput] = partial(chunked, _chunked, SSDOutput)
-ssd_reference = register_oracle("ssd", _chunked, SSDOutput)
+ssd_chunked = partial(chunked, _chunked)
+ssd_reference = register_oracle("ssd", _chunked)

@@ -12,7 +12,7 @@ from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
 from ssdprof.kernels.gdn.hopper.rings import DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
+from ssdprof.kernels.hopper.schedule import Cut, ceil_div, cut
 from ssdprof.kernels.tensors import unreadable
 
 # Times are in units of one chunk of the second pass.
@@ -78,7 +78,7 @@ class GDNHopperConfig:
             return _of_whole_sequences(cls(segment=nchunks), inputs)
         sequences = 1 if batch_invariant else inputs.sequences
         pairs = sequences * heads
-        found = cut(nchunks, pairs, sm_count, COST)
+        found = cut(nchunks, pairs, sm_count, candidates=_even_cuts, time=_estimated_time)
         if found.shares:
             reason = f"whole sequences for {sm_count} programs"
             return _of_whole_sequences(cls(segment=nchunks, persistent_programs=sm_count, reason=reason), inputs)
@@ -102,9 +102,6 @@ def _estimated_time(one: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
     of_program = START + one.segment + FIRST_PASS * min(REACH, nchunks - one.segment)
     time = ceil_div(programs, sm_count) * of_program
     return time if programs <= sm_count else time / WORTH_WAVES
-
-
-COST = CutCost(candidates=_even_cuts, time=_estimated_time)
 
 
 def _of_whole_sequences(config: GDNHopperConfig, inputs: GDNInputs) -> GDNHopperConfig:

@@ -13,9 +13,10 @@ from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel, _parts_kern
 from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, MOST_ROWS, _combine_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import DIM
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_strides
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
+from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.tensors import Described, Layout, Part, Place, part, row_stride, rows, steps, tiles
 
@@ -62,7 +63,7 @@ def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     return 4 if config.transition_parts and row_count(inputs, config.segment) else 2
 
 
-def hopper_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False) -> GDNLaunch:
+def hopper_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False) -> PreparedLaunch:
     """Raises ValueError for a configuration that does not fit the inputs."""
     index, (begin, finish) = inputs.q.get_device(), launches(inputs, config, state_v_first=state_v_first)
     shape, strides = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)

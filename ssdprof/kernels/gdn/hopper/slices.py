@@ -12,8 +12,9 @@ import torch
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, unsupported_otherwise
 from ssdprof.kernels.gdn.hopper.launch import launches, workspace
 from ssdprof.kernels.gdn.hopper.rings import DIM
-from ssdprof.kernels.gdn.inputs import GDNInputs, GDNLaunch, GDNOutput, state_strides
+from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.hopper.schedule import ceil_div
+from ssdprof.kernels.inputs import PreparedLaunch
 
 LEAST = 64  # K, and V of a slice, must be larger: otherwise at least half of each product would be zeros
 
@@ -63,7 +64,7 @@ def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     return workspace(of_slices, config, padded=True)[0].nbytes + gates + initial
 
 
-def sliced_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool) -> GDNLaunch:
+def sliced_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool) -> PreparedLaunch:
     """config: for `by_slice(inputs)`."""
     begin, finish = launches(sliced(inputs), config, state_v_first=state_v_first, padded=True)
     index, count, shape = inputs.q.get_device(), slice_count(inputs), inputs.states_shape

@@ -10,12 +10,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from ssdprof.kernels.device import capability
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.hopper.schedule import Cut, CutCost, ceil_div, cut
+from ssdprof.kernels.hopper.schedule import Cut, ceil_div, cut
 from ssdprof.kernels.inputs import INPUT_DTYPES
 from ssdprof.kernels.ssd.config import HOPPER, first_fit
 from ssdprof.kernels.ssd.hopper.lanes import MAX_WIDTH
@@ -68,8 +69,8 @@ class SSDHopperConfig(Cut):
         else:
             sequences = 1 if batch_invariant else inputs.sequences
             nchunks = ceil_div(inputs.x.shape[1], CHUNK.value)
-            cost = COSTS[n_split(inputs.B.shape[3])]
-            segments = cut(nchunks, sequences * program_count(inputs), sm_count, cost)
+            pairs = sequences * program_count(inputs)
+            segments = cut(nchunks, pairs, sm_count, **COSTS[n_split(inputs.B.shape[3])])
             how = f"equal shares for {sm_count} programs" if segments.shares else "least simulated time"
             reason = f"{how}: {sequences} x {nchunks} chunks on {sm_count} SMs"
         row = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
@@ -215,8 +216,8 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
                     )
 
 
-COSTS = {
-    split: CutCost(candidates=_exact_candidates, time=partial(simulated_time, n_split=split), classes=16, whole_from=1)
+COSTS: dict[int, dict[str, Any]] = {
+    split: dict(candidates=_exact_candidates, time=partial(simulated_time, n_split=split), classes=16, whole_from=1)
     for split in (1, 2)
 }  # by `n_split`
 

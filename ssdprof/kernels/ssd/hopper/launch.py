@@ -8,13 +8,14 @@ import torch
 
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
+from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, n_split, program_count, unit_count
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import BufferSizes, SSDLaunch, prepared
+from ssdprof.kernels.ssd.launch import BufferSizes, prepared
 from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, tiles
 
 
@@ -48,7 +49,7 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfi
     )
 
 
-def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> SSDLaunch:
+def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> PreparedLaunch:
     """Requires that `config.unsupported` is empty."""
     sizes, shares = buffer_sizes(inputs, precision, config), share_count(inputs, config)
     packed = inputs.cu_seqlens is not None
