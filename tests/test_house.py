@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import house
 import pytest
@@ -36,44 +35,3 @@ def test_the_ways_do_not_get_longer() -> None:
 
 def test_a_ceiling_is_above_its_limit() -> None:
     assert all(ceiling > house.LIMITS[name] for name, ceiling in CEILINGS.items())
-
-
-ROOM = """
-class Model:
-    def __init__(self, name):
-        self.name = name
-        inner(name)
-
-def inner(name):
-    return name
-
-def opened(model):
-    return Plan(model)
-
-class Plan:
-    def __init__(self, model):
-        self.layers = [model.name]
-
-def told(plan):
-    pass
-"""
-
-
-def test_what_a_value_enters_from_another_file_is_a_stop() -> None:
-    def room(name: str) -> dict[str, Any]:
-        namespace: dict[str, Any] = {"__name__": f"ssdprof.{name}"}
-        exec(compile(ROOM, f"{house.ROOT}/ssdprof/{name}.py", "exec"), namespace)
-        return namespace
-
-    one, two = room("one"), room("two")
-    walk, name = house.Walk(), "".join(("a", "/", "b"))
-    walk.follow(name)
-    sys.setprofile(lambda frame, event, value: walk.enter(frame) if event == "call" else walk.leave(frame, value))
-    try:
-        model = one["Model"](name)
-        plan = two["opened"](model)
-        one["told"](one["Plan"](one["Model"]("another")))
-        two["told"](plan)
-    finally:
-        sys.setprofile(None)
-    assert walk.stops == {"one.py: Model.__init__": True, "two.py: opened": True, "two.py: told": False}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import cases
 import pytest
@@ -11,7 +10,6 @@ import readme_table
 import recorded
 import small_gdn_cases
 import torch
-from recorded import Cell, RecordedBench, RecordedCase, Speedup
 
 from ssdprof import kernels
 from ssdprof.core.report import Report
@@ -90,91 +88,6 @@ def test_the_committed_lines_are_whole_and_none_is_superseded() -> None:
 
 
 # --- the tables of results/README.md
-
-
-def cell(shape: str, tokens: str, times: float = 3.0, *, without: str = "", gpu: str = "A", **fields: Any) -> Cell:
-    """Cases of mamba_ssm, unfused and fused, which is `times` as fast.  fields: of the bench, or of its cases."""
-    environment = cases.environment()
-    assert environment.gpu
-    of_bench = {name: fields.pop(name) for name in set(fields) & set(RecordedBench.model_fields)}
-    library = of_bench.get("baseline", "mamba_ssm")
-    bench = RecordedBench(
-        kind="bench", name="b", operator="ssd", command=("ssdprof",), ssdprof="0.1.0", seconds=1.0,
-        environment=environment.changed(gpu=environment.gpu.changed(name=gpu)),
-        **({"created": "2026-01-01T00:00:00+00:00", "baseline": library} | of_bench),
-    )  # fmt: skip
-    common: dict[str, Any] = {
-        "kind": "case", "bench": "b", "operator": "ssd", "shape": shape, "tokens": tokens, "batch": 1, "seqlen": 1024,
-        "sizes": {"nheads": 2, "headdim": 16, "dstate": 16, "ngroups": 1}, "sequences": 1, "dtype": "bf16",
-        "packed": "packed" in tokens, "precision": "exact fp32", "status": "passed",
-    }  # fmt: skip
-    made = []
-    for name, us in ((library, 300.0), ("unfused", 310.0), ("fused", 300.0 / times)):
-        others = (library, "unfused") if name == "fused" else ()
-        over = {one: Speedup(device=(times, times, times), call=(times - 0.2,) * 3) for one in others if one != without}
-        time = {"device_us": (us, us, us), "call_us": (us, us, us)}
-        if name != without:
-            made.append(
-                RecordedCase(**(common | {"implementation": name, "variant": "v", "over": over} | time | fields))
-            )
-    return Cell(bench=bench, cases=tuple(made))
-
-
-def rows_of(made: str) -> list[list[str]]:
-    lines = made.replace("\u00a0", " ").splitlines()
-    return [[word.strip() for word in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
-
-
-def test_models_have_a_table_and_other_shapes_another() -> None:
-    made = readme_table.selection([
-        cell("mamba2-2.7b", "1 x 1,024"),
-        cell("nemotron-3-nano", "1 x 1,024", without="mamba_ssm"),
-        cell("mamba2-2.7b", "1 x 1,025"),
-        cell("zamba2-7b", "1 x 4,096"),
-        cell("zamba2-7b", "2 packed x 1k-4k", 3.1, without="mamba_ssm"),
-    ])  # fmt: skip
-    assert rows_of(made) == [
-        ["sequences x tokens", "mamba2-2.7b", "nemotron-3-nano"], ["1 x 1,024", "3.00x / 2.80x", "-"],
-        ["shape", "heads x P, N, groups", "1 x 4,096", "2 packed x 1k-4k, over unfused"],
-        ["zamba2-7b", "2 x 16, 16, 1", "3.00x / 2.80x", "3.10x / 2.90x"],
-    ]  # fmt: skip
-
-
-def test_the_published_kernel_has_a_table_of_its_own() -> None:
-    one = cell("mamba2-2.7b", "1 x 1,024", baseline="published", dtype="fp16")
-    made = readme_table.selection([one]).replace("\u00a0", " ")
-    assert "over the published kernel" in made
-    assert "| 3.00x / 2.80x |" in made
-    assert "wrong results" not in made
-    wrong = one.cases[0].changed(status="inaccurate", reason="715 off", device_us=None, call_us=None)
-    made = readme_table.selection([Cell(bench=one.bench, cases=(wrong, *one.cases))]).replace("\u00a0", " ")
-    assert "| 3.00x / 2.80x \u2020 |" in made
-    assert "<sub>\u2020 Another setting of that kernel gave wrong results" in made
-
-
-def test_of_results_that_have_the_same_cell_the_newest_counts() -> None:
-    """Only with inputs of the table's dtype, the default draw, and the table's baseline."""
-    later = [f"2026-01-01T0{hour}:00:00+00:00" for hour in range(5)]
-    made = readme_table.selection([
-        *(cell("mamba2-2.7b", tokens) for tokens in ("1 x 1,024", "1 x 8,192", "1 x 16,384")),
-        cell("mamba2-2.7b", "1 x 1,024", 6.0, created=later[1]),
-        cell("mamba2-2.7b", "1 x 16,384", 6.0, created=later[2], drawn=("normalised",)),
-        cell("mamba2-2.7b", "1 x 16,384", 6.0, created=later[3], dtype="fp32"),
-        cell("mamba2-2.7b", "1 x 16,384", 6.0, created=later[4], baseline="selective_state_update"),
-    ])  # fmt: skip
-    assert (made.count("6.00x"), made.count("3.00x")) == (1, 2)
-
-
-def test_each_gpu_has_tables_of_its_own() -> None:
-    """A newer result of one GPU does not replace another GPU's."""
-    made = readme_table.selection([
-        cell("mamba2-2.7b", "1 x 1,024", 6.0, gpu="A few", created="2026-01-01T02:00:00+00:00"),
-        cell("nemotron-3-nano", "1 x 1,024", gpu="A few"),
-        *(cell("mamba2-2.7b", tokens, gpu="B more") for tokens in ("1 x 1,024", "1 x 4,096", "1 x 16,384")),
-    ])  # fmt: skip
-    of_b, of_a = made.replace("\u00a0", " ").split("**B more: over mamba_ssm")[1].split("**A few: over mamba_ssm")
-    assert (of_b.count("3.00x"), of_b.count("6.00x"), "nemotron-3-nano" in of_b) == (3, 0, False)
-    assert of_a.count("6.00x") == of_a.count("3.00x") == 1
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:

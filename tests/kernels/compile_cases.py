@@ -60,7 +60,7 @@ def ssd_unfused(case: SSDCase, precision: Precision) -> None:
     five_stages(on_meta(case.inputs()), precision)
 
 
-def ssd_hopper(case: SSDCase, precision: Precision, segments: Cut, _stack: int) -> None:
+def ssd_hopper(case: SSDCase, precision: Precision, segments: Cut) -> None:
     inputs = on_meta(case.inputs())
     config = SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
     ssd_fused_hopper(inputs, precision, config=replace(config, **vars(segments)))
@@ -112,14 +112,13 @@ SHIPPED |= {f"unfused: {label}": launch for label, launch in each(ssd_unfused, S
 
 FOR_UNFUSED = SSDCase(heads=16, headdim=64, dstate=128, chunk_size=256, dtype=BF16)
 SHORT_PACK = PACKED | dict(lengths=(40, 9))
-UNFUSED_CASES: dict[str, tuple[SSDCase, Precision]] = {
+SSD_UNFUSED = each(ssd_unfused, {
     "mamba2 bf16 exact": (FOR_UNFUSED, EXACT), "mamba2 fp32 exact": (FOR_UNFUSED.but(dtype=FP32), EXACT),
     "packed fp16 relaxed": (FOR_UNFUSED.but(**SHORT_PACK, dtype=FP16), RELAXED),
     "largest bf16 exact": (FOR_UNFUSED.but(heads=2, headdim=128, dstate=256, **SHORT_PACK), EXACT),
-}  # fmt: skip
-SSD_UNFUSED = each(ssd_unfused, UNFUSED_CASES)
+})  # fmt: skip
 
-PORTABLE_CASES: dict[str, tuple[SSDCase, Precision]] = {
+SSD_PORTABLE = each(ssd_portable, {
     "mamba2 bf16 exact": (MAMBA2, EXACT), "ragged bf16 exact": (MAMBA2.but(seqlen=1000), EXACT),
     "gated bf16 exact": (MAMBA2.but(gate=True), EXACT),
     "packed fp16 relaxed": (MAMBA2.but(**PACKED, dtype=FP16), RELAXED),
@@ -130,8 +129,7 @@ PORTABLE_CASES: dict[str, tuple[SSDCase, Precision]] = {
     "n 256 bf16 exact": (MAMBA2.but(seqlen=1000, dstate=256), EXACT),
     "n 8 bf16 exact": (MAMBA2.but(seqlen=1000, dstate=8), EXACT),
     "n 48 bf16 exact": (MAMBA2.but(seqlen=1000, dstate=48), EXACT),
-}  # fmt: skip
-SSD_PORTABLE = each(ssd_portable, PORTABLE_CASES)
+})  # fmt: skip
 COMMON = {"mamba2 bf16 exact": SSD_PORTABLE["mamba2 bf16 exact"]}
 
 CUT, ALONE = Cut(segment=4), Cut(segment=3, long_count=1, long_segment=9, recompute=True)
@@ -139,27 +137,24 @@ WHOLE, SHARES = Cut(segment=16), Cut(segment=16, shares=4)
 FOUR = MAMBA2.but(heads=4)
 HYBRID = FOUR.but(headdim=80, lengths=(600, 9), initial_states=True)
 BATCH, WIDE = FOUR.but(batch=3), dict(heads=3, dstate=256)
-# The last number: bytes of one thread's stack.  8 or 16 with Triton 3.6, up to 40 if sequences are packed and N is 256,
-# and up to 56 with shares, for which roles process several segments in a row.
-HOPPER_CASES: dict[str, tuple[SSDCase, Precision, Cut, int]] = {
-    "mamba2 bf16 exact": (FOUR, EXACT, CUT, 16), "mamba2 bf16 exact, alone": (FOUR, EXACT, ALONE, 16),
-    "mamba2 fp16 exact": (FOUR.but(dtype=FP16), EXACT, CUT, 16),
-    "mamba2 fp16 relaxed": (FOUR.but(dtype=FP16), RELAXED, CUT, 16),
-    "mamba2 bf16 exact, one segment": (FOUR, EXACT, WHOLE, 16),
-    "mamba2 bf16 exact, shares": (BATCH, EXACT, SHARES, 16),
-    "mamba2 fp16 relaxed, shares": (BATCH.but(dtype=FP16), RELAXED, SHARES, 16),
-    "packed bf16 exact": (HYBRID.but(headdim=64, initial_states=False), EXACT, CUT, 16),
-    "packed p 80 bf16": (HYBRID, EXACT, CUT, 16),
-    "p 80 bf16, shares": (BATCH.but(headdim=80, initial_states=True), EXACT, SHARES, 56),
-    "p 128 n 64 bf16": (FOUR.but(heads=2, headdim=128, dstate=64), EXACT, CUT, 16),
-    "n 256 bf16, one segment": (FOUR.but(**WIDE), EXACT, WHOLE, 16),
-    "n 256 bf16, shares": (BATCH.but(**WIDE), EXACT, SHARES, 16),
-    "n 256 fp16 relaxed, shares": (BATCH.but(dtype=FP16, **WIDE), RELAXED, SHARES, 56),
-    "p 128 n 256 bf16": (FOUR.but(headdim=128, **WIDE), EXACT, CUT, 16),
-    "n 256 fp16 relaxed": (FOUR.but(dtype=FP16, **WIDE), RELAXED, CUT, 16),
-    "packed p 80 n 256 bf16": (HYBRID.but(**WIDE), EXACT, CUT, 40),
-}  # fmt: skip
-SSD_HOPPER = each(ssd_hopper, HOPPER_CASES)
+SSD_HOPPER = each(ssd_hopper, {
+    "mamba2 bf16 exact": (FOUR, EXACT, CUT), "mamba2 bf16 exact, alone": (FOUR, EXACT, ALONE),
+    "mamba2 fp16 exact": (FOUR.but(dtype=FP16), EXACT, CUT),
+    "mamba2 fp16 relaxed": (FOUR.but(dtype=FP16), RELAXED, CUT),
+    "mamba2 bf16 exact, one segment": (FOUR, EXACT, WHOLE),
+    "mamba2 bf16 exact, shares": (BATCH, EXACT, SHARES),
+    "mamba2 fp16 relaxed, shares": (BATCH.but(dtype=FP16), RELAXED, SHARES),
+    "packed bf16 exact": (HYBRID.but(headdim=64, initial_states=False), EXACT, CUT),
+    "packed p 80 bf16": (HYBRID, EXACT, CUT),
+    "p 80 bf16, shares": (BATCH.but(headdim=80, initial_states=True), EXACT, SHARES),
+    "p 128 n 64 bf16": (FOUR.but(heads=2, headdim=128, dstate=64), EXACT, CUT),
+    "n 256 bf16, one segment": (FOUR.but(**WIDE), EXACT, WHOLE),
+    "n 256 bf16, shares": (BATCH.but(**WIDE), EXACT, SHARES),
+    "n 256 fp16 relaxed, shares": (BATCH.but(dtype=FP16, **WIDE), RELAXED, SHARES),
+    "p 128 n 256 bf16": (FOUR.but(headdim=128, **WIDE), EXACT, CUT),
+    "n 256 fp16 relaxed": (FOUR.but(dtype=FP16, **WIDE), RELAXED, CUT),
+    "packed p 80 n 256 bf16": (HYBRID.but(**WIDE), EXACT, CUT),
+})  # fmt: skip
 
 TOKEN = SSDCase(batch=2, seqlen=1, heads=4, headdim=64, dstate=128, dtype=BF16, gate=True, initial_states=True)
 PLAIN_TOKEN = TOKEN.but(dtype=FP32, initial_states=False, gate=False, skip="(h, p)")
@@ -200,16 +195,6 @@ SSD_SMALL: Launches = {
     "norm True": partial(norm, plain(2, 100, 512), plain(2, 100, 512), 128, norm_first=True),
     "rows": partial(contiguous_copy, plain(1, 4, 64, 96).permute(0, 3, 1, 2)),
 }  # fmt: skip
-CONVOLUTIONS: Launches = {
-    "a prompt": partial(convolution, view(5376), channels=5376),
-    "a segment": partial(convolution, view(5376), channels=5376, bias=False, state=True),
-    "fp32": partial(convolution, view(5376, FP32), channels=5376, state=True, dtype=FP32),
-}
-NORMS: Launches = {
-    "mamba2-2.7b": partial(norm, plain(1, 1024, 5120), view(5120), 5120),
-    "a group of 1024": partial(norm, plain(1, 1024, 8192), view(8192), 1024),
-    "heads of 128": partial(norm, plain(1, 1024, 128), view(128), 128, norm_first=True),
-}
 
 
 # --- GDN
@@ -245,7 +230,7 @@ LARGEST = QWEN.but(key_heads=1, values_per_key=1, key_dim=256, value_dim=256)
 SMALLEST = QWEN.but(values_per_key=1, key_dim=16)
 EIGHT_BYTES = QWEN.but(key_heads=3, values_per_key=1, key_dim=100, value_dim=60)
 GDN_PACK = dict(lengths=(40, 9, 0, 200), initial_states=True)
-GDN_UNFUSED_CASES: dict[str, tuple[GDNCase, Precision]] = {
+GDN_UNFUSED = each(gdn_unfused, {
     "qwen bf16 exact": (QWEN, EXACT), "qwen fp32 exact": (QWEN.but(dtype=FP32), EXACT),
     "qwen packed fp16 relaxed": (QWEN.but(**GDN_PACK, dtype=FP16), RELAXED_FP32),
     "qwen fp32 relaxed": (QWEN.but(dtype=FP32), RELAXED_FP32),
@@ -256,8 +241,7 @@ GDN_UNFUSED_CASES: dict[str, tuple[GDNCase, Precision]] = {
     "eight bytes at once packed fp16 exact": (EIGHT_BYTES.but(**GDN_PACK, dtype=FP16), EXACT),
     "olmo bf16 exact": (QWEN.but(values_per_key=1, key_dim=96, value_dim=192), EXACT),
     "largest bf16 exact": (LARGEST, EXACT), "largest packed fp32 exact": (LARGEST.but(**GDN_PACK, dtype=FP32), EXACT),
-}  # fmt: skip
-GDN_UNFUSED = each(gdn_unfused, GDN_UNFUSED_CASES)
+})  # fmt: skip
 
 LAB = QWEN.but(key_heads=16)
 LONG, PAIR = dict(lengths=(4500,), initial_states=True), dict(lengths=(600, 9), initial_states=True)
@@ -283,7 +267,7 @@ PARTS = GDNHopperConfig(segment=4, transition_parts=2, longest_first_pass=3)
 ROWS = GDNHopperConfig(segment=1, transition_parts=1, longest_first_pass=3)
 HOPPER = GDNCase(**GDN_ON_HOPPER | dict(seqlen=512, key_heads=2))
 PACK = GDNCase(**GDN_ON_HOPPER, lengths=(300, 9), initial_states=True)
-GDN_HOPPER_CASES: dict[str, tuple[GDNCase, GDNHopperConfig]] = {
+GDN_HOPPER = each(gdn_hopper, {
     "bf16": (HOPPER, GDN_FOUR), "fp16, normalised": (HOPPER.but(dtype=FP16, l2norm=True), GDN_FOUR),
     "three heads a key head, normalised": (HOPPER.but(values_per_key=3, l2norm=True), GDN_FOUR),
     "programs that stay, initial state": (HOPPER.but(batch=3, initial_states=True), STAYS),
@@ -292,8 +276,7 @@ GDN_HOPPER_CASES: dict[str, tuple[GDNCase, GDNHopperConfig]] = {
     "slow heads": (HOPPER, PARTS), "slow heads, 256 rows": (HOPPER.but(seqlen=2048), ROWS),
     "slow heads, 512 rows": (HOPPER.but(seqlen=8192), ROWS),
     "slow heads, packed, normalised, initial state": (PACK.but(lengths=(700, 9), l2norm=True), PARTS),
-}  # fmt: skip
-GDN_HOPPER = each(gdn_hopper, GDN_HOPPER_CASES)
+})  # fmt: skip
 ONE = replace(GDN_ONE, segment=8)
 GDN_ONE_LAUNCH = each(gdn_hopper, {
     "programs that stay": (HOPPER.but(batch=3, initial_states=True), replace(ONE, persistent_programs=2)),
@@ -316,6 +299,12 @@ SMALL_LIMITS: Launches = {
     "step largest": partial(gdn_step, LARGEST.but(seqlen=1, initial_states=True, dtype=FP32)),
     "ssd recurrent every state": partial(ssd_recurrent, TOKEN.but(seqlen=8), 1),
     "ssd step largest": partial(ssd_step, TOKEN.but(batch=1, heads=2, headdim=128, dstate=256, dtype=FP32)),
+    "convolution of a prompt": partial(convolution, view(5376), channels=5376),
+    "convolution of a segment": partial(convolution, view(5376), channels=5376, bias=False, state=True),
+    "convolution in fp32": partial(convolution, view(5376, FP32), channels=5376, state=True, dtype=FP32),
+    "norm of mamba2-2.7b": partial(norm, plain(1, 1024, 5120), view(5120), 5120),
+    "norm in groups of 1024": partial(norm, plain(1, 1024, 8192), view(8192), 1024),
+    "norm of heads of 128": partial(norm, plain(1, 1024, 128), view(128), 128, norm_first=True),
 }
 BROKEN: Launches = {
     "chunk_scan": too_large_scan,
@@ -347,34 +336,32 @@ def kda_hopper(case: KDACase) -> None:
 
 
 KIMI = KDACase(key_heads=2, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
-KDA_UNFUSED_CASES: dict[str, tuple[KDACase, Precision]] = {
+KDA_UNFUSED = each(kda_unfused, {
     "kimi bf16": (KIMI, EXACT), "kimi bf16, normalised before": (KIMI.but(l2norm=False), EXACT),
     "kimi fp32": (KIMI.but(dtype=FP32), EXACT), "kimi packed fp16": (KIMI.but(**GDN_PACK, dtype=FP16), EXACT),
     "smallest fp32": (KIMI.but(key_dim=16, value_dim=16, dtype=FP32), EXACT),
     "K 96, V 192": (KIMI.but(key_dim=96, value_dim=192), EXACT),
     "largest bf16": (KIMI.but(key_heads=1, key_dim=256, value_dim=256), EXACT),
     "largest fp32": (KIMI.but(key_heads=1, key_dim=256, value_dim=256, dtype=FP32), EXACT),
-}  # fmt: skip
-KDA_UNFUSED = each(kda_unfused, KDA_UNFUSED_CASES)
-KDA_PORTABLE_CASES: dict[str, KDACase] = {
-    "kimi": KIMI,
-    "kimi, batch": KIMI.but(batch=70),
-    "kimi, normalised before": KIMI.but(l2norm=False),
-    "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
-    "kimi fp32": KIMI.but(dtype=FP32),
-    "16": KIMI.but(key_dim=16, value_dim=16),
-    "K 60, V 100": KIMI.but(key_dim=60, value_dim=100, seqlen=1000),
-    "largest": KIMI.but(key_heads=1, key_dim=256, value_dim=256),
-}
-KDA_PORTABLE = each(kda_portable, KDA_PORTABLE_CASES)
-KDA_HOPPER: Launches = {
-    label: partial(kda_hopper, case)
-    for label, case in {
-        "kimi": KIMI, "kimi, batch": KIMI.but(batch=70), "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
-        "V 64, grouped": KIMI.but(value_dim=64, key_heads=1, values_per_key=2, initial_states=True),
-        "kimi, few states": KIMI.but(key_heads=1),
-    }.items()
-}  # fmt: skip
+})  # fmt: skip
+KDA_PORTABLE = each(
+    kda_portable,
+    {
+        "kimi": KIMI,
+        "kimi, batch": KIMI.but(batch=70),
+        "kimi, normalised before": KIMI.but(l2norm=False),
+        "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
+        "kimi fp32": KIMI.but(dtype=FP32),
+        "16": KIMI.but(key_dim=16, value_dim=16),
+        "K 60, V 100": KIMI.but(key_dim=60, value_dim=100, seqlen=1000),
+        "largest": KIMI.but(key_heads=1, key_dim=256, value_dim=256),
+    },
+)
+KDA_HOPPER = each(kda_hopper, {
+    "kimi": KIMI, "kimi, batch": KIMI.but(batch=70), "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
+    "V 64, grouped": KIMI.but(value_dim=64, key_heads=1, values_per_key=2, initial_states=True),
+    "kimi, few states": KIMI.but(key_heads=1),
+})  # fmt: skip
 KDA_TOKEN = KIMI.but(batch=2, seqlen=1, initial_states=True)
 KDA_SMALL: Launches = {
     "recurrent bf16": partial(gdn_recurrent, KDA_TOKEN),

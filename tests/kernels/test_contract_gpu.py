@@ -1,6 +1,6 @@
 """What every kernel promises about calls on a GPU: the same bits each time, in a graph, beside other work; no waits of
 the host; the bytes of the plan; an end, even on one multiprocessor.  Subnormal and large numbers, which no ordinary
-layer has, and flash-linear-attention's own test cases."""
+layer has."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import torch
 from kernel_cases import (
     BF16,
     EXACT,
-    FP16,
     FP32,
     RELAXED,
     GDNCase,
     SSDCase,
     assert_bitwise,
-    bounds,
     rows,
     tokens_of,
     with_steps,
@@ -41,10 +39,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ssdprof.kernels import Precision, get, ssd_fused
-from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
-from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.gdn.reference import gdn_chunked
 from ssdprof.kernels.ssd.fused import run
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import assert_passes
@@ -196,18 +191,6 @@ def test_a_call_allocates_what_the_plan_says(name: str, case: Any, precision: Pr
         assert 0.7 * planned < torch.cuda.max_memory_allocated() - allocated <= 1.01 * (planned + outputs)
 
 
-def test_the_hopper_kernel_allocates_a_state_and_flags_for_each_segment_but_the_last_and_no_more() -> None:
-    inputs, plan = MAMBA2.but(seqlen=131072).inputs(), get("ssd", "fused").plan
-    if plan(inputs, EXACT).variant != "hopper":
-        pytest.skip("not a Hopper GPU")
-    for precision, itemsize in ((EXACT, 4), (RELAXED, 2)):
-        workspace = plan(inputs, precision).workspace_bytes
-        slots, rest = divmod(workspace, 80 * (64 * 128 * itemsize + 32))
-        assert 0 < slots < 16
-        assert rest == 32  # the ticket counter
-        assert workspace < inputs.x.nbytes / 50
-
-
 # --- no call needs two of its programs to run at once: every cut ends, even on a GPU that other work fills
 
 
@@ -345,80 +328,3 @@ def test_large_numbers(kernel: Subject, name: str) -> None:
     inputs = kernel.case(seqlen=28).inputs()
     getattr(inputs, name).mul_(1e25)
     assert_passes(kernel(inputs), inputs, EXACT)
-
-
-@subjects(gpu=SSD_CHOSEN)
-def test_linear_attention_over_every_segment(kernel: Subject) -> None:
-    """Nothing is forgotten: the first pass reads whole segments."""
-    inputs = with_steps(kernel.case(seqlen=650).inputs(), 0.01, 0.0)
-    assert_passes(kernel(inputs), inputs, EXACT)
-
-
-# Sizes and limits of flash-linear-attention's tests/ops/test_gdn.py: batch, T, H, HV, K = V, scale, divisor of g, share
-# of positions without a gate, normalised inside.  Keys are uniform in [0, 1), so that all have a similar direction.
-FLA_CHUNK = [
-    (4, 1024, 4, 4, 128, 0.1, 1, 1.0, False), (2, 75, 4, 4, 64, 1, 0.01, 0, False), (2, 500, 3, 3, 60, 1, 1, 0, False),
-    (2, 1000, 3, 3, 64, 0.1, 1, 0.5, False), (3, 1024, 4, 4, 100, 1, 0.1, 0, False),
-    (4, 1024, 4, 4, 128, 0.1, 1, 0, True), (2, 1500, 4, 4, 128, 0.1, 10, 0, False),
-    (4, 2048, 8, 8, 64, 0.1, 1, 0, False), (2, 256, 2, 4, 64, 1, 1, 0, False), (2, 512, 2, 8, 64, 1, 0.1, 0, True),
-    (2, 1024, 4, 8, 128, 0.1, 1, 0, False),
-]  # fmt: skip
-FLA_RECURRENT = [  # batch, T, H, HV, K = V, scale, divisor of g, dtype
-    (1, 63, 1, 1, 64, 1, 1, FP32), (2, 500, 4, 4, 60, 1, 1, FP32), (2, 1000, 2, 8, 128, 1, 0.1, FP32),
-    (3, 1024, 2, 2, 128, 0.1, 1, FP32), (4, 1024, 3, 3, 128, 1, 10, FP32), (4, 2048, 4, 4, 64, 0.1, 1, FP32),
-    (2, 1024, 4, 4, 128, 1, 0.1, FP16), (2, 1024, 4, 8, 128, 1, 10, FP16),
-]  # fmt: skip
-FLA_LENGTHS = [(15,), (256, 244, 500), (15, 85, 200, 900, 800), (8192,)]
-
-
-def drawn(
-    sizes: tuple[int, ...], dtype: torch.dtype = FP16, *, uniform: bool = True, scale: float = 1, divisor: float = 1,
-    ungated: float = 0, inside: bool = True, state: bool = True, lengths: tuple[int, ...] = (),
-) -> GDNInputs:  # fmt: skip
-    """Uniform or normal q, k and v; g is the log sigmoid of a uniform number, divided by `divisor`."""
-    torch.manual_seed(42)
-    (batch, length, heads, value_heads, dim), draw = sizes, torch.rand if uniform else torch.randn
-    q, k = (draw(batch, length, heads, dim, device="cuda") for _ in range(2))
-    v = draw(batch, length, value_heads, dim, device="cuda")
-    gate, raw, kept = (torch.rand(batch, length, value_heads, device="cuda") for _ in range(3))
-    g = torch.nn.functional.logsigmoid(gate) / divisor * (kept > ungated)
-    if not inside:
-        q, k = (torch.nn.functional.normalize(one, dim=-1) for one in (q, k))
-    initial = torch.randn(len(lengths) or batch, value_heads, dim, dim, device="cuda") if state else None
-    return GDNInputs(
-        q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), g=g, beta=raw.sigmoid(), use_qk_l2norm=inside, scale=float(scale),
-        initial_state=initial, cu_seqlens=bounds(lengths, "cuda") if lengths else None,
-    )  # fmt: skip
-
-
-def assert_fla_close(inputs: GDNInputs, function: Any, limit: float) -> None:
-    """The RMS error over the RMS, for the whole output and the whole final state."""
-    found = function(
-        inputs.q, inputs.k, inputs.v, g=inputs.g, beta=inputs.beta, scale=inputs.scale,
-        initial_state=inputs.initial_state, output_final_state=True, use_qk_l2norm_in_kernel=inputs.use_qk_l2norm,
-        cu_seqlens=inputs.cu_seqlens,
-    )  # fmt: skip
-    for ours, expected in zip(found, gdn_chunked(inputs), strict=True):
-        error = (ours.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-        assert error <= limit, float(error)
-
-
-@pytest.mark.parametrize("case", FLA_CHUNK, ids=str)
-def test_flas_chunk_cases(case: Any) -> None:
-    *sizes, scale, divisor, ungated, inside = case
-    inputs = drawn(tuple(sizes), scale=scale, divisor=divisor, ungated=ungated, inside=inside, state=False)
-    assert_fla_close(inputs, chunk_gated_delta_rule, 0.005)
-
-
-@pytest.mark.parametrize("dim", [60, 64, 100, 128])
-@pytest.mark.parametrize("lengths", FLA_LENGTHS, ids=str)
-def test_flas_packs(lengths: tuple[int, ...], dim: int) -> None:
-    inputs = drawn((1, sum(lengths), 4, 4, dim), lengths=lengths)
-    assert_fla_close(inputs, chunk_gated_delta_rule, 0.005)
-
-
-@pytest.mark.parametrize("case", FLA_RECURRENT, ids=str)
-def test_flas_recurrent_cases(case: Any) -> None:
-    *sizes, scale, divisor, dtype = case
-    inputs = drawn(tuple(sizes), dtype, uniform=False, scale=scale, divisor=divisor)
-    assert_fla_close(inputs, fused_recurrent_gated_delta_rule, 0.002)

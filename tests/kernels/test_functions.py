@@ -122,20 +122,6 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     equal(op(*arguments), function(inputs, **{"state_v_first": True} if v_first else {}))
 
 
-@pytest.mark.parametrize("function", [FUSED, UNFUSED, DELTA], ids=["ssd fused", "ssd unfused", "gdn fused"])
-def test_refuses_inputs_that_do_not_fit_every_time_and_a_gradient(function: Function) -> None:
-    """Also after a call that fits.  `test_inputs.py` has every refusal, `test_contract.py` more of gradients."""
-    gdn = function is DELTA
-    inputs, name = inputs_of("gdn" if gdn else "ssd", "batch"), "g" if gdn else "dt"
-    function(inputs)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=f"{name} must have shape"):
-            function(inputs.__class__.unchecked(**vars(inputs) | {name: getattr(inputs, name)[:, 1:]}))
-    getattr(inputs, function.needed[0]).requires_grad_()
-    with pytest.raises(UnsupportedError, match=f"{function.implementation}: forward only"):
-        function(inputs)
-
-
 # --- states of GDN with V before K
 
 
@@ -160,24 +146,6 @@ def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
 
 
 # --- plans
-
-
-def test_plans_name_the_kernel() -> None:
-    def plan(operator: str, name: str, case: Any) -> Any:
-        return get(operator, name).plan(case.inputs(), EXACT)
-
-    found = [plan("gdn", "fused", case) for case in (*GDN.values(), GDNCase(lengths=(1,) * 30))]
-    assert [one.variant for one in found] == ["interpreter", "interpreter", "recurrent", "recurrent"]  # 30 decode steps
-    assert found[0].launches == 2
-    assert found[0].workspace_bytes > 0
-    told = plan("gdn", "unfused", GDNCase(lengths=(20, 5)))
-    assert (told.launches, told.config["chunk_state.block_v"]) == (9, 16)
-    assert told.workspace_bytes > 0
-    assert plan("ssd", "unfused_step", STEP).launches == 2
-    assert plan("gdn", "unfused_step", GDNCase(seqlen=1)).launches == 5
-    step = plan("ssd", "fused", STEP)
-    assert (step.variant, step.launches, step.workspace_bytes) == ("recurrent", 1, 0)
-    assert step.config == plan("ssd", "recurrent", STEP).config
 
 
 def launched(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:

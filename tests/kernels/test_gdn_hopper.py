@@ -16,8 +16,7 @@ from subjects import GDN_CUT, GDN_ON_HOPPER, GDN_PARTS, OLMO, ON_HOPPER, WHOLE_P
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.gdn.fused import _sliced_work
-from ssdprof.kernels.gdn.hopper.config import MOST_PARTS, MOST_WAVES, WORTH_PARTS, GDNHopperConfig
-from ssdprof.kernels.gdn.hopper.parts import MOST_ROWS
+from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.slices import unsupported
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.gdn.reference import gdn_chunked
@@ -190,19 +189,6 @@ def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [
-    dict(gate=0.0), dict(batch=2, gate=1e-4, initial_states=True), dict(gate=0.0, dtype=FP16, l2norm=True),
-    dict(lengths=(3, 0, 64, 400, 200), gate=1e-4, initial_states=True, l2norm=True),
-    dict(largest_beta=2.0, gate=0.01),
-], ids=str)  # fmt: skip
-def test_parts_add_no_error(device: str, sizes: dict[str, Any]) -> None:
-    inputs = SMALL.but(**dict(seqlen=500) | sizes, device=device).inputs()
-    exact = gdn_chunked(inputs)
-    ours, whole = (head_errors(one, exact) for one in with_and_without_parts(inputs, GDN_PARTS))
-    assert (ours[0] < 1.02 * whole[0]).all()
-
-
-@pytest.mark.slow
 def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not depend on the number of programs that compute parts, or on their order either."""
     inputs = SMALL.but(**MIXED, device=device).inputs()
@@ -226,44 +212,6 @@ def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.M
 def test_refuses_what_cannot_be_divided(case: GDNCase, config: GDNHopperConfig, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         run(case.inputs(), config)
-
-
-# --- choices, which depend only on shapes
-
-
-def shapes(seqlen: int, key_heads: int, heads: int) -> GDNInputs:
-    empty = torch.empty(1, seqlen, 1, 1, device="meta")
-    tensors = {name: empty.expand(1, seqlen, n, 128) for name, n in (("q", key_heads), ("k", key_heads), ("v", heads))}
-    return GDNInputs.unchecked(**tensors, g=empty[..., 0], beta=empty[..., 0])
-
-
-def chosen(inputs: GDNInputs, *, batch_invariant: bool = False) -> GDNHopperConfig:
-    return GDNHopperConfig.choose(inputs, 132, batch_invariant=batch_invariant)
-
-
-@pytest.mark.parametrize("seqlen", [4096, 8192, 65536, 131072, 1 << 20])
-@pytest.mark.parametrize(("key_heads", "heads"), [(16, 32), (2, 8), (16, 16), (16, 64), (1, 1)])
-def test_long_sequences_are_cut_into_whole_parts(seqlen: int, key_heads: int, heads: int) -> None:
-    shape, nchunks = shapes(seqlen, key_heads, heads), seqlen // 64
-    config = chosen(shape)
-    rows = (-(-nchunks // config.segment) - 1) * heads
-    assert (config.transition_parts > 0) == (nchunks - config.segment > WORTH_PARTS and rows <= MOST_ROWS)
-    assert not config.transition_parts or config.segment % config.transition_parts == 0
-    assert chosen(shape, batch_invariant=True).transition_parts == 0
-
-
-@pytest.mark.parametrize("seqlen", [64, 4096, 8192, 65536, 131072, 1 << 20])
-@pytest.mark.parametrize("heads", [1, 8, 16, 20, 30, 48, 60, 64, 96, 131])
-def test_a_cut_keeps_sms_busy_without_needless_segments(seqlen: int, heads: int) -> None:
-    config, nchunks = chosen(shapes(seqlen, 1, heads)), seqlen // 64
-    count = -(-nchunks // config.segment)
-    waves = -(-count * heads // 132)
-    assert waves <= MOST_WAVES
-    one_wave = -(-nchunks // min(nchunks, 132 // heads))
-    assert waves * config.segment <= one_wave + config.transition_parts
-    if waves > 1:
-        assert waves * config.segment < one_wave
-    assert (count - 1) * heads * config.transition_parts <= MOST_PARTS
 
 
 # --- slices: K and V other than 128

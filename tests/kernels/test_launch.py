@@ -8,24 +8,18 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernel_cases import EXACT, RELAXED, SSDCase
-from triton.runtime.jit import JITFunction
 
 from ssdprof.kernels import launch as launching
 from ssdprof.kernels.launch import Constants, Launcher, kept, launch
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
-from ssdprof.kernels.ssd.hopper.launch import hopper_launch
 
 CASE = SSDCase(seqlen=20, gate=True, initial_states=True)
 
@@ -155,24 +149,6 @@ def test_a_second_launch_hands_over_every_argument_in_the_kernels_order() -> Non
     ]
 
 
-def test_tensors_and_constants_are_one_argument_each_where_a_kernel_takes_them_so() -> None:
-    class Grouped(Kernel):
-        @staticmethod
-        def fn(desc: Any, tensors: Any, strides: Any, size: Any, S: Any) -> None:  # type: ignore[override]
-            """Has the names of its arguments."""
-
-    kernel = Grouped()
-    launcher = Launcher(kernel, (((1,), ()), 7), {"BLOCK": 64, "num_warps": 8})
-    launcher(5, "desc", "a", None)
-    launcher(6, "desc", "b", None)
-    (_, _, first, options), (_, _, second, _) = kernel.launches
-    S = options.pop("S")
-    assert S.BLOCK == 64
-    assert options == {"num_warps": 8, "enable_fp_fusion": True, "sanitize_overflow": False}
-    assert first == ("desc", ("a", None), ((1,), ()), 7)
-    assert second == ("desc", ("b", None), ((1,), ()), 7, S)
-
-
 def test_constants_are_equal_by_name_and_value() -> None:
     assert Constants(A=1, B=True) == Constants(A=1, B=True) != Constants(A=2, B=True)
     assert len({Constants(A=1, B=2), Constants(A=1, B=2), Constants(A=2, B=1)}) == 2
@@ -253,37 +229,3 @@ def test_tensors_of_a_call_are_not_kept_alive() -> None:
     del inputs, output
     gc.collect()
     assert [ref() for ref in alive] == [None] * 5
-
-
-@pytest.mark.parametrize("case", [SSDCase(batch=2, seqlen=70), SSDCase(lengths=(70, 0, 9))], ids=["batch", "packed"])
-def test_descriptors_of_the_hopper_kernel_are_those_of_tensors(case: SSDCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile can begin at every position of every sequence, and ends at the latest with the sequence."""
-    inputs = replace(case, heads=4, headdim=80, dstate=64, groups=2, dtype=torch.bfloat16).inputs()
-    arguments: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(JITFunction, "run", lambda _, *args, **__: arguments.append(args))
-    call = hopper_launch(inputs, EXACT, SSDHopperConfig(segment=1))
-    for _ in range(2):
-        output = call(inputs)
-        tensors = (inputs.x, inputs.B, inputs.C, output.out)
-        for described, tensor in zip(arguments.pop()[:4], tensors, strict=True):
-            assert getattr(described.base, "tensor", described.base) is tensor
-            heads, columns = tensor.shape[2:]
-            assert (described.shape[1], described.shape[3]) == (heads, columns)
-            for place, row, left in _positions(case):
-                assert place[0] < described.shape[0]
-                assert described.shape[2] - place[1] == left
-                for head, column in product((0, heads - 1), (0, columns - 1)):
-                    at = zip((place[0], head, place[1], column), described.strides, strict=True)
-                    address = described.base.data_ptr() + tensor.element_size() * sum(i * step for i, step in at)
-                    assert address == tensor.flatten(0, 1)[row, head, column].data_ptr()
-
-
-def _positions(case: SSDCase) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """For each position: its first and third coordinate, its row, and the number of positions left in its sequence."""
-    lengths = case.lengths or [case.seqlen] * case.batch
-    total, begin = sum(lengths), 0
-    for sequence, length in enumerate(lengths):
-        for position in range(length):
-            place = (begin + length, total - length + position) if case.lengths else (sequence, position)
-            yield place, begin + position, length - position
-        begin += length

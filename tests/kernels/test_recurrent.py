@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -85,62 +84,10 @@ def pooled(inputs: Any, dtype: torch.dtype) -> Any:
     return replace(inputs, **{inputs.LINEAR[1]: pool.mT}, state_indices=slots)
 
 
-def faults(step: Callable[[Any], Any], inputs: Any) -> list[str]:
-    """What is wrong in a pool after a step in place."""
-    pool, slots = getattr(inputs, inputs.LINEAR[1]), inputs.state_indices.long()
-    expected, before, others = get(inputs.operator, "reference"), pool.clone(), torch.ones(len(pool), dtype=torch.bool)
-    others[slots] = False
-    out, states = expected.run(inputs.after(before[slots]), Precision())
-    found = step(inputs)
-    assert found.final_states is pool
-    rtol = 1e-6 if pool.dtype == FP32 else torch.finfo(pool.dtype).eps
-    wrong = {
-        "out": not torch.allclose(found.out.float(), out, rtol=1e-5, atol=1e-6),
-        "states": not torch.allclose(pool[slots].float(), states, rtol=rtol, atol=1e-6),
-        "other slots": not torch.equal(pool[others].nan_to_num(), before[others].nan_to_num()),
-    }
-    return [name for name, is_wrong in wrong.items() if is_wrong]
-
-
 POOLED: dict[str, Any] = {
     "ssd": SSDCase(batch=3, seqlen=1, heads=4, groups=2, headdim=16, dstate=16, initial_states=True),
     "gdn": GDNCase(batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True),
     "kda": KDACase(batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True),
-}
-
-
-def stepped(inputs: Any) -> Any:
-    return (ssd_recurrent if inputs.operator == "ssd" else gdn_recurrent)(inputs, in_place=True)
-
-
-def never_written(inputs: Any) -> Any:
-    pool = getattr(inputs, inputs.LINEAR[1])
-    before = pool.clone()
-    return stepped(inputs)._replace(final_states=pool.copy_(before))
-
-
-def values_first(inputs: Any) -> Any:
-    pool = getattr(inputs, inputs.LINEAR[1])
-    found = stepped(with_state(inputs, pool.mT))
-    return found._replace(final_states=pool)
-
-
-def written_beside(inputs: Any) -> Any:
-    """To the next slot, and the right one."""
-    found, slots = stepped(inputs), inputs.state_indices.long()
-    found.final_states[(slots + 1) % len(found.final_states)] = found.final_states[slots].clone()
-    return found
-
-
-PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "next slot": (lambda inputs: stepped(replace(inputs, state_indices=(inputs.state_indices + 1) % 6)), "out"),
-    "other sequences' slots": (
-        lambda inputs: stepped(replace(inputs, state_indices=inputs.state_indices.roll(1))),
-        "out",
-    ),
-    "KV for VK": (values_first, "out"),
-    "never written": (never_written, "states"),
-    "written beside": (written_beside, "other slots"),
 }
 
 
@@ -150,14 +97,17 @@ PLANTED: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_a_servers_pool_in_place(operator: str, dtype: torch.dtype, index: torch.dtype) -> None:
     """A call writes the slots of its sequences, in the pool's dtype and layout, and no other."""
     inputs = pooled(POOLED[operator].inputs(), dtype)
-    assert not faults(stepped, replace(inputs, state_indices=inputs.state_indices.to(index)))
-
-
-@pytest.mark.parametrize("name", PLANTED)
-@pytest.mark.parametrize("operator", POOLED)
-def test_faults_that_servers_had_with_pools_are_found(operator: str, name: str) -> None:
-    planted, where = PLANTED[name]
-    assert where in faults(planted, pooled(POOLED[operator].inputs(), FP32))
+    pool, slots = getattr(inputs, inputs.LINEAR[1]), inputs.state_indices.long()
+    before, others = pool.clone(), torch.ones(len(pool), dtype=torch.bool)
+    others[slots] = False
+    out, states = get(operator, "reference").run(inputs.after(before[slots]), Precision())
+    run = ssd_recurrent if operator == "ssd" else gdn_recurrent
+    found = run(replace(inputs, state_indices=inputs.state_indices.to(index)), in_place=True)
+    assert found.final_states is pool
+    torch.testing.assert_close(found.out.float(), out, rtol=1e-5, atol=1e-6)
+    rtol = 1e-6 if dtype == FP32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(pool[slots].float(), states, rtol=rtol, atol=1e-6)
+    torch.testing.assert_close(pool[others], before[others], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("operator", POOLED)

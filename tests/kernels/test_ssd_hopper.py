@@ -10,7 +10,7 @@ import torch
 from gluon_emulator import emulate
 from kernel_cases import BF16, EXACT, RELAXED, SSDCase, assert_bitwise
 from subjects import H200, ON_HOPPER, SSD_ON_HOPPER, ssd_hopper
-from test_contract_oracle import CUTS, PACKED, RAGGED
+from test_contract_oracle import CUTS, RAGGED
 
 from ssdprof.kernels import Precision, get
 from ssdprof.kernels.hopper.schedule import Cut
@@ -143,30 +143,6 @@ def test_states_lose_less_than_their_operands_do(device: str) -> None:
 
 
 # --- on a GPU
-
-
-@pytest.mark.gpu
-@ON_HOPPER
-@pytest.mark.parametrize("dstate", [128, 256])
-def test_several_waves_of_programs(dstate: int) -> None:
-    """Programs and roles must wait for each other's data when memory is slow."""
-    inputs = SMALL.but(heads=80, dstate=dstate, seqlen=16384, device="cuda").inputs()
-    for one in (
-        Cut(segment=16), Cut(long_count=3, long_segment=73, segment=19), Cut(long_count=1, long_segment=26, segment=77),
-        Cut(long_count=1, long_segment=144, segment=56, recompute=True),
-    ):  # fmt: skip
-        for _ in range(5):
-            passes(inputs, one)
-
-
-@pytest.mark.gpu
-@ON_HOPPER
-@pytest.mark.parametrize(
-    "case", [RAGGED, PACKED, *(SMALL.but(batch=3, seqlen=1024, dstate=n) for n in (128, 256))], ids=str
-)
-def test_a_first_pass_over_all_that_went_before(case: SSDCase) -> None:
-    cut = Cut(long_count=1, long_segment=4, segment=2, recompute=not case.lengths)
-    passes(case.but(device="cuda", heads=4).inputs(), cut)
 
 
 @pytest.mark.gpu
