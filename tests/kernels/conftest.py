@@ -28,10 +28,10 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def emulate_on(monkeypatch: pytest.MonkeyPatch, device: str, *operators: str) -> None:
     """The Hopper kernels run in the emulator, if the device is "emulator"."""
-    from gluon_emulator import GDN, SSD, emulate
+    from gluon_emulator import GDN, KDA, SSD, emulate
 
     for operator in operators if device == "emulator" else ():
-        emulate(monkeypatch, seed=1, source={"ssd": SSD, "gdn": GDN}[operator])
+        emulate(monkeypatch, seed=1, source={"ssd": SSD, "gdn": GDN, "kda": KDA}[operator])
 
 
 @pytest.fixture

@@ -185,8 +185,11 @@ def gdn_hopper_by(config: GDNHopperConfig | None, *, state_v_first: bool = False
 # --- KDA
 
 
-def kda_portable(config: KDAPortableConfig) -> Run:
-    return lambda inputs, precision: kda_portable_launch(inputs, precision, config, state_v_first=False)(inputs)
+def kda_portable(config: KDAPortableConfig | None) -> Run:
+    """Without a configuration: as chosen on Hopper."""
+    return lambda inputs, precision: kda_portable_launch(
+        inputs, precision, config or KDAPortableConfig.choose_hopper(inputs, H200), state_v_first=False
+    )(inputs)
 
 
 # --- all of them
@@ -242,6 +245,7 @@ SUBJECTS = {
     "kda fused": of_kda(chosen("kda", "fused"), sizes=dict(l2norm=True, key_dim=128)),  # on Hopper
     "kda tiny": of_kda(kda_portable(KDAPortableConfig(chunk=16, prep_block_k=16, block_k=16, block_v=16))),
     "kda wide": of_kda(kda_portable(KDAPortableConfig())),
+    "kda hopper": of_kda(kda_portable(None), sizes=dict(key_dim=128, value_dim=16)),
     "kda recurrent": of_kda(chosen("kda", "recurrent")),
     "kda step": of_kda(chosen("kda", "unfused_step")),
     "gdn slices": gdn_on_hopper(gdn_hopper_by(GDN_CUT), sizes=OLMO, gpu_limits={}),

@@ -12,7 +12,7 @@ from subjects import SUBJECTS, Subject, subjects
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.kda.fused import KDAPortableConfig
+from ssdprof.kernels.kda.fused import KDAPortableConfig, hopper_unsupported
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
@@ -76,6 +76,36 @@ def test_every_gate(kernel: Subject, gates: str, dtype: torch.dtype) -> None:
     """In packs with empty sequences, with initial states and beta up to 2."""
     inputs = kernel.case(gates=gates, dtype=dtype, **RAGGED | dict(largest_beta=2.0) | kernel.sizes).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
+
+
+# of the first launch for Hopper GPUs, in the emulator
+ON_HOPPER: list[dict[str, Any]] = [
+    dict(seqlen=70, key_heads=2, value_dim=32), dict(gates="saturated"), dict(gates="bound", batch=2, seqlen=40),
+    dict(gates="none", largest_beta=2.0), dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
+    dict(gates="one channel", values_per_key=2), dict(dtype=FP16, initial_states=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ON_HOPPER, ids=str)
+@subjects(emulated=["kda hopper"])
+def test_every_gate_on_hopper(kernel: Subject, case: dict[str, Any]) -> None:
+    inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes | case).inputs()
+    assert_passes(kernel(inputs), inputs, EXACT)
+
+
+@subjects("kda wide", emulated=["kda hopper"])
+def test_later_tokens_change_no_earlier_output(kernel: Subject) -> None:
+    """By bits, also within a chunk: no decay is a quotient of sums that reach further."""
+    inputs = KDACase(**dict(seqlen=64, dtype=BF16) | kernel.sizes).inputs()
+    before = kernel(inputs).out.clone()
+    for tensor in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta):
+        tensor[:, 33:] = tensor[:, 33:].flip(1)
+    inputs.g[:, 40:] *= 100
+    assert torch.equal(kernel(inputs).out[:, :33], before[:, :33])
+
+
+def test_other_gpus_and_sizes_run_the_portable_kernel() -> None:
+    assert hopper_unsupported(KDACase(key_dim=64).inputs()) == "anything but a Hopper GPU"
 
 
 @pytest.mark.parametrize("gates", GATES)

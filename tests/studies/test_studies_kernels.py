@@ -10,7 +10,6 @@ import pytest
 import selective_scan as ss
 import torch
 from kernels.compile_target import SHARED_BYTES, compiled
-from scan_002 import BASELINE, ROUNDED, diagonal
 from studies.study_launches import INTER_CHUNK, LAUNCHES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -73,23 +72,6 @@ def test_whoever_rounds_in_every_turn_has_the_bits_of_the_loop_that_reads_back(n
     assert torch.equal(DIAGONAL[name](inputs), DIAGONAL[SAME_BITS[0]](inputs))
 
 
-def test_a_state_kept_in_fp32_has_other_bits_and_is_nearer_to_exact() -> None:
-    """Therefore "bit-exact" holds for 16-bit states only if the registers are rounded too."""
-    inputs = ic.draw(batch=1, chunks=40, heads=2, dim=16, device=DEVICE)
-    back, kept = DIAGONAL["loop, read back"](inputs), DIAGONAL["loop, fp32"](inputs)
-    assert not torch.equal(back, kept)
-    errors = [ic.judge(inputs).rms_errors({"out": out})["out"] for out in (kept, back)]
-    assert errors[0] < errors[1]
-
-
-def test_the_low_rank_of_nothing_is_diagonal() -> None:
-    inputs = chunks_of(4, rank=2)
-    assert inputs.w is not None
-    nothing = replace(inputs, w=torch.zeros_like(inputs.w))
-    diagonal = replace(inputs, w=None, y=None)
-    assert torch.equal(LOW_RANK["fp32, columns"](nothing), DIAGONAL["loop, fp32"](diagonal))
-
-
 def positions(seqlen: int, dtype: torch.dtype = torch.bfloat16) -> tuple[ss.ScanInputs, torch.Tensor]:
     """A state of 20, which is no multiple of a block, in tensors that are not contiguous; and a gradient of y."""
     layer = ss.draw_layer(batch=2, seqlen=seqlen, heads=3, dstate=24, dtype=dtype, device=DEVICE, seed=seqlen)
@@ -134,19 +116,6 @@ def test_a_layer_and_its_scan_are_the_same() -> None:
         torch.testing.assert_close(y[:, t], (layer.C[:, t].double() * state).sum(-1))
 
 
-def test_states_that_are_not_kept_change_nothing_and_those_of_another_tile_size_are_refused() -> None:
-    inputs, dy = positions(37)
-    y, states = ss.parallel(inputs, config=TILE)
-    alone, none = ss.parallel(inputs, keeps_states=False, config=TILE)
-    assert none is None
-    assert states is not None
-    assert torch.equal(y, alone)
-    _, entering = ss.sequential(inputs, config=TILE)
-    assert torch.equal(entering[:, 0], torch.zeros_like(entering[:, 0]))
-    with pytest.raises(ValueError, match="entering is of 3 tiles"):
-        ss.sequential_backward(inputs, dy, entering, config=ss.ScanConfig(block_t=32))
-
-
 def test_the_comparison_sees_a_shift_another_head_and_a_number_that_is_missing() -> None:
     states = chunks_of(5)
     inputs, dy = positions(20)
@@ -163,21 +132,6 @@ def test_the_comparison_sees_a_shift_another_head_and_a_number_that_is_missing()
             assert judge.excess({name: missing})[name] == float("inf")
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    states, (inputs, _) = chunks_of(3, rank=2), positions(3)
-    with pytest.raises(ValueError, match="decay must be"):
-        replace(states, decay=states.decay[:, 1:])
-    with pytest.raises(ValueError, match="belong together"):
-        replace(states, y=None)
-    with pytest.raises(ValueError, match="decay must be"):
-        replace(inputs, decay=inputs.decay[:, 1:])
-    with pytest.raises(ValueError, match="C must be"):
-        replace(inputs, C=inputs.C[..., :3])
-    for kernel in DIAGONAL.values():
-        with pytest.raises(ValueError, match="diagonal transitions only"):
-            kernel(states)
-
-
 @pytest.mark.compiler
 @pytest.mark.parametrize("label", LAUNCHES)
 def test_compiled_for_hopper(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,35 +143,6 @@ def test_compiled_for_hopper(label: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert (kernel.spilled_bytes > 0) == spills, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
         assert kernel.fuses, "a loop and a chain would round differently"
-
-
-@pytest.mark.gpu
-def test_offsets_beyond_32_bits() -> None:
-    def far(tensor: torch.Tensor) -> torch.Tensor:
-        strides = (2**31, *tensor.stride()[1:])
-        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=DEVICE).copy_(tensor)
-
-    states = ic.draw(batch=2, chunks=5, heads=2, dim=16, device=DEVICE)
-    for name, kernel in DIAGONAL.items():
-        assert torch.equal(kernel(replace(states, states=far(states.states))), kernel(states)), name
-    inputs = ss.draw_layer(batch=2, seqlen=40, heads=2, dstate=16, device=DEVICE).scan_inputs()
-    dy = torch.randn(inputs.x.shape, device=DEVICE).to(inputs.x.dtype)
-    for form in ss.FORWARD:
-        near = ss.run_both(inputs, dy, form=form)
-        found = ss.run_both(replace(inputs, B=far(inputs.B)), dy, form=form)
-        assert all(torch.equal(near[name], tensor) for name, tensor in found.items()), form
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
-def test_at_the_sizes_of_the_study(dim: int) -> None:
-    inputs = ic.draw(batch=4, chunks=64, heads=16, dim=dim, device=DEVICE)
-    kernels = diagonal(dim)
-    back = kernels[BASELINE](inputs)
-    for name, kernel in kernels.items():
-        assert excess(inputs, kernel(inputs)) <= 1, name
-    for name in ROUNDED:
-        assert torch.equal(kernels[name](inputs), back), name
 
 
 @pytest.mark.gpu

@@ -1,35 +1,27 @@
 """The studies from the command line to their files, on a CPU: small cells, in the interpreter, without a clock."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import inter_chunk
 import pytest
 import scan_002
 import scan_003
 import study
 import torch
-from fakes import RAN, FakeTimer
 from recorded import RESULTS
 
-from ssdprof import cli
 from ssdprof.core.case import Launch
 from ssdprof.environment import machine
-from ssdprof.environment.toolchain import find_ncu
-from ssdprof.errors import ExitCode, MissingCapabilityError
-from ssdprof.stalls.read import RawKernel
+from ssdprof.errors import MissingCapabilityError
 
 STUDIES: dict[ModuleType, type[study.Study[Any]]] = {scan_002: scan_002.StatePassing, scan_003: scan_003.SelectiveScan}
 BROKEN = {scan_002: scan_002.PROPOSED, scan_003: scan_003.SEQUENTIAL}
 ENVIRONMENT = machine.collect()  # before torch is patched to have a GPU
 TIMES = {"device_us": 2.0, "device_low_us": 1.0, "device_high_us": 3.0, "call_us": 4.0}
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are interpreted here")
 
 
 class Launches:
@@ -139,101 +131,6 @@ def test_a_contender_that_is_wrong_or_fails_has_no_time_and_takes_no_other_with_
     assert {r["contender"] for r in first if "device_us" in r} == others
 
 
-class KilledError(BaseException):
-    """The runner cannot handle a SIGKILL."""
-
-
-# the loop over cells is that of both studies
-EITHER = pytest.mark.parametrize("runner", [scan_003], indirect=True, ids=["either study"])
-
-
-@EITHER
-@pytest.mark.parametrize(
-    ("error", "code", "why"),
-    [
-        (KeyboardInterrupt(), cli.INTERRUPTED, "the run was interrupted"),
-        (ValueError("no such thing"), cli.INTERNAL_ERROR, "no such thing"),
-        (KilledError(), None, ""),
-    ],
-)
-def test_a_run_that_ends_early_keeps_the_cells_before(
-    runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int | None, why: str
-) -> None:
-    measure = STUDIES[runner].measure
-
-    def breaks_at_the_second(self: Any, cell: Any) -> None:
-        if self.rows:
-            raise error
-        measure(self, cell)
-
-    monkeypatch.setattr(STUDIES[runner], "measure", breaks_at_the_second)
-    if code is None:
-        with pytest.raises(KilledError):
-            runner.main()
-    else:
-        assert runner.main() == code
-    stored = stored_in(tmp_path)
-    assert stored["rows"]
-    assert stored["missing"].get("what comes after", "") == why
-
-
-@EITHER
-def test_cells_without_time_left_are_named(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["scan.py", "--out", str(tmp_path), "--budget", "0"])
-    assert runner.main() == 0
-    stored = stored_in(tmp_path)
-    assert stored["rows"] == []
-    assert sum("the budget of 0 s was spent" in why for why in stored["missing"].values()) == 2
-
-
-def test_without_a_gpu_a_study_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        study.end(lambda: 0)
-    assert ended.value.code == ExitCode.MISSING_CAPABILITY
-    assert capsys.readouterr().err == "Error: The study needs an NVIDIA GPU. Run it on a machine that has one.\n"
-
-
-@interpreted
-@pytest.mark.parametrize("right", [True, False])
-def test_the_state_pass_of_mamba_ssm(right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def passed_on(states: torch.Tensor, log_decay: torch.Tensor, out_dtype: torch.dtype) -> Any:
-        """Replaces mamba_ssm's state pass: the states that enter chunks, and the last one in fp32."""
-        state = torch.zeros_like(states[:, 0], dtype=torch.float32)
-        entering = []
-        for c in range(states.shape[1]):
-            entering.append(state.to(out_dtype))
-            state = state * log_decay[:, :, c, None].exp() + states[:, c].float()
-        return torch.stack(entering, dim=1), state if right else states[:, 0]
-
-    @contextmanager
-    def two_launches() -> Iterator[list[Launch]]:
-        yield [Launch(kernel="_kernel", config={})] * 2
-
-    fake = ModuleType("mamba_ssm.ops.triton.ssd_state_passing")
-    fake._state_passing_fwd = passed_on  # type: ignore[attr-defined]
-    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    monkeypatch.setattr(scan_002, "recorded_launches", two_launches)
-    monkeypatch.setattr(scan_002, "counted_launches", two_launches)
-    inputs = inter_chunk.draw(batch=2, chunks=4, heads=3, dim=8)
-    run, known = scan_002.StatePassing(60, Path()).peer_call({"dim": 8, "chunks": 4, "rank": 0}, inputs)
-    assert (run is not None) == right
-    assert (known["excess"] <= 1) == right
-
-
-def test_times_are_those_of_calls_that_stay_right() -> None:
-    def run(name: str) -> Any:
-        RAN.append((name, 2.0))
-        return (torch.zeros(1),)
-
-    runs = {name: partial(run, name) for name in ("right", "wrong")}
-    times, missing = study.timed(runs, FakeTimer(), 0.01, lambda key, _: "" if key == "right" else f"{key} is wrong")
-    assert times == {"right": {"device_us": 2.0, "device_low_us": 2.0, "device_high_us": 2.0, "call_us": 12.0}}
-    assert missing["wrong"].endswith("wrong is wrong")
-
-
 @pytest.mark.parametrize("name", ["scan-002", "scan-003"])
 def test_the_recorded_rows_have_the_recorded_values(name: str) -> None:
     stored = json.loads((RESULTS / f"{name}-h200.json").read_text(encoding="utf-8"))
@@ -248,19 +145,6 @@ def test_the_recorded_rows_have_the_recorded_values(name: str) -> None:
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_counters_are_added_up_over_the_launches_of_a_call() -> None:
-    def launch(sectors: int) -> RawKernel:
-        metrics = {scan_002.L2_READS: sectors, "dram__bytes_read.sum": 10, "launch__registers_per_thread": 32}
-        return RawKernel(function="_one_chunk_kernel", metrics=metrics)
-
-    call = {"contender": "one", "chunks": 2, "dim": 64}
-    watched = [call | {"kernels": ["k"] * count} for count in (2, 1)]
-    first, second = scan_002.records(watched, [launch(5), launch(6), launch(7)])
-    assert (first["l2_read_sectors"], first["dram_read_bytes"], second["l2_read_sectors"]) == (11, 20, 7)
-    assert first["registers"] == 32
-    assert "dram_write_bytes" not in first  # not collected
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("module", STUDIES, ids=lambda module: module.__name__)
 def test_a_study_in_a_short_time(module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -270,20 +154,3 @@ def test_a_study_in_a_short_time(module: Any, monkeypatch: pytest.MonkeyPatch, t
     stored = stored_in(tmp_path)
     assert stored["rows"]
     assert all(r["device_us"] > 0 for r in stored["rows"] if "device_us" in r)
-
-
-@pytest.mark.gpu
-@pytest.mark.ncu
-@pytest.mark.skipif(find_ncu() is None, reason="needs Nsight Compute")
-def test_what_ncu_counts_is_what_a_kernel_must_read() -> None:
-    names = {
-        scan_002.BASELINE: ["_loop_kernel"], scan_002.PROPOSED: ["_loop_kernel"],
-        "one launch a chunk": ["_one_chunk_kernel"] * 8,
-    }  # fmt: skip
-    watched = [{"contender": name, "chunks": 8, "dim": 64, "kernels": kernels} for name, kernels in names.items()]
-    back, kept, launches = scan_002.count(watched, timeout_s=120)
-    states = 4 * 8 * 16 * 64 * 64 * 2 / 32  # sectors
-    assert kept["l2_read_sectors"] == pytest.approx(states, rel=0.1)
-    for record in (back, launches):  # except for the first chunk, the state before is read too
-        assert record["l2_read_sectors"] == pytest.approx(states * (2 - 1 / 8), rel=0.1)
-    assert 0 < kept["occupancy_pct"] <= 100
