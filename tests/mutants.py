@@ -42,8 +42,8 @@ TESTS = {
     "stalls": "stalls",
     "report": "report stalls test_cli.py",
     "core": "core report measure capture jobs stalls test_schemas.py",
-    "jobs": "jobs test_cli.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
-    "commands": "commands compare test_cli.py report store stalls jobs test_end_to_end.py",
+    "jobs": "jobs test_cli.py test_goldens.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
+    "commands": "commands compare test_cli.py test_goldens.py report store stalls jobs test_end_to_end.py",
 }
 Mutant = dict[str, str]
 

@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -182,7 +183,7 @@ def files() -> dict[Path, str]:
 
 def output(command: str, patch: pytest.MonkeyPatch, computed: bool) -> str:
     """What a command does, as a golden shows it.  computed: its numbers are computed here."""
-    words = command.split()
+    words = shlex.split(command)
     patch.setattr(sys, "argv", ["ssdprof", *words])
     for name in ("summary.md", "output.txt"):
         Path(name).unlink(missing_ok=True)

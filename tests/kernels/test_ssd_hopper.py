@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -99,38 +100,31 @@ def test_a_first_pass_ends_when_both_heads_have_forgotten(device: str, rates: tu
     passes(inputs, recompute(before))
 
 
-@pytest.mark.parametrize(
-    ("case", "shares", "precision"),
-    [
-        *(
-            pytest.param(
-                SMALL.but(dstate=n, heads=4, batch=3, seqlen=300, initial_states=True), shares, EXACT, marks=SLOW
-            )
-            for n in (64, 256)
-            for shares in range(1, 12)
-        ),
-        *(
-            pytest.param(SMALL.but(device="cuda", **sizes), shares, precision, marks=GPU)
-            for sizes in (
-                dict(heads=80, batch=7, seqlen=3000, initial_states=True),
-                dict(heads=24, dstate=64, groups=4, batch=13, seqlen=1, skip="(h, p)"),
-                dict(heads=16, headdim=80, groups=2, batch=40, seqlen=100),
-                dict(heads=32, dstate=256, headdim=128, batch=5, seqlen=1000, initial_states=True),
-            )
-            for shares in (H200, H200 - 1, 7, 1)
-            for precision in (EXACT, RELAXED)
-        ),
-    ],
-)
+SHARED = [
+    *(pytest.param(dict(dstate=n, heads=4, batch=3, seqlen=300, initial_states=True), marks=SLOW) for n in (64, 256)),
+    *(
+        pytest.param(dict(device="cuda") | sizes, marks=GPU)
+        for sizes in (
+            dict(heads=80, batch=7, seqlen=3000, initial_states=True),
+            dict(heads=24, dstate=64, groups=4, batch=13, seqlen=1, skip="(h, p)"),
+            dict(heads=16, headdim=80, groups=2, batch=40, seqlen=100),
+            dict(heads=32, dstate=256, headdim=128, batch=5, seqlen=1000, initial_states=True),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("sizes", SHARED, ids=str)
 def test_in_equal_shares_to_the_last_bit_as_if_no_sequence_were_divided(
-    monkeypatch: pytest.MonkeyPatch, case: SSDCase, shares: int, precision: Precision
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]
 ) -> None:
     """States pass between shares in fp32, with exact and relaxed intermediates.  On all multiprocessors and on few."""
-    if case.device == "cpu":
-        emulate(monkeypatch, seed=shares)
-    inputs, nchunks = case.inputs(), -(-case.seqlen // 64)
-    whole = passes(inputs, Cut(segment=nchunks), precision)
-    for _ in range(3 if case.device == "cuda" else 1):
+    case = SMALL.but(**sizes)
+    inputs, nchunks, gpu = case.inputs(), -(-case.seqlen // 64), case.device == "cuda"
+    for precision, shares in product((EXACT, RELAXED) if gpu else (EXACT,), (H200, 131, 7, 1) if gpu else range(1, 12)):
+        if not gpu:
+            emulate(monkeypatch, seed=shares)
+        whole = passes(inputs, Cut(segment=nchunks), precision)
         assert_bitwise(passes(inputs, Cut(segment=nchunks, shares=shares), precision), whole)
 
 
