@@ -148,7 +148,7 @@ def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator: str,
         call = Call(implementation=one, inputs=inputs, precision=Precision(), label=one.name)
         output, fields = call.first_run()
         assert output is not None, fields
-        judged = compare(inputs, {"": Candidate[str](output=output, precision=Precision(), cuts=False)})[""]
+        judged = compare(inputs, {"": Candidate(output=output, precision=Precision(), cuts=False)})[""]
         assert any(part.reason for part in judged) == (one.name in planted), one.name
         assert fields["plan"].startswith("copies of states out of the pool; ") == (pool and not one.pools)
 

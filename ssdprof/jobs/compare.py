@@ -266,7 +266,7 @@ class Comparer:
         def outside(name: str, output: Output) -> str:
             """Why an output is worse than the one that was judged."""
             known, call = group[named[name]], named[name].call
-            candidate = Candidate[str](output=output, precision=call.precision, cuts=call.implementation.cuts_operands)
+            candidate = Candidate(output=output, precision=call.precision, cuts=call.implementation.cuts_operands)
             accuracy = compare_with_oracle(call.inputs, {name: candidate})[name]
             again = known.changed(accuracy=accuracy)
             return "" if again.result == known.result else again.outside_budget

@@ -18,10 +18,10 @@ The host reads nothing before `result`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ from ssdprof.kernels.oracle import joined
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.evidence import DRAWS, Evidence, HeadNorms, finite
 from ssdprof.operators.operator import Operator, OracleSpec, Output
-from ssdprof.operators.rounding import FLUSHED, coarsest_rounding, unit_roundoff
+from ssdprof.operators.rounding import FLUSHED, Rounded, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
 _NAMES: tuple[TensorName, ...] = ("out", "final_states")
@@ -44,7 +44,7 @@ _WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and the ten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate(Generic[K]):
+class Candidate:
     """An output to verify.  baseline: the key of the candidate that it is also compared with.
     name: shown where it is the baseline of another candidate; empty: its key.
     cuts: it declares that it cuts the operands of matrix products to tf32.
@@ -52,7 +52,7 @@ class Candidate(Generic[K]):
 
     output: Output
     precision: Precision
-    baseline: K | None = None
+    baseline: Any = None
     name: str = ""
     cuts: bool = False
 
@@ -63,7 +63,7 @@ class Candidate(Generic[K]):
 
 
 def compare(
-    inputs: Any, candidates: Mapping[K, Candidate[K]], *, on_progress: Callable[[int], None] | None = None
+    inputs: Any, candidates: Mapping[K, Candidate], *, on_progress: Callable[[int], None] = lambda _: None
 ) -> dict[K, tuple[Accuracy, ...]]:
     """The accuracy of out and final_states of every candidate, in one pass over the oracle.
 
@@ -76,21 +76,19 @@ def compare(
     operator, device = operators.get(inputs.operator), inputs.device
     oracle = operator.judged
     form, length = oracle.forms(inputs)[0], block_length(oracle, inputs, device)
-    together = _drawn_together(operator, inputs, length)
-    precisions = {candidate.precision for candidate in candidates.values()}
-    # with 16-bit inputs, the draws of the tests count, too
-    seeds = () if form.dtype in _COARSE else range(_FINE_DRAWS)
+    coarse = form.dtype in _COARSE
+    count = DRAWS if coarse else _FINE_DRAWS
+    together = _drawn_together(operator, inputs, length, count)
     rounded = {
-        precision: [oracle.rounded(inputs, precision), *(oracle.rounded(inputs, precision).drawn(one) for one in seeds)]
-        for precision in precisions
-    }
-    outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates)
-    states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates)
-    draws = {
-        null: [oracle.rounded(inputs, candidate.precision).drawn(seed, cuts=cuts) for seed in range(DRAWS // together)]
-        for candidate in (candidates.values() if form.dtype in _COARSE else ())
+        null: [
+            oracle.rounded(inputs, candidate.precision),
+            *(oracle.rounded(inputs, candidate.precision).drawn(one, cuts=cuts) for one in range(count // together)),
+        ]
+        for candidate in candidates.values()
         for null, cuts in candidate.nulls.items()
     }
+    outs = _TensorSums("out", {key: c.output[0] for key, c in candidates.items()}, candidates, coarse)
+    states = _TensorSums("final_states", {key: c.output[1] for key, c in candidates.items()}, candidates, coarse)
     largest_exponent = torch.zeros(form.shape[2], device=device)
     sequence, origin = -1, 0
     for span, exact_out, exact_state, row in oracle.blocks(inputs, length):
@@ -98,30 +96,23 @@ def compare(
             sequence, origin = span.sequence, span.start
         gate = oracle.gate(inputs, span)
         largest_exponent = torch.maximum(largest_exponent, gate.largest_exponent())
-        low = {
-            precision: [one.advance(inputs, span, gate) for one in several] for precision, several in rounded.items()
-        }
         wide, whole = operator.repeated(inputs, span, together)
-        wide_gate = gate if wide is inputs else oracle.gate(wide, whole)
-        drawn = {
-            null: (out for one in several for out in one.advance(wide, whole, wide_gate)[0].chunk(together, 1))
-            for null, several in draws.items()
-        }
+        given = (inputs, span, gate), (wide, whole, gate if wide is inputs else oracle.gate(wide, whole))
         outs.add(
             _head_first(exact_out).double(),
-            {precision: [_head_first(out) for out, _ in several] for precision, several in low.items()},
-            {null: map(_head_first, several) for null, several in drawn.items()},
+            {null: _advanced(several, *given, together) for null, several in rounded.items()},
             Region(shape=outs.shape, row=span.batch, positions=(span.start, span.stop), origin=origin),
         )
         if row is not None:
             states.add(
                 _rows(exact_state),
-                {precision: [_rows(state) for _, state in several] for precision, several in low.items()},
-                {null: [_rows(s) for one in all_ for s in one.state.chunk(together)] for null, all_ in draws.items()},
+                {
+                    null: map(_rows, (exact.state, *(state for one in drawn for state in one.state.chunk(together))))
+                    for null, (exact, *drawn) in rounded.items()
+                },
                 Region(shape=states.shape, row=row, positions=None),
             )
-        if on_progress is not None:
-            on_progress(span.length)
+        on_progress(span.length)
     comparisons: dict[K, tuple[Accuracy, ...]] = {}
     unit = unit_roundoff(form.dtype)
     for key, candidate in candidates.items():
@@ -137,11 +128,19 @@ def assert_passes(output: Output, inputs: Any, precision: Precision) -> None:
         raise AssertionError(why)
 
 
-class _TensorSums(Generic[K]):
+def _advanced(forms: list[Rounded], given: Any, wide: Any, together: int) -> Iterator[torch.Tensor]:
+    """out of a span (h, l, ...) by each evaluation: without random errors, then several draws at a time."""
+    exact, *drawn = forms
+    yield _head_first(exact.advance(*given)[0])
+    for one in drawn:
+        yield from map(_head_first, one.advance(*wide)[0].chunk(together, 1))
+
+
+class _TensorSums:
     """Running comparison of one output tensor of all candidates."""
 
     def __init__(
-        self, name: TensorName, tensors: Mapping[K, torch.Tensor], candidates: Mapping[K, Candidate[K]]
+        self, name: TensorName, tensors: Mapping[Any, torch.Tensor], candidates: Mapping[Any, Candidate], coarse: bool
     ) -> None:
         first = next(iter(tensors.values()))
         heads = first.shape[2] if name == "out" else first.shape[1]
@@ -160,41 +159,27 @@ class _TensorSums(Generic[K]):
         self._floor = deviation(ORACLE)
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
         self._from_baseline = {key: deviation(candidates[b].name or str(b)) for key, b in baselines.items()}
-        self._low: dict[Precision, list[HeadNorms]] = {c.precision: [] for c in candidates.values()}
-        self._evidence = Evidence(self.shape[1] if name == "out" else None)
+        self._evidence = Evidence(self.shape[1] if name == "out" else None, judged=coarse)
         self._fits_oracle = {dtype: torch.ones((), dtype=torch.bool, device=first.device) for dtype in _COARSE}
 
-    def add(
-        self, high: torch.Tensor, low: Mapping[Precision, Sequence[torch.Tensor]],
-        draws: Mapping[str, Iterable[torch.Tensor]], place: Region,
-    ) -> None:  # fmt: skip
-        """A block of the oracle, in fp64, of every `lo` and of draws of it: (h, rows, width)."""
+    def add(self, high: torch.Tensor, rounded: Mapping[str, Iterable[torch.Tensor]], place: Region) -> None:
+        """A block of the oracle, in fp64, and of the rounded forms: `lo`, then draws of it; (h, rows, width)."""
+        floor = high.to(self._dtype)
         if self.name == "final_states":
             for dtype in _COARSE:
-                self._fits_oracle[dtype] &= _fits(high.to(self._dtype), dtype)
-        self._floor.add(high.to(self._dtype).double(), high, place)
-        for precision, several in low.items():
-            norms = self._low[precision]
-            norms += [HeadNorms(len(high), high.device) for _ in several[len(norms) :]]
-            for one, tensor in zip(norms, several, strict=True):
-                one.add(finite(tensor - high))
+                self._fits_oracle[dtype] &= _fits(floor, dtype)
+        self._floor.add(floor.double(), high, place)
         cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
-        if draws:
-            self._evidence.add(
-                high,
-                high.to(self._dtype).double(),
-                dict(enumerate(cut.values())),
-                {null: (tensor - high for tensor in several) for null, several in draws.items()},
-                place.positions[0] if place.positions else 0,
-                place.origin,
-            )
+        start = place.positions[0] if place.positions else 0
+        errors = {null: (tensor - high for tensor in several) for null, several in rounded.items()}
+        self._evidence.add(high, floor.double(), cut, errors, start, place.origin)
         for key, ours in cut.items():
             self._from_oracle[key].add(ours, high, place)
             baseline = self._candidates[key].baseline
             if baseline is not None:
                 self._from_baseline[key].add(ours, cut[baseline], place)
 
-    def result(self, key: K, eps: torch.Tensor, unit: float) -> Accuracy:
+    def result(self, key: Any, eps: torch.Tensor, unit: float) -> Accuracy:
         """eps: (h), see the module.  unit: unit roundoff of the inputs' dtype."""
         from_baseline, claimed = self._from_baseline.get(key), self._candidates[key].precision.state_dtype
         of_states = self.name == "final_states"
@@ -204,17 +189,16 @@ class _TensorSums(Generic[K]):
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
-            checks=self._evidence.checks(list(self._tensors).index(key), [*self._candidates[key].nulls], unit, eps),
+            checks=self._evidence.checks(key, [*self._candidates[key].nulls], unit, eps),
             budget=tuple(use for norm in ("max", "rms") if (use := self._budget_use(key, eps, norm))),
             coarser=self._coarser_than(key, claimed) if of_states else None,
             claimed=dtype_name(claimed) if of_states else None,
         )
 
-    def _budget_use(self, key: K, eps: torch.Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
+    def _budget_use(self, key: Any, eps: torch.Tensor, norm: Literal["max", "rms"]) -> BudgetUse | None:
         """Errors of the head that uses most of its budget.  None without a budget: the exact output is not finite."""
         deviation, high = self._from_oracle[key], self._floor.other
-        candidate = self._candidates[key]
-        low = self._low[candidate.precision] + self._evidence.norms([*candidate.nulls])
+        low = self._evidence.norms([*self._candidates[key].nulls])
 
         def size(norms: HeadNorms) -> torch.Tensor:
             return norms.max if norm == "max" else norms.rms(deviation.elements / len(high.max))
@@ -228,7 +212,7 @@ class _TensorSums(Generic[K]):
         used, most, position = float(error[head]), float(budget[head]), deviation.position_of_max(head)
         return BudgetUse(norm=norm, head=head, error=used, budget=most, position=position)
 
-    def _coarser_than(self, key: K, claimed: torch.dtype) -> DType | None:
+    def _coarser_than(self, key: Any, claimed: torch.dtype) -> DType | None:
         """The dtype of fp32 states that hold only 16-bit numbers, which no norm shows; None if they do not."""
         for dtype in _COARSE:
             coarser = torch.finfo(dtype).eps > torch.finfo(claimed).eps
@@ -271,13 +255,13 @@ def block_length(oracle: OracleSpec[Any], inputs: Any, device: torch.device) -> 
     return length
 
 
-def _drawn_together(operator: Operator[Any], inputs: Any, block: int) -> int:
-    """The number of draws that are evaluated at once, a divisor of `DRAWS`: on a GPU as many as fit into the memory of
+def _drawn_together(operator: Operator[Any], inputs: Any, block: int, count: int) -> int:
+    """The number of draws that are evaluated at once, a divisor of `count`: on a GPU as many as fit into the memory of
     a block, since small operations take the time of their launches.  A rounded form takes a third of it at most."""
     if inputs.device.type == "cpu" or not operator.divided:
         return 1
     fitting = 3 * _WORKING_BYTES["cuda"] // (operator.judged.bytes_per_position(inputs) * min(block, inputs.length))
-    return max(count for count in (1, 2, 3, 4, 6, 12) if count <= max(1, fitting))
+    return max(some for some in range(1, count + 1) if some <= max(1, fitting) and count % some == 0)
 
 
 # --- the difference of two tensors, block by block

@@ -63,10 +63,12 @@ class Evidence:
     """The tests of one output tensor of several kernels: add the blocks, then ask for `checks`.
 
     length: positions of a row of the tensor; None for states, which have no slices of positions.
-    Keys name kernels (`ours`), and rounded forms (`draws`, `DRAWS` of each).
+    judged: whether errors are tested; else only their norms are known.
+    Keys name kernels (`ours`), and rounded forms (`rounded`: without random errors, then the draws of it).
     """
 
-    def __init__(self, length: int | None) -> None:
+    def __init__(self, length: int | None, *, judged: bool = True) -> None:
+        self._judged = judged
         self._length = length
         self._slice_count = min(SLICES, length or 0)
         # of e hi of a head, of e^2 of a head, of its columns, and of its slices: (h, 2 + width + slices)
@@ -74,22 +76,22 @@ class Evidence:
         self._norms: dict[tuple[str, Any, int], HeadNorms] = {}
 
     def norms(self, nulls: Sequence[Any]) -> list[HeadNorms]:
-        """The errors of every draw of these rounded forms."""
-        return [norms for (what, null, _), norms in self._norms.items() if what == "draw" and null in nulls]
+        """The errors of every evaluation of these rounded forms."""
+        return [norms for (what, null, _), norms in self._norms.items() if what == "rounded" and null in nulls]
 
     def add(
         self,
         high: torch.Tensor,
         floor: torch.Tensor,
         ours: Mapping[Any, torch.Tensor],
-        draws: Mapping[Any, Iterable[torch.Tensor]],
+        rounded: Mapping[Any, Iterable[torch.Tensor]],
         start: int,
         origin: int,
     ) -> None:
         """A block; tensors are (h, rows, width) in fp64.
 
-        high: the oracle; floor: rounded to the output's dtype.  draws: the errors of the draws, computed as they are
-        taken, so that one is in memory at a time.  start: position of the first row; origin: of the first of its
+        high: the oracle; floor: rounded to the output's dtype.  rounded: the errors of these forms, computed as they
+        are taken, so that one is in memory at a time.  start: position of the first row; origin: of the first of its
         sequence.
         """
         size = high.square().mean(2, keepdim=True).sqrt()
@@ -101,6 +103,8 @@ class Evidence:
         def summed(key: tuple[str, Any, int], error: torch.Tensor) -> None:
             error = finite(error)
             squares, rows = self._norms.setdefault(key, HeadNorms(len(high), high.device)).add(error)
+            if not self._judged:
+                return
             columns = (weights @ squares)[:, 0]
             sums = (error * scaled).sum((1, 2))[:, None], columns.sum(1, keepdim=True)
             new = torch.cat([*sums, columns, (rows * weights[:, 0]) @ in_slice], 1)
@@ -110,9 +114,9 @@ class Evidence:
         summed(("floor", None, 0), floor - high)
         for name, tensor in ours.items():
             summed(("ours", name, 0), tensor - high)
-        for null, several in draws.items():
+        for null, several in rounded.items():
             for k, error in enumerate(several):
-                summed(("draw", null, k), error)
+                summed(("rounded", null, k), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> torch.Tensor:
         """(rows, s): 1 where the row is in the slice."""
@@ -135,7 +139,7 @@ class Evidence:
         norm, floor, ours = (self._sums[key] for key in (("oracle", None, 0), ("floor", None, 0), ("ours", name, 0)))
         room = (coarsest - unit).clamp(min=0)[:, None].to(norm.device)
         least, most = [], []
-        draws = [torch.stack([self._sums["draw", null, k] for k in range(DRAWS)]) for null in nulls]
+        draws = [torch.stack([self._sums["rounded", null, 1 + k] for k in range(DRAWS)]) for null in nulls]
         for several in draws:
             gains = several[..., :1] / norm[:, :1]
             spread = unit / 16 + 2 * _SIGMAS * gains.std(0) + room

@@ -179,7 +179,7 @@ class _Laws:
     def _judged(self, inputs: Any, output: Output) -> str:
         """The reason why the output does not pass; empty if it does."""
         cuts, (out, _) = self.implementation.cuts_operands, output
-        candidate = Candidate[str](output=output, precision=precision_of(self.precision), cuts=cuts)
+        candidate = Candidate(output=output, precision=precision_of(self.precision), cuts=cuts)
         found = compare(inputs, {"": candidate})[""]
         if out.dtype == torch.float32 != self.inputs.values.dtype:
             # fp32 sums in another order are no fault: their roundings add up as a random walk does

@@ -75,7 +75,7 @@ def test_a_cut_of_operands_must_be_declared() -> None:
     high = torch.randn(2, 100, 16, generator=generator, dtype=torch.float64)
 
     def errors(gain: float) -> list[torch.Tensor]:
-        noise = torch.randn(DRAWS, *high.shape, generator=generator, dtype=torch.float64)
+        noise = torch.randn(1 + DRAWS, *high.shape, generator=generator, dtype=torch.float64)
         return list(high * (gain + 1e-3 * noise))
 
     evidence = Evidence(None)
