@@ -26,7 +26,7 @@ from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.first_run import Call, Run
 from ssdprof.measure.sampling import Samples, SamplingPlan
-from ssdprof.measure.timing import CaptureError, CudaTimer, Recording
+from ssdprof.measure.timing import CaptureError, CudaTimer
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
 from ssdprof.operators.tensors import form, precision_of, tensors
@@ -56,22 +56,23 @@ class FakeTimer(CudaTimer):
     def reallocate(self, _generator: np.random.Generator) -> None:
         """Does nothing: there is no memory to move."""
 
-    def record(self, run: Run) -> Recording:
+    def record(self, run: Run) -> tuple[Any, Any]:
         output = run()
         name, cost = RAN[-1]
         if name in self.uncapturable:
             raise CaptureError("it synchronises")
         self.recorded.append(name)
         self.known[run] = name, cost
-        return Recording(graph=(name, cost, run), output=output)
+        return (name, cost, run, output), output
 
-    def device_us(self, recording: Recording) -> float:
-        name, cost, run = recording.graph
-        out = recording.output[0]
-        if out.numel() and bool(out.isnan().all()):  # poisoned: only then can it be told that nothing was computed
-            for own, new in zip(recording.output, run(), strict=True):
+    def device_us(self, graph: Any) -> float:
+        name, cost, run, output = graph
+        if output[0].numel() and bool(
+            output[0].isnan().all()
+        ):  # poisoned: only then can it be told that nothing was computed
+            for own, new in zip(output, run(), strict=True):
                 own.copy_(new)
-        self.spoil(name, recording.output)
+        self.spoil(name, output)
         return float(cost)
 
     def unseen(self, _run: Run, _samples: Samples) -> str:

@@ -25,7 +25,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.adapters import load_mamba_ssm
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.first_run import counted_launches, first_line, recorded_launches, refuse_if_lost
-from ssdprof.measure.timing import Event
+from ssdprof.measure.timing import elapsed_us
 from ssdprof.measure.trace import traced, work
 
 BATCH, HEADS, DSTATE = 16, 8, 64  # the sizes of the source
@@ -249,7 +249,7 @@ def warm_us(run: Callable[[], Any], seconds: float) -> tuple[float, int]:
     for _ in range(max(1, round(share * WARM_UP))):
         run()
     runs = max(LEAST_RUNS, round(share * RUNS))
-    return _events_us(lambda: [run() for _ in range(runs)]) / runs, runs
+    return elapsed_us(lambda: [run() for _ in range(runs)]) / runs, runs
 
 
 def kernel_us(run: Callable[[], Any], device: torch.device) -> float:
@@ -261,15 +261,7 @@ def kernel_us(run: Callable[[], Any], device: torch.device) -> float:
 def loop_us(inputs: ScanInputs) -> float:
     """Microseconds of one call of a loop over positions, in fp32."""
     tensors = [tensor.float() for tensor in inputs.tensors]
-    return _events_us(lambda: scan(*tensors))
-
-
-def _events_us(run: Callable[[], Any]) -> float:
-    start, stop = Event(), Event()
-    start.record()
-    run()
-    stop.record()
-    return 1e3 * start.ms_until(stop)
+    return elapsed_us(lambda: scan(*tensors))
 
 
 # --- the values for claims

@@ -14,7 +14,7 @@ import torch
 
 from ssdprof.core.case import Launch
 from ssdprof.core.subject import Ceilings
-from ssdprof.measure.timing import Event
+from ssdprof.measure.timing import elapsed_us
 
 _COPY_BYTES = 2 << 30
 _MATMUL_SIZE = 8192
@@ -46,14 +46,7 @@ def _median_seconds(run: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.device(device):
         for _ in range(_WARMUP):
             run()
-        times = []
-        for _ in range(_REPEATS):
-            start, stop = Event(), Event()
-            start.record()
-            run()
-            stop.record()
-            times.append(start.ms_until(stop) / 1e3)
-    return median(times)
+        return median(elapsed_us(run) for _ in range(_REPEATS)) / 1e6
 
 
 # --- occupancy

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from ssdprof.core.statistics import settled, steady
 
 Samples = list[NDArray[np.float64]]  # microseconds: (rounds) of each recording
-Name = tuple[str, str]  # the clock, "call" or "device", and the key of the run
+Name = tuple[str, Any]  # the clock, "call" or "device", and the key of the run
 Sampler = Callable[[], float]  # runs once, returns microseconds
 Rounds = dict[Name, NDArray[np.float64]]  # microseconds, of one recording
 SetUp = Callable[[np.random.Generator], Mapping[Name, Sampler]]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, get_args
 
@@ -50,14 +49,6 @@ class CaptureError(Exception):
     """A call cannot be captured as a CUDA graph; the message is CUDA's or the kernel's."""
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A captured call; every replay writes to `output`."""
-
-    graph: Any
-    output: Output
-
-
 class CudaTimer:
     """Times calls on the current stream of one GPU."""
 
@@ -67,7 +58,7 @@ class CudaTimer:
         # four times the L2: replaces every line, and keeps the GPU busy while the host enqueues the timed work
         self._evictor = torch.zeros(max(256 << 20, 4 * l2_bytes) // 4, device=device)
         self._sink = torch.zeros((), device=device)
-        self._start, self._stop = Event(), Event()
+        self._events = new_events()
         self._pool = torch.cuda.graph_pool_handle()
         self._padding: torch.Tensor | None = None
 
@@ -80,10 +71,11 @@ class CudaTimer:
         with suppress(torch.OutOfMemoryError):  # if this little memory is missing, recording raises
             self._padding = torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def record(self, run: Run) -> Recording:
-        """Capture after one call on another stream, as CUDA graphs need.
+    def record(self, run: Run) -> tuple[Any, Output]:
+        """The graph of a call, and the output that every replay writes.
 
-        Recordings share their workspace until `reallocate` is called.
+        Captured after one call on another stream, as CUDA graphs need.  Graphs share their workspace until
+        `reallocate` is called.
         """
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
@@ -101,24 +93,18 @@ class CudaTimer:
             torch.cuda.synchronize(self.device)
             self._pool = torch.cuda.graph_pool_handle()  # the old pool still waits for the end of the capture
             raise CaptureError(first_line(error)) from error
-        return Recording(graph, output)
+        return graph, output
 
     def call_us(self, run: Run) -> float:
         """The GPU is idle when the call begins, so the launch time is not hidden."""
         self._evict_l2()
         _synchronize(self.device)
-        self._start.record()
-        run()
-        self._stop.record()
-        return self._elapsed_us()
+        return elapsed_us(run, self._events)
 
-    def device_us(self, recording: Recording) -> float:
+    def device_us(self, graph: Any) -> float:
         """The eviction still runs while the graph is enqueued, so it hides the launch time."""
         self._evict_l2()
-        self._start.record()
-        _replay(recording.graph)
-        self._stop.record()
-        return self._elapsed_us()
+        return elapsed_us(partial(_replay, graph), self._events)
 
     def unseen(self, run: Run, samples: Recordings) -> str:
         """The profiler's times of the kernels, the least of three calls, against the median device time.
@@ -139,24 +125,20 @@ class CudaTimer:
         """Evict by reading: written lines would be stored during the timed region."""
         _amax(self._evictor, dim=0, out=self._sink)
 
-    def _elapsed_us(self) -> float:
-        return 1e3 * self._start.ms_until(self._stop)
+
+def new_events() -> tuple[Any, Any]:
+    """Two CUDA events that can be timed."""
+    return _Event(enable_timing=True), _Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class Event:
-    """A CUDA event that can be timed."""
-
-    def __init__(self) -> None:
-        self._event = _Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-    def record(self) -> None:
-        """On the current stream."""
-        _record(self._event, _current_stream())
-
-    def ms_until(self, stop: Event) -> float:
-        """Milliseconds from this event to the other.  Waits until the GPU has passed the other."""
-        _wait(stop._event)
-        return float(_elapsed_ms(self._event, stop._event))
+def elapsed_us(work: Callable[[], object], events: tuple[Any, Any] | None = None) -> float:
+    """Microseconds of the current stream from before `work` to the end of what it enqueues.  Waits for it."""
+    start, stop = events or new_events()
+    _record(start, _current_stream())
+    work()
+    _record(stop, _current_stream())
+    _wait(stop)
+    return 1e3 * float(_elapsed_ms(start, stop))
 
 
 # --- several implementations in turns
@@ -183,7 +165,7 @@ def time_in_turns(
     process: the name of this one, for the samples.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
     """
-    recordings: dict[str, Recording] = {}
+    recordings: dict[str, tuple[Any, Output]] = {}
     untimed: dict[str, dict[str, Any]] = {}
 
     def called(key: str, work: Callable[[], T]) -> T:
@@ -213,9 +195,9 @@ def time_in_turns(
             except torch.OutOfMemoryError as error:
                 untimed[key] = {"reason": f"{key} is not timed: no memory is left for its CUDA graph: {error}"}
         samplers: dict[Name, Sampler] = {}
-        for key, recording in recordings.items():
+        for key, (graph, _) in recordings.items():
             samplers["call", key] = partial(called, key, partial(changed, timer.call_us, runs[key]))
-            samplers["device", key] = partial(called, key, partial(changed, timer.device_us, recording))
+            samplers["device", key] = partial(called, key, partial(changed, timer.device_us, graph))
         return samplers
 
     def sampled_without_errors() -> dict[Name, Recordings]:
@@ -228,8 +210,9 @@ def time_in_turns(
         """The result of `check` for replays and for calls; all GPU work of the call has ended after it."""
 
         def replay() -> Output:
-            timer.device_us(recordings[key])  # recordings share memory: only the latest replay's output is intact
-            return recordings[key].output
+            graph, output = recordings[key]
+            timer.device_us(graph)  # recordings share memory: only the latest replay's output is intact
+            return output
 
         return check(key, replay) or check(key, runs[key]) or timer.unseen(runs[key], samples["device", key])
 
@@ -253,34 +236,26 @@ def time_in_turns(
 
 def device_times(calls: Mapping[K, Call], timer: CudaTimer, plan: SamplingPlan) -> dict[K, Recordings]:
     """Device times in turns, in microseconds, of the calls that can be recorded."""
-    numbered = {str(number): key for number, key in enumerate(calls)}
-    untimed: set[str] = set()
+    untimed: set[K] = set()
 
     def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
         timer.reallocate(generator)
         samplers: dict[Name, Sampler] = {}
-        for number, key in numbered.items():
-            if number in untimed:
-                continue
-            call = calls[key]
+        for key, call in calls.items():
             try:
-                kept = _recorded(call, timer)
+                if key not in untimed:
+                    graph, _ = timer.record(partial(_without_output, call))
+                    sample = partial(timer.device_us, graph)
+                    samplers["device", key] = partial(blaming, timer.device, call.label, sample)
             except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
                 refuse_if_lost(timer.device, call.label, error)
-                untimed.add(number)
-            else:
-                sample = partial(timer.device_us, kept)
-                samplers["device", number] = partial(blaming, timer.device, call.label, sample)
+                untimed.add(key)
         return samplers
 
-    return {numbered[number]: samples for (_, number), samples in sample_in_turns(set_up, plan).items()}
+    return {key: samples for (_, key), samples in sample_in_turns(set_up, plan).items()}
 
 
-def _recorded(call: Call, timer: CudaTimer) -> Recording:
-    """The call as a recording without its output, whose memory the next recording reuses."""
-
-    def run() -> Output:
-        out, final_states = call.run()
-        return out.new_empty(0), final_states.new_empty(0)
-
-    return timer.record(run)
+def _without_output(call: Call) -> Output:
+    """Its memory can be reused by the next recording."""
+    out, final_states = call.run()
+    return out.new_empty(0), final_states.new_empty(0)

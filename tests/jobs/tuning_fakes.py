@@ -23,7 +23,7 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.first_run import Run
-from ssdprof.measure.timing import CaptureError, Recording
+from ssdprof.measure.timing import CaptureError
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.ssd import GENERATOR, draw
 from ssdprof.operators.ssd import OPERATOR as SSD
@@ -87,16 +87,16 @@ class FakeTimer(fakes.FakeTimer):
         factor = inputs.x.abs().max() / largest  # the inputs are scaled from call to call
         return SSDOutput(out * factor * (2 if self.spoilt(config, tokens) else 1), final_states * factor)
 
-    def record(self, run: Run) -> Recording:
+    def record(self, run: Run) -> tuple[Any, Any]:
         output, (config, tokens) = run(), self.ran[-1]
         if self.unrecorded(config):
             raise CaptureError("it synchronises")
-        return Recording(graph=(config, self.cost(config, tokens), run), output=output)
+        return (config, self.cost(config, tokens), run, output), output
 
-    def device_us(self, recording: Recording) -> float:
-        if self.faulty(recording.graph[0]):
+    def device_us(self, graph: Any) -> float:
+        if self.faulty(graph[0]):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return super().device_us(recording) * next(self.noise)
+        return super().device_us(graph) * next(self.noise)
 
     def call_us(self, _run: Run) -> float:
         return 100.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from copy import copy
 from multiprocessing import get_context
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import first_run as faults
+from ssdprof.measure import timing
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import Samples, SamplingPlan
-from ssdprof.measure.timing import CaptureError, CudaTimer, Event, Recording, record, time_in_turns
+from ssdprof.measure.timing import CaptureError, CudaTimer, elapsed_us, record, time_in_turns
 
 PLAN = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=5, max_rounds=5)
 SAMPLED = PLAN.max_recordings * (PLAN.warmup_rounds + PLAN.max_rounds)  # rounds
@@ -34,19 +36,19 @@ class FakeTimer(CudaTimer):
     def reallocate(self, _generator: np.random.Generator) -> None:
         self.events.append("reallocate")
 
-    def record(self, run: Run) -> Recording:
+    def record(self, run: Run) -> tuple[Any, Any]:
         output = run()
         self.events.append("record")
-        return Recording(graph=run, output=output)
+        return copy(run), output
 
     def call_us(self, run: Run) -> float:
         self.events.append("call")
         run()
         return run.cost  # type: ignore[attr-defined]
 
-    def device_us(self, recording: Recording) -> float:
+    def device_us(self, graph: Any) -> float:
         self.events.append("device")
-        return recording.graph.cost / 2
+        return float(graph.cost) / 2
 
     def unseen(self, _run: Run, samples: Samples) -> str:
         return "the device clock is slow" if np.median(samples) < 20 else ""
@@ -95,12 +97,12 @@ def test_samples_have_the_resolution_of_the_clocks() -> None:
 
 def test_no_recording_is_alive_when_the_next_place_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise memory would have to hold both the old and the new one."""
-    recorded: list[weakref.ref[Recording]] = []
+    recorded: list[weakref.ref[Any]] = []
     record, relocate = FakeTimer.record, FakeTimer.reallocate
 
-    def remembered(timer: FakeTimer, run: Run) -> Recording:
+    def remembered(timer: FakeTimer, run: Run) -> tuple[Any, Any]:
         recording = record(timer, run)
-        recorded.append(weakref.ref(recording))
+        recorded.append(weakref.ref(recording[0]))
         return recording
 
     def checked(timer: FakeTimer, generator: np.random.Generator) -> None:
@@ -163,7 +165,7 @@ def test_a_run_that_costs_the_gpu_while_it_is_timed_is_named(monkeypatch: pytest
     timed = getattr(FakeTimer, event)
 
     def faulty(timer: FakeTimer, what: Any) -> object:
-        if getattr(what, "graph", what).cost == 100:
+        if what.cost == 100:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return timed(timer, what)
 
@@ -207,13 +209,12 @@ def test_a_patched_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     def patched(*_: object, **__: object) -> float:
         pytest.fail("the patch was called")
 
-    start, stop = object.__new__(Event), object.__new__(Event)
-    start._event = stop._event = object()  # type: ignore[assignment]
+    monkeypatch.setattr(timing, "_current_stream", object)
     for name in ("record", "synchronize", "elapsed_time"):
         monkeypatch.setattr(torch.cuda.Event, name, patched)
     monkeypatch.setattr(torch.cuda, "Event", patched)
     with pytest.raises(TypeError):  # of torch's own function, which gets no event of its own
-        start.ms_until(stop)
+        elapsed_us(lambda: None, (object(), object()))
 
 
 # --- on a GPU
@@ -236,7 +237,7 @@ def sleeping(milliseconds: float) -> Callable[[], SSDOutput]:
 
 @pytest.mark.gpu
 def test_device_time_grows_with_the_work(timer: CudaTimer) -> None:
-    short, long = (timer.record(sleeping(milliseconds)) for milliseconds in (1, 4))
+    (short, _), (long, _) = (timer.record(sleeping(milliseconds)) for milliseconds in (1, 4))
     ratios = [timer.device_us(long) / timer.device_us(short) for _ in range(5)]
     assert np.median(ratios) == pytest.approx(4, rel=0.1)
 
@@ -251,19 +252,19 @@ def test_call_time_includes_launching_and_device_time_does_not(timer: CudaTimer)
             y = y + 1
         return SSDOutput(y, x)
 
-    recording = timer.record(many_small)
+    graph, output = timer.record(many_small)
     call = np.median([timer.call_us(many_small) for _ in range(10)])
-    device = np.median([timer.device_us(recording) for _ in range(10)])
+    device = np.median([timer.device_us(graph) for _ in range(10)])
     assert call > 1.5 * device
-    assert recording.output[0].item() == 100
+    assert output[0].item() == 100
 
 
 @pytest.mark.gpu
 def test_a_halved_clock_changes_no_time(timer: CudaTimer, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording, whole = timer.record(sleeping(4)), torch.cuda.Event.elapsed_time
-    before = timer.device_us(recording)
+    (graph, _), whole = timer.record(sleeping(4)), torch.cuda.Event.elapsed_time
+    before = timer.device_us(graph)
     monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda *events: whole(*events) / 2)
-    assert timer.device_us(recording) == pytest.approx(before, rel=0.1)
+    assert timer.device_us(graph) == pytest.approx(before, rel=0.1)
 
 
 @pytest.mark.gpu
@@ -280,7 +281,7 @@ def test_the_cache_is_cold(timer: CudaTimer) -> None:
             data.sum()
         return SSDOutput(data.sum(), data[:1])
 
-    once, often = timer.record(read), timer.record(read_often)
+    (once, _), (often, _) = timer.record(read), timer.record(read_often)
     cold = np.median([timer.device_us(once) for _ in range(10)])
     warm = np.median([timer.device_us(often) for _ in range(10)]) / sums
     assert cold > 1.15 * warm
@@ -297,7 +298,7 @@ def places_and_reserved_bytes() -> tuple[set[int], list[int]]:
     for _ in range(6):
         timer.reallocate(generator)
         recording = timer.record(run)
-        places.add(recording.output[0].data_ptr())
+        places.add(recording[1][0].data_ptr())
         reserved.append(torch.cuda.memory_reserved())
         del recording
     return places, reserved

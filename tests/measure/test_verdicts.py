@@ -18,7 +18,7 @@ from ssdprof.core.statistics import ratio as ratio_of
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
-from ssdprof.measure.timing import Recording, time_in_turns
+from ssdprof.measure.timing import time_in_turns
 
 PLACEMENT = 0.003  # standard deviation per recording
 FIRST = 0.004  # advantage of the first sample of a round
@@ -46,12 +46,12 @@ class SimulatedGpu:
     def reallocate(self, _generator: np.random.Generator) -> None:
         self._call_placement = {}
 
-    def record(self, run: Run) -> Recording:
+    def record(self, run: Run) -> tuple[Any, Any]:
         self._call_placement[id(run)] = self._draw.normal(0, PLACEMENT)
-        return Recording(graph=(run, self._draw.normal(0, PLACEMENT)), output=run())
+        return (run, self._draw.normal(0, PLACEMENT)), run()
 
-    def device_us(self, recording: Recording) -> float:
-        run, placement = recording.graph
+    def device_us(self, graph: Any) -> float:
+        run, placement = graph
         return self._time(run, placement, DEVICE_NOISE)
 
     def unseen(self, _run: Run, _samples: Any) -> str:
@@ -117,7 +117,7 @@ def test_one_recording_would_be_wrong_often() -> None:
     wrong = 0
     for seed in range(100):
         gpu = SimulatedGpu(seed)
-        slow, fast = (gpu.record(Work(100)) for _ in range(2))
+        (slow, _), (fast, _) = (gpu.record(Work(100)) for _ in range(2))
         rounds = np.array([(gpu.device_us(slow), gpu.device_us(fast)) for _ in range(40)])
         logs = np.log(rounds[:, 0] / rounds[:, 1])
         wrong += abs(np.mean(logs)) > 1.96 * np.std(logs) / math.sqrt(len(logs))
