@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PlainSerializer, TypeAdapter, computed_field
+from pydantic import PlainSerializer, TypeAdapter, computed_field
 
 from ssdprof.core import statistics
 from ssdprof.core.base import PrecisionRecord, grouped
@@ -25,24 +25,27 @@ TotalOver = Literal["layer", "call", "length"]
 _TIMED = (*SLOWER, "time", "speedup")  # metrics of times
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the two.  name: as the user gave it.  unfinished: why it is incomplete; empty if it is complete."""
+def subject(report: Report) -> str:
+    """A model, or the operator of a bench."""
+    return str(report.model) if report.model else f"{report.subject} on random inputs"
 
-    name: str
-    report: Annotated[Report, Field(exclude=True)]
-    unfinished: str = ""
 
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def id(self) -> str:
-        return self.report.id
+def unfinished(report: Report) -> str:
+    """Why it is incomplete; empty if it is complete."""
+    found = Outcome(report)
+    return found.ended_early or (f"{found.missing} of the requested cases are missing" if found.missing else "")
 
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def subject(self) -> str:
-        """A model, or the operator of a bench."""
-        return str(self.report.model) if self.report.model else f"{self.report.subject} on random inputs"
+
+# a report, after its name as the user gave it
+Side = Annotated[
+    tuple[str, Report],
+    PlainSerializer(
+        lambda side: {
+            "name": side[0], "unfinished": unfinished(side[1]), "id": side[1].id, "subject": subject(side[1]),
+        },
+        return_type=dict[Literal["name", "unfinished", "id", "subject"], str],
+    ),
+]  # fmt: skip
 
 
 def _values(case: Case | None) -> dict[str, str | int | float | None] | None:
@@ -67,6 +70,7 @@ _Case = Annotated[Case | None, PlainSerializer(_values, return_type=dict[str, st
 class Pair:
     """A case of both, or of one of them.
 
+    verdict: "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE" or "only in NEW".
     time, call: changes of device and call times, both of the call time for a prefill; None if the times cannot be
         compared or do not exist.
     over_baseline: the speedup of NEW over its baseline, over that of BASE over its own.
@@ -74,40 +78,21 @@ class Pair:
     other_inputs: why errors cannot be compared; empty if both had the same inputs.
     """
 
+    name: str
     base: _Case
     new: _Case
+    verdict: str
     time: Estimate | None = None
     call: Estimate | None = None
     over_baseline: Estimate | None = None
     incomparable: tuple[str, ...] = ()
     other_inputs: str = ""
-    smallest_difference: float
 
     @property
     def case(self) -> Case:
         found = self.new or self.base
         assert found is not None
         return found
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def name(self) -> str:
-        return self.case.name
-
-    @property
-    def judged_by(self) -> Estimate | None:
-        """The ratio of times if they can be compared, else the ratio of speedups."""
-        return self.time or self.over_baseline
-
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def verdict(self) -> str:
-        """ "faster", "slower", "no difference", "not comparable", "not timed", "only in BASE", "only in NEW"."""
-        if self.base is None or self.new is None:
-            return "only in NEW" if self.base is None else "only in BASE"
-        if self.judged_by is not None:
-            return self.judged_by.verdict(self.smallest_difference)
-        return "not comparable" if self.base.time_us and self.new.time_us else "not timed"
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -187,36 +172,29 @@ def compare(
     smallest_difference: the smallest relative difference of two times that counts.
     Raises BadInputError if the two are of different kinds.
     """
-    before, now = (_side(*one) for one in (base, new))
-    if before.report.kind != now.report.kind:
+    one, other = base[1], new[1]
+    if one.kind != other.kind:
         raise BadInputError(
-            f"BASE is a {before.report.kind} and NEW is a {now.report.kind}.",
+            f"BASE is a {one.kind} and NEW is a {other.kind}.",
             "Compare two runs, two benches, or two results of ssdprof prefill.",
         )
     # by name, in the order of NEW; those that are only in BASE come last
     theirs, ours = (
-        {case.name: case for case in side.report.cases if not case.answers or case.judged} for side in (before, now)
+        {case.name: case for case in report.cases if not case.answers or case.judged} for report in (one, other)
     )
-    pairs = []
-    for name in dict.fromkeys((*ours, *theirs)):
-        one, other = theirs.get(name), ours.get(name)
-        how = _compared(one, other, before, now) if one and other else {}
-        pairs.append(Pair(base=one, new=other, smallest_difference=smallest_difference, **how))
+    pairs = [
+        _pair(name, theirs.get(name), ours.get(name), one, other, smallest_difference)
+        for name in dict.fromkeys((*ours, *theirs))
+    ]
     return Comparison(
-        base=before,
-        new=now,
+        base=base,
+        new=new,
         smallest_difference=smallest_difference,
-        machine=_different(_needs(before.report), _needs(now.report)),
+        machine=_different(_needs(one), _needs(other)),
         pairs=tuple(pairs),
         totals=tuple(_totals(pairs, smallest_difference)),
-        verdicts={one: tuple(_offenders(one, pairs, now)) for one in conditions},
+        verdicts={condition: tuple(_offenders(condition, pairs, other)) for condition in conditions},
     )
-
-
-def _side(name: str, report: Report) -> Side:
-    found = Outcome(report)
-    missing = f"{found.missing} of the requested cases are missing" if found.missing else ""
-    return Side(name=name, report=report, unfinished=found.ended_early or missing)
 
 
 def _needs(report: Report, case: Case | None = None) -> dict[str, str]:
@@ -242,27 +220,30 @@ def _different(base: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ..
     )
 
 
-def _compared(base: Case, new: Case, one: Side, other: Side) -> dict[str, Any]:
-    """The fields of `Pair` that follow from two cases."""
-    whole = new.prefill is not None
-    if differ := _different({"shape": _shape(base, one.report)}, {"shape": _shape(new, other.report)}):
+def _pair(name: str, base: Case | None, new: Case | None, one: Report, other: Report, smallest: float) -> Pair:
+    """one, other: the reports of the two cases."""
+    if base is None or new is None:
+        return Pair(name=name, base=base, new=new, verdict="only in BASE" if base else "only in NEW")
+    whole, timed = new.prefill is not None, "not comparable" if base.time_us and new.time_us else "not timed"
+    if differ := _different({"shape": _shape(base, one)}, {"shape": _shape(new, other)}):
         why = differ[0].replace("shape", "model", whole)
-        return {"incomparable": (why,), "other_inputs": "" if whole else why}
-    differ = _different(_needs(one.report, base), _needs(other.report, new))
+        inputs = "" if whole else why
+        return Pair(name=name, base=base, new=new, verdict=timed, incomparable=(why,), other_inputs=inputs)
+    differ = _different(_needs(one, base), _needs(other, new))
     # those of a bench are drawn with a fixed seed
-    inputs = [
-        {} if case.drawn or whole else {"inputs": f"{side.subject}, prompt {case.inputs[:16]}"}
-        for case, side in ((base, one), (new, other))
+    prompts = [
+        {} if case.drawn or whole else {"inputs": f"{subject(report)}, prompt {case.inputs[:16]}"}
+        for case, report in ((base, one), (new, other))
     ]
     call = None if differ else _quotient(base.call_us, new.call_us)
+    time = None if differ else call if whole else _quotient(base.device_us, new.device_us)
     same_baseline = base.baseline == new.baseline
-    return {
-        "time": None if differ else call if whole else _quotient(base.device_us, new.device_us),
-        "call": call,
-        "over_baseline": _quotient(other.report.speedup(new), one.report.speedup(base)) if same_baseline else None,
-        "incomparable": differ,
-        "other_inputs": "".join(_different(*inputs)),
-    }
+    over_baseline = _quotient(other.speedup(new), one.speedup(base)) if same_baseline else None
+    judged_by = time or over_baseline
+    return Pair(
+        name=name, base=base, new=new, verdict=judged_by.verdict(smallest) if judged_by else timed, time=time,
+        call=call, over_baseline=over_baseline, incomparable=differ, other_inputs="".join(_different(*prompts)),
+    )  # fmt: skip
 
 
 def _shape(case: Case, report: Report) -> str:
@@ -294,12 +275,12 @@ def _totals(pairs: Sequence[Pair], smallest: float) -> Iterator[Total]:
             by = "call time" if pair.time else "call speedup"
         return *_calls(case), case.implementation, case.precision, by
 
-    for (where, over, name, precision, by), own in grouped((one for one in pairs if one.judged_by), key).items():
-        change = statistics.mean([one.judged_by for one in own if one.judged_by])
-        verdict = change.verdict(smallest)
+    judged = (pair for pair in pairs if pair.time or pair.over_baseline)
+    for (where, over, name, precision, by), own in grouped(judged, key).items():
+        change = statistics.mean([ratio for one in own if (ratio := one.time or one.over_baseline)])
         yield Total(
             where=where, over=over, implementation=name, precision=precision, cases=len(own), by=by, change=change,
-            verdict=verdict,
+            verdict=change.verdict(smallest),
         )  # fmt: skip
 
 
@@ -317,14 +298,14 @@ def _calls(case: Case) -> tuple[str, TotalOver]:
 # --- conditions
 
 
-def _offenders(condition: Condition, pairs: Sequence[Pair], new: Side) -> Iterator[Verdict]:
+def _offenders(condition: Condition, pairs: Sequence[Pair], new: Report) -> Iterator[Verdict]:
     """The cases that violate the condition.  An incomplete NEW does too, and a condition that applies to no case."""
     both = [pair for pair in pairs if pair.base and pair.new]
-    found = {pair.case.name: _judged(condition, pair, new.report) for pair in both}
+    found = {pair.name: _judged(condition, pair, new) for pair in both}
     said = [(name, why) for name, why in found.items() if why]
     timed = condition.metric in _TIMED
-    if new.unfinished:
-        said.append(("", f"NEW is incomplete: {new.unfinished}"))
+    if incomplete := unfinished(new):
+        said.append(("", f"NEW is incomplete: {incomplete}"))
     elif all(why is None for why in found.values()):
         nothing = f"BASE has no {'times' if timed else 'such value'}" if both else "no case is in both"
         reasons = (why for one in both for why in (one.incomparable if timed else [one.other_inputs]) if why)

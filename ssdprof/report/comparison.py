@@ -9,7 +9,8 @@ from typing import Any
 
 from ssdprof.core import words as fmt
 from ssdprof.core.case import Case
-from ssdprof.core.pairs import Comparison, Pair, Side, Total
+from ssdprof.core.pairs import Comparison, Pair, Total, subject, unfinished
+from ssdprof.core.report import Report
 from ssdprof.report.calls import PRECISION
 from ssdprof.report.facts import gpu_name
 from ssdprof.report.stalls import StageChange
@@ -75,10 +76,10 @@ _VALUES: dict[str, tuple[_Value, ...]] = {
 
 def compose(comparison: Comparison, stalls: Sequence[StageChange] = (), *, every: bool = False) -> Document:
     """every: also cases that did not change."""
-    base, new = comparison.base, comparison.new
+    base, new = comparison.base[0], comparison.new[0]
     return Document(
-        title=f"ssdprof compare: BASE {base.name}, NEW {new.name}",
-        name=new.name,
+        title=f"ssdprof compare: BASE {base}, NEW {new}",
+        name=new,
         verdict=tuple(_verdict(comparison)),
         caveats=tuple(_caveats(comparison)),
         sections=tuple(_sections(comparison, stalls, every)),
@@ -109,9 +110,9 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
             f"The conditions differ ({'; '.join(reasons)}), so absolute times are not compared.  Speedups over the "
             "baseline, each measured under the same conditions, are."
         )
-    for name, side in (("BASE", comparison.base), ("NEW", comparison.new)):
-        if side.unfinished:
-            yield f"{name} is not complete: {side.unfinished}."
+    for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
+        if why := unfinished(report):
+            yield f"{name} is not complete: {why}."
     for reason in dict.fromkeys(pair.other_inputs for pair in comparison.pairs if pair.other_inputs):
         yield f"Errors cannot be compared: {reason}."
 
@@ -119,8 +120,8 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
 def _sections(comparison: Comparison, stalls: Sequence[StageChange], every: bool) -> Iterator[Section]:
     both = [pair for pair in comparison.pairs if pair.base and pair.new]
 
-    def speedup(side: Side, case: Case | None) -> str:
-        found = side.report.speedup(case) if case else None
+    def speedup(side: tuple[str, Report], case: Case | None) -> str:
+        found = side[1].speedup(case) if case else None
         return fmt.ratio(found.value if found else None)
 
     def us(case: Case | None) -> str:
@@ -193,16 +194,17 @@ def _unpaired(pairs: Sequence[Pair]) -> Table | None:
 
 def _facts(comparison: Comparison) -> Table | None:
     sides = (comparison.base, comparison.new)
-    environments = [side.report.environment for side in sides]
+    reports = [report for _, report in sides]
+    environments = [report.environment for report in reports]
     rows = {
-        "what": [f"{side.report.kind}: {side.subject}" for side in sides],
-        "started": [side.report.created for side in sides],
-        "commit": [side.report.commit or fmt.MISSING for side in sides],
+        "what": [f"{report.kind}: {subject(report)}" for report in reports],
+        "started": [report.created for report in reports],
+        "commit": [report.commit or fmt.MISSING for report in reports],
         "GPU": [gpu_name(one) for one in environments],
         "driver": [one.gpu.driver if one.gpu else fmt.MISSING for one in environments],
-        "ssdprof": [side.report.ssdprof_version for side in sides],
+        "ssdprof": [report.ssdprof_version for report in reports],
     }
     for name in ("triton", "torch", "transformers"):
         rows[name] = [one.packages.get(name, fmt.MISSING) for one in environments]
-    headers = ("", f"BASE: {sides[0].name}", f"NEW: {sides[1].name}")
+    headers = ("", f"BASE: {sides[0][0]}", f"NEW: {sides[1][0]}")
     return strings("What ran", headers, ((name, *values) for name, values in rows.items()), "lll")
