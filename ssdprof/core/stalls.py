@@ -16,6 +16,8 @@ from ssdprof.core.subject import Dims, Environment, LayerRef
 STALLS_VERSION: Final = 3
 
 Samples = dict[Text, int]  # stall reason -> warp samples, the most frequent first
+# a condition for valid tables -> whether it holds, and details
+SelfChecks = dict[Text, tuple[Literal["ok", "failed", "not checked"], Text]]
 
 
 class Launched(Record):
@@ -41,14 +43,6 @@ class Line(Record):
     @property
     def total(self) -> int:
         return sum(self.samples.values())
-
-
-class SelfCheck(Record):
-    """A condition for valid tables."""
-
-    name: Text
-    status: Literal["ok", "failed", "not checked"]
-    detail: Text
 
 
 class KernelStalls(Record):
@@ -90,7 +84,7 @@ class KernelStalls(Record):
     from_neighbours: int = 0  # samples on lines without a stage (libraries, helpers, the compiler's own)
     unlabelled: tuple[Text, ...] = ()  # files without known stages: their functions are the stages
     not_collected: tuple[Text, ...] = ()
-    checks: tuple[SelfCheck, ...] = ()
+    checks: SelfChecks = Field(default_factory=dict)
     # evidence and advice -> percent of the busy samples that it is about; None: about the whole kernel
     hints: dict[Text, float | None] = Field(default_factory=dict)
 
@@ -112,7 +106,7 @@ class StallReport(Record):
     gpu: Text  # "" if unknown
     kernels: tuple[KernelStalls, ...]
     words: dict[Text, Text] = Field(default_factory=dict)  # of a part of a stage: "chunk_scan.current" -> plain words
-    checks: tuple[SelfCheck, ...] = ()
+    checks: SelfChecks = Field(default_factory=dict)
     model: Text = ""  # repository or folder, and whether its weights are random
     layer: LayerRef | None = None
     dims: Dims | None = None

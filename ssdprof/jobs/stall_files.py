@@ -43,7 +43,7 @@ def of_run(folder: Path) -> StallReport | None:
 
 def as_markdown(report: StallReport, figures: Mapping[str, str] | None = None) -> str:
     """figures: title -> file name of a picture in the Markdown's folder, from `write_pictures`."""
-    return markdown.render(stalls.compose(report, figures))
+    return markdown.render(stalls.compose(report), figures)
 
 
 def write(folder: Path, report: StallReport) -> None:

@@ -18,7 +18,7 @@ from ssdprof.report import stalls as of_stalls
 from ssdprof.report.document import ACCURACY, SPEED, compose
 from ssdprof.report.facts import when
 from ssdprof.report.groups import Group, groups
-from ssdprof.report.table import Document, Figure, Section, Table, section, tone
+from ssdprof.report.table import Document, Section, Table, section, tone
 
 _LAYERED = 3  # lengths with a plot of positions; the tables have all
 _UNITS = {
@@ -26,7 +26,7 @@ _UNITS = {
     "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
 }  # fmt: skip
 _NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
-_KINDS = {Table: "table", str: "note", Figure: "figure", tuple: "list"}
+_KINDS = {Table: "table", str: "note", tuple: "list"}
 
 Block = tuple[str, object]  # kind, by which the template draws it, and content
 Picture = tuple[str, Markup, Table, bool]  # title, SVG, its numbers, and whether the picture includes its title

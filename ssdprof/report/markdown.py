@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from tabulate import tabulate
 
-from ssdprof.report.table import Block, Document, Figure, Section, Table
+from ssdprof.report.table import Block, Document, Section, Table
 
 
-def render(document: Document) -> str:
-    """The whole document."""
-    return "".join([_head(document), *map(_section, document.sections)])
+def render(document: Document, figures: Mapping[str, str] | None = None) -> str:
+    """The whole document.  figures: title -> path of a picture, relative to the document."""
+    shown = [f"![{escape(title)}]({file})" for title, file in (figures or {}).items()]
+    last = ["\n### Figures\n\n", "\n\n".join(shown), "\n"] if shown else []
+    return "".join([_head(document), *map(_section, document.sections), *last])
 
 
 def _head(document: Document) -> str:
@@ -36,8 +39,6 @@ def _block(block: Block, section: str) -> str:
     match block:
         case Table():
             return draw(block, section)
-        case Figure(title, file):
-            return f"![{escape(title)}]({file})"
         case str():
             return f"<sub>{escape(block)}</sub>"
         case _:

@@ -8,21 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ssdprof.core import words as fmt
 from ssdprof.core.base import grouped
 from ssdprof.core.case import Launch
-from ssdprof.core.stalls import KernelStalls, Launched, Line, SelfCheck, StallReport
+from ssdprof.core.stalls import KernelStalls, Launched, Line, SelfChecks, StallReport
 from ssdprof.report.facts import Fact, gpu, software
-from ssdprof.report.table import (
-    Column,
-    Document,
-    Figure,
-    Section,
-    Table,
-    VerdictLine,
-    facts,
-    section,
-    strings,
-    table,
-    text,
-)
+from ssdprof.report.table import Column, Document, Section, Table, VerdictLine, facts, section, strings, table, text
 
 READING = (
     "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel weighed by its "
@@ -170,8 +158,8 @@ def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Stage
 # --- the document
 
 
-def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Document:
-    """The whole report.  figures: title -> path relative to the document."""
+def compose(report: StallReport) -> Document:
+    """The whole report."""
     found = kernel_groups(report)
     parts = ["ssdprof stalls"]
     if report.layer and report.dims:
@@ -187,11 +175,11 @@ def compose(report: StallReport, figures: Mapping[str, str] | None = None) -> Do
         version=report.ssdprof_version,
         verdict=tuple(VerdictLine(line, True) for line in lines),
         caveats=tuple(_caveats(report)),
-        sections=tuple(_sections(report, found, figures or {})),
+        sections=tuple(_sections(report, found)),
     )
 
 
-def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mapping[str, str]) -> Iterator[Section]:
+def _sections(report: StallReport, found: Sequence[KernelGroup]) -> Iterator[Section]:
     absent = sorted({name for kernel in report.kernels for name in kernel.not_collected})
     note = (
         "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler issued.  Registers: "
@@ -200,7 +188,6 @@ def _sections(report: StallReport, found: Sequence[KernelGroup], figures: Mappin
     missing = f"  Not collected: {', '.join(absent)}." if absent else ""
     yield section("Kernel resources", _launched(report) if report.missing else None)
     yield section("Kernels", table("Kernels", _KERNELS, report.kernels, note=note + missing))
-    yield section("Figures", *(Figure(title, file) for title, file in figures.items()))
     yield section("Stages and stall reasons", side_by_side(found), *map(by_stage, found), reading=READING)
     yield section("Stall reasons", _averages(report))
     hints = [hint for group in found for hint in group.hints]
@@ -224,11 +211,10 @@ def meaning(reason: str) -> str:
 
 def _caveats(report: StallReport) -> Iterator[str]:
     """Failed self-checks, implementations without the requested precision or left out, files of unknown stages."""
-    checks = [("", check) for check in report.checks]
-    checks += [(f" of {kernel.kernel}", check) for kernel in report.kernels for check in kernel.checks]
-    for what, check in checks:
-        if check.status == "failed":
-            yield f"A self-check{what} failed: {check.name}: {check.detail}."
+    for what, checks in (("", report.checks), *((f" of {one.kernel}", one.checks) for one in report.kernels)):
+        for name, (status, detail) in checks.items():
+            if status == "failed":
+                yield f"A self-check{what} failed: {name}: {detail}."
     yield from report.left_out
     for one in report.launched:
         if one.precision != report.precision:
@@ -394,11 +380,11 @@ def _facts(report: StallReport) -> Iterator[Fact]:
     yield "reports", ", ".join(f"{name} (sha256 {digest[:12]}...)" for name, digest in report.sources.items())
 
 
-def _checks(what: str, checks: Iterable[SelfCheck], passed: str = "") -> Iterator[tuple[str, str, str, str]]:
+def _checks(what: str, checks: SelfChecks, passed: str = "") -> Iterator[tuple[str, str, str, str]]:
     """The checks with the same result share a row.  passed: a remark on those that passed."""
-    for status, own in grouped(checks, lambda check: check.status).items():
-        detail = passed if status == "ok" and passed else "; ".join(dict.fromkeys(check.detail for check in own))
-        yield what, "; ".join(check.name for check in own), "NO" if status == "failed" else status, detail
+    for status, names in grouped(checks, lambda name: checks[name][0]).items():
+        detail = passed if status == "ok" and passed else "; ".join(dict.fromkeys(checks[name][1] for name in names))
+        yield what, "; ".join(names), "NO" if status == "failed" else status, detail
 
 
 def _sampled(kernel: KernelStalls) -> str:

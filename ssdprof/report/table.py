@@ -19,13 +19,6 @@ Align = Literal["left", "right"]
 Row = tuple[str, ...]
 
 
-class Figure(NamedTuple):
-    """A picture next to the document; not shown on a terminal."""
-
-    title: str
-    file: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Strings in rows; a renderer draws them.
@@ -141,7 +134,7 @@ class VerdictLine(NamedTuple):
     good: bool
 
 
-Block = Table | Figure | str | tuple[str, ...]  # a text explains the table above it, a tuple is a list of sentences
+Block = Table | str | tuple[str, ...]  # a text explains the table above it, a tuple is a list of sentences
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ssdprof.core.words import MISSING
-from ssdprof.report.table import Document, Figure, Section, Table, VerdictLine, tone
+from ssdprof.report.table import Document, Section, Table, VerdictLine, tone
 
 WHOLE_REPORT = "ssdprof export --format markdown"
 _GAP = 2  # blanks between columns: one of padding, one of the box
@@ -85,8 +85,6 @@ def _section(section: Section, rest: str) -> Iterator[RenderableType]:
         match block:
             case Table():
                 yield SplitTable(block, rest)
-            case Figure(title, file):
-                yield Text(f"{title}: {file}", style="dim")
             case str():
                 yield Text(block, style="dim")
             case _:

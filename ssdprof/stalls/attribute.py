@@ -34,7 +34,6 @@ IDLE_WARPS = "idle warps"  # warps without a role in this program, or before or 
 UNKNOWN = "unknown"
 _BLOCK_BARRIER = "barrier"
 _MARK = re.compile(r"\s*# stage ([a-z_]+(?:\.[a-z_]+)?)\b")
-_ENDS_A_WAIT = ("mbarrier.arrive", "mbarrier.expect", "arrive")
 _LIBRARY = re.compile(r"[/\\]triton[/\\](language|experimental|tools)[/\\]")
 _PACKAGE = Path(__file__).parent.parent
 
@@ -138,24 +137,14 @@ class Sources:
 
     def specialized(self, kernel: str) -> bool:
         """Whether some warps of the launched function have no role.  It may be in any of the files."""
-        return any(kernel in parsed.specialized for parsed in self._all())
+        files = (self._file(file) for file in self._recorded if not _LIBRARY.search(file))
+        return any(parsed and kernel in parsed.specialized for parsed in files)
 
     def implementation(self, kernel: str) -> str:
         """The implementation of the kernel, if its file is a known one of another library; else ""."""
         texts = (text for file, text in self._recorded.items() if not _LIBRARY.search(file))
         found = (self._known.get(_sha256(text)) for text in texts)
         return next((one.implementation for one in found if one and kernel in one.stages), "")
-
-    def fillers(self) -> dict[str, tuple[str, ...]]:
-        """Stage of waiting -> functions that end the wait, from all files."""
-        found: dict[str, dict[str, None]] = defaultdict(dict)
-        for stage, names in (pair for parsed in self._all() for pair in parsed.fillers.items()):
-            found[stage] |= dict.fromkeys(names)
-        return {stage: tuple(names) for stage, names in found.items()}
-
-    def _all(self) -> Iterator[SourceFile]:
-        files = (self._file(file) for file in self._recorded if not _LIBRARY.search(file))
-        return (parsed for parsed in files if parsed)
 
     def _file(self, file: str) -> SourceFile | None:
         if file not in self._files:
@@ -193,7 +182,7 @@ class LineStage:
 @dataclass(frozen=True)
 class SourceFile:
     """places: of every line of a @jit function.  specialized: functions in which some warps have no role.
-    waits: lines that wait, with the stage.  fillers: that stage -> functions that end the wait.
+    waits: lines that wait, with the stage.
     labelled: its stages are known, from itself or a table.
     """
 
@@ -201,7 +190,6 @@ class SourceFile:
     places: Mapping[int, LineStage] = field(default_factory=dict)
     specialized: frozenset[str] = frozenset()
     waits: Mapping[int, str] = field(default_factory=dict)
-    fillers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labelled: bool = True
 
     def place(self, line: int) -> LineStage:
@@ -235,7 +223,6 @@ def parse(text: str, known: KnownSource | None = None) -> SourceFile:
             node.name for node in functions if any(_called(one) == "warp_specialize" for one in ast.walk(node))
         ),
         waits=waits,
-        fillers=_fillers(tree, names),
         labelled=stages is not None or not functions,
     )
 
@@ -284,35 +271,10 @@ def _waits(tree: ast.Module, waits: Mapping[str, str]) -> dict[int, str]:
         if isinstance(node, ast.Call):
             by_method = _called(node) in ("wait_full", "wait_empty")
             awaited = node.args[:1] if ast.unparse(node.func) == "mbarrier.wait" else [node.func] if by_method else []
-            for name in filter(None, (_barrier(one, waits) for one in awaited)):
+            parts = (part for one in awaited for part in ast.walk(one) if isinstance(part, ast.Attribute))
+            if name := next((part.attr for part in parts if part.attr in waits), ""):
                 found |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), waits[name])
     return found
-
-
-def _fillers(tree: ast.Module, waits: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Functions with `arrive(shared.NAME...)`, `mbarrier.arrive(...)`, `mbarrier.expect(...)`, or of one's variable."""
-    found: dict[str, dict[str, None]] = defaultdict(dict)
-    for function in (node for node in ast.walk(tree) if waits and isinstance(node, ast.FunctionDef)):
-        barriers = {
-            target.id: name
-            for node in ast.walk(function)
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name) and (name := _barrier(node.value, waits))
-        }
-        for node in ast.walk(function):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in _ENDS_A_WAIT and node.args:
-                given = node.args[0]
-                name = barriers.get(given.id, "") if isinstance(given, ast.Name) else _barrier(given, waits)
-                if name:
-                    found[waits[name]][function.name] = None
-    return {stage: tuple(names) for stage, names in found.items()}
-
-
-def _barrier(node: ast.AST, waits: Mapping[str, str]) -> str:
-    """The NAME in `shared.NAME.index(...)`."""
-    names = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)]
-    return next((name for name in names if name in waits), "")
 
 
 def _called(node: ast.AST) -> str:

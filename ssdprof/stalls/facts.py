@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ssdprof import __version__, operators
-from ssdprof.core.stalls import KernelStalls, Launched, SelfCheck, StallReport
+from ssdprof.core.stalls import KernelStalls, Launched, SelfChecks, StallReport
 from ssdprof.core.words import cut
 from ssdprof.operators.operator import Stages
 from ssdprof.stalls.attribute import UNKNOWN, Sources, attribute, is_idle, ordered
@@ -88,7 +88,7 @@ def analyse(
             for kernel in report.kernels
         ),
         words={part: words for kernel in kernels for part, words in _stages(kernel).words.items()},
-        checks=tuple(_checks_of_reports(reports, asked)),
+        checks=_checks_of_reports(reports, asked),
         launched=tuple(launched),
         missing=missing,
         **origin,
@@ -122,8 +122,8 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         unlabelled=tuple(sorted(sources.unlabelled)),
         not_collected=tuple(absent),
     )
-    checks = tuple(_checks_of_kernel(kernel, found, sources.not_recorded))
-    return found.model_copy(update={"checks": checks, "hints": hints(found, sources.fillers())})
+    checks = _checks_of_kernel(kernel, found, sources.not_recorded)
+    return found.model_copy(update={"checks": checks, "hints": hints(found)})
 
 
 def _stages(kernel: RawKernel) -> Stages:
@@ -219,63 +219,68 @@ def _product(one: float | None, other: float | None) -> float | None:
 # --- self-checks
 
 
-def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[str]) -> Iterator[SelfCheck]:
+def _checks_of_kernel(kernel: RawKernel, found: KernelStalls, not_recorded: set[str]) -> SelfChecks:
     """Sums, and lost samples."""
     count, dropped = kernel.number(_SAMPLE_COUNT), kernel.number("smsp__pcsamp_dropped_bytes")
     total = sum(kernel.totals.values()) if kernel.points else None
     by_reason = sum((Counter(point.samples) for point in kernel.points), Counter[str]())
     counted = None if count is None or not kernel.totals else round(count)
     off = [f"{why} {by_reason[why]:,} of {n:,}" for why, n in kernel.totals.items() if by_reason[why] != n]
-    yield _sums("reasons add up to the samples", [kernel.totals], counted)
-    yield _sums("lines add up to the kernel", (line.samples for line in found.lines), total)
-    yield _sums("stages add up to the kernel", found.stages.values(), total)
     adds_up = not off if kernel.points and kernel.totals else None
-    yield _check("every reason adds up over the lines", adds_up, "; ".join(off) or f"{len(kernel.totals)} reasons")
     sampled, unknown = True if kernel.points else None, sum(found.stages.get(UNKNOWN, {}).values())
     lost = f"{unknown:,} samples on lines of unknown stage" if unknown else "yes"
-    yield _check("every line has a stage", sampled and unknown == 0, lost)
     absent = f"not in the report: {', '.join(sorted(not_recorded))}" if not_recorded else "yes"
-    yield _check("the source was recorded", sampled and not not_recorded, absent)
     none_dropped = None if dropped is None else not dropped
-    yield _check("no sample was dropped", none_dropped, f"{dropped or 0:,.0f} bytes dropped")
+    checks: dict[str, tuple[bool | None, str]] = {
+        "reasons add up to the samples": _sums([kernel.totals], counted),
+        "lines add up to the kernel": _sums((line.samples for line in found.lines), total),
+        "stages add up to the kernel": _sums(found.stages.values(), total),
+        "every reason adds up over the lines": (adds_up, "; ".join(off) or f"{len(kernel.totals)} reasons"),
+        "every line has a stage": (sampled and unknown == 0, lost),
+        "the source was recorded": (sampled and not not_recorded, absent),
+        "no sample was dropped": (none_dropped, f"{dropped or 0:,.0f} bytes dropped"),
+    }
+    return _judged(checks, "not collected")
 
 
-def _checks_of_reports(reports: Sequence[RawReport], asked: Sequence[Launched]) -> Iterator[SelfCheck]:
+def _checks_of_reports(reports: Sequence[RawReport], asked: Sequence[Launched]) -> SelfChecks:
     """Checks of the files, and that only the requested launches, if they are known, were profiled."""
+    found: dict[str, tuple[bool | None, str]] = {}
     for report in reports:
         detail = "ends at the end of its last block" if report.whole else "does not end at the end of a block"
-        yield _check(f"{report.name} is complete", report.whole, detail, "no way to tell")
+        found[f"{report.name} is complete"] = report.whole, detail
+    checks = _judged(found, "no way to tell")
     if not asked:
         lacking = "the report does not say which kernels were requested"
-        yield _check("only the wanted launches were profiled", None, "", lacking)
-    for report, launched in zip(reports, asked, strict=bool(asked)):
+        return checks | _judged({"only the wanted launches were profiled": (None, "")}, lacking)
+    for report, launched in zip(reports, asked, strict=True):
         names = Counter(kernel.function for kernel in report.kernels)
         wanted = {launch.kernel for launch in launched.launches}
         wrong = [
-            f"{what}: {', '.join(sorted(found))}"
-            for what, found in (("not profiled", wanted - set(names)), ("not requested", set(names) - wanted))
-            if found
+            f"{what}: {', '.join(sorted(which))}"
+            for what, which in (("not profiled", wanted - set(names)), ("not requested", set(names) - wanted))
+            if which
         ]
         if names.total() != launched.launch_count:
             wrong.append(f"{names.total()} launches instead of {launched.launch_count}")
-        yield _check(
-            f"only the wanted launches of {launched.implementation} were profiled",
-            not wrong,
-            "; ".join(wrong) or f"{names.total()} of {launched.launch_count}; compiled before",
-        )
+        detail = "; ".join(wrong) or f"{names.total()} of {launched.launch_count}; compiled before"
+        name = f"only the wanted launches of {launched.implementation} were profiled"
+        checks |= _judged({name: (not wrong, detail)}, "")
+    return checks
 
 
-def _sums(name: str, samples: Iterable[Mapping[str, int]], wanted: int | None) -> SelfCheck:
+def _sums(samples: Iterable[Mapping[str, int]], wanted: int | None) -> tuple[bool | None, str]:
     found = sum(sum(one.values()) for one in samples)
     missing = "" if wanted in (None, found) else f"; {(wanted or 0) - found:,} missing"
-    return _check(name, wanted if wanted is None else found == wanted, f"{found:,} of {wanted or 0:,}{missing}")
+    return wanted if wanted is None else found == wanted, f"{found:,} of {wanted or 0:,}{missing}"
 
 
-def _check(name: str, holds: bool | None, detail: str, lacking: str = "not collected") -> SelfCheck:
-    """holds: None if it cannot be checked, for the reason `lacking`."""
-    if holds is None:
-        return SelfCheck(name=name, status="not checked", detail=lacking)
-    return SelfCheck(name=name, status="ok" if holds else "failed", detail=detail)
+def _judged(checks: Mapping[str, tuple[bool | None, str]], lacking: str) -> SelfChecks:
+    """None in place of a result: it cannot be checked, for the reason `lacking`."""
+    return {
+        name: ("not checked", lacking) if holds is None else ("ok" if holds else "failed", detail)
+        for name, (holds, detail) in checks.items()
+    }
 
 
 # --- hints: each names its evidence, and needs collected values
@@ -311,11 +316,8 @@ ADVICE = {
 }
 
 
-def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]]) -> dict[str, float | None]:
-    """Hints by stage and reason, the largest first, then those about the whole kernel: see `KernelStalls`.
-
-    fillers: stage of waiting -> functions that end the wait.
-    """
+def hints(kernel: KernelStalls) -> dict[str, float | None]:
+    """Hints by stage and reason, the largest first, then those about the whole kernel: see `KernelStalls`."""
     found: list[tuple[int, str, float]] = []
     for stage, samples in kernel.stages.items():
         for reason, count in () if stage in kernel.idle else samples.items():
@@ -324,7 +326,7 @@ def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]]) -> dict[
                 continue
             of_stage = (line for line in kernel.lines if line.stage == stage)
             samples_of, line = max(((one.samples.get(reason, 0), one) for one in of_stage), key=lambda pair: pair[0])
-            advice = _advice(kernel, stage, reason, line.text, fillers.get(stage, ()))
+            advice = _advice(kernel, stage, reason, line.text)
             if advice:
                 quote = cut(line.text, _LONGEST_QUOTE)
                 evidence = f"{reason} in {stage} is {share:.0f} % of the kernel's busy samples"
@@ -334,16 +336,14 @@ def hints(kernel: KernelStalls, fillers: Mapping[str, tuple[str, ...]]) -> dict[
     return {text: share for _, text, share in found[:_MOST]} | dict.fromkeys(_whole(kernel))
 
 
-def _advice(kernel: KernelStalls, stage: str, reason: str, text: str, late: tuple[str, ...]) -> str:
-    """The end of a hint, or "".  text: of the hottest line.  late: functions that end the wait."""
+def _advice(kernel: KernelStalls, stage: str, reason: str, text: str) -> str:
+    """The end of a hint, or "".  text: of the hottest line."""
     if reason in ("selected", "not_selected"):  # the warp could issue: no stall
         return ""
     if stage.startswith("waiting") or "mbarrier.wait" in text:
-        names = " and ".join(f"`{name}`" for name in late)
-        who = f"{names}, which fill{'s' * (len(late) == 1)} the barrier" if late else "the roles that fill the barrier"
         return (
-            f".  Other warps of this program are late with what these wait for: look at {who}, or let them run further "
-            "ahead (a longer ring)."
+            ".  Other warps of this program are late with what these wait for: look at the roles that fill the "
+            "barrier, or let them run further ahead (a longer ring)."
         )
     if stage == "state_passing.wait":
         return (

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ssdprof.environment import child
 from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
 
@@ -70,6 +72,9 @@ class RawKernel:
         """The value of the first of these metrics that was collected."""
         found = (self.metrics.get(name) for name in names)
         return next((value for value in found if isinstance(value, int | float)), None)
+
+
+KERNELS = TypeAdapter(tuple[RawKernel, ...])  # reads the output of `main`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +135,7 @@ def _kernels(path: Path) -> tuple[RawKernel, ...]:
             words = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
             how = how_ended(ended.returncode) if ended.returncode < 0 else "".join(words)
             raise BadInputError(f"{path} is damaged: ncu-report could not read it ({how}).", _AGAIN)
-        return parse(out.read_text(encoding="utf-8"))
+        return KERNELS.validate_json(out.read_bytes())
 
 
 # --- whether a file is complete: a report is a sequence of blocks, each with a header that has the size of its payload
@@ -193,14 +198,6 @@ def main() -> None:
     out.write_text(json.dumps([asdict(kernel) for kernel in launches(ncu_report, file)]), encoding="utf-8")
 
 
-def parse(text: str) -> tuple[RawKernel, ...]:
-    """Reads the output of `main`."""
-    return tuple(
-        RawKernel(**(fields | {"points": tuple(Point(**point) for point in fields["points"])}))
-        for fields in json.loads(text)
-    )
-
-
 def launches(ncu_report: Any, path: Path) -> Iterator[RawKernel]:
     """Every launch in the file, by the module `ncu_report`."""
     context = ncu_report.load_report(str(path))
@@ -228,7 +225,7 @@ def _launch(action: Any) -> RawKernel:
         if (value := _value(metric)) is not None:
             metrics[name] = value
     return RawKernel(
-        function=action.name(),
+        function=action.name() or "",  # None in a damaged file
         metrics=metrics,
         totals=dict(totals),
         points=tuple(_point(action, address, samples[address]) for address in sorted(samples)),

@@ -13,7 +13,7 @@ import pytest
 
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.stalls.facts import stalls_of
-from ssdprof.stalls.read import RawKernel, launches, parse, read
+from ssdprof.stalls.read import KERNELS, RawKernel, launches, read
 
 SOURCE = "@jit\ndef _mine(x):\n    return x\n"
 PCSAMP = "smsp__pcsamp_warps_issue_stalled"
@@ -54,7 +54,7 @@ class Metric:
 def launch_of(*metrics: Metric) -> RawKernel:
     """One launch after it was written to the child process's file and read again."""
     (kernel,) = launches(module(*metrics), Path("r.ncu-rep"))
-    (read_again,) = parse(json.dumps([asdict(kernel)]))
+    (read_again,) = KERNELS.validate_json(json.dumps([asdict(kernel)]))
     assert read_again == kernel
     return kernel
 
@@ -124,7 +124,7 @@ def test_a_launch_becomes_plain_values() -> None:
     assert kernel.metrics["gpu__time_duration.sum"] == 1500.0  # ns
     assert list(kernel.sources) == ["/a/k.py"]
     found = stalls_of(kernel)
-    assert {check.status for check in found.checks} <= {"ok", "not checked"}
+    assert {status for status, _ in found.checks.values()} <= {"ok", "not checked"}
     assert {"l2_hit_pct", "dram_read_bytes"} <= set(found.not_collected)
 
 
@@ -133,7 +133,7 @@ def test_a_launch_without_source_counters_has_no_stages() -> None:
     assert found.duration_us == 0.007
     assert (found.sample_count, found.stages, found.lines) == (None, {}, ())
     assert {"stall reasons", "source lines"} <= set(found.not_collected)
-    assert {check.status for check in found.checks} == {"not checked"}
+    assert {status for status, _ in found.checks.values()} == {"not checked"}
 
 
 # --- files, read in a child process
