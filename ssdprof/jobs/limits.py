@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
-from ssdprof.checkpoint.names import siblings_that_fit
-from ssdprof.core.words import size_words
 from ssdprof.environment.machine import free_memory
 from ssdprof.environment.toolchain import require_toolchain, unusable_gpu
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.device import INTERPRETED
 from ssdprof.measure.first_run import first_line
 
-if TYPE_CHECKING:
-    from ssdprof.jobs.subject import Subject
-
 DEFAULT_SEQLEN_GPU = 16384
 DEFAULT_SEQLEN_CPU = 512
-_WHOLE = "Take a smaller model.  Without --decode and --answers, a run loads no layer after the deepest wanted one."
 LONGEST_INTERPRETED = 2048  # tokens; Triton's interpreter runs one program after the other, in NumPy
 
 
@@ -66,32 +59,6 @@ def check_capture() -> None:
     """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU, which compute a model's operators."""
     if not INTERPRETED and device().type == "cuda":
         require_toolchain()
-
-
-def check_weights(subject: Subject) -> None:
-    """MissingCapabilityError unless the weights that are needed fit into the device's memory."""
-    free, needed = free_bytes(), subject.weight_bytes
-    if needed <= free:
-        return
-    raise MissingCapabilityError(
-        f"The weights of {subject.ref.repo_id} need {size_words(needed)} ({needed:,} bytes) on {device()}; "
-        f"{size_words(free)} are free.",
-        what_fits(subject, free),
-    )
-
-
-def what_fits(subject: Subject, free: int) -> str:
-    """A hint: how many layers, and which models of the family, have weights of at most `free` bytes."""
-    whole = subject.whole
-    counted = () if whole else enumerate(subject.ref.layers, start=1)
-    fitting = [n for n, layer in counted if subject.located.weight_bytes(layer.index, dtype=subject.dtype) <= free]
-    siblings = [known.repo for known in siblings_that_fit(subject.ref.repo_id, free)]
-    advice = []
-    if fitting:
-        advice.append(f"--layers first:{fitting[-1]} fits.")
-    if siblings:
-        advice.append(f"Models of its family that fit: {', '.join(siblings)}.")
-    return " ".join(advice) or (_WHOLE if whole else "Not one layer of it fits: take a smaller model.")
 
 
 @contextmanager

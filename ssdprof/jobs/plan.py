@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,11 +21,13 @@ import torch
 from ssdprof import operators
 from ssdprof.capture import memory, store
 from ssdprof.capture.forward import check_ids, logits
-from ssdprof.capture.layers import OnLayer, capture_layers
+from ssdprof.capture.layers import OnLayer, capture_bytes_per_token, capture_layers
 from ssdprof.capture.manifest import AGAIN, BROKEN_OFF
 from ssdprof.capture.tokenizer import build_prompt
 from ssdprof.checkpoint import meta
 from ssdprof.checkpoint.load import DType, LocalCheckpoint, check_fetch, fetch, fetch_tokenizer, load_model
+from ssdprof.checkpoint.names import siblings_that_fit
+from ssdprof.checkpoint.weights import layer_index
 from ssdprof.core.base import PlacementKind
 from ssdprof.core.subject import (
     DECODED_ON_LOAD,
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")  # the fastest first
+_WHOLE = "Take a smaller model.  Without --decode and --answers, a run loads no layer after the deepest wanted one."
+_NOTHING = "Not one layer of it fits: take a smaller model."
 _FITTING = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_BYTES = 10 * 10**9  # of a download that needs --yes
 TOLD_BYTES = 10**9
@@ -63,14 +68,16 @@ class Placed:
     """A placement, with the arguments for loading.
 
     device_map: None: all of the model is on one device.
-    segment_length: tokens per forward call that fit with this placement; None: decided after loading.
+    segment_lengths: tokens per forward call, for each prompt.
     rewritten_bytes: weights that transformers converts on loading and writes to a temporary folder.
+    remark: see `Chooser`.
     """
 
     record: Placement
     device_map: Mapping[str, meta.Place] | None = None
-    segment_length: int | None = None
+    segment_lengths: tuple[int, ...] = ()
     rewritten_bytes: int = 0
+    remark: str = ""
 
     def check_disk(self) -> None:
         """MissingCapabilityError unless the temporary folder has room for what transformers writes, for each rank."""
@@ -97,9 +104,10 @@ class Placed:
         return record.model_copy(update={"bytes_per_s": 1 / seconds_per_byte})
 
 
-def choose(subject: Subject) -> Placed:
+def choose(subject: Subject, copies: int = 1) -> Placed:
     """The placement that the request names, or else the fastest one that fits.  Downloads and loads nothing.
 
+    copies: of each prompt, side by side.
     MissingCapabilityError if none fits, BadInputError for a checkpoint that does not support the requested one.
     """
     wanted, only_whole = subject.request.placement, ""
@@ -113,102 +121,137 @@ def choose(subject: Subject) -> Placed:
                 f"{subject.ref.repo_id} supports only --placement one-gpu: {only_whole}.", "Leave it out."
             )
         wanted = "one-gpu"
-    chooser = Chooser(subject)
-    if wanted == "one-gpu":
-        limits.check_weights(subject)
-        return chooser.one_gpu()
+    chooser = Chooser(subject, copies)
     if wanted is not None and (lacking := chooser.lacks(wanted)):
         raise MissingCapabilityError(
             f"--placement {wanted} needs {lacking}; {len(chooser.gpus)} can be used here.", "Leave out --placement."
         )
-    if wanted is None and limits.free_bytes() - subject.weight_bytes >= chooser.least_beside():
-        return chooser.one_gpu()
-    for kind in [wanted] if wanted else [one for one in KINDS[1:] if not chooser.lacks(one)]:
+    for kind in [wanted] if wanted else [one for one in KINDS if not chooser.lacks(one)]:
         if (placed := chooser.placed(kind)) is not None:
             return placed
-    if wanted and (error := chooser.too_large(wanted)):
-        raise error
-    # The estimate leaves no room for activations.  Only weights are checked here; the loaded model may still refuse.
-    try:
-        limits.check_weights(subject)
-    except MissingCapabilityError as error:
-        raise chooser.too_large(None) or error from None
-    return chooser.one_gpu()
+    # a user who names the length of the segments may try it with less memory than is predicted
+    if wanted in (None, "one-gpu") and chooser.fixed and subject.weight_bytes <= limits.free_bytes():
+        return chooser.at("one-gpu", {"": chooser.main}, chooser.fixed, 0)
+    raise chooser.too_large(wanted or "disk-offload")
 
 
 class Chooser:
-    """Chooses a placement, with the memory that is free now."""
+    """Chooses a placement, with the memory that is free now.
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
+    remark: why the memory of the computation is not known, and counted as 0; empty if it is.
+    """
+
+    def __init__(self, subject: Subject, copies: int = 1) -> None:
+        self._subject, self._batch, self.remark = subject, subject.batch * copies, ""
         self._model: PreTrainedModel = meta.meta_model(
             subject.located, deepest_layer=subject.deepest_layer, head=subject.head, dtype=subject.dtype
         )
-        self._wanted = {layer.index for layer in subject.layers}
-        self._need = memory.estimate_memory(self._model.base_model, self._wanted, depth=max(self._wanted))
         self._seqlen = max(subject.seqlens)
-        longest = max(subject.serving.packed, default=self._seqlen)
-        fixed = subject.serving.chunk or subject.request.segment_length
-        shorter = [length for length in memory.SEGMENT_LENGTHS if length < longest]
-        self._lengths = (min(fixed, longest),) if fixed else (longest, *shorter)
-        self._main: meta.Place = limits.device().index if limits.device().type == "cuda" else "cpu"
+        self.main: meta.Place = limits.device().index if limits.device().type == "cuda" else "cpu"
+        self.fixed = subject.serving.chunk or subject.request.segment_length
+        self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def least_beside(self) -> int:
-        """Bytes that must be free in addition to the weights, for the shortest allowed segments."""
-        return min(map(self._beside, self._lengths))
-
-    def one_gpu(self) -> Placed:
-        beside = limits.free_bytes() - self._subject.weight_bytes
-        length = next((length for length in self._lengths if self._beside(length) <= beside), self._lengths[-1])
-        return Placed(record=self._record("one-gpu", {"": self._main}, length))
+    def least_beside(self, seqlen: int | None = None) -> int:
+        """Bytes that must be free in addition to the weights, with the longest or shortest allowed segments."""
+        lengths = self._lengths(seqlen or self._seqlen)
+        return min(self._predicted(seqlen or self._seqlen, length)[1] for length in (lengths[0], lengths[-1]))
 
     def lacks(self, kind: PlacementKind) -> str:
         """What this machine lacks for `kind`; empty if it has its places."""
         if kind == "all-gpus":
             return "" if len(self.gpus) > 1 else "two NVIDIA GPUs"
-        return "an NVIDIA GPU" if kind == "cpu-offload" and self._main == "cpu" else ""
+        return "an NVIDIA GPU" if kind == "cpu-offload" and self.main == "cpu" else ""
 
     def placed(self, kind: PlacementKind) -> Placed | None:
         """The placement with the longest segments that leave room for the weights, which each segment streams."""
-        for length in self._lengths:
-            if (mapped := meta.infer(self._model, dict(self._room(kind, self._beside(length))))) is not None:
-                record, written = self._record(kind, mapped, length), self._rewritten(mapped)
-                return Placed(record=record, device_map=mapped, segment_length=length, rewritten_bytes=written)
+        free = limits.free_bytes() - self._subject.weight_bytes
+        for length in self._lengths(self._seqlen):
+            beside = self._predicted(self._seqlen, length)[1]
+            if kind == "one-gpu":
+                mapped: meta.DeviceMap | None = {"": self.main} if beside <= free else None
+            else:
+                mapped = meta.infer(self._model, dict(self._room(kind, beside)))
+            if mapped is not None:
+                return self.at(kind, mapped, length, max(beside, free))
         return None
 
-    def too_large(self, kind: PlacementKind | None) -> MissingCapabilityError | None:
-        """The error for a device that cannot hold one layer and the token embedding at a time, else for this kind."""
-        subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
-        layer = max(memory.decoder_layer_bytes(self._model).values())
-        embedding = self._model.get_input_embeddings().weight.nbytes
-        if layer + embedding + computed > free:
-            fits = limits.what_fits(subject, free - computed)
-            shortest = self._needed(memory.SEGMENT_LENGTHS[-1], memory.SEGMENT_LENGTHS[-1])
-            return MissingCapabilityError(
-                f"{subject.ref.repo_id} does not fit on {_name(self._main)} layer by layer: its largest layer has "
-                f"{size_words(layer)} of weights, its token embedding {size_words(embedding)}, what is computed takes "
-                f"{size_words(computed)}, and {size_words(free)} are free.",
-                f"Use a shorter --seq.  {fits}" if layer + embedding + shortest <= free else fits,
-            )
-        if kind is None:
-            return None
-        places = [f"{size_words(free)} on {_name(place)}" for place, free in self._room(kind, 0) if place != "disk"]
-        return MissingCapabilityError(
-            f"{subject.ref.repo_id} does not fit with --placement {kind}: its weights are "
-            f"{size_words(subject.weight_bytes)}, what it computes takes {size_words(computed)}, and "
-            f"there is room for {' and '.join(places)}.",
-            _FITTING,
+    def at(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int, free: int) -> Placed:
+        """A placement.  length: of the longest prompt's segments.  free: bytes for the computation of the others."""
+        several = kind != "one-gpu"
+        return Placed(
+            record=self._record(kind, mapped, length),
+            device_map=mapped if several else None,
+            segment_lengths=tuple(self._longest(seqlen, length, free) for seqlen in self._subject.seqlens),
+            rewritten_bytes=self._rewritten(mapped) if several else 0,
+            remark=self.remark,
         )
 
-    def _beside(self, length: int) -> int:
-        """Bytes needed in addition to the weights with segments of this length, replaying included."""
-        return self._needed(self._seqlen, length)
+    def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
+        """The error for a device that has no room for all weights at once, or for one layer and the token embedding at
+        a time; else for this kind."""
+        subject, free, computed = self._subject, limits.free_bytes(), self.least_beside()
+        of_layers: Counter[int | None] = Counter()
+        for name, parameter in self._model.named_parameters():
+            of_layers[layer_index(name)] += parameter.nbytes
+        layer = max(size for index, size in of_layers.items() if index is not None)
+        embedding = self._model.get_input_embeddings().weight.nbytes
+        least, how, words = subject.weight_bytes, "", f"its weights take {size_words(subject.weight_bytes)}"
+        takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
+        if kind != "one-gpu":
+            if layer + embedding + computed <= free:
+                room = (f"{size_words(size)} on {_name(at)}" for at, size in self._room(kind, 0) if at != "disk")
+                return MissingCapabilityError(
+                    f"{subject.ref.repo_id} does not fit with --placement {kind}: {words}, {takes}, and there is room "
+                    f"for {' and '.join(room)}.",
+                    _FITTING,
+                )
+            least, how = layer + embedding, " layer by layer"
+            words = f"its largest layer has {size_words(layer)} of weights, its token embedding {size_words(embedding)}"
+        shorter = () if subject.serving.packed else range((self._seqlen - 1).bit_length() - 1, 9, -1)
+        fits = [f"--seq {1 << n}" for n in shorter if least + self.least_beside(1 << n) <= free][:1]
+        if not subject.whole:
+            sizes = (subject.located.weight_bytes(one.index, dtype=subject.dtype) for one in subject.ref.layers)
+            number = sum(size + computed <= free for size in sizes)
+            fits += [f"--layers first:{number}"] if number else []
+        fits += [known.repo for known in siblings_that_fit(subject.ref.repo_id, free - computed)]
+        return MissingCapabilityError(
+            f"{subject.ref.repo_id} does not fit on {_name(self.main)}{how}: {words}, {takes}, and "
+            f"{size_words(free)} are free.",
+            f"What fits: {' or '.join(fits)}." if fits else _WHOLE if subject.whole else _NOTHING,
+        )
 
-    def _needed(self, seqlen: int, segment_length: int) -> int:
-        serving = self._subject.serving
-        if serving.chunk is not None or (serving.decode and segment_length >= seqlen):  # with a cache in both cases
-            return self._subject.batch * self._need.chunked(seqlen, min(segment_length, seqlen))
-        return self._subject.batch * self._need.least(seqlen, (segment_length,))
+    def _lengths(self, seqlen: int) -> tuple[int, ...]:
+        """Allowed lengths of segments, the longest first."""
+        longest = min(seqlen, max(self._subject.serving.packed, default=seqlen))
+        if self.fixed:
+            return (min(self.fixed, longest),)
+        return (longest, *(length for length in memory.SEGMENT_LENGTHS if length < longest))
+
+    def _longest(self, seqlen: int, at_most: int, free: int) -> int:
+        """The longest segments of a prompt that fit into `free` bytes, else those of the longest prompt."""
+        for length in self._lengths(seqlen) if seqlen != self._seqlen else ():
+            if self._predicted(seqlen, length)[1] <= free:
+                return length
+        return min(at_most, seqlen)
+
+    def _predicted(self, seqlen: int, length: int) -> tuple[int, int]:
+        """Bytes needed in addition to the weights with segments of this length: without and with replaying."""
+        if (seqlen, length) not in self._known and not self.remark:
+            try:
+                with meta.quiet_transformers():
+                    self._known[seqlen, length] = memory.predict_memory(
+                        self._model.base_model,
+                        {layer.index for layer in self._subject.layers},
+                        seqlen=seqlen,
+                        segment_length=length,
+                        batch=self._batch,
+                        on_gpu=self.main != "cpu",
+                        serving=self._subject.serving,
+                    )
+            except Exception as error:  # the model's code may raise any error; a real run reports it
+                why = library_message(error)
+                self.remark = f"The memory that is needed besides the weights is not known, because of an error: {why}."
+        return self._known.get((seqlen, length), (0, 0))
 
     @cached_property
     def gpus(self) -> Mapping[int, int]:
@@ -216,52 +259,42 @@ class Chooser:
 
         A GPU that CUDA cannot start, because another process has it exclusively, is left out.
         """
-        if self._main == "cpu":
+        if self.main == "cpu":
             return {}
-        found = {int(self._main): limits.free_bytes()}
+        found = {int(self.main): limits.free_bytes()}
         for index in range(torch.cuda.device_count()) if started() == 1 else ():
-            if index != self._main:
+            if index != self.main:
                 with suppress(MissingCapabilityError):
                     found[index] = free_memory(torch.device("cuda", index))
         return found
 
     def _room(self, kind: PlacementKind, beside: int) -> Iterator[tuple[meta.Place, int]]:
         """Bytes available for weights at each place, after activations."""
-        if self._main == "cpu":
+        if self.main == "cpu":
             yield "cpu", limits.free_bytes() - beside
         for index, free in self.gpus.items():
-            if index == self._main or free > beside:  # others may be filled by other processes
+            if index == self.main or free > beside:  # others may be filled by other processes
                 yield index, free - beside
         if kind == "cpu-offload":
             # Segments, but not chunks, collect inputs in main memory, which may be half of what is left then.
-            collected = 0 if self._subject.serving.chunk else self._subject.batch * self._seqlen
-            yield "cpu", host_memory() - 2 * collected * self._need.capture
+            wanted = {layer.index for layer in self._subject.layers}
+            mixers = (one for one in meta.find_mixers(self._model.base_model) if one.layer_index in wanted)
+            layer = self._batch * self._seqlen * max(map(capture_bytes_per_token, mixers))
+            yield "cpu", host_memory() - (0 if self._subject.serving.chunk else 2 * layer)
         if kind == "disk-offload":
             yield "disk", 0
 
     def _record(self, kind: PlacementKind, mapped: meta.DeviceMap, length: int) -> Placement:
         serving = self._subject.serving
         found = meta.weights_by_place(self._model, mapped)
-        layer, module = meta.largest_streamed(self._model, mapped, self._main)
-        peak = None
-        # the model's code may raise any error; a real run reports it
-        with suppress(Exception), meta.quiet_transformers():
-            activations = memory.predict_memory(
-                self._model.base_model,
-                self._wanted,
-                seqlen=self._seqlen,
-                segment_length=length,
-                batch=self._subject.batch,
-                on_gpu=self._main != "cpu",
-                serving=serving,
-            )
-            peak = found.get(self._main, (0, 0))[1] + module + activations
+        layer, module = meta.largest_streamed(self._model, mapped, self.main)
+        computed = self._predicted(self._seqlen, length)[0]
         calls = sum(len(split_prompt(tokens, length)) for tokens in serving.packed or (self._seqlen,))
         return Placement(
             kind=kind,
-            device=_name(self._main),
+            device=_name(self.main),
             held=tuple(Held(place=_name(place), layers=n, weight_bytes=size) for place, (n, size) in found.items()),
-            predicted_peak_bytes=peak,
+            predicted_peak_bytes=None if self.remark else found.get(self.main, (0, 0))[1] + module + computed,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,
         )
@@ -312,12 +345,13 @@ def plan(found: Subject | Stored, *, tensor_parallel: int = 1) -> DryRun:
             notes=() if found.manifest.complete else (BROKEN_OFF,),
         )
     files = found.located.files(found.deepest_layer, head=found.whole)
+    placement, remark = _placement(found)
     return of(
         dims=found.located.size_words(found.layers[0]),
         files=files,
         weight_bytes=found.weight_bytes,
-        placement=_placement(found),
-        notes=(*found.located.notes, *found.located.caveats),
+        placement=placement,
+        notes=(*found.located.notes, *found.located.caveats, *filter(None, [remark])),
     )
 
 
@@ -333,17 +367,17 @@ def check_start(planned: DryRun, found: Subject | Stored) -> None:
     check_fetch(found.located, found.deepest_layer, head=found.head)
 
 
-def _placement(subject: Subject) -> Placement | None:
-    """The placement; None if none fits, and then `check_start` raises after the plan is shown."""
+def _placement(subject: Subject) -> tuple[Placement | None, str]:
+    """The placement, with a remark; None if none fits, and then `check_start` raises after the plan is shown."""
     try:
         placed = choose(subject)
         placed.check_disk()
     except MissingCapabilityError:
-        return None
+        return None, ""
     located = subject.located
     depth = located.depth(subject.deepest_layer)
     there = [name for name in located.weights.files(depth, head=subject.head) if located.source.cached(name)]
-    return placed.priced(located.source.path(there[0]) if there else None)
+    return placed.priced(located.source.path(there[0]) if there else None), placed.remark
 
 
 def _size(file: Path) -> int:
@@ -415,12 +449,15 @@ class Loaded:
         )
 
 
-def load(subject: Subject, watcher: Watcher) -> Loaded:
-    """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download."""
-    for note in (*subject.located.notes, *subject.located.caveats):
-        watcher.say(note)
+def load(subject: Subject, watcher: Watcher, copies: int = 1) -> Loaded:
+    """Build the prompts, download the weights, then load the model: a wrong prompt is found before the download.
+
+    copies: of each prompt, side by side, for which memory is needed.
+    """
     _quiet_libraries()
-    placed = choose(subject)
+    placed = choose(subject, copies)
+    for note in (*subject.located.notes, *subject.located.caveats, *filter(None, [placed.remark])):
+        watcher.say(note)
     placed.check_disk()
     built = build_prompts(subject)
     refuse_large_download(subject, watcher)
@@ -432,18 +469,12 @@ def load(subject: Subject, watcher: Watcher) -> Loaded:
     with limits.memory_errors(), watcher.step(f"Loading {subject.ref.repo_id}"), meta.quiet_transformers():
         dtype: DType = "auto" if subject.dtype is None else getattr(torch, subject.dtype)
         loaded = load_model(local, device=limits.device(), dtype=dtype, device_map=placed.device_map)
-    model: Any = loaded.base_model  # the model itself, if it has no head
-    lengths = []
-    for seqlen in subject.seqlens:
-        length = subject.serving.chunk or subject.request.segment_length or placed.segment_length
-        length = length or memory.choose_segment_length(model, seqlen, subject.layers, batch=subject.batch)
-        lengths.append(min(length, max(subject.serving.packed, default=seqlen)))
     return Loaded(
         subject=subject,
-        model=model,
+        model=loaded.base_model,  # the model itself, if it has no head
         ids=tuple(ids for ids, _ in built),
         prompts=tuple(prompt for _, prompt in built),
-        segment_lengths=tuple(lengths),
+        segment_lengths=placed.segment_lengths,
         placement=record,
         files=local,
         whole=loaded if subject.head else None,

@@ -22,7 +22,6 @@ import torch
 from ssdprof.capture.conv_and_norm import ConvAndNorm
 from ssdprof.capture.forward import prefill
 from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
-from ssdprof.capture.memory import choose_segment_length
 from ssdprof.checkpoint.meta import Mixer, find_mixers
 from ssdprof.core import statistics
 from ssdprof.core.base import KernelOrigin, PrecisionRecord
@@ -84,22 +83,22 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
         # Otherwise moving weights or activations would be part of the time.
-        loaded = load(replace(subject, request=replace(subject.request, placement="one-gpu")), watcher)
+        loaded = load(replace(subject, request=replace(subject.request, placement="one-gpu")), watcher, request.copies)
     sites = find_mixers(loaded.whole)
     kinds: tuple[KernelOrigin, ...] = ("model",) if request.conv_and_norm == "model" else ("model", "bundled")
     bundled = ConvAndNorm(sites if "bundled" in kinds else ())
     timer, profile = CudaTimer(device), partial(traced, device=device)
     isolated = IsolatedFirstCall(request.first_call_s)
-    prompts = {ids.shape[1]: (ids.to(device), prompt) for ids, prompt in zip(loaded.ids, loaded.prompts, strict=True)}
+    each = zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True)
+    prompts = {ids.shape[1]: (ids.to(device), prompt, length) for ids, prompt, length in each}
     lengths = []
     for kind, seqlen in product(kinds, sorted(prompts)):
-        ids, prompt = prompts[seqlen]
+        ids, prompt, segment_length = prompts[seqlen]
         one = _Length(
             request=request,
             model=loaded.whole,
             ids=ids.expand(request.copies, -1),
-            segment_length=request.segment_length
-            or choose_segment_length(loaded.whole, seqlen, subject.layers, batch=request.copies),
+            segment_length=segment_length,
             sites=sites,
             layer=subject.layers[len(subject.layers) // 2],
             bundled=bundled,

@@ -106,24 +106,36 @@ def test_a_layer_of_the_largest_models_fits_where_the_page_says(
             f"takes {size_words(computed)}",
         ):
             assert words in caught.value.message
-        assert caught.value.hint.startswith("Use a shorter --seq.")
+        assert caught.value.hint.startswith("What fits: --seq 8192")
+
+
+def test_a_smaller_model_of_the_family_is_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_without_values(CONFIGS["Granite-4.0-h-small"](), tmp_path)
+    subject = find(ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(4096,), placement="one-gpu"))
+    ref = subject.ref.model_copy(update={"repo_id": "ibm-granite/granite-4.0-h-small"})
+    monkeypatch.setattr(type(subject), "ref", ref)
+    free = subject.located.weight_bytes(2) + placement.Chooser(subject).least_beside()
+    gpu_with(monkeypatch, free)
+    with pytest.raises(MissingCapabilityError, match=r"does not fit on cuda:0: its weights take 6\.73 GiB") as caught:
+        choose(subject)
+    assert caught.value.hint.startswith("What fits: --layers first:3 or ibm-granite/granite-4.0-h-1b")
 
 
 @pytest.mark.parametrize(
-    ("name", "seqlen", "free", "hint"),
+    ("name", "free", "hint"),
     [
-        ("Qwen3.5-397B-A17B", 16384, 15.5, "Not one layer of it fits: take a smaller model."),
-        ("Qwen3.5-397B-A17B", 16384, 17.5, "Use a shorter --seq.  Not one layer of it fits: take a smaller model."),
-        ("Nemotron-3-Super-120B-A12B", 16384, 8, "--layers first:1 fits."),
-        ("Nemotron-3-Super-120B-A12B", 16384, 10.5, "Use a shorter --seq.  --layers first:1 fits."),
+        ("Qwen3.5-397B-A17B", 14, "Not one layer of it fits: take a smaller model."),
+        ("Qwen3.5-397B-A17B", 15.5, "What fits: --seq 8192."),
+        ("Nemotron-3-Super-120B-A12B", 6.4, "What fits: --layers first:1."),
+        ("Nemotron-3-Super-120B-A12B", 8, "What fits: --seq 8192 or --layers first:1."),
     ],
 )
 def test_what_would_fit_is_advised(
-    name: str, seqlen: int, free: float, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, free: float, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In addition to the memory for the computation."""
     write_without_values(CONFIGS[name](), tmp_path)
-    request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(seqlen,))
+    request = ServedModelOptions(model=str(tmp_path), prompt="random", seqlens=(16384,))
     gpu_with(monkeypatch, int(free * 2**30))
     with pytest.raises(MissingCapabilityError, match="layer by layer") as caught:
         choose(find(request))

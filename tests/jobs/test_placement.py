@@ -20,7 +20,7 @@ from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
 
 from ssdprof.capture.intercept import OperatorCall, Result
-from ssdprof.capture.layers import capture_layers
+from ssdprof.capture.layers import capture_bytes_per_token, capture_layers
 from ssdprof.capture.memory import LiveBytes, predict_memory
 from ssdprof.checkpoint.load import REWRITTEN
 from ssdprof.checkpoint.meta import find_mixers
@@ -116,7 +116,7 @@ def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch: pytes
     assert choose(asked(granite, "disk-offload")).record.kind == "disk-offload"
     refused: list[tuple[list[int], int, PlacementKind, str]] = [
         ([weights // 2 + more], 4 * weights + more, "all-gpus", "needs two NVIDIA GPUs; 1 can be used"),
-        ([weights // 2], 4 * weights, "one-gpu", "weights of"),
+        ([weights // 2], 4 * weights, "one-gpu", "does not fit on cuda:0: its weights take"),
         ([weights // 2 + more], weights // 4, "cpu-offload", "does not fit with --placement cpu-offload"),
         ([], 4 * weights + more, "cpu-offload", "cpu-offload needs an NVIDIA GPU; 0 can be used"),
     ]
@@ -382,7 +382,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
     with torch.device("meta"):
         shapes = tf.AutoModel.from_config(wide(name), dtype=torch.bfloat16).eval()
     wanted = {site.layer_index for site in find_mixers(shapes)}
-    predicted = predict_memory(
+    predicted, _ = predict_memory(
         shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False, serving=serving
     )
     found = measured(model, name, 1024, segment_length, serving)
@@ -422,13 +422,65 @@ def test_operator_calls_of_one_form_are_tried_once(
 
     def predicted() -> tuple[int, int]:
         tried.clear()
-        peak = predict_memory(shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False)
+        peak, _ = predict_memory(shapes, wanted, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=False)
         return peak, len(tried)
 
     peak, forms = predicted()
-    assert forms == (1 if segment_length == 1024 else 2)  # without and with a state from the segment before
+    assert forms == 1
     monkeypatch.setattr("ssdprof.operators.tensors.form", lambda _: object())
-    assert predicted() == (peak, len(wanted) * 1024 // segment_length)
+    assert predicted() == (peak, len(wanted))
+
+
+def test_replaying_takes_outputs_and_states_besides_the_inputs_of_a_layer() -> None:
+    """At the call, or after the prompt if its segments are collected."""
+    with torch.device("meta"):
+        shapes = tf.AutoModel.from_config(wide("mamba2"), dtype=torch.bfloat16).eval()
+    layer = 1024 * capture_bytes_per_token(find_mixers(shapes)[0])
+
+    def peaks(segment_length: int) -> tuple[int, int]:
+        return predict_memory(shapes, {0}, seqlen=1024, segment_length=segment_length, batch=1, on_gpu=True)
+
+    capturing, replaying = peaks(64)
+    assert (capturing, replaying) == (layer, 7 * layer)
+    capturing, replaying = peaks(1024)
+    assert 7 * layer < replaying < capturing + 7 * layer
+
+
+@pytest.mark.parametrize("kind", [None, "one-gpu"])
+def test_without_a_prediction_a_model_is_placed_by_its_weights_and_that_is_told(
+    kind: PlacementKind | None, granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError("not on meta")
+
+    monkeypatch.setattr(placement.memory, "predict_memory", fails)
+    subject = asked(granite, kind)
+    memory(monkeypatch, [], subject.weight_bytes)
+    planned = plan(subject)
+    assert planned.placement is not None
+    assert (planned.placement.kind, planned.placement.predicted_peak_bytes) == ("one-gpu", None)
+    words = "The memory that is needed besides the weights is not known, because of an error: not on meta."
+    said: list[str] = []
+    watcher: Any = SimpleNamespace(say=said.append, step=Watcher().step)
+    assert load(subject, watcher).segment_lengths == (96,)
+    assert planned.notes[-1] == said[-1] == words
+
+
+def test_segments_of_a_given_length_may_be_tried_with_less_memory(
+    granite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = asked(granite, "one-gpu")
+    memory(monkeypatch, [], subject.weight_bytes)
+    with pytest.raises(MissingCapabilityError, match="what is computed for 96 tokens takes"):
+        choose(subject)
+    assert choose(asked(granite, "one-gpu", segment_length=32)).segment_lengths == (32,)
+
+
+def test_each_prompt_has_the_longest_segments_that_fit(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = replace(asked(granite), seqlens=(1024, 2048, 4096))
+    needed = placement.Chooser(replace(subject, seqlens=(2048,))).least_beside()
+    memory(monkeypatch, [], subject.weight_bytes + needed)
+    assert choose(subject).segment_lengths == (1024, 2048, 2048)
 
 
 def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
