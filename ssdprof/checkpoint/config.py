@@ -292,11 +292,3 @@ def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "residual_in_fp32": bool(config.get("residual_in_fp32", True)),
         "tie_word_embeddings": bool(config.get("tie_embeddings", True)),
     } | {name: ssm[key] for key, name in _SSM_OPTIONS.items() if key in ssm}
-
-
-def convert_key(key: str, *, head: bool = False) -> str:
-    """A weight's name in transformers' Mamba2Model, without the prefix "backbone." and with another embedding.
-
-    head: in Mamba2ForCausalLM, which has both.
-    """
-    return (key if head else key.removeprefix("backbone.")).replace("embedding.", "embeddings.", 1)

@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from ssdprof.checkpoint import transformers
-from ssdprof.checkpoint.config import LIMIT, PICKLE, convert_key
+from ssdprof.checkpoint.config import LIMIT, PICKLE
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, StoredTensor, broken_file
 from ssdprof.checkpoint.meta import build, meta_model, quiet_transformers, refusals
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
-from ssdprof.checkpoint.weights import INDEX, is_needed
+from ssdprof.checkpoint.weights import INDEX
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef
 from ssdprof.core.words import size_words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
@@ -53,7 +51,6 @@ class LocalCheckpoint:
     """
 
     ref: CheckpointRef
-    original: bool
     folder: Path
     depth: int
     tensors: dict[str, StoredTensor] | None
@@ -107,7 +104,7 @@ def fetch(
         _link_all(folder, paths)
         if weights.shards is not None:
             _write_json(folder / INDEX, {"metadata": {}, "weight_map": weights.needed_shards(depth, head=head)})
-    local = LocalCheckpoint(model.ref, model.original, folder, depth, tensors, head)
+    local = LocalCheckpoint(model.ref, folder, depth, tensors, head)
     weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
     return local
 
@@ -191,13 +188,10 @@ def load_model(
         empty = build(json.loads((local.folder / CONFIG).read_bytes()), local.ref.repo_id, head=local.head)
         if local.tensors is not None:
             _check_fit(local.ref, local.tensors, empty)
-        if local.original:
-            return _fill_original(local, empty, dtype, device).eval()
-        del empty
         if device_map is not None:
-            return _load(local, dtype, device_map).eval()
+            return _load(local, type(empty), dtype, device_map).eval()
         # With a map, weights are moved to the GPU one by one, without a complete copy in host memory.
-        return _load(local, dtype, None if device.type == "cpu" else {"": device}).to(device).eval()
+        return _load(local, type(empty), dtype, None if device.type == "cpu" else {"": device}).to(device).eval()
 
 
 def _check_fit(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: PreTrainedModel) -> None:
@@ -230,25 +224,30 @@ def _check_fit(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: P
 
 
 def _load(
-    local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
+    local: LocalCheckpoint,
+    kind: type[PreTrainedModel],
+    dtype: DType,
+    device_map: Mapping[str, int | str | torch.device] | None,
 ) -> PreTrainedModel:
-    # as ModelOpt names the scales
-    scales = {r"\.weight_scale$": ".weight_scale_inv"} if local.ref.quantization == "fp8" else {}
+    # The scales of ModelOpt, the embedding of the original format
+    names = {r"\.weight_scale$": ".weight_scale_inv"} if local.ref.quantization == "fp8" else {}
+    names |= {r"\bembedding\.": "embeddings."} if local.ref.model_type == "mamba2" else {}
+    pickled = _pickled(local) if local.tensors is None else None
 
     def load(renamed: dict[str, str]) -> tuple[PreTrainedModel, dict[str, Any]]:
-        kind = transformers.AutoModelForCausalLM if local.head else transformers.AutoModel
         with refusals(f"config and weights of {local.ref.repo_id}"), _whole_blocks():
             return kind.from_pretrained(  # type: ignore[no-any-return]
-                local.folder,
+                local.folder if pickled is None else None,
+                config=kind.config_class.from_pretrained(local.folder),
+                state_dict=None if pickled is None else dict(pickled),
                 dtype=dtype,
                 device_map=None if device_map is None else dict(device_map),
                 offload_folder=local.folder / REWRITTEN,
                 use_safetensors=True,
-                trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below, by name
-                key_mapping=scales | renamed or None,
+                key_mapping=names | renamed or None,
             )
 
     try:
@@ -260,9 +259,13 @@ def _load(
             error.hint += "  Or take the unquantised checkpoint."
         raise
     _refuse_missing(local, info["missing_keys"])
-    _restore_parameters(local, model)
     for name, stored, expected in sorted(info["mismatched_keys"]):
-        raise _does_not_fit(local.ref.repo_id, name, tuple(stored), tuple(expected))
+        raise BadInputError(
+            f"The weights of {local.ref.repo_id} do not fit its config: {shown(name)} is {tuple(stored)} in the file "
+            f"and {tuple(expected)} by the config.",
+            "Config and weights do not belong together.",
+        )
+    _restore_parameters(local, model, pickled or {})
     return model
 
 
@@ -304,62 +307,29 @@ def _whole_blocks() -> Iterator[None]:
         Fp8Dequantize._dequantize_one = decode
 
 
-def _restore_parameters(local: LocalCheckpoint, model: PreTrainedModel) -> None:
+def _restore_parameters(
+    local: LocalCheckpoint, model: PreTrainedModel, pickled: dict[str, torch.Tensor] | None
+) -> None:
     """Give the operators their parameters as they are stored in fp32: transformers rounds them like the weights."""
     wanted = {
         name[name.index("layers.") :]: parameter
         for name, parameter in model.named_parameters()
         if name.rpartition(".")[2] in _OPERATOR_PARAMETERS and "layers." in name and not parameter.is_meta
     }
-    exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype == "F32" and "layers." in key}
-    for file in sorted(local.folder.glob("*.safetensors")) if exact and wanted else ():
+
+    def restore(key: str, read: Callable[[str], torch.Tensor]) -> None:
+        parameter = wanted.get(key[key.find("layers.") :])
+        if parameter is not None and parameter.dtype != torch.float32:
+            parameter.data = read(key).to(parameter.device)
+
+    for key, tensor in pickled.items():
+        if tensor.dtype == torch.float32:
+            restore(key, pickled.__getitem__)
+    exact = {key for key, tensor in (local.tensors or {}).items() if tensor.dtype == "F32"}
+    for file in sorted(local.folder.rglob("*.safetensors")) if exact and wanted else ():
         with safe_open(file, framework="pt", device="cpu") as opened:
             for key in exact.intersection(opened.keys()):
-                parameter = wanted.get(key[key.index("layers.") :])
-                if parameter is not None and parameter.dtype != torch.float32:
-                    parameter.data = opened.get_tensor(key).to(parameter.device)
-
-
-def _fill_original(
-    local: LocalCheckpoint, model: PreTrainedModel, dtype: DType, device: torch.device
-) -> PreTrainedModel:
-    """Give `model`, which is on the meta device, the weights of the original format, on `device`."""
-    stored = _original_state(local)
-    needed = {key: value for key, value in stored.items() if is_needed(key, local.depth, head=local.head)}
-    wanted = {convert_key(key, head=local.head): value for key, value in needed.items()}
-    embedding = wanted.get("backbone.embeddings.weight")
-    if local.head and model.config.tie_word_embeddings and embedding is not None:
-        wanted.setdefault("lm_head.weight", embedding)
-    expected = model.state_dict()
-    _refuse_missing(local, set(expected) - set(wanted))
-    for name, tensor in wanted.items():
-        shape = tuple(expected[name].shape) if name in expected else None
-        if tuple(tensor.shape) != shape:
-            raise _does_not_fit(local.ref.repo_id, name, tuple(tensor.shape), shape)
-        if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
-            what = "without its data" if tensor.is_meta else f"as {str(tensor.dtype).removeprefix('torch.')}"
-            if tensor.layout != torch.strided:
-                what = "as a sparse tensor"
-            raise BadInputError(
-                f"{shown(name)} of {local.ref.repo_id} is stored {what}; a weight is a table of floats.",
-                "The checkpoint is damaged; fetch it again or take another revision.",
-            )
-    of_embedding = next(tensor.dtype for name, tensor in wanted.items() if name.endswith("embeddings.weight"))
-    to: torch.dtype = of_embedding if dtype == "auto" else dtype
-    kept = {name: name.rpartition(".")[2] in _OPERATOR_PARAMETERS for name in wanted}
-    cast = {name: tensor.to(device, tensor.dtype if kept[name] else to) for name, tensor in wanted.items()}
-    model.load_state_dict(cast, assign=True)
-    model.tie_weights()  # one parameter again, after `assign`
-    return model
-
-
-def _does_not_fit(repo_id: str, name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None) -> BadInputError:
-    """expected: None where the config has no such weight."""
-    wanted = f"is {stored} in the file and {expected} by the config" if expected else "is not in the config"
-    return BadInputError(
-        f"The weights of {repo_id} do not fit its config: {shown(name)} {wanted}.",
-        "Config and weights do not belong together.",
-    )
+                restore(key, opened.get_tensor)
 
 
 def unpickled(path: Path) -> Any:
@@ -370,14 +340,11 @@ def unpickled(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)  # memory-mapped, it would check no sizes
 
 
-def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
-    """Tensors by stored name."""
-    if local.tensors is not None:
-        files = sorted(local.folder.rglob("*.safetensors"))
-        return {key: tensor for file in files for key, tensor in load_file(file).items()}
+def _pickled(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
+    """The tensors of a pickle by stored name."""
     path = local.folder / PICKLE
     try:
-        pickled = unpickled(path)
+        found = unpickled(path)
     except pickle.UnpicklingError:
         raise BadInputError(
             f"{PICKLE} of {local.ref.repo_id} holds more than tensors and was not executed.",
@@ -385,11 +352,15 @@ def _original_state(local: LocalCheckpoint) -> dict[str, torch.Tensor]:
         ) from None
     except Exception as error:  # of any class: torch's reader checks little of what it reads
         raise broken_file(path.resolve(), PICKLE, error) from None
-    if not isinstance(pickled, dict) or not all(isinstance(value, torch.Tensor) for value in pickled.values()):
-        raise BadInputError(
-            f"{PICKLE} of {local.ref.repo_id} holds no table of tensors.", "The file is not a checkpoint."
-        )
-    return pickled
+    found = found if isinstance(found, dict) else {"": found}
+    for name, one in found.items():
+        dense = isinstance(one, torch.Tensor) and one.layout == torch.strided and not one.is_meta
+        if not dense or not one.is_floating_point():
+            raise BadInputError(
+                f"{PICKLE} of {local.ref.repo_id} holds {shown(name)}, which is no table of floats.",
+                "The checkpoint is damaged; fetch it again or take another revision.",
+            )
+    return found
 
 
 def _refuse_missing(local: LocalCheckpoint, missing: set[str]) -> None:
