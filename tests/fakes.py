@@ -85,19 +85,6 @@ class FakeTimer(CudaTimer):
         return self.known[run][1] + 10
 
 
-class UnreadClocks:
-    """Replaces `ClockWatch` on a machine without readable clocks."""
-
-    clocks = None
-
-    def __enter__(self) -> UnreadClocks:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def poll(self) -> None: ...
-
-
 def right(inputs: SSDInputs) -> SSDOutput:
     exact = ssd_chunked(inputs)
     return SSDOutput(exact.out.to(inputs.x.dtype), exact.final_states.float())
@@ -202,6 +189,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *, real: bool = False) -> None:
     monkeypatch.setattr(bench_job, "measure_ceilings", lambda _: ceilings)
     monkeypatch.setattr(bench_job, "CudaTimer", lambda _: FakeTimer())
     monkeypatch.setattr(bench_job, "SamplingPlan", partial(SamplingPlan, min_recordings=2, max_recordings=2))
-    monkeypatch.setattr(bench_job, "ClockWatch", UnreadClocks)
+    monkeypatch.setattr(bench_job, "watch_clocks", lambda: lambda: None)
     monkeypatch.setattr(bench_job, "PROCESSES", 1)
     monkeypatch.setattr(Call, "outputs_that_fit", 100)

@@ -15,7 +15,7 @@ import torch
 from fake_nvml import FakeNvml
 
 from ssdprof.environment import doctor, machine, toolchain
-from ssdprof.environment.machine import ClockWatch, Reading
+from ssdprof.environment.machine import Reading, watch_clocks
 
 
 def reading(sm_mhz: int, reason_bits: int = 0) -> Reading:
@@ -45,9 +45,7 @@ def test_collect_names_versions_and_neither_host_nor_user(monkeypatch: pytest.Mo
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_there_is_none_and_no_clocks() -> None:
     assert machine.collect().gpu is None
-    with ClockWatch() as watch:
-        watch.poll()
-    assert watch.clocks is None
+    assert watch_clocks()() is None
 
 
 def test_each_operators_kernels_have_a_hash_of_their_own() -> None:
@@ -59,13 +57,11 @@ def test_each_operators_kernels_have_a_hash_of_their_own() -> None:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *readings: Reading) -> Any:
-    """The clocks of a watch that takes these readings; nobody polls it if there are two."""
+    """The clocks of a watch that takes these readings."""
     left = iter(readings)
     monkeypatch.setattr(machine, "read_clocks", lambda: next(left))
-    with ClockWatch() as watch:
-        for _ in readings[2:] and readings[1:]:
-            watch.poll()
-    return watch.clocks
+    watch = watch_clocks()
+    return [watch() for _ in readings[1:]][-1]
 
 
 def test_a_watch_keeps_the_first_and_last_reading_and_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +199,9 @@ def test_on_a_gpu_everything_about_it_is_known() -> None:
     assert gpu is not None
     assert gpu.l2_bytes > 1 << 20
     assert gpu.driver != "unknown"
-    with ClockWatch() as watch:
-        pass
-    assert watch.clocks is not None
-    assert watch.clocks.sm_mhz[0] > 0
+    clocks = watch_clocks()()
+    assert clocks is not None
+    assert clocks.sm_mhz[0] > 0
     assert {check("gpu").status, check("gpu memory").status, check("clocks").status} == {"ok"}
 
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
-from urllib.request import getproxies
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
 from ssdprof import __version__
-from ssdprof.checkpoint.names import is_address, shown
+from ssdprof.checkpoint.names import KNOWN, shown
 from ssdprof.core.subject import PlannedFile
 from ssdprof.core.words import size_words
 from ssdprof.errors import (
@@ -33,6 +32,7 @@ from ssdprof.errors import (
     library_message,
     masked,
 )
+from ssdprof.files import unwritable
 
 
 def _bad_settings(why: str) -> BadInputError:
@@ -45,7 +45,12 @@ def _bad_settings(why: str) -> BadInputError:
 def _endpoint() -> str | None:
     """HF_ENDPOINT; BadInputError if it is no address.  What is before an @ may be a password."""
     endpoint = os.environ.get("HF_ENDPOINT")
-    if endpoint is not None and not is_address(endpoint, ("http", "https")):
+    try:
+        parts = urlsplit("https://hub" if endpoint is None else endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if endpoint is not None and not usable:
         raise BadInputError(
             f"HF_ENDPOINT={endpoint.rpartition('@')[2]!r} is not the address of a hub.",
             "An address begins with https://.  For https://huggingface.co, run: unset HF_ENDPOINT",
@@ -62,14 +67,18 @@ try:  # the client reads its variables on import
         get_token,
         hf_hub_url,
         is_offline_mode,
+        parse_hf_uri,
+        parse_local_safetensors_file_metadata,
         scan_cache_dir,
         try_to_load_from_cache,
     )
+    from huggingface_hub.utils import TensorInfo as TensorInfo  # type: ignore[attr-defined]
 except ValueError as error:
     raise _bad_settings(library_message(error)) from error
 
 T = TypeVar("T")
 CONFIG = "config.json"
+_ADDRESS = "An address has the form https://huggingface.co/org/name."
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
@@ -81,23 +90,7 @@ PAUSE_S = 0.5
 NOBODY_THERE = ("ConnectError", "ConnectTimeout", "ProxyError")  # by name: of httpx or of httpx2
 # The base of the HTTP library's errors: httpx's or httpx2's, depending on huggingface_hub.
 TRANSPORT_ERROR: type[Exception] = errors.HfHubHTTPError.__bases__[0]
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-}  # fmt: skip
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-
-
-class StoredTensor(NamedTuple):
-    """One tensor of a safetensors file, as its header says: dtype in safetensors' words ("BF16")."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """An unknown dtype counts 2 bytes per element."""
-        return math.prod(self.shape) * _BITS.get(self.dtype, 16) // 8
 
 
 class Source:
@@ -111,7 +104,7 @@ class Source:
 
     def __init__(self, folder: Path, label: str | None = None) -> None:
         self.folder = folder
-        self._headers: dict[tuple[str, bool], Mapping[str, StoredTensor]] = {}  # by name, and whether it was cached
+        self._headers: dict[tuple[str, bool], Mapping[str, TensorInfo]] = {}  # by name, and whether it was cached
         self.label = label or folder.absolute().name or folder.resolve().name  # a symlink keeps its name
         if folder.is_file():
             raise BadInputError(
@@ -142,7 +135,7 @@ class Source:
             raise ModelUnavailableError(f"{self.label} has no {name}.", "The folder is an incomplete copy.")
         return self.folder / name
 
-    def header(self, name: str) -> Mapping[str, StoredTensor]:
+    def header(self, name: str) -> Mapping[str, TensorInfo]:
         """The header of the safetensors file `name`, without downloading the file: name -> tensor.
 
         ModelUnavailableError when the file is truncated or corrupt: its header and its length must agree.
@@ -152,13 +145,12 @@ class Source:
             self._headers[key] = self._read_header(name)
         return self._headers[key]
 
-    def _read_header(self, name: str) -> Mapping[str, StoredTensor]:
+    def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
         path = self.path(name)
         try:
-            with safe_open(path, framework="np") as file:
-                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  # safe_open is no mapping
-                return {key: StoredTensor(part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
-        except (SafetensorError, OSError) as error:
+            with safe_open(path, framework="np"):  # which checks that the length is that of the header
+                return parse_local_safetensors_file_metadata(path).tensors
+        except (SafetensorError, errors.SafetensorsParsingError, OSError) as error:
             raise broken_file(path, name, error) from None
 
     def tokenizer_files(self) -> tuple[str, ...]:
@@ -188,6 +180,32 @@ def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableErro
 
 
 # --- the hub
+
+
+def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
+    """Repo id and revision (None where the user named none) of "org/name", "org/name@v1" or
+    "https://huggingface.co/org/name/tree/v1"; `revision` is the value of --revision.
+
+    A known repo in another case is corrected.  Raises BadInputError for an address without a repo,
+    and for two different revisions.
+    """
+    if "://" in typed:
+        try:
+            found = parse_hf_uri(typed, _endpoint())
+        except ValueError as error:
+            raise BadInputError(f"{library_message(error)}.", _ADDRESS) from None
+        if found.type != "model":
+            raise BadInputError(f"{typed} is not the address of a model.", _ADDRESS)
+        repo_id, named = found.id, found.revision
+    else:
+        repo_id, _, at = typed.partition("@")
+        named = at or None
+    if named is not None and revision not in (None, named):
+        raise BadInputError(
+            f"{typed} names the revision {named}, and --revision another: {revision}.", "Give one of them."
+        )
+    checkpoint = KNOWN.get(repo_id.casefold())
+    return (checkpoint.repo if checkpoint else repo_id), revision or named
 
 
 class HubRepo(Source):
@@ -248,19 +266,17 @@ class HubRepo(Source):
                 _resumed(lambda: self._api.hf_hub_download(self.label, name, revision=self.revision))
         return self.folder / name
 
-    def _read_header(self, name: str) -> Mapping[str, StoredTensor]:
+    def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
         if self.cached(name):
             return super()._read_header(name)
         try:
             with _hub_errors(self.label, self.revision, name):
-                found = _resumed(
-                    lambda: self._api.parse_safetensors_file_metadata(self.label, name, revision=self.revision)
-                )
+                ask = partial(self._api.parse_safetensors_file_metadata, self.label, name, revision=self.revision)
+                return _resumed(ask).tensors
         except errors.SafetensorsParsingError as error:
             raise ModelUnavailableError(
                 f"{name} of {self.label} is corrupt on the hub: {library_message(error)}.", "Choose another revision."
             ) from None
-        return {key: StoredTensor(str(t.dtype), tuple(t.shape)) for key, t in found.tensors.items()}
 
     def check_space(self, need_bytes: int) -> None:
         """MissingCapabilityError unless the disk of the cache has `need_bytes` left."""
@@ -273,11 +289,8 @@ class HubRepo(Source):
 
 
 def api() -> HfApi:
-    """The client, with the present HF_ENDPOINT.  BadInputError if that or a proxy is no address."""
+    """The client, with the present HF_ENDPOINT.  BadInputError if that is no address."""
     endpoint = _endpoint()
-    for scheme, proxy in ({} if is_offline_mode() else getproxies()).items():
-        if scheme in ("http", "https", "all") and not is_address(proxy if "://" in proxy else f"http://{proxy}"):
-            raise _bad_settings(f"the proxy for {scheme} is not an address")
     for handler in logging.getLogger("huggingface_hub").handlers:
         handler.addFilter(_masked)
     return HfApi(endpoint=endpoint, library_name="ssdprof", library_version=__version__)
@@ -321,21 +334,9 @@ def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[
         raise _bad_settings("an address is not one") from None
 
 
-def is_missing(error: SsdprofError) -> bool:
-    """Whether there is no such repo, or a private one, which looks the same."""
-    cause = error.__cause__
-    return isinstance(cause, errors.RepositoryNotFoundError) and not isinstance(cause, errors.GatedRepoError)
-
-
-def is_out_of_reach(error: BaseException | None) -> bool:
-    """Whether the hub is unreachable, and the file is not in the cache; of an error of the client."""
-    return isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled))
-
-
 def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: str) -> SsdprofError:
     """A class is tried before those that it is derived from."""
     text, token = library_message(error), get_token()
-    again = "then run the same command again: complete files are kept."
     kind: type[SsdprofError] = ModelUnavailableError
     match error:
         case errors.GatedRepoError():
@@ -348,46 +349,34 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             what = f"There is no repo {repo_id} on the hub, or it is private."
             do = "the token's account must be allowed to read it." if token else "run `hf auth login` or set HF_TOKEN."
             hint = f"If it is private, {do}"
-        case errors.DisabledRepoError():
-            what, hint = f"{repo_id} has been disabled on the hub.", "Choose another repository."
         case errors.HFValidationError():
             kind, what = BadInputError, f"{shown(repo_id)} is neither a hub id nor a folder."
             hint = "A hub id has the form org/name; a folder must exist."
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             return _out_of_reach(repo_id, error.__cause__)
-        case errors.EntryNotFoundError():
-            what, hint = f"{repo_id} has no {file}.", "Choose another revision."
         case errors.HfHubHTTPError():
             status = error.response.status_code
-            what = f"The hub answered {status} for {repo_id}."
+            what = f"The hub answered {status} for {f'{repo_id}/{file}'.rstrip('/')}."
             hint = "Check HF_TOKEN." if status in (401, 403) else "Try again later."
         case ImportError():
             kind, what = MissingCapabilityError, f"The hub's client lacks a package: {text}."
             hint = "Install it, or unset the proxy that needs it: ALL_PROXY, HTTPS_PROXY or HTTP_PROXY."
         case ValueError():
             return _bad_settings(text)
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            kind, what = MissingCapabilityError, f"The disk is full: {repo_id} could not be written to the hub's cache."
-            hint = f"Make room or set HF_HOME to a larger disk, {again}"
-        case OSError() if error.filename is not None or error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            kind = MissingCapabilityError
-            what = f"{error.filename or 'The hub cache'} cannot be written: {error.strerror}."
-            hint = (
-                "The hub's cache lies there: check its permissions, or set HF_HOME to a folder that you can write to."
-            )
-        case OSError():
-            what, hint = f"{repo_id} could not be fetched: {text}.", f"Check the network and SSL_CERT_FILE, {again}"
+        case OSError() if error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+            cannot = unwritable(Path(error.filename or constants.HF_HUB_CACHE), error)
+            cannot.hint = "The hub's cache is there: make room, check its permissions, or set HF_HOME to another disk."
+            return cannot
         case _:
             what = f"The connection to the hub broke while {repo_id} was fetched: {text}."
-            hint = "Run the same command again: complete files are kept."
+            hint = "Check the network and SSL_CERT_FILE, and run the same command again: complete files are kept."
     return kind(what, hint)
 
 
 def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:
     """The error for a file that is not cached while the hub is unreachable; it names at most 20 cached models."""
-    remedy = "check the network"
     if is_offline_mode():
-        why, remedy = "HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"
+        why = "HF_HUB_OFFLINE is set"
     elif isinstance(cause, errors.HfHubHTTPError):
         why = f"the hub at {api().endpoint} answered {cause.response.status_code}"
     else:
@@ -398,6 +387,7 @@ def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailable
     except errors.CacheNotFound:
         cached = []
     what = f"{repo_id} is only partly in the cache" if repo_id in cached else f"{repo_id} is not in the cache"
+    remedy = "unset HF_HUB_OFFLINE" if is_offline_mode() else "check the network"
     hint = f"In the cache: {', '.join(cached)}." if cached else f"The cache is empty: {remedy}, or use demo."
     return ModelUnavailableError(f"{what}, and {why}.", hint)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import re
 import shutil
@@ -20,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from ssdprof.checkpoint.config import LIMIT, PICKLE
-from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, StoredTensor, broken_file
+from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, TensorInfo, broken_file
 from ssdprof.checkpoint.meta import build, meta_model, quiet_transformers, refusals
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
@@ -53,7 +52,7 @@ class LocalCheckpoint:
     ref: CheckpointRef
     folder: Path
     depth: int
-    tensors: dict[str, StoredTensor] | None
+    tensors: dict[str, TensorInfo] | None
     head: bool = False
 
 
@@ -194,7 +193,7 @@ def load_model(
         return _load(local, type(empty), dtype, None if device.type == "cpu" else {"": device}).to(device).eval()
 
 
-def _check_fit(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: PreTrainedModel) -> None:
+def _check_fit(ref: CheckpointRef, tensors: Mapping[str, TensorInfo], empty: PreTrainedModel) -> None:
     """Refuse a config that describes more parameters than the weights hold, before they are allocated."""
     if ref.quantization not in (None, *DECODED_ON_LOAD):  # packed
         return
@@ -208,7 +207,7 @@ def _check_fit(ref: CheckpointRef, tensors: Mapping[str, StoredTensor], empty: P
         if out.weight is not empty.get_input_embeddings().weight:
             raise _incomplete(f"{ref.repo_id} lacks {_HEAD}.")
     described = sum(parameter.numel() for parameter in empty.parameters())
-    stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    stored = sum(tensor.parameter_count for tensor in tensors.values())
     if described > stored:
         raise BadInputError(
             f"The config of {ref.repo_id} describes {described} parameters in its first layers, but the weights hold "
@@ -307,9 +306,7 @@ def _whole_blocks() -> Iterator[None]:
         Fp8Dequantize._dequantize_one = decode
 
 
-def _restore_parameters(
-    local: LocalCheckpoint, model: PreTrainedModel, pickled: dict[str, torch.Tensor] | None
-) -> None:
+def _restore_parameters(local: LocalCheckpoint, model: PreTrainedModel, pickled: Mapping[str, torch.Tensor]) -> None:
     """Give the operators their parameters as they are stored in fp32: transformers rounds them like the weights."""
     wanted = {
         name[name.index("layers.") :]: parameter

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import operators
 from ssdprof.checkpoint import config as configs
-from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, is_missing, is_out_of_reach
-from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_named, is_folder, parse_repo, shown
+from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, parse_repo
+from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_named, is_folder, shown
 from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
 from ssdprof.core.words import words
@@ -186,7 +186,7 @@ class Model:
             if self.quantization:
                 layer = name.removesuffix("weight")
                 scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
-                fit = any(stored[one].shape in ((), (1,)) or stored[one].shape[1:] for one in scales & stored.keys())
+                fit = any(stored[one].shape in ([], [1]) or stored[one].shape[1:] for one in scales & stored.keys())
                 if "scale" in name or (fit and tensor.dtype != "U8"):
                     continue
                 why = f"has no {self.quantization} scale for it"
@@ -323,8 +323,7 @@ def _open_repo(repo_id: str, revision: str | None) -> Source:
     try:
         return HubRepo(repo_id, revision)
     except SsdprofError as error:
-        similar = [name for name in close_names(repo_id) if name != repo_id]
-        cause = error.__cause__
-        if similar and (is_missing(error) or is_out_of_reach(cause) or isinstance(error, BadInputError)):
+        similar = [name for name in close_names(repo_id) if repo_id.casefold() not in KNOWN]
+        if similar:
             error.hint = f"Similar names: {', '.join(similar)}.  {error.hint}"
         raise

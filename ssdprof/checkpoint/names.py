@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from ssdprof import operators
 from ssdprof.errors import BadInputError
@@ -29,16 +28,10 @@ class KnownCheckpoint:
 
     repo: str
     parameters: int  # of the whole model
-    parameters_from: str
     operator_layers: int | None = None
     layers: int | None = None
     dims: dict[str, int] | None = None
     trained_context: int | None = None  # tokens, if it differs from the config's max_position_embeddings
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the whole model in 16 bit."""
-        return 2 * self.parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,28 +49,25 @@ class Family:
     flagship: str | None = None
 
 
-def _family(row: dict[str, Any]) -> Family:
-    organisation, sizes = row.pop("organisation"), operators.get(row["operator"]).mixer_sizes
-    checkpoints = tuple(
+def _family(organisation: str, checkpoints: list[dict[str, Any]], typed: Sequence[str] = (), **row: Any) -> Family:
+    names = operators.get(row["operator"]).mixer_sizes
+    known = (
         KnownCheckpoint(
             repo=f"{organisation}/{one['repo']}",
             parameters=round(1e9 * one["billions"]),
-            parameters_from="size of the weights on the hub, 2 bytes each"
-            if "files" in one
-            else "rounded figure of the name or model card",
-            operator_layers=one["layers"][0] if "layers" in one else None,
-            layers=one["layers"][1] if "layers" in one else None,
-            dims=dict(zip(sizes, one["sizes"], strict=True)) if "sizes" in one else None,
+            operator_layers=one.get("layers", [None])[0],
+            layers=one.get("layers", [None])[-1],
+            dims=dict(zip(names, one["sizes"], strict=True)) if "sizes" in one else None,
             trained_context=one.get("context"),
         )
-        for one in row["checkpoints"]
+        for one in checkpoints
     )
-    return Family(**row | {"checkpoints": checkpoints, "typed": tuple(row.get("typed", ()))})
+    return Family(checkpoints=tuple(known), typed=tuple(typed), **row)
 
 
 _TABLE = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 OTHER_SCANS: dict[str, str] = _TABLE["other_scans"]  # model type -> why it is refused
-FAMILIES = tuple(map(_family, _TABLE["family"]))
+FAMILIES = tuple(_family(**row) for row in _TABLE["family"])
 KNOWN_TYPES = tuple(dict.fromkeys(row.model_type for row in FAMILIES))  # any other works if it calls an operator
 
 
@@ -92,7 +82,7 @@ KNOWN = {one.repo.casefold(): one for row in FAMILIES for one in row.checkpoints
 def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint, ...]:
     """Other members of `repo_id`'s family whose 16-bit weights take at most `budget_bytes`, largest first."""
     members = next((row.checkpoints for row in FAMILIES if any(c.repo == repo_id for c in row.checkpoints)), ())
-    fitting = [c for c in members if c.repo != repo_id and c.weight_bytes <= budget_bytes]
+    fitting = [c for c in members if c.repo != repo_id and 2 * c.parameters <= budget_bytes]
     return tuple(sorted(fitting, key=lambda checkpoint: -checkpoint.parameters))
 
 
@@ -109,56 +99,12 @@ def is_folder(name: str) -> bool:
     )
 
 
-def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
-    """Repo id and revision (None where the user named none) of "org/name", "org/name@v1" or
-    "https://huggingface.co/org/name/tree/v1"; `revision` is the value of --revision.
-
-    A known repo in another case is corrected.  Raises BadInputError for an address without a repo,
-    and for two different revisions.
-    """
-    if "://" in typed:
-        repo_id, named = _from_address(typed)
-    else:
-        repo_id, _, at = typed.partition("@")
-        named = at or None
-    if named is not None and revision not in (None, named):
-        raise BadInputError(
-            f"{typed} names the revision {named}, and --revision another: {revision}.", "Give one of them."
-        )
-    checkpoint = KNOWN.get(repo_id.casefold())
-    return (checkpoint.repo if checkpoint else repo_id), revision or named
-
-
 def close_names(typed: str) -> list[str]:
-    """Known names of which `typed` may be a typo, the likeliest first."""
-    names = {*DEMO_FOLDERS, *(name for row in FAMILIES for name in (*row.typed, *(c.repo for c in row.checkpoints)))}
-    scored = sorted((-_likeness(typed.casefold(), name.casefold()), name) for name in names)
-    return [name for score, name in scored if -score >= _ALIKE][:_AT_MOST]
-
-
-def _likeness(typed: str, name: str) -> float:
-    """Similarity from 0 to 1: of the whole names, of the parts after the organisation, or of two words."""
-    last, typed_last = name.rpartition("/")[2], typed.rpartition("/")[2]
-    pairs = [(typed, name), (typed_last, last)]
-    if not any(c.isdigit() for c in typed):  # else the end of a name decides: granite-9 is not a typo of granite-4.0
-        pairs.append((typed_last, last[: len(typed_last)]))
-    if typed.isalnum():
-        pairs += [(typed, word) for word in last.split("-") if len(word) > 4]
-    return max(difflib.SequenceMatcher(None, one, other).ratio() for one, other in pairs)
-
-
-def _from_address(typed: str) -> tuple[str, str | None]:
-    """https://huggingface.co/org/name[/tree|blob|resolve/REV[/file]]"""
-    parts = [part for part in urlsplit(typed).path.split("/") if part]
-    if len(parts) < 2 or parts[0] in ("datasets", "spaces", "docs", "papers", "collections"):
-        raise BadInputError(
-            f"{typed} is not the address of a model.", "An address has the form https://huggingface.co/org/name."
-        )
-    repo_id, rest = "/".join(parts[:2]), parts[2:]
-    if len(rest) < 2 or rest[0] not in ("tree", "blob", "resolve"):
-        return repo_id, None
-    pull_request = re.fullmatch(r"refs/pr/\d+", "/".join(rest[1:4]))
-    return repo_id, pull_request[0] if pull_request else unquote(rest[1])
+    """Known names of which `typed` may be a typo, whatever its organisation, the likeliest first."""
+    names = [*DEMO_FOLDERS, *(name for row in FAMILIES for name in (*row.typed, *(c.repo for c in row.checkpoints)))]
+    by_end = {name.rpartition("/")[2].casefold(): name for name in names}
+    found = difflib.get_close_matches(typed.rpartition("/")[2].casefold(), by_end, n=_AT_MOST, cutoff=_ALIKE)
+    return [by_end[one] for one in found]
 
 
 # --- names of layers
@@ -209,15 +155,6 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
             "Numbers are decoder layer indices, counted from 0.",
         )
     return tuple(index for index in indices if any(first <= index <= last for first, last, _ in ranges))
-
-
-def is_address(text: str, schemes: tuple[str, ...] = ()) -> bool:
-    """Whether a URL has a host and a port that is a number.  schemes: those allowed; empty: any."""
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in (schemes or (parts.scheme,)) and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 def shown(value: object) -> str:

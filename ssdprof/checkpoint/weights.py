@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ssdprof.checkpoint.config import PICKLE
-from ssdprof.checkpoint.hub import Source, StoredTensor
+from ssdprof.checkpoint.hub import Source, TensorInfo
 from ssdprof.checkpoint.names import shown
 from ssdprof.errors import BadInputError, ModelUnavailableError, library_message
 from ssdprof.files import read_json
@@ -72,13 +71,13 @@ class Weights:
         """The part of the index that the first `depth` layers need."""
         return {key: file for key, file in (self.shards or {}).items() if is_needed(key, depth, head=head)}
 
-    def tensors(self, depth: int, *, head: bool = False) -> dict[str, StoredTensor]:
+    def tensors(self, depth: int, *, head: bool = False) -> dict[str, TensorInfo]:
         """The needed tensors with their shapes, from the files' headers (on the hub: a few requests, no download).
 
         ModelUnavailableError when a file is truncated, corrupt, or lacks a tensor that the index places in it.
         """
         assert not self.pickled, "a pickle has no header"
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, TensorInfo] = {}
         needed = self.needed_shards(depth, head=head)
         for file in self.files(depth, head=head):
             header = self.source.header(file)
@@ -98,7 +97,8 @@ class Weights:
         if self.pickled:
             return self.source.sizes[PICKLE]
         size, tensors = SIZES.get(dtype or ""), self.tensors(depth, head=head).values()
-        return sum(math.prod(t.shape) * size if size and t.dtype in _FLOATS else t.size_bytes for t in tensors)
+        stored = ((t, t.data_offsets[1] - t.data_offsets[0]) for t in tensors)
+        return sum(t.parameter_count * size if size and t.dtype in _FLOATS else own for t, own in stored)
 
 
 def find_weights(source: Source, *, is_original: bool) -> Weights:
@@ -121,12 +121,12 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
     )
 
 
-def usual_dtype(tensors: Iterable[StoredTensor]) -> str | None:
+def usual_dtype(tensors: Iterable[TensorInfo]) -> str | None:
     """That of most elements in floats of 16 bit and more, named as in torch; None without any."""
     counts: Counter[str] = Counter()
     for tensor in tensors:
         if (name := _FLOATS.get(tensor.dtype)) is not None:
-            counts[name] += math.prod(tensor.shape)
+            counts[name] += tensor.parameter_count
     return max(counts, key=counts.__getitem__, default=None)
 
 

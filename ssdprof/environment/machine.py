@@ -40,10 +40,6 @@ _THROTTLE_REASONS = {
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-# The files with a limit, the usage, and the part of the usage that is page cache: the kernel frees it when memory is
-# needed.  A checkpoint that was just downloaded or read is in the page cache.
-_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
-_V2 = "memory.max", "memory.current", ("inactive_file", "active_file")
 TRANSFER_BYTES = 256 << 20  # read from a file or copied to a GPU; 0.1 s from a fast disk
 
 
@@ -112,42 +108,24 @@ def _cpu_model() -> str:
 Reading = tuple[int, int, int, int]  # clocks of SM and memory in MHz, temperature in °C, NVML's mask of reasons
 
 
-class ClockWatch:
-    """Reads the clocks when entered, at every `poll`, and on the way out if nothing polled.
+def watch_clocks() -> Callable[[], Clocks | None]:
+    """Read the clocks, and return a function that reads them again while the GPU is still warm.
 
-        with ClockWatch() as watch:
-            ...  # time something
-            watch.poll()
-        watch.clocks
-
-    Poll while the GPU is still warm.  Without NVML or a GPU, `clocks` is None.
+    It returns the first and the last reading, and all throttle reasons of any; None without NVML or a GPU.
     """
+    readings = [read_clocks()]
 
-    def __init__(self) -> None:
-        self._readings: list[Reading] = []
-
-    def __enter__(self) -> ClockWatch:
-        self.poll()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if len(self._readings) == 1:
-            self.poll()
-
-    def poll(self) -> None:
-        """Take a reading."""
-        if (reading := read_clocks()) is not None:
-            self._readings.append(reading)
-
-    @property
-    def clocks(self) -> Clocks | None:
-        """The first and the last reading, and all throttle reasons of any reading."""
-        if not self._readings:
+    def watched() -> Clocks | None:
+        readings.append(read_clocks())
+        known = [reading for reading in readings if reading is not None]
+        if not known:
             return None
-        sm, memory, temperature, _ = zip(self._readings[0], self._readings[-1], strict=True)
-        reasons = reduce(or_, (mask for *_, mask in self._readings))
+        sm, memory, temperature, _ = zip(known[0], known[-1], strict=True)
+        reasons = reduce(or_, (mask for *_, mask in known))
         words = tuple(words for bit, words in _THROTTLE_REASONS.items() if reasons & bit)
         return Clocks(sm_mhz=sm, memory_mhz=memory, temperature_c=temperature, throttle_reasons=words)
+
+    return watched
 
 
 def read_clocks() -> Reading | None:
@@ -231,22 +209,18 @@ def _available() -> int:
 
 
 def _left_in_groups() -> Iterator[int]:
-    """The memory that each limit of this process's control groups leaves, for versions 2 and 1."""
+    """The memory that each limit of this process's control groups (version 2) leaves, page cache included."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:  # a kernel without control groups
         return
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers not in ("", "memory"):
-            continue
-        top = _GROUPS / controllers
-        limit, used, cached = _V1 if controllers else _V2
-        own = top / path.lstrip("/")  # missing in a container that sees its own group as the root
-        for group in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+    for path in (line[3:] for line in lines if line.startswith("0::")):
+        own = _GROUPS / path.lstrip("/")  # missing in a container that sees its own group as the root
+        for group in (own, *own.parents[: len(own.parts) - len(_GROUPS.parts)]):
             try:
-                allowed, taken = (int((group / name).read_text()) for name in (limit, used))
+                allowed, taken = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
                 found = _numbers(group / "memory.stat")
-                yield allowed - taken + sum(found.get(name, 0) for name in cached)
+                yield allowed - taken + sum(found.get(name, 0) for name in ("inactive_file", "active_file"))
             except (OSError, ValueError):  # no such group, or its limit is "max"
                 continue
 

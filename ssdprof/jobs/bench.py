@@ -17,7 +17,7 @@ from ssdprof.core.base import EXACT_FP32, PrecisionRecord, precisions_for
 from ssdprof.core.case import Case, Drawn
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.environment.child import sampler
-from ssdprof.environment.machine import ClockWatch, collect, kernels_hash
+from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, Verdicts
@@ -79,7 +79,8 @@ def bench(
     began = time.monotonic()
     end = math.inf if request.budget is None else began + request.budget
     files = partial(source_files, request.compared)
-    with opened(request.out, watcher, ranks, files, **header) as writer, ClockWatch() as clocks:
+    with opened(request.out, watcher, ranks, files, **header) as writer:
+        clocks = watch_clocks()
         began -= writer.report.first.seconds
         writer.update(ceilings=writer.report.ceilings or measure_ceilings(device))
         mine = ranks.share(request.measured) if ranks else request.measured
@@ -117,8 +118,7 @@ def bench(
                     left = f"out of memory: {first_line(error)}"
                 if left:
                     writer.update(left_out=(*writer.report.left_out, LeftOut(place=_place(cell), reason=left)))
-                clocks.poll()
-                writer.update(clocks=clocks.clocks, seconds=time.monotonic() - began)
+                writer.update(clocks=clocks(), seconds=time.monotonic() - began)
                 advance(1)
     return load(writer.folder)
 

@@ -28,7 +28,7 @@ from ssdprof.core.case import Case, ChunkTrial
 from ssdprof.core.subject import CallRef, Ceilings, drafted_call
 from ssdprof.core.words import words
 from ssdprof.environment import child
-from ssdprof.environment.machine import ClockWatch
+from ssdprof.environment.machine import watch_clocks
 from ssdprof.jobs import limits
 from ssdprof.jobs.options import RunOptions
 from ssdprof.kernels.device import INTERPRETED
@@ -433,9 +433,9 @@ def replaying(
         limits.memory_errors(),
         # In the interpreter NumPy would warn about masked lanes.  Outputs are checked for NaN in any case.
         np.errstate(invalid="ignore", over="ignore"),
-        ClockWatch() as clocks,
         watcher.step("Replaying", calls, unit="calls") as advance,
     ):
+        clocks = watch_clocks()
         if gpu:
             writer.update(ceilings=writer.report.ceilings or measure_ceilings(gpu))
             forget_peak(gpu)
@@ -501,7 +501,7 @@ def replaying(
             for case in comparer.compare(entries, layer.name):
                 writer.case(case)
                 if case.samples:
-                    clocks.poll()
+                    writer.update(clocks=clocks())
             if wanted.trace and untraced:  # the first layer
                 untraced.clear()
                 calls_of = {entry.call.label: partial(once, entry) for entry in entries if entry.bits}
@@ -510,7 +510,6 @@ def replaying(
             writer.remembers(layer.index, partial(forgetting, inputs))
             del inputs
             if gpu:
-                writer.update(clocks=clocks.clocks)
                 writer.peaked(peak_bytes(gpu))
             advance(1)
 

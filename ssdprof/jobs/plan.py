@@ -303,7 +303,7 @@ class Chooser:
         """Bytes that transformers writes to a temporary folder: streamed weights that it assembles or decodes."""
         located = self._subject.located
         depth = located.depth(self._subject.deepest_layer)
-        stored = {tensor.shape for tensor in located.weights.tensors(depth, head=self._subject.head).values()}
+        stored = {tuple(tensor.shape) for tensor in located.weights.tensors(depth, head=self._subject.head).values()}
         decoded = self._subject.ref.quantization in DECODED_ON_LOAD
         return sum(
             parameter.nbytes

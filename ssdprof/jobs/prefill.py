@@ -29,7 +29,7 @@ from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import LeftOut, Report
 from ssdprof.core.subject import LayerRef, Prompt, split_prompt
 from ssdprof.core.subject import tokens as tokens_of
-from ssdprof.environment.machine import ClockWatch, collect, installed_version
+from ssdprof.environment.machine import collect, installed_version, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
 from ssdprof.jobs import limits
@@ -126,7 +126,8 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
         absent=resolved.absent,
     )
     files = partial(sources, subject, (*resolved.found, *resolved.baselines))
-    with opened(request.out, watcher, None, files, **report) as writer, ClockWatch() as clocks, limits.memory_errors():
+    with opened(request.out, watcher, None, files, **report) as writer, limits.memory_errors():
+        clocks = watch_clocks()
         writer.update(steps=dict(steps))
         for length in lengths:
             earlier = [writer.earlier.get(one.case.name) for one in length.contenders]
@@ -144,8 +145,7 @@ def time_prefills(request: PrefillOptions, subject: Subject, watcher: Watcher) -
                 )
                 writer.update(left_out=(*writer.report.left_out, left))
             if begun:
-                clocks.poll()
-                writer.update(clocks=clocks.clocks, steps=dict(steps))
+                writer.update(clocks=clocks(), steps=dict(steps))
     return load_report(writer.folder)
 
 

@@ -410,9 +410,12 @@ def test_settings_that_the_client_cannot_use(
     [
         (ImportError("Using SOCKS proxy, but the 'socksio' package is not installed"), 3, "socksio"),
         (OSError(122, "Disk quota exceeded"), 3, "The disk is full"),
-        (NotADirectoryError(20, "Not a directory", "/dev/null/hub"), 3, "/dev/null/hub cannot be written"),
-        (PermissionError(13, "Permission denied", "/cache"), 3, "/cache cannot be written: Permission denied"),
-        (OSError(2, "No such file or directory"), 4, "could not be fetched"),  # from SSL_CERT_FILE, without a file name
+        (PermissionError(13, "Permission denied", "/cache"), 3, "/cache cannot be written: permission denied"),
+        (
+            OSError(2, "No such file or directory"),
+            4,
+            "while org/tiny was fetched",
+        ),  # from SSL_CERT_FILE, without a name
     ],
 )
 def test_what_keeps_a_file_from_being_fetched(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import checkpoint, layer, prompt, value
-from fakes import QUICK, FakeTimer, UnreadClocks, inputs, noting
+from fakes import QUICK, FakeTimer, inputs, noting
 
 from ssdprof import kernels
 from ssdprof.capture.layers import CapturedLayer
@@ -153,7 +153,7 @@ def test_the_interpreters_kernels_are_not_timed_beside_a_gpu(monkeypatch: pytest
     monkeypatch.setattr(compare, "INTERPRETED", True)
     for name in ("measure_ceilings", "forget_peak"):
         monkeypatch.setattr(compare, name, lambda _: None)
-    monkeypatch.setattr(compare, "ClockWatch", UnreadClocks)
+    monkeypatch.setattr(compare, "watch_clocks", lambda: lambda: None)
     monkeypatch.setattr(compare, "Comparer", lambda **own: timers.append(own["timer"]))
     report = SimpleNamespace(prompts=(), ceilings=None)
     writer: Any = SimpleNamespace(report=report, process="one", update=lambda **_: None)
