@@ -24,7 +24,7 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, candidates, n_split, program_count
-from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.launch import hopper_launch
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell, Tokens
@@ -38,7 +38,7 @@ REPEATS = 5
 def device_us(timer: CudaTimer, inputs: SSDInputs, segments: Cut, sm_count: int) -> float:
     chosen = SSDHopperConfig.choose(inputs, sm_count, batch_invariant=False)
     config = replace(chosen, **asdict(segments))
-    recording = timer.record(partial(ssd_fused_hopper, inputs, Precision(), config=config))
+    recording = timer.record(partial(hopper_launch(inputs, Precision(), config), inputs))
     return float(np.median([timer.device_us(recording) for _ in range(REPEATS)]))
 
 

@@ -14,10 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate
 
-STAGES = {
-    "add": "caller", "place_in": "caller", "phase": "caller", "scalar": "caller", "arrive": "caller",
-    "masked": "caller", "segments": "ticket", "segment_at": "ticket", "chunks": "ticket",
-}  # fmt: skip
+STAGES = {"segments": "ticket", "segment_at": "ticket", "chunks": "ticket"}
 
 # Later versions of Triton have other names for these: the barrier of a role's threads, TMA copies, and views of shared
 # memory with another layout.

@@ -23,7 +23,7 @@ from ssdprof.kernels.launch import launch
 
 _BLOCK = 128  # sequences or chunks per iteration
 
-STAGES = {"chunk_span": "caller", "own_chunk": "caller", "_chunk_table_kernel": "setup"}
+STAGES = {"_chunk_table_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)

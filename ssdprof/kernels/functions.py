@@ -20,10 +20,7 @@ DOT_PRECISION = tl.constexpr("tf32x3")
 LOG2_E = tl.constexpr(math.log2(math.e))
 SERIES = tl.constexpr(-0.125)  # from here to 0, five terms of expm1's series have an error below 5e-9
 
-STAGES = {
-    "ptr_offset": "caller", "in_units": "caller", "decay_exp2": "caller", "decay_exp": "caller",
-    "sequence_bounds": "caller", "softplus": "chunk_cumsum",
-}  # fmt: skip
+STAGES = {"softplus": "chunk_cumsum"}
 
 
 @triton.jit

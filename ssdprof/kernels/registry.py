@@ -109,22 +109,13 @@ def names(operator: str) -> list[str]:
     return [name for op, name in _implementations if op == operator]
 
 
-@dataclass(frozen=True)
-class CallKey:
-    """The calls of one kernel that share a configuration.
+# The calls of one kernel that share a configuration: names and values of gpu (torch's name), operator, kernel, and the
+# properties on which the configuration depends, in alphabetical order
+CallKey = tuple[tuple[str, Any], ...]
 
-    gpu: torch's name of the GPU
-    sizes: the properties on which the configuration depends, by the operator's own names, in alphabetical order
-    """
 
-    gpu: str
-    operator: str
-    kernel: str
-    sizes: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, gpu: str, operator: str, kernel: str, **sizes: Any) -> CallKey:
-        return cls(gpu, operator, kernel, tuple(sorted(sizes.items())))
+def key_of_calls(**properties: Any) -> CallKey:
+    return tuple(sorted(properties.items()))
 
 
 # Configurations that a search has found to be faster on a GPU than the committed ones.  There are none until a program
@@ -135,7 +126,7 @@ _listeners: list[Callable[[], None]] = []
 
 def use_overrides(operator: str, configs: Mapping[CallKey, Any]) -> None:
     """Use exactly these configurations for an operator from now on, in this process; with none, the committed ones."""
-    for key in [key for key in _overrides if key.operator == operator]:
+    for key in [key for key in _overrides if ("operator", operator) in key]:
         del _overrides[key]
     _overrides.update(configs)
     for listener in _listeners:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -61,55 +61,45 @@ def tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
 ALIGNMENT = 512  # bytes, as torch's own allocations on a GPU
 
 
-class Place(NamedTuple):
-    """Offset and size of a part in a workspace, in bytes, and its dtype."""
-
-    begin: int
-    nbytes: int
-    dtype: torch.dtype
-
-
 class Part:
-    """A part of a workspace, as an argument of a launch: an object with a dtype and an address."""
+    """A part of a tensor's memory, as an argument of a launch: an object with a dtype and an address.
 
-    __slots__ = ("_address", "_memory", "_place", "dtype")
+    begin, nbytes: in bytes; the base of a descriptor may begin before its tensor
+    """
 
-    def __init__(self, memory: torch.Tensor, place: Place) -> None:
-        self._memory, self._place, self.dtype = memory, place, place.dtype
-        self._address = memory.data_ptr() + place.begin
+    __slots__ = ("_address", "begin", "dtype", "memory", "nbytes")
+
+    def __init__(self, memory: Any, begin: int, nbytes: int, dtype: torch.dtype) -> None:
+        self.memory, self.begin, self.nbytes, self.dtype = memory, begin, nbytes, dtype
+        self._address: int = memory.data_ptr() + begin
 
     def data_ptr(self) -> int:
         return self._address
 
     def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
         """A strided view.  Requires an fp32 part, because the workspace is fp32."""
-        return self._memory.as_strided(shape, strides, self._place.begin // self._memory.element_size())
+        view: torch.Tensor = self.memory.as_strided(shape, strides, self.begin // self.memory.element_size())
+        return view
 
     def tensor(self) -> torch.Tensor:
         """A one-dimensional view."""
-        begin, nbytes, dtype = self._place
-        return self._memory.view(torch.uint8)[begin : begin + nbytes].view(dtype)
+        view: torch.Tensor = self.memory.view(torch.uint8)[self.begin : self.begin + self.nbytes].view(self.dtype)
+        return view
 
 
-def part(memory: torch.Tensor | None, place: Place | None) -> Part | None:
-    """The part at `place`; None, which a launch accepts, without a place or a workspace."""
-    return None if memory is None or place is None else Part(memory, place)
+def places(parts: dict[str, tuple[Any, ...] | None]) -> tuple[int, dict[str, tuple[int, int, torch.dtype] | None]]:
+    """The bytes of a workspace of consecutive parts, each aligned to `ALIGNMENT`, and the arguments of each `Part`.
 
-
-class Layout:
-    """Consecutive places, each aligned to `ALIGNMENT`."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def add(self, dtype: torch.dtype, *shape: int) -> Place:
-        place = Place(self.nbytes, prod(shape) * dtype.itemsize, dtype)
-        self.nbytes += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
-        return place
-
-    def allocate(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised fp32 tensor for the workspace."""
-        return torch.empty(self.nbytes // 4, dtype=torch.float32, device=device)
+    parts: dtype and sizes of each; None: it has no place
+    """
+    end, found = 0, dict[str, tuple[int, int, torch.dtype] | None]()
+    for name, part in parts.items():
+        found[name] = None
+        if part is not None:
+            dtype, *shape = part
+            found[name] = end, prod(shape) * dtype.itemsize, dtype
+            end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return end, found
 
 
 # --- TMA descriptors.  They are built and checked once, and later calls only set the tensor.
@@ -119,28 +109,19 @@ Described = Callable[["torch.Tensor | Part"], TensorDescriptor]  # the descripto
 _GL_DTYPE = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
-class _Base:
-    """The base of a descriptor: a tensor, with an address `ahead` bytes before its own."""
-
-    __slots__ = ("ahead", "dtype", "tensor")
-
-    def __init__(self, tensor: torch.Tensor | Part, ahead: int) -> None:
-        self.tensor, self.ahead, self.dtype = tensor, ahead, tensor.dtype
-
-    def data_ptr(self) -> int:
-        return self.tensor.data_ptr() - self.ahead
-
-
 def described(
     dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], ahead: int = 0
 ) -> Described:
-    """A descriptor of tiles `block`.  Shape and strides of a tensor are not checked again."""
+    """A descriptor of tiles `block`, which begins `ahead` bytes before its tensor.
+
+    Shape and strides of a tensor are not checked again.
+    """
     layout = _shared_layout(block, dtype)
     known = vars(TensorDescriptor(_nothing(dtype), list(sizes), list(strides), list(block), layout))
 
     def of(tensor: torch.Tensor | Part) -> TensorDescriptor:
         descriptor = object.__new__(TensorDescriptor)
-        descriptor.__dict__.update(known, base=_Base(tensor, ahead) if ahead else tensor)
+        descriptor.__dict__.update(known, base=Part(tensor, -ahead, 0, dtype) if ahead else tensor)
         return descriptor
 
     return of

@@ -17,9 +17,9 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import HOPPER_CHUNK, SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import LONGEST_RECOMPUTED, SSDHopperConfig, as_exact_as_unfused, shared_bytes
-from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.launch import hopper_launch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable import ssd_fused_portable
+from ssdprof.kernels.ssd.portable import portable_launch
 from ssdprof.operators.tuning import CHECKED_POSITIONS, Axis, Tuning, stored_form, varied
 
 SSDConfig = SSDHopperConfig | SSDPortableConfig
@@ -172,8 +172,8 @@ def _committed(inputs: SSDInputs, kernel: str) -> SSDConfig:
 
 def _run(inputs: SSDInputs, precision: Precision, config: SSDConfig) -> SSDOutput:
     if isinstance(config, SSDHopperConfig):
-        return ssd_fused_hopper(inputs, precision, config=config)
-    return ssd_fused_portable(inputs, precision, config=config.fitted(inputs))
+        return hopper_launch(inputs, precision, config)(inputs)
+    return portable_launch(inputs, precision, config.fitted(inputs))(inputs)
 
 
 def _check(config: SSDConfig) -> None:

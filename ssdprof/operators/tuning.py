@@ -13,7 +13,7 @@ from ssdprof import operators
 from ssdprof.core.base import Intermediates, Record
 from ssdprof.core.tuned import TunedCalls, TunedConfig, Value
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import CallKey, use_overrides
+from ssdprof.kernels.registry import CallKey, key_of_calls, use_overrides
 from ssdprof.operators.tensors import dtype_name, dtype_named
 
 CHECKED_POSITIONS = 1024  # of a sequence, on which a candidate is first verified
@@ -83,10 +83,10 @@ class Tuning:
 
     def calls(self, inputs: Any, intermediates: Intermediates, kernel: str) -> TunedCalls:
         """The stored form of `key`, of any GPU."""
-        key = self.key(inputs, Precision(intermediates=intermediates), kernel)
-        sizes: dict[str, Value] = {name: value for name, value in key.sizes if name != "exact"}  # in `intermediates`
-        sizes |= {"dtype": dtype_name(dict(key.sizes)["dtype"])}
-        return {"operator": key.operator, "kernel": key.kernel, "intermediates": intermediates, **sizes}
+        key = dict(self.key(inputs, Precision(intermediates=intermediates), kernel))
+        for name in ("gpu", "exact"):  # exact: in `intermediates`
+            del key[name]
+        return key | {"intermediates": intermediates, "dtype": dtype_name(key["dtype"])}
 
     def settings(self, config: Config) -> dict[str, Value]:
         """The stored form of a configuration."""
@@ -114,4 +114,4 @@ def key_of(gpu: str, calls: TunedCalls) -> CallKey:
     """The inverse of `Tuning.calls`, for a GPU."""
     sizes: dict[str, Any] = dict(calls)
     sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": sizes.pop("intermediates") == "exact"}
-    return CallKey.of(gpu, **sizes)
+    return key_of_calls(gpu=gpu, **sizes)

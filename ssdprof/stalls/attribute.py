@@ -1,6 +1,6 @@
 """Attributes samples to source lines, and lines to stages, which the source itself declares.
 
-    STAGES = {"take_ticket": "ticket", "scalar": "caller"}   every @jit function of the file
+    STAGES = {"take_ticket": "ticket"}                         @jit functions; one without a stage has its "caller"'s
     WAITS = {"full": "waiting.chunk"}                          what `mbarrier.wait(shared.full...)` waits for
     # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
 
@@ -213,6 +213,8 @@ def parse(text: str, known: KnownSource | None = None) -> SourceFile:
         node for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and any(_is_jit(decorator) for decorator in node.decorator_list)
     ]  # fmt: skip
+    if stages is not None and known is None:
+        stages = dict.fromkeys((node.name for node in functions), CALLER) | dict(stages)
     waits, places = _waits(tree, names), dict[int, LineStage]()
     for node in functions:  # those inside of others come later
         places |= _places(node, stages, known.starts if known else marks, waits, lines)

@@ -424,8 +424,8 @@ def test_what_is_stored_is_used_and_said_also_in_another_process(cache: Path, mo
     assert said == "1 configuration tuned on this GPU will be used where they fit; --no-tuned takes the committed ones."
     assert segment == "segment 4"
     ((key, config),) = registry._overrides.items()
-    assert (key.gpu, key.operator, key.kernel) == ("NVIDIA Test", "ssd", "hopper")
-    assert dict(key.sizes) == dict(
+    assert dict(key) == dict(
+        gpu="NVIDIA Test", operator="ssd", kernel="hopper",
         nheads=80, headdim=64, dstate=128, ngroups=1, dtype=torch.bfloat16, gate=False, sequences=1, nchunks=16,
         exact=True,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from subjects import GDN_ON_HOPPER, GDN_ONE
 from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
-from ssdprof.kernels.gdn.hopper.launch import gdn_fused_hopper
+from ssdprof.kernels.gdn.hopper.launch import hopper_launch as gdn_hopper_launch
 from ssdprof.kernels.gdn.portable import portable_launch as gdn_portable_launch
 from ssdprof.kernels.gdn.recurrent import blocks_of, three_stages
 from ssdprof.kernels.gdn.recurrent import recurrent_launch as gdn_recurrent_launch
@@ -30,8 +30,8 @@ from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
-from ssdprof.kernels.ssd.hopper.launch import ssd_fused_hopper
-from ssdprof.kernels.ssd.portable import ssd_fused_portable
+from ssdprof.kernels.ssd.hopper.launch import hopper_launch as ssd_hopper_launch
+from ssdprof.kernels.ssd.portable import portable_launch as ssd_portable_launch
 from ssdprof.kernels.ssd.recurrent import recurrent_launch, two_stages
 from ssdprof.kernels.ssd.unfused import chunk_scan, five_stages
 from ssdprof.kernels.tensors import contiguous_copy
@@ -53,7 +53,7 @@ def capability() -> int:
 def ssd_portable(case: SSDCase, precision: Precision, config: SSDPortableConfig | None = None) -> None:
     inputs = on_meta(case.inputs())
     config = config or SSDPortableConfig.choose(inputs, divmod(capability(), 10), precision)
-    ssd_fused_portable(inputs, precision, config=config)
+    ssd_portable_launch(inputs, precision, config)(inputs)
 
 
 def ssd_unfused(case: SSDCase, precision: Precision) -> None:
@@ -63,7 +63,7 @@ def ssd_unfused(case: SSDCase, precision: Precision) -> None:
 def ssd_hopper(case: SSDCase, precision: Precision, segments: Cut) -> None:
     inputs = on_meta(case.inputs())
     config = SSDHopperConfig.choose(inputs, sm_count=132, batch_invariant=False)
-    ssd_fused_hopper(inputs, precision, config=replace(config, **vars(segments)))
+    ssd_hopper_launch(inputs, precision, replace(config, **vars(segments)))(inputs)
 
 
 def ssd_recurrent(case: SSDCase, state_every: int = 0) -> None:
@@ -211,8 +211,8 @@ def gdn_unfused(case: GDNCase, precision: Precision) -> None:
 
 
 def gdn_hopper(case: GDNCase, config: GDNHopperConfig) -> None:
-    inputs = case.inputs()
-    gdn_fused_hopper(on_meta(case.inputs(beta=inputs.beta.float())), config=config)
+    inputs = on_meta(case.inputs(beta=case.inputs().beta.float()))
+    gdn_hopper_launch(inputs, config)(inputs)
 
 
 def gdn_recurrent(case: GDNCase, *, wide: bool = False) -> None:

@@ -270,8 +270,8 @@ class Descriptor:
         self.shape, self.strides = host.shape, host.strides
         base = host.base
         self.block, self.dtype, self.layout = tuple(host.block_shape), base.dtype, None
-        ahead = getattr(base, "ahead", 0) // base.dtype.itemsize
-        self.start = Pointer.to(getattr(base, "tensor", base) if ahead else base) - ahead
+        ahead = isinstance(base, Part) and base.begin < 0
+        self.start = Pointer.to(base.memory) + base.begin // base.dtype.itemsize if ahead else Pointer.to(base)
 
     def tile(self, start: list[Any]) -> tuple[Pointer, torch.Tensor]:
         """Pointers to a tile's elements, and a mask of those that TMA reads or writes."""

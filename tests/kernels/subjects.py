@@ -33,9 +33,10 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
-from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count, ssd_fused_hopper
+from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count
+from ssdprof.kernels.ssd.hopper.launch import hopper_launch as ssd_hopper_launch
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.portable import ssd_fused_portable
+from ssdprof.kernels.ssd.portable import portable_launch as ssd_portable_launch
 from ssdprof.kernels.ssd.reference import ssd_chunked, ssd_recurrence
 from ssdprof.measure.accuracy import assert_passes
 
@@ -123,9 +124,9 @@ def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
 
 
 def ssd_portable(config: SSDPortableConfig | None = None) -> Run:
-    return lambda inputs, precision: ssd_fused_portable(
-        inputs, precision, config=config or SSDPortableConfig.choose(inputs, capability(inputs.x))
-    )
+    return lambda inputs, precision: ssd_portable_launch(
+        inputs, precision, config or SSDPortableConfig.choose(inputs, capability(inputs.x))
+    )(inputs)
 
 
 def ssd_hopper(cut_of: Callable[[SSDInputs], SSDHopperConfig] | SSDHopperConfig | Cut) -> Run:
@@ -137,7 +138,7 @@ def ssd_hopper(cut_of: Callable[[SSDInputs], SSDHopperConfig] | SSDHopperConfig 
             config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(cut_of))
         else:
             config = cut_of if isinstance(cut_of, SSDHopperConfig) else cut_of(inputs)
-        return ssd_fused_hopper(inputs, precision, config=config)
+        return ssd_hopper_launch(inputs, precision, config)(inputs)
 
     return run
 

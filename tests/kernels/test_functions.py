@@ -262,15 +262,12 @@ def test_fla_drop_in(function: Any) -> None:
     v_first = inputs.initial.mT.contiguous()
     out, final_state = fla(inputs, function, initial_state=v_first, output_final_state=True, state_v_first=True)
     equal((out, final_state.mT), expected)
-    with pytest.raises(ValueError, match="transpose_state_layout"):
-        fla(inputs, function, state_v_first=True, transpose_state_layout=True)
 
 
-def test_fla_drop_in_takes_hints_and_the_former_name_of_state_v_first() -> None:
+def test_fla_drop_in_takes_hints() -> None:
     inputs = GDN["batch"].inputs(initial_state=None)
     hints = {"cu_seqlens_cpu": None, "chunk_indices": torch.zeros(1, 2), "chunk_size": 32, "head_first": False}
-    with pytest.warns(DeprecationWarning, match="state_v_first"):
-        _, state = fla(inputs, output_final_state=True, transpose_state_layout=True, use_gate_in_kernel=False, **hints)
+    _, state = fla(inputs, output_final_state=True, state_v_first=True, use_gate_in_kernel=False, **hints)
     assert torch.equal(state, DELTA(inputs).final_states.mT)
 
 

@@ -12,7 +12,7 @@ from kernel_cases import BF16, EXACT, FP16, RELAXED, SSDCase, assert_bitwise, bo
 
 from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import CallKey, override, use_overrides
+from ssdprof.kernels.registry import CallKey, key_of_calls, override, use_overrides
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig, call_key
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
@@ -39,7 +39,7 @@ def hopper(case: SSDCase, precision: Precision = EXACT, *, batch_invariant: bool
 
 
 def test_a_find_is_for_its_own_calls_and_gpu_only() -> None:
-    use_overrides("ssd", {replace(key_of(CASE), gpu="NVIDIA H100"): FOUND})
+    use_overrides("ssd", {key_of_calls(**dict(key_of(CASE)) | {"gpu": "NVIDIA H100"}): FOUND})
     assert hopper(CASE) != FOUND
     use_overrides("ssd", {key_of(CASE): FOUND})
     assert hopper(CASE) == hopper(CASE.but(seqlen=1000)) == FOUND  # the same number of chunks
@@ -68,7 +68,7 @@ def test_packed_sequences_are_cut_by_the_committed_rule() -> None:
 
 
 def test_overrides_are_replaced_and_leave_another_operators_alone() -> None:
-    theirs = replace(key_of(CASE), operator="gdn")
+    theirs = key_of_calls(**dict(key_of(CASE)) | {"operator": "gdn"})
     use_overrides("gdn", {theirs: FOUND})
     use_overrides("ssd", {key_of(CASE): FOUND})
     use_overrides("ssd", {key_of(CASE): SSDHopperConfig(segment=5)})

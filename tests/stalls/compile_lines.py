@@ -27,8 +27,9 @@ from ssdprof.kernels.gdn.portable import portable_launch as gdn_portable_launch
 from ssdprof.kernels.gdn.recurrent import blocks_of, recurrent_launch
 from ssdprof.kernels.gdn.unfused.pipeline import six_stages
 from ssdprof.kernels.ssd.config import SSDPortableConfig
-from ssdprof.kernels.ssd.hopper import launch as hopper_launch
-from ssdprof.kernels.ssd.portable import ssd_fused_portable
+from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
+from ssdprof.kernels.ssd.hopper.launch import hopper_launch
+from ssdprof.kernels.ssd.portable import portable_launch
 from ssdprof.kernels.ssd.unfused import five_stages
 from ssdprof.stalls import target
 
@@ -86,8 +87,9 @@ def main() -> None:
     case = SSDCase(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16)
     gated = on_meta(SSDCase(seqlen=1024, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16, gate=True).inputs())
     five_stages(gated, EXACT)
-    ssd_fused_portable(gated, EXACT, config=SSDPortableConfig.choose(gated, (9, 0)))
-    hopper_launch.ssd_fused_hopper(on_meta(case.inputs()), EXACT, config=hopper_launch.SSDHopperConfig(segment=4))
+    portable_launch(gated, EXACT, SSDPortableConfig.choose(gated, (9, 0)))(gated)
+    ungated = on_meta(case.inputs())
+    hopper_launch(ungated, EXACT, SSDHopperConfig(segment=4))(ungated)
     long = GDNCase(seqlen=4096, key_heads=2, values_per_key=2, key_dim=128, value_dim=128, dtype=torch.bfloat16)
     delta = on_meta(long.inputs())
     six_stages(delta, EXACT)

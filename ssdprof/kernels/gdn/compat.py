@@ -7,36 +7,14 @@ An unsupported option raises UnsupportedError, which names it.  A g above 0 coun
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 from ssdprof.kernels.gdn.fused import gdn_fused
 from ssdprof.kernels.registry import UnsupportedError
 
-P = ParamSpec("P")
-R = TypeVar("R")
-FORMER = "transpose_state_layout"  # the former name of state_v_first
 
-
-def _takes_former_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Accept state_v_first also by its former name, with a DeprecationWarning.  Raises ValueError for both, as fla."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if FORMER in kwargs:
-            if "state_v_first" in kwargs:
-                raise ValueError(f"{FORMER} is the former name of state_v_first: pass only state_v_first")
-            warnings.warn(f"{FORMER} is now called state_v_first", DeprecationWarning, stacklevel=2)
-            kwargs["state_v_first"] = bool(kwargs.pop(FORMER))
-        return function(*args, **kwargs)
-
-    return call
-
-
-@_takes_former_name
 def chunk_gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     scale: float | None = None, initial_state: torch.Tensor | None = None, output_final_state: bool = False,
@@ -66,7 +44,6 @@ def chunk_gated_delta_rule(
     return out, final_state if output_final_state else None
 
 
-@_takes_former_name
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None = None, gk: torch.Tensor | None = None,
     gv: torch.Tensor | None = None, beta: torch.Tensor | None = None, scale: float | None = None,

@@ -34,7 +34,7 @@ from ssdprof.kernels.device import gpu_name
 from ssdprof.kernels.functions import TL_DTYPE
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import CallKey
+from ssdprof.kernels.registry import CallKey, key_of_calls
 
 CALL_CHUNK = 64  # positions; calls whose sequences have as many chunks share a found configuration
 _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on the warm-up
@@ -54,10 +54,11 @@ def call_key(
     of sequences.  A batch-invariant call uses that of one sequence.  Packed sequences keep the committed one.
     """
     (key_heads, key_dim), (value_heads, value_dim) = inputs.q.shape[2:], inputs.v.shape[2:]
-    return CallKey.of(
-        gpu_name(inputs.q), inputs.operator, kernel, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
-        value_dim=value_dim, dtype=inputs.q.dtype, exact=precision.exact, l2norm=bool(inputs.use_qk_l2norm),
-        sequences=1 if batch_invariant else inputs.sequences, nchunks=-(-inputs.length // CALL_CHUNK),
+    return key_of_calls(
+        gpu=gpu_name(inputs.q), operator=inputs.operator, kernel=kernel, key_heads=key_heads, value_heads=value_heads,
+        key_dim=key_dim, value_dim=value_dim, dtype=inputs.q.dtype, exact=precision.exact,
+        l2norm=bool(inputs.use_qk_l2norm), sequences=1 if batch_invariant else inputs.sequences,
+        nchunks=-(-inputs.length // CALL_CHUNK),
     )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ def hopper_cut(call: FusedCall) -> GDNHopperConfig:
 def _hopper_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, str]:
     slow = "; two more launches for heads that forget slowly" if config.transition_parts else ""
     reason = f"two launches: inverses of all chunks, then the states{slow}; {config.reason}{equals_text(call)}"
-    return launch_count(call.inputs, config), workspace(call.inputs, config)[0].nbytes, reason
+    return launch_count(call.inputs, config), workspace(call.inputs, config)[0], reason
 
 
 def _sliced(call: FusedCall) -> FusedCall:

@@ -56,9 +56,9 @@ LOOK_BACK = tl.constexpr(128)  # chunks per iteration
 
 STAGES = {
     "first_slot": "setup", "piece_of_slot": "setup", "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
-    "unit_lower_inverse": "solve_tril", "_gdn_factors_kernel": "setup", "load_rows": "caller",
-    "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up", "take_state": "setup", "state_product": "caller",
-    "residual": "chunk_state.residual", "next_state": "chunk_state.update", "_gdn_scan_kernel": "setup",
+    "unit_lower_inverse": "solve_tril", "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum",
+    "chunks_to_forget": "warm_up", "take_state": "setup", "residual": "chunk_state.residual",
+    "next_state": "chunk_state.update", "_gdn_scan_kernel": "setup",
 }  # fmt: skip
 
 

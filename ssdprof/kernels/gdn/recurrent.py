@@ -48,8 +48,7 @@ MOST_TOKENS = 4  # that are loaded together; eight take more registers than they
 MANY_HEADS = 512  # of all sequences, from which every state is written by wider programs
 
 STAGES = {
-    "_scale_of_norm": "caller", "_gdn_recurrent_kernel": "setup", "_own_slice": "caller",
-    "_gdn_step_write_kernel": "step_write", "_gdn_step_state_kernel": "step_state",
+    "_gdn_recurrent_kernel": "setup", "_gdn_step_write_kernel": "step_write", "_gdn_step_state_kernel": "step_state",
     "_gdn_step_output_kernel": "step_output",
 }  # fmt: skip
 

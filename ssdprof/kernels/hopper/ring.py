@@ -13,10 +13,7 @@ from ssdprof.kernels._gluon import aggregate, phase, place_in
 
 CHUNK = gl.constexpr(64)  # positions per chunk: rows of one matrix instruction
 
-STAGES = {
-    "tile": "caller", "wait_full": "caller", "wait_empty": "caller", "full_at": "caller", "empty_at": "caller",
-    "barriers": "setup", "allocate_ring": "setup", "begin_pairs": "setup", "begin_ring": "setup",
-}  # fmt: skip
+STAGES = {"barriers": "setup", "allocate_ring": "setup", "begin_pairs": "setup", "begin_ring": "setup"}
 
 
 @aggregate

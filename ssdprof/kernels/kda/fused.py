@@ -66,7 +66,7 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of, tile_strides
 
-STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup", "decayed_product": "caller"}
+STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,9 +32,9 @@ from ssdprof.kernels.tensors import strides_of_each, strides_unit
 
 STAGES = {
     "half_decays": "decayed_scores", "add_scores": "decayed_scores", "queries_with_keys": "decayed_scores",
-    "keys_with_keys": "decayed_scores", "cumulative_decays": "gate_cumsum",
-    "_kda_gate_cumsum_kernel": "gate_cumsum", "_kda_decayed_scores_kernel": "decayed_scores",
-    "_kda_recompute_w_u_kernel": "recompute_w_u", "_kda_chunk_output_kernel": "chunk_output",
+    "keys_with_keys": "decayed_scores", "cumulative_decays": "gate_cumsum", "_kda_gate_cumsum_kernel": "gate_cumsum",
+    "_kda_decayed_scores_kernel": "decayed_scores", "_kda_recompute_w_u_kernel": "recompute_w_u",
+    "_kda_chunk_output_kernel": "chunk_output",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import triton
 
 from ssdprof.kernels.device import gpu_name
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import CallKey
+from ssdprof.kernels.registry import CallKey, key_of_calls
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
 FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
@@ -82,7 +82,9 @@ def call_key(inputs: SSDInputs, precision: Precision, kernel: str, *, batch_inva
     sizes = dict(nheads=nheads, headdim=headdim, dstate=dstate, ngroups=ngroups, gate=inputs.z is not None)
     if kernel == "hopper":
         sizes |= dict(sequences=1 if batch_invariant else inputs.sequences, nchunks=-(-inputs.length // HOPPER_CHUNK))
-    return CallKey.of(gpu_name(inputs.x), "ssd", kernel, dtype=inputs.x.dtype, exact=precision.exact, **sizes)
+    return key_of_calls(
+        gpu=gpu_name(inputs.x), operator="ssd", kernel=kernel, dtype=inputs.x.dtype, exact=precision.exact, **sizes
+    )
 
 
 # --- the fused kernel for Hopper: see `SSDHopperConfig`

@@ -56,7 +56,7 @@ from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig, whole_block
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.launch import BufferSizes, prepared
 from ssdprof.kernels.ssd.unfused import _bmm_chunk_kernel
 from ssdprof.kernels.tensors import strides_of, tile_strides
@@ -68,12 +68,11 @@ SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences per iteration
 GATE_ROWS = tl.constexpr(8)  # chunks per iteration of chunk_cumsum
 
 STAGES = {
-    "take_ticket": "ticket", "segment_chunks": "ticket", "find_segment": "ticket", "zero_state": "caller",
-    "wait_for_state": "state_passing.wait", "part_of_state": "caller", "take_state": "state_passing.load",
-    "store_state": "caller", "hand_over_state": "state_passing.store", "load_block": "caller",
-    "chunk_cumsum": "chunk_cumsum", "chunk_state": "chunk_state", "add_outer_products": "chunk_state",
-    "segment_state": "chunk_state", "chunk_products": "bmm_chunk", "scan_current": "chunk_scan.current",
-    "scan_residual": "chunk_scan.residual", "_fused_kernel": "setup",
+    "take_ticket": "ticket", "segment_chunks": "ticket", "find_segment": "ticket",
+    "wait_for_state": "state_passing.wait", "take_state": "state_passing.load",
+    "hand_over_state": "state_passing.store", "chunk_cumsum": "chunk_cumsum", "chunk_state": "chunk_state",
+    "add_outer_products": "chunk_state", "segment_state": "chunk_state", "chunk_products": "bmm_chunk",
+    "scan_current": "chunk_scan.current", "scan_residual": "chunk_scan.residual", "_fused_kernel": "setup",
 }  # fmt: skip
 
 
@@ -547,10 +546,6 @@ def _scores_launcher(inputs: SSDInputs, config: SSDPortableConfig, shape: tuple[
     sizes = dict(CHUNK_SIZE=config.chunk, BLOCK_Q=config.chunk, BLOCK_S=config.chunk, DSTATE=inputs.B.shape[3])
     options = sizes | dict(BLOCK_N=32, num_warps=4, num_stages=3)
     return Launcher(_bmm_chunk_kernel, (strides, inputs.x.shape[1], shape[2], shape[1]), options)
-
-
-def ssd_fused_portable(inputs: SSDInputs, precision: Precision, *, config: SSDPortableConfig) -> SSDOutput:
-    return portable_launch(inputs, precision, config)(inputs)
 
 
 def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:

@@ -40,8 +40,7 @@ from ssdprof.kernels.tensors import is_expanded, strides_of_each
 MAX_DSTATE = 256
 
 STAGES = {
-    "_own_slice": "caller", "_ssd_recurrent_kernel": "setup", "_ssd_step_state_kernel": "step_state",
-    "_ssd_step_output_kernel": "step_output",
+    "_ssd_recurrent_kernel": "setup", "_ssd_step_state_kernel": "step_state", "_ssd_step_output_kernel": "step_output",
 }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))  # layout (block, row, col
 STAGES = {
     "allocate_scratch": "solve_tril", "diagonal_blocks": "solve_tril", "store_lower": "solve_tril",
     "inverse_of_blocks": "solve_tril", "block_row": "solve_tril", "invert_blocks": "solve_tril",
-    "side_by_side": "solve_tril", "begin_inversion": "setup", "diagonal": "caller", "inverses": "solve_tril",
+    "side_by_side": "solve_tril", "begin_inversion": "setup", "inverses": "solve_tril",
 }  # fmt: skip
 WAITS = {"lowers": "waiting.inverse", "inverses": "ahead"}
 

@@ -18,7 +18,7 @@ from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import ceil_div
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
-from ssdprof.kernels.tensors import Described, Layout, Part, Place, part, row_stride, rows, steps, tiles
+from ssdprof.kernels.tensors import Described, Part, places, row_stride, rows, steps, tiles
 
 AHEAD = 3  # parts of which `_combine_kernel` has loads under way, or uses them
 PARTS_RING = 3  # slots of the rings of `parts.py`
@@ -30,8 +30,8 @@ Begun = tuple[dict[str, Part | None], tuple[Any, Any, Any]]  # the workspace; de
 
 def workspace(
     inputs: GDNInputs, config: GDNHopperConfig, *, padded: bool = False
-) -> tuple[Layout, dict[str, Place | None]]:
-    """Places of the tensors that one launch writes for another; None if a call has no such launch.
+) -> tuple[int, dict[str, tuple[int, int, torch.dtype] | None]]:
+    """Bytes and places of the tensors that one launch writes for another; None if a call has no such launch.
 
     `prep_kernel.py`: inverse (slots, HV, 64, 64) in q's dtype | decays (slots, HV, 64) fp32 | bounds (HV, slots) fp32
         norms (slots, H, 2, 64) fp32, if it normalises q and k
@@ -39,22 +39,20 @@ def workspace(
     `_combine_kernel`: entering (rows, V, K) fp32
     `slices.py`: padded (sequences, HV, 128, 128) fp32, from which the final states are copied
     """
-    layout, single = Layout(), torch.float32
-    slots, heads, chunk, dim = slot_count(inputs), inputs.v.shape[2], CHUNK.value, DIM.value
-    first, count = not config.fused_inverse, config.transition_parts
-    slow = row_count(inputs, config.segment) if count else 0
-    norms = first and inputs.use_qk_l2norm
-    return layout, {
-        "inverse": layout.add(inputs.q.dtype, slots, heads, chunk, chunk) if first else None,
-        "decays": layout.add(single, slots, heads, chunk) if first else None,
-        "bounds": layout.add(single, heads, slots) if first else None,
-        "norms": layout.add(single, slots, inputs.q.shape[2], 2, chunk) if norms else None,
-        "backs": layout.add(torch.int32, slow) if slow else None,
-        "parts": layout.add(single, slow, count, dim, dim) if slow else None,
-        "moves": layout.add(torch.bfloat16, slow, count, 2, dim, dim) if slow else None,
-        "entering": layout.add(single, slow, dim, dim) if slow else None,
-        "padded": layout.add(single, inputs.sequences, heads, dim, dim) if padded else None,
-    }
+    single, chunk, dim = torch.float32, CHUNK.value, DIM.value
+    slots, heads, count = slot_count(inputs), inputs.v.shape[2], config.transition_parts
+    first, slow = not config.fused_inverse, row_count(inputs, config.segment) if count else 0
+    return places({
+        "inverse": (inputs.q.dtype, slots, heads, chunk, chunk) if first else None,
+        "decays": (single, slots, heads, chunk) if first else None,
+        "bounds": (single, heads, slots) if first else None,
+        "norms": (single, slots, inputs.q.shape[2], 2, chunk) if first and inputs.use_qk_l2norm else None,
+        "backs": (torch.int32, slow) if slow else None,
+        "parts": (single, slow, count, dim, dim) if slow else None,
+        "moves": (torch.bfloat16, slow, count, 2, dim, dim) if slow else None,
+        "entering": (single, slow, dim, dim) if slow else None,
+        "padded": (single, inputs.sequences, heads, dim, dim) if padded else None,
+    })  # fmt: skip
 
 
 def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
@@ -93,7 +91,7 @@ def launches(
     seqlen, key_heads = inputs.q.shape[1:3]
     heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
     slots, device = slot_count(inputs), inputs.q.device
-    layout, places = workspace(inputs, config, padded=padded)
+    nbytes, own = workspace(inputs, config, padded=padded)
     q_tiles, k_tiles, v_tiles = (_tiles(tensor, packed=packed) for tensor in (inputs.q, inputs.k, inputs.v))
     row = heads * inputs.v.shape[3]
     out_tiles = _tiles(inputs.v, (seqlen * row, row, inputs.v.shape[3]), packed=packed)
@@ -127,8 +125,8 @@ def launches(
     enter = _entering(inputs, config, (cu_strides, *scalars), options)
 
     def begin(inputs: GDNInputs) -> Begun:
-        memory = layout.allocate(device) if layout.nbytes else None
-        parts = {name: part(memory, place) for name, place in places.items()}
+        memory = torch.empty(nbytes // 4, dtype=torch.float32, device=device) if nbytes else None
+        parts = {name: None if place is None else Part(memory, *place) for name, place in own.items()}
         q, k, inverse = q_tiles(inputs.q), k_tiles(inputs.k), None
         if parts["inverse"] is not None:
             inverse = inverse_rows(parts["inverse"])
@@ -193,11 +191,6 @@ def _check(inputs: GDNInputs, config: GDNHopperConfig) -> None:
     slow = row_count(inputs, config.segment) if config.transition_parts else 0
     if slow and (slow > MOST_ROWS or config.segment % config.transition_parts):
         raise ValueError(f"transition_parts = {config.transition_parts} with {slow} rows of {config.segment} chunks")
-
-
-def gdn_fused_hopper(inputs: GDNInputs, *, config: GDNHopperConfig) -> GDNOutput:
-    """Output in v's dtype, final states in fp32.  Requires that `config.unsupported` is empty."""
-    return hopper_launch(inputs, config)(inputs)
 
 
 def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Described:

@@ -29,7 +29,7 @@ DECAY = gl.constexpr(5)  # 2^G_end, repeated 64 times
 BETA = gl.constexpr(6)  # beta_i, only if this kernel inverts the chunks
 VECTORS = gl.constexpr(7)
 
-STAGES = {"vector": "caller", "allocate": "setup", "begin_barriers": "setup"}
+STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
 
 @aggregate

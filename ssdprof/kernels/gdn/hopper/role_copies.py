@@ -14,8 +14,8 @@ from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
-    "load_tile": "loads", "load_keys": "loads", "load_chunk": "loads", "loads": "loads",
-    "store_chunk": "chunk_output", "stores": "chunk_output", "copies": "loads",
+    "load_tile": "loads", "load_keys": "loads", "load_chunk": "loads", "loads": "loads", "store_chunk": "chunk_output",
+    "stores": "chunk_output", "copies": "loads",
 }  # fmt: skip
 WAITS = {"keys": "ahead", "values": "ahead", "queries": "ahead", "inverses": "ahead", "outputs": "chunk_output"}
 

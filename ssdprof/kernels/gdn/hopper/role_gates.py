@@ -13,8 +13,8 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-150.0)  # 2^LEAST rounds to 0 in fp32
 
 STAGES = {
-    "less": "caller", "log2_decays": "gate_cumsum", "sums": "gate_cumsum", "store_decays": "gate_cumsum",
-    "chunk_gates": "gate_cumsum", "gates": "gate_cumsum", "load_gates": "gate_cumsum", "gates_of_inputs": "gate_cumsum",
+    "log2_decays": "gate_cumsum", "sums": "gate_cumsum", "store_decays": "gate_cumsum", "chunk_gates": "gate_cumsum",
+    "gates": "gate_cumsum", "load_gates": "gate_cumsum", "gates_of_inputs": "gate_cumsum",
 }  # fmt: skip
 WAITS = {"keys": "ahead"}
 

@@ -27,8 +27,7 @@ from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_OUTPUT
 from ssdprof.kernels.hopper.ring import CHUNK
 
 STAGES = {
-    "take_turn": "caller", "end_turn": "caller", "own_rows": "caller", "unknown_values": "chunk_state.residual",
-    "pass_chunk": "warm_up", "scan_chunk": "chunk_output", "state_tile": "caller", "row_tile": "caller",
+    "unknown_values": "chunk_state.residual", "pass_chunk": "warm_up", "scan_chunk": "chunk_output",
     "scan_segment": "setup", "states": "setup",
 }  # fmt: skip
 WAITS = {

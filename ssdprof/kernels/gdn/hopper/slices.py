@@ -61,7 +61,7 @@ def workspace_bytes(inputs: GDNInputs, config: GDNHopperConfig) -> int:
     of_slices = sliced(inputs)
     gates = of_slices.g.nbytes + of_slices.beta.nbytes if slice_count(inputs) > 1 else 0
     initial = 0 if of_slices.initial_state is None else of_slices.initial_state.nbytes
-    return workspace(of_slices, config, padded=True)[0].nbytes + gates + initial
+    return workspace(of_slices, config, padded=True)[0] + gates + initial
 
 
 def sliced_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool) -> PreparedLaunch:

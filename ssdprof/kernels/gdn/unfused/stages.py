@@ -26,11 +26,10 @@ FORGOTTEN = tl.constexpr(-160.0)
 L2NORM_EPS = tl.constexpr(1e-6)
 
 STAGES = {
-    "_gdn_qk_l2norm_kernel": "qk_l2norm", "_rows": "caller", "_load": "caller",
-    "_side_by_side": "solve_tril", "_merge_pairs": "solve_tril", "_gdn_gate_cumsum_kernel": "gate_cumsum",
-    "_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt", "_gdn_solve_tril_kernel": "solve_tril",
-    "_gdn_recompute_w_u_kernel": "recompute_w_u", "_gdn_chunk_state_kernel": "chunk_state",
-    "_gdn_chunk_output_kernel": "chunk_output",
+    "_gdn_qk_l2norm_kernel": "qk_l2norm", "_side_by_side": "solve_tril", "_merge_pairs": "solve_tril",
+    "_gdn_gate_cumsum_kernel": "gate_cumsum", "_gdn_scaled_dot_kkt_kernel": "scaled_dot_kkt",
+    "_gdn_solve_tril_kernel": "solve_tril", "_gdn_recompute_w_u_kernel": "recompute_w_u",
+    "_gdn_chunk_state_kernel": "chunk_state", "_gdn_chunk_output_kernel": "chunk_output",
 }  # fmt: skip
 
 

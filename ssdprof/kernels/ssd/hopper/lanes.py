@@ -31,12 +31,7 @@ FRAGMENTS = ([0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [3
 of_one = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
 of_both = gl.constexpr(gl.SharedLinearLayout([*([0, *one] for one in FRAGMENTS), [1, 0, 0]]))  # (half, p, half of q)
 
-STAGES = {
-    "lane_number": "setup", "first_of": "caller", "unit_of": "caller", "half_of": "caller", "load_tiles": "caller",
-    "load_transposed": "caller", "tiles_of": "caller", "store_tiles": "caller", "allocate_exchange": "setup",
-    "halves_of": "caller", "own_positions": "caller", "give_part": "caller", "take_part": "caller",
-    "two_parts": "caller", "weighted": "caller", "rounded_off": "caller",
-}  # fmt: skip
+STAGES = {"lane_number": "setup", "allocate_exchange": "setup"}
 
 
 @gluon.jit

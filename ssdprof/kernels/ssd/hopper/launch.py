@@ -14,7 +14,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, n_split, program_count, unit_count
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
-from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
+from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.launch import BufferSizes, prepared
 from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, tiles
 
@@ -73,11 +73,6 @@ def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConf
     options = _options(inputs, precision, config, _passing(config, shares, sizes))
     launcher = Launcher(_fused_hopper_kernel, _scalars(inputs, config), options)
     return prepared(launcher, shares or segments * program_count(inputs), inputs, sizes, tensors)
-
-
-def ssd_fused_hopper(inputs: SSDInputs, precision: Precision, *, config: SSDHopperConfig) -> SSDOutput:
-    """Output in x's dtype, final states in fp32."""
-    return hopper_launch(inputs, precision, config)(inputs)
 
 
 def _scalars(inputs: SSDInputs, config: SSDHopperConfig) -> tuple[Any, ...]:

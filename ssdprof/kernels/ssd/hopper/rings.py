@@ -38,9 +38,7 @@ THREADS = gl.constexpr(128)  # threads per lane
 FLAG_STRIDE = gl.constexpr(8)  # int32 per flag: a 32-byte sector
 ROW, KEY, WEIGHT, ENTERING = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)  # vectors of `gates`
 
-STAGES = {
-    "allocate": "setup", "begin_barriers": "setup", "rows_of": "caller", "places_of": "caller", "lane_of": "caller",
-}  # fmt: skip
+STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
 
 @aggregate

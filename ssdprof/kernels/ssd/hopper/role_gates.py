@@ -27,12 +27,12 @@ FORGOTTEN = gl.constexpr(-160.0)  # 2^-160 is zero in fp32, with a margin for ro
 by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 
 STAGES = {
-    "exp2_approx": "caller", "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum",
-    "number_of": "chunk_cumsum", "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum", "put": "chunk_cumsum",
-    "rates_of": "chunk_cumsum", "tell": "chunk_cumsum", "hand_over": "chunk_cumsum", "pairs_of": "caller",
-    "of_each_lane": "chunk_cumsum", "hand_over_two": "chunk_cumsum", "first_pass_gates": "chunk_cumsum",
-    "put_gates": "chunk_cumsum", "gates": "chunk_cumsum", "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk",
-    "decayed_scores": "bmm_chunk", "scores": "bmm_chunk",
+    "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum", "number_of": "chunk_cumsum",
+    "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum", "put": "chunk_cumsum", "rates_of": "chunk_cumsum",
+    "tell": "chunk_cumsum", "hand_over": "chunk_cumsum", "of_each_lane": "chunk_cumsum",
+    "hand_over_two": "chunk_cumsum", "first_pass_gates": "chunk_cumsum", "put_gates": "chunk_cumsum",
+    "gates": "chunk_cumsum", "decayed": "chunk_scan.current", "bmm_chunk": "bmm_chunk", "decayed_scores": "bmm_chunk",
+    "scores": "bmm_chunk",
 }  # fmt: skip
 # Stage of a wait at each barrier, in this role or another.  A role that waits for a free slot is ahead of the others.
 WAITS = {

@@ -46,11 +46,10 @@ from ssdprof.kernels.ssd.hopper.rings import ENTERING, FLAG_STRIDE, SLICE, WEIGH
 SIGN = gl.constexpr(-(1 << 31))  # bit that marks a flag as set; a decay is not negative
 
 STAGES = {
-    "add_turn": "chunk_state.first_pass", "segment_state": "chunk_state.first_pass", "part_of": "caller",
-    "state_of": "caller", "publish": "state_passing.store", "load_acquire": "caller", "published": "state_passing.wait",
-    "place_of": "caller", "leave": "state_passing.store", "sum_before": "state_passing.load",
-    "add_residual": "chunk_scan.residual", "own_rows": "caller", "hand_out": "chunk_scan.residual",
-    "scan_chunk": "setup", "scan_segment": "setup", "units": "setup",
+    "add_turn": "chunk_state.first_pass", "segment_state": "chunk_state.first_pass", "publish": "state_passing.store",
+    "published": "state_passing.wait", "leave": "state_passing.store", "sum_before": "state_passing.load",
+    "add_residual": "chunk_scan.residual", "hand_out": "chunk_scan.residual", "scan_chunk": "setup",
+    "scan_segment": "setup", "units": "setup",
 }  # fmt: skip
 WAITS = {
     "full": "waiting.chunk", "scored": "waiting.scores", "unwritten": "chunk_scan.residual", "empty": "ahead",
