@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError
+from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message, unreadable
 
 LOCK = ".lock"  # in a folder that one process writes to at a time
 LARGEST = 1 << 30  # bytes of a document that is read into memory
@@ -38,6 +38,22 @@ def read_json(file: Path) -> Any:
         return parse_json(regular(file).read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError("it is not UTF-8") from error
+
+
+def read_object(file: Path, what: str, hint: str) -> dict[str, Any]:
+    """The JSON object in a file.  what, hint: for the error.
+
+    Raises BadInputError if there is none, and MissingCapabilityError if the file may not be read.
+    """
+    try:
+        found = read_json(file)
+    except OSError as error:
+        raise unreadable(what, error, hint) from error
+    except ValueError as error:
+        raise BadInputError(f"{what} is not valid JSON: {library_message(error)}.", hint) from error
+    if not isinstance(found, dict):
+        raise BadInputError(f"{what} holds no JSON object.", hint)
+    return found
 
 
 def parse_json(text: str) -> Any:

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from ssdprof.core.base import VERSION, first_fault
 from ssdprof.core.subject import CaptureManifest
-from ssdprof.errors import BadInputError, library_message, unreadable
-from ssdprof.files import read_json
+from ssdprof.errors import BadInputError
+from ssdprof.files import read_object
 
 MANIFEST = "manifest.json"
 AGAIN = "Capture again."
@@ -29,13 +29,8 @@ def read_manifest(folder: Path) -> CaptureManifest:
     MissingCapabilityError for one that may not be read.
     """
     path = folder / MANIFEST
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise unreadable(str(path), error, "Name a folder of captures.") from error
-    except ValueError as error:
-        raise BadInputError(f"{path} is damaged: it is not JSON: {library_message(error)}.", AGAIN) from error
-    version = content.get("version") if isinstance(content, dict) else None
+    content = read_object(path, str(path), AGAIN)
+    version = content.get("version")
     if version != VERSION:
         raise BadInputError(
             f"{path} has version {version}; this ssdprof reads version {VERSION}.",

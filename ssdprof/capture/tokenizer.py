@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -19,7 +19,7 @@ from ssdprof.capture import text
 from ssdprof.checkpoint import transformers
 from ssdprof.core.subject import Prompt
 from ssdprof.errors import BadInputError, library_message, unreadable
-from ssdprof.files import read_json
+from ssdprof.files import read_object
 
 Kind = Literal["default", "file", "random"]
 CONFIG = "tokenizer_config.json"
@@ -32,7 +32,8 @@ _AGAIN = "Fetch or copy the file again, or name another tokenizer with --tokeniz
 
 def _load(folder: Path) -> Any:
     """The tokenizer, without remote code; tokenizer.json if its class is unavailable.  BadInputError if damaged."""
-    _check_config(folder / CONFIG)
+    if (folder / CONFIG).is_file():
+        read_object(folder / CONFIG, f"{CONFIG} of the checkpoint", _AGAIN)
     with _refusals():
         try:
             loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -62,23 +63,6 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     with _refusals():
         ids: list[int] = tokenizer(text)["input_ids"]
     return ids
-
-
-def _check_config(file: Path) -> None:
-    """BadInputError for a tokenizer_config.json that is not a JSON object, or whose class is not a name."""
-    if not file.is_file():
-        return
-    try:
-        content = read_json(file)
-    except OSError as error:
-        raise unreadable(f"{CONFIG} of the checkpoint", error, "Check its permissions.") from error
-    except ValueError as error:
-        raise BadInputError(f"{CONFIG} is not valid JSON: {library_message(error)}.", _AGAIN) from error
-    if not isinstance(content, dict):
-        raise BadInputError(f"{CONFIG} holds no JSON object.", _AGAIN)
-    name = content.get("tokenizer_class")
-    if not isinstance(name, str | None):
-        raise BadInputError(f"{CONFIG} has tokenizer_class = {str(name)[:80]}, which is not a name.", _AGAIN)
 
 
 @contextmanager
@@ -124,17 +108,6 @@ def build_prompt(
         raise BadInputError("--prompt-file and another kind of prompt cannot be combined.", "Give --prompt-file alone.")
     tokenizer = None if tokenizer_folder is None else _load(tokenizer_folder)
     lengths = tuple(packed) or (seqlen,) * batch
-
-    def advice(found: int) -> str:
-        """What a text of so many tokens is long enough for."""
-        if packed:
-            return "Ask for fewer or shorter sequences of --packed"
-        if batch <= found:
-            return f"Ask for at most --seq {found - batch + 1}"
-        if seqlen <= found:
-            return f"Ask for at most --batch {found - seqlen + 1}"
-        return "Ask for a shorter --seq and a smaller --batch"
-
     if kind == "random":
         ids = _random_ids(tokenizer, vocab_size, sum(lengths), seed)
         source = (
@@ -146,11 +119,11 @@ def build_prompt(
             "The checkpoint has no tokenizer.", "Name one with --tokenizer, or take random tokens: --prompt random."
         )
     elif file is not None:
-        cut, how = _pieces(tokenizer, _file_ids(tokenizer, file, lengths, advice), lengths)
+        cut, how = _pieces(tokenizer, _file_ids(tokenizer, file, lengths), lengths)
         ids, source = torch.tensor(cut), f"the user's file {file.name}{how}"
     else:
         stream = io.StringIO(text.load().decode("utf-8"))
-        cut, how = _pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text", advice), lengths)
+        cut, how = _pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text"), lengths)
         ids, source = torch.tensor(cut), f"ssdprof's default text: reference documentation of CPython 3.11.7{how}"
     prompt = Prompt(
         kind=kind,
@@ -174,10 +147,10 @@ def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) 
     return vocabulary[torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))]
 
 
-def _file_ids(tokenizer: Any, file: Path, lengths: Sequence[int], advice: Callable[[int], str]) -> list[int]:
+def _file_ids(tokenizer: Any, file: Path, lengths: Sequence[int]) -> list[int]:
     try:
         with file.open(encoding="utf-8-sig") as stream:
-            return _first_ids(tokenizer, stream, lengths, f"The prompt file {file.name}", advice)
+            return _first_ids(tokenizer, stream, lengths, f"The prompt file {file.name}")
     except UnicodeDecodeError as error:
         raise BadInputError(
             f"The prompt file {file} is not UTF-8 text: {error.reason}.", "Give a text file."
@@ -186,9 +159,7 @@ def _file_ids(tokenizer: Any, file: Path, lengths: Sequence[int], advice: Callab
         raise unreadable(f"The prompt file {file}", error, "Give the path of a text file.") from error
 
 
-def _first_ids(
-    tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str, advice: Callable[[int], str]
-) -> list[int]:
+def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str) -> list[int]:
     """The first `sum(lengths)` ids of the stream, or all if it is shorter but enough for different pieces."""
     content = ""
     seqlen, least = sum(lengths), max(lengths) + len(lengths) - 1
@@ -204,10 +175,11 @@ def _first_ids(
         raise BadInputError(f"{name} is empty.", "Give a text of at least as many tokens as --seq asks for.")
     if len(ids) < least:
         several = f", for {len(lengths)} sequences that differ" if len(lengths) > 1 else ""
+        shorter = "fewer or shorter sequences" if several else f"at most --seq {len(ids)}"
         raise BadInputError(
             f"{name} is too short: it gives {len(ids):,} tokens with this tokenizer, and {least:,} are "
             f"needed{several}.",
-            f"{advice(len(ids))}, give a longer text with --prompt-file, or take --prompt random for times alone.",
+            f"Ask for {shorter}, give a longer text with --prompt-file, or take --prompt random for times alone.",
         )
     return ids[:seqlen]
 

@@ -6,7 +6,6 @@ for its import.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,25 +13,16 @@ from typing import Any
 
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
 from ssdprof.core.subject import DECODED_ON_LOAD
-from ssdprof.errors import BadInputError, library_message, unreadable
-from ssdprof.files import read_json
+from ssdprof.errors import BadInputError, library_message
+from ssdprof.files import read_object
 
-LIMIT = 1 << 24  # no single size of a language model is larger; a vocabulary is at most a few 10^5
-LAYER_LIMIT = 1024
-_LARGEST_STEP = 1e38  # of fp32
+_AGAIN = "Fetch or copy the file again."
 MODELOPT_CONFIG = "hf_quant_config.json"  # NVIDIA's tool writes it; config.json may not mention the quantisation
 RANDOM_WEIGHTS = "ssdprof_random_weights"  # a config's key, as benchmarks/make_random_checkpoint.py writes it
 SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
-# Keys of sizes, whatever the model type.
-_SIZE = re.compile(
-    r"(size|heads|groups|state|dim|expand|interval|d_head|d_ssm)$|(expert|moe|shared)\w*(s|size|per_tok)$|rank$|"
-    r"mem_blocks$|position_embeddings$"
-)
-_MAY_BE_ZERO = re.compile("expert|moe|shared|rank|blocks|position|rope")
-_MULTIPLES = (  # of the second
-    *(("num_heads", "n_groups"), ("mamba_n_heads", "mamba_n_groups"), ("mamba_num_heads", "n_groups")),
-    *(("n_mamba_heads", "mamba_ngroups"), ("linear_num_value_heads", "linear_num_key_heads")),
-)
+# Keys of what transformers builds one by one, and more of it than any model has: it would take forever
+_COUNTED = re.compile("(layers|experts|blocks|layer_types|block_type|pattern)$")
+_MOST = 4096
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")  # one entry per layer
@@ -58,72 +48,17 @@ _SSM_WITHOUT_EFFECT = (
 )  # fmt: skip
 
 
-def integer(
-    config: Mapping[str, Any], key: str, where: str, default: int | None = None, *, limit: int = LIMIT, least: int = 1
-) -> int:
-    """The integer at `key`, or `default` without one.  where: names the config in messages.
-
-    Raises BadInputError if it is not an integer, or outside of [least, limit].
-    """
-    value = config.get(key)
-    if value is None:
-        value = default
-    if value is None:
-        raise refuse(where, f"has no {key}")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise refuse(where, f"has {key} = {shown(value)}, which is not an integer")
-    if not least <= value <= limit:
-        raise refuse(where, f"has {key} = {shown(value)}; it must be between {least} and {limit}")
-    return value
-
-
 def refuse(where: str, what: str) -> BadInputError:
     """The error for a config: "<where> <what>."."""
     return BadInputError(f"{where} {what}.", "The checkpoint's config is damaged, or not of this model type.")
 
 
-def _check_sizes(config: Mapping[str, Any], where: str) -> None:
-    """Check every known size in the config before anything is allocated."""
-    given = {key for key, value in config.items() if value not in (None, "auto")}
-    if "num_hidden_layers" in given:
-        integer(config, "num_hidden_layers", where, limit=LAYER_LIMIT)
-    for key in given.intersection(PER_LAYER):
-        if isinstance(config[key], list | str) and len(config[key]) > LAYER_LIMIT:
-            raise refuse(where, f"has {len(config[key])} entries in {key}; there may be {LAYER_LIMIT}")
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and {*map(str, kinds)} <= {"attention", "full_attention"}:
-        hint = 'Sizes of such layers mean nothing without one.  Granite\'s hybrid models have an "h" in their name.'
-        raise BadInputError(f"{where} has no SSD or gated-delta-rule layer: all are attention.", hint)
-    for key in filter(_SIZE.search, given):
-        if type(config[key]) is int:  # transformers says what is wrong with another type
-            derived = key == "head_dim" and "linear_head_dim" in given  # of glm5_next, whose attention has parts
-            integer(config, key, where, least=0 if derived or _MAY_BE_ZERO.search(key) else 1)
-    limits = config.get("time_step_limit", [0, 1])
-    numbers = [one for one in limits if isinstance(one, int | float)] if isinstance(limits, list) else []  # or a text
-    in_order = numbers == sorted(numbers) and all(abs(one) < _LARGEST_STEP or abs(one) == math.inf for one in numbers)
-    if limits is not None and not (isinstance(limits, list) and len(limits) == 2 and in_order):
-        raise refuse(where, f"has time_step_limit = {shown(limits)}, which is not two numbers of fp32 in order")
-    for key in given & {"time_step_min", "time_step_max", "time_step_floor"}:
-        if not isinstance(config[key], int | float) or not 0 < config[key] < _LARGEST_STEP:
-            raise refuse(where, f"has {key} = {shown(config[key])}, which is not a positive number of fp32")
-    for heads, groups in _MULTIPLES:
-        if {heads, groups} <= given and integer(config, heads, where) % integer(config, groups, where):
-            raise refuse(where, f"has {heads} = {config[heads]}, which {groups} = {config[groups]} does not divide")
-
-
-def _json_object(file: Path, where: str) -> dict[str, Any]:
-    """Accepts `Infinity`: checkpoints hold it."""
-    try:
-        stored = read_json(file)
-    except OSError as error:
-        raise unreadable(where, error, "Fetch or copy the file again.") from None
-    except ValueError as error:
-        raise BadInputError(
-            f"{where} is not valid JSON: {library_message(error)}.", "Fetch or copy the file again."
-        ) from None
-    if not isinstance(stored, dict):
-        raise BadInputError(f"{where} holds no JSON object.", "Is this a model's config?")
-    return stored
+def _check_counts(config: Mapping[str, Any], where: str) -> None:
+    """BadInputError for more layers or experts than any model has.  transformers says what else is wrong."""
+    for key in filter(_COUNTED.search, config):
+        count = len(config[key]) if isinstance(config[key], list | str) else config[key]
+        if isinstance(count, int) and count > _MOST:
+            raise refuse(where, f"has {key} of {count}; there may be {_MOST}")
 
 
 def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, Any]:
@@ -133,7 +68,7 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     BadInputError if it is not a JSON object, of a model type whose recurrent layers are known to be another operator,
     or with sizes that no model has or that contradict each other.
     """
-    stored = _json_object(file, where)
+    stored = read_object(file, where, _AGAIN)
     codes = stored.get("quantization") or stored.get("quantization_config")
     if isinstance(codes, dict) and {"group_size", "bits"} <= codes.keys() and "quant_method" not in codes:
         raise BadInputError(
@@ -148,10 +83,10 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     if text is not None:
         _check_model_type(text, where)
     config = outer if text is None else text
-    _check_sizes(config, where)
+    _check_counts(config, where)
     if not (codes := config.get("quantization_config")) and modelopt is not None:
         where = f"ModelOpt's config beside {where}"
-        codes = _json_object(modelopt, where).get("quantization")
+        codes = read_object(modelopt, where, _AGAIN).get("quantization")
         codes = {**(codes if isinstance(codes, dict) else {}), "quant_method": "modelopt"}
     if isinstance(codes, dict) and codes.get("quant_method") == "modelopt":
         algorithm = codes.get("quant_algo")
@@ -260,7 +195,7 @@ def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where} has attention layers (attn_layer_idx), which transformers' mamba2 model does not support.",
             "Choose a checkpoint without them: state-spaces/mamba2-2.7b.",
         )
-    if integer(config, "d_intermediate", where, 0, least=0):
+    if config.get("d_intermediate"):
         raise refuse(where, "has MLP layers (d_intermediate), which transformers' mamba2 model does not have")
     if not config.get("rms_norm", True):
         raise refuse(where, "has rms_norm = false; transformers' mamba2 model normalises by RMS")
@@ -270,25 +205,25 @@ def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' mamba2 lacks.",
                 "ssdprof runs the model by transformers.",
             )
-    hidden, vocab = integer(config, "d_model", where), integer(config, "vocab_size", where)
-    multiple = integer(config, "pad_vocab_size_multiple", where, 8)
-    sizes = {key: integer(ssm, key, f"ssm_cfg in {where}", default) for key, default in _SSM_SIZES.items()}
-    channels = sizes["expand"] * hidden
-    if channels % sizes["headdim"]:
-        raise refuse(where, f"has d_model = {hidden}: {channels} channels are not a multiple of {sizes['headdim']}")
-    return {
-        "model_type": "mamba2",
-        "architectures": ["Mamba2ForCausalLM"],
-        "hidden_size": hidden,
-        "num_hidden_layers": integer(config, "n_layer", where, limit=LAYER_LIMIT),
-        "vocab_size": -(-vocab // multiple) * multiple,
-        "num_heads": channels // sizes["headdim"],
-        "head_dim": sizes["headdim"],
-        "state_size": sizes["d_state"],
-        "n_groups": sizes["ngroups"],
-        "chunk_size": sizes["chunk_size"],
-        "conv_kernel": sizes["d_conv"],
-        "expand": sizes["expand"],
-        "residual_in_fp32": bool(config.get("residual_in_fp32", True)),
-        "tie_word_embeddings": bool(config.get("tie_embeddings", True)),
-    } | {name: ssm[key] for key, name in _SSM_OPTIONS.items() if key in ssm}
+    try:
+        sizes = {key: ssm.get(key, default) for key, default in _SSM_SIZES.items()}
+        multiple = config.get("pad_vocab_size_multiple", 8)
+        converted = {
+            "model_type": "mamba2",
+            "architectures": ["Mamba2ForCausalLM"],
+            "hidden_size": config["d_model"],
+            "num_hidden_layers": config["n_layer"],
+            "vocab_size": -(-config["vocab_size"] // multiple) * multiple,
+            "num_heads": sizes["expand"] * config["d_model"] // sizes["headdim"],
+            "head_dim": sizes["headdim"],
+            "state_size": sizes["d_state"],
+            "n_groups": sizes["ngroups"],
+            "chunk_size": sizes["chunk_size"],
+            "conv_kernel": sizes["d_conv"],
+            "expand": sizes["expand"],
+            "residual_in_fp32": bool(config.get("residual_in_fp32", True)),
+            "tie_word_embeddings": bool(config.get("tie_embeddings", True)),
+        }
+    except (KeyError, TypeError, ArithmeticError) as error:
+        raise refuse(where, f"has no usable sizes: {library_message(error)}") from error
+    return converted | {name: ssm[key] for key, name in _SSM_OPTIONS.items() if key in ssm}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors import safe_open
 
-from ssdprof.checkpoint.config import LIMIT, PICKLE
+from ssdprof.checkpoint.config import PICKLE
 from ssdprof.checkpoint.hub import CONFIG, HubRepo, Source, TensorInfo, broken_file
 from ssdprof.checkpoint.meta import build, meta_model, quiet_transformers, refusals
 from ssdprof.checkpoint.model import Model
@@ -35,6 +35,7 @@ DType = torch.dtype | Literal["auto"]
 REWRITTEN = "rewritten"  # streamed weights that transformers converts
 _HEAD = "lm_head.weight"
 _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")  # of classifiers
+_MOST_COMPUTED = 1 << 24  # elements of tables, such as frequencies of positions
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # keep their stored dtype: fp32 in checkpoints of 16-bit weights
 
@@ -215,7 +216,7 @@ def _check_fit(ref: CheckpointRef, tensors: Mapping[str, TensorInfo], empty: Pre
             "Config and weights do not belong together, or weights are missing.",
         )
     computed = sum(buffer.numel() for buffer in empty.buffers())
-    if computed > LIMIT:
+    if computed > _MOST_COMPUTED:
         raise BadInputError(
             f"The config of {ref.repo_id} describes tables of {computed} elements in addition to the weights.",
             "The config is damaged, most often in rope_parameters.",

@@ -18,7 +18,7 @@ from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, laye
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
 from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, SsdprofError
-from ssdprof.files import read_json
+from ssdprof.files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -305,10 +305,9 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
 
 def _base_of(source: Source) -> str:
     """What an adapter's config says that it belongs to."""
-    with suppress(OSError, ValueError, SsdprofError):
-        content = read_json(source.path(_ADAPTER))
-        if isinstance(content, dict) and "base_model_name_or_path" in content:
-            return f"{shown(content['base_model_name_or_path'])} ({_ADAPTER})"
+    with suppress(SsdprofError):
+        if base := read_object(source.path(_ADAPTER), _ADAPTER, "").get("base_model_name_or_path"):
+            return f"{shown(base)} ({_ADAPTER})"
     return "another model"
 
 

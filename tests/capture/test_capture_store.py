@@ -204,8 +204,8 @@ def test_a_capture_with_the_dims_of_another_operator(tmp_path: Path) -> None:
     ("content", "words"),
     [
         *((json.dumps({"version": one, "new": 1}).encode(), f"has version {one}; this") for one in (0, 4, None, "1")),
-        (b"[]", "has version None"), (b"{", "it is not JSON"), (b"\xff\xfe", "it is not JSON"),
-        (b"[" * 10**5, "it is not JSON: it is nested too deeply"),
+        (b"[]", "holds no JSON object"), (b"{", "is not valid JSON"), (b"\xff\xfe", "is not valid JSON"),
+        (b"[" * 10**5, "is not valid JSON: it is nested too deeply"),
     ],
 )  # fmt: skip
 def test_a_damaged_manifest(stored: Path, content: bytes, words: str) -> None:
