@@ -21,7 +21,7 @@ from torch import nn
 
 from ssdprof import operators
 from ssdprof.checkpoint import accelerate, transformers
-from ssdprof.checkpoint.config import SUPPORTED, quant_method, refuse_quantization
+from ssdprof.checkpoint.config import SUPPORTED, quant_method, refuse, refuse_quantization
 from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
@@ -214,7 +214,7 @@ class Mixer:
         found = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
         for name, size in found.items():
             if not isinstance(size, int) or size < 1:
-                raise BadInputError(f"{self.name} ({type(self.module).__name__}) has {name} = {shown(size)}.")
+                raise refuse(f"{self.name} ({type(self.module).__name__})", f"has {name} = {shown(size)}")
         return found  # type: ignore[return-value]  # checked
 
 
