@@ -95,7 +95,7 @@ def bench(
         verdicts: dict[Cell, Verdicts] = {}
         with watcher.step("Measuring", len(mine), unit="cells") as advance:
             for done, cell in enumerate(mine):
-                there = [one.name in writer.earlier for one in header["requested"] if one.place == _place(cell)]
+                there = [", ".join(one) in writer.earlier for one in writer.report.requested if one[0] == _place(cell)]
                 if all(there) and not sampler():
                     advance(1)
                     continue

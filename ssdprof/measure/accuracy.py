@@ -40,7 +40,8 @@ K = TypeVar("K")  # of candidates
 ORACLE = "fp64 oracle"
 _COARSE = (torch.bfloat16, torch.float16)
 _FINE_DRAWS = 8  # of lo with fp32 inputs
-_WORKING_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
+_WORKING_BYTES = {"cuda": 5 << 30, "cpu": 256 << 20}  # of one block and the tensors computed from it
+_LONGEST_BLOCK = {"cuda": 1024, "cpu": 2048}  # positions; on a GPU it leaves room for all draws at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,10 +249,10 @@ def check_output(output: Output, inputs: Any) -> None:
 
 
 def block_length(oracle: OracleSpec[Any], inputs: Any, device: torch.device) -> int:
-    """Positions per block: whole chunks, at most 2048 positions, within the working memory."""
+    """Positions per block: whole chunks, at most `_LONGEST_BLOCK`, within the working memory."""
     chunk = oracle.chunk_size(inputs)
     fitting = _WORKING_BYTES[device.type] // oracle.bytes_per_position(inputs)
-    length: int = max(chunk, min(fitting, 2048) // chunk * chunk)
+    length: int = max(chunk, min(fitting, _LONGEST_BLOCK[device.type]) // chunk * chunk)
     return length
 
 

@@ -14,6 +14,7 @@ from cases import value
 from fakes import CELL, RAN, FakeTimer, noting, pretend_gpu
 
 from ssdprof import kernels, operators
+from ssdprof.commands import output
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import SPREAD
@@ -146,7 +147,9 @@ def test_a_number_of_a_process_that_ssdprof_did_not_give(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("fault", ["", "slow", "wrong"])
-def test_further_processes_only_add_samples(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_processes_only_add_samples_and_say_nothing(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     verified, whole = list[str](), compare.Comparer._accuracies
 
     def noted(self: Any, outputs: Any, label: str) -> Any:
@@ -162,7 +165,7 @@ def test_further_processes_only_add_samples(fault: str, monkeypatch: pytest.Monk
                 patch.setattr(FakeTimer, "device_us", lambda timer, of: usual(timer, of) + 7.0 * number)
             if fault == "wrong":
                 patch.setattr(FakeTimer, "unseen", lambda *_: "it cheats")
-            bench(BenchOptions(**request, out=folder), SSD, Watcher())
+            output.finish(bench(BenchOptions(**request, out=folder), SSD, Watcher())[1], "", as_json=False, note="Kept")
         assert len(verified) == 2
 
     request: dict[str, Any] = {
@@ -173,6 +176,7 @@ def test_further_processes_only_add_samples(fault: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(reports, "sample_again", sample_again)
     report = bench(BenchOptions(**request, out=Path("result")), SSD, Watcher())[1]
     assert (report.complete, len(report.processes), report.samplers, report.missing) == (True, 3, 3, ())
+    assert capsys.readouterr() == ("", "")
     if fault == "wrong":
         assert {case.result for case in report.cases} == {"inaccurate"}
         assert all("it cheats" in case.why and not case.samples for case in report.cases)
