@@ -296,8 +296,8 @@ def _safetensors(folder: Path) -> tuple[list[_Call], Counter[str], str]:
 def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> tuple[Any, Output | None]:
     found = _tensors(file)
     output = tuple(found.pop(name) for name in _OUTPUT if name in found)
-    kind = operators.get(operator)
-    inputs = kind.inputs(**found, **kind.binding.arguments(arguments))
+    given = {name: tuple(one) if isinstance(one, list) else one for name, one in arguments.items()}
+    inputs = operators.get(operator).inputs(**found, **given)
     if inputs.cu_seqlens is None:
         if inputs.values.shape[0] != 1:
             raise ValueError("a batch is recorded as packed sequences, with cu_seqlens")

@@ -39,7 +39,7 @@ from ssdprof.core.subject import (
 from ssdprof.errors import BadInputError, ExitCode, MissingCapabilityError, SsdprofError, unreadable
 from ssdprof.files import LOCK, check_writable, locked, put
 from ssdprof.kernels.oracle import sequences
-from ssdprof.operators.tensors import dtype_named, stored_dtype_name, tensors
+from ssdprof.operators.tensors import dtype_named, scalars, stored_dtype_name, tensors
 
 _SERVED = ("served.out", "served.final_states")  # in a file, besides the inputs
 
@@ -151,7 +151,7 @@ class CaptureWriter:
         file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
         if file in {capture.file for capture in self.manifest.layers}:
             raise ValueError(f"{file} is in the manifest already")
-        scalars = operators.get(captured.inputs.operator).binding.scalars(captured.inputs)
+        others = scalars(captured.inputs)
         capture = LayerCapture(
             layer=captured.layer,
             seqlen=seqlen,
@@ -160,8 +160,8 @@ class CaptureWriter:
             tensors={name: record for name, record in records.items() if name not in served},
             served={name: records[name] for name in served},
             remark=captured.remark,
-            scalars=scalars,
-            scalars_sha256=scalars_hash(scalars),
+            scalars=others,
+            scalars_sha256=scalars_hash(others),
         )
         _put(self._place / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
@@ -226,7 +226,7 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
     try:
         operator = operators.get(capture.layer.operator)
         served = tuple(found.pop(name) for name in _SERVED if name in capture.served)
-        inputs = operator.inputs(**found, **operator.binding.arguments(capture.scalars))
+        inputs = operator.inputs(**found, **capture.scalars)
         if (bounds := found.get("cu_seqlens")) is not None:
             sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
     except (TypeError, ValueError) as error:

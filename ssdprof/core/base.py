@@ -68,7 +68,7 @@ Text = Annotated[str, BeforeValidator(lambda text: HARMFUL.sub(escaped, text) if
 class Record(BaseModel):
     """Base of every stored record.  Its texts are `Text`, never `str`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, ser_json_inf_nan="strings")
 
     def changed(self, **fields: Any) -> Self:
         """A copy with other fields, checked again: pydantic's own `model_copy` checks nothing."""

@@ -282,7 +282,7 @@ class LayerCapture(Record):
 
     call: which one; None: the whole of a prompt.
     remark: a sentence for the report if the inputs differ from the model's call or its config.
-    scalars: arguments that are not tensors: chunk_size, dt_softplus, dt_limit_low, dt_limit_high, ...
+    scalars: arguments that are not tensors: chunk_size, dt_softplus, dt_limit, ...
     scalars_sha256: of their JSON, in the order of names.
     served: the output that a server recorded, in the same file as "served.out" and "served.final_states".
     """
@@ -293,7 +293,7 @@ class LayerCapture(Record):
     file: Text  # safetensors file in the manifest's folder
     tensors: dict[Text, TensorRecord]
     remark: Text = ""
-    scalars: dict[Text, int | float | bool | Text | None]
+    scalars: dict[Text, int | float | bool | Text | tuple[Annotated[float, Field(allow_inf_nan=True)], ...] | None]
     scalars_sha256: Text
     served: dict[Text, TensorRecord] = Field(default_factory=dict)
 
@@ -326,7 +326,7 @@ class CaptureManifest(Record):
         return self
 
 
-def scalars_hash(scalars: Mapping[str, int | float | bool | str | None]) -> str:
+def scalars_hash(scalars: Mapping[str, object]) -> str:
     """SHA-256 of names, types and values, in the order of names: 1, 1.0 and true differ."""
     return hashlib.sha256(json.dumps(dict(scalars), sort_keys=True).encode()).hexdigest()
 

@@ -395,7 +395,7 @@ def stored_dims(capture: LayerCapture) -> Dims:
             name: torch.empty(record.shape, dtype=dtype_named(record.dtype), device="meta")
             for name, record in capture.tensors.items()
         }
-        inputs = operator.inputs(**tensors, **operator.binding.arguments(capture.scalars))
+        inputs = operator.inputs(**tensors, **capture.scalars)
         return operator.judged.dims(inputs)
     except (TypeError, ValueError, RuntimeError) as error:
         why_not = library_message(error)

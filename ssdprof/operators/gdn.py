@@ -15,7 +15,7 @@ from ssdprof import kernels
 from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.operators import generate
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator
-from ssdprof.operators.late import LazyModule, packages, rounding, torch
+from ssdprof.operators.late import lazy, packages, rounding, torch
 from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output, Stages, computed, from_call
 from ssdprof.operators.tensors import dtype_named
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ssdprof.kernels.gdn import adapters, reference
     from ssdprof.operators import gdn_tuning
 else:
-    adapters, reference = (LazyModule(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference"))
-    gdn_tuning = LazyModule("ssdprof.operators.gdn_tuning")
+    adapters, reference = (lazy(f"ssdprof.kernels.gdn.{name}") for name in ("adapters", "reference"))
+    gdn_tuning = lazy("ssdprof.operators.gdn_tuning")
 
 STAGES = Stages.of(
     "gdn", {

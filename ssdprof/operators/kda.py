@@ -11,7 +11,7 @@ from ssdprof import kernels
 from ssdprof.operators import gdn, generate
 from ssdprof.operators.gdn import CHUNK
 from ssdprof.operators.generate import Cell
-from ssdprof.operators.late import LazyModule, packages, rounding, torch
+from ssdprof.operators.late import lazy, packages, rounding, torch
 from ssdprof.operators.operator import CallBinding, OracleSpec, Stages, computed
 from ssdprof.operators.tensors import dtype_named
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ssdprof.kernels.kda import reference
     from ssdprof.operators import kda_tuning
 else:
-    adapters, reference = (LazyModule(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "kda.reference"))
-    kda_tuning = LazyModule("ssdprof.operators.kda_tuning")
+    adapters, reference = (lazy(f"ssdprof.kernels.{name}") for name in ("gdn.adapters", "kda.reference"))
+    kda_tuning = lazy("ssdprof.operators.kda_tuning")
 
 STAGES = Stages.of(
     "kda", {"chunk_state.residual": "residual", "chunk_state.update": "update of the state"},

@@ -1,19 +1,17 @@
 """Modules that are imported at first use: the command line knows the operators without torch."""
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["LazyModule", "packages", "precision", "rounding", "torch"]
+__all__ = ["lazy", "packages", "precision", "rounding", "torch"]
 
 
-class LazyModule:
+def lazy(name: str) -> Any:
     """Stands for a module until one of its attributes is used."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self._name), attribute)
+    module = ModuleType(name)
+    module.__getattr__ = lambda attribute: getattr(import_module(name), attribute)  # type: ignore[method-assign]
+    return module
 
 
 if TYPE_CHECKING:
@@ -23,5 +21,5 @@ if TYPE_CHECKING:
     from ssdprof.kernels import precision
     from ssdprof.operators import rounding
 else:
-    torch, rounding = LazyModule("torch"), LazyModule("ssdprof.operators.rounding")
-    packages, precision = LazyModule("ssdprof.kernels.adapters"), LazyModule("ssdprof.kernels.precision")
+    torch, rounding = lazy("torch"), lazy("ssdprof.operators.rounding")
+    packages, precision = lazy("ssdprof.kernels.adapters"), lazy("ssdprof.kernels.precision")

@@ -35,38 +35,9 @@ if TYPE_CHECKING:
 
 I = TypeVar("I")
 Output: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # out, final_states
-Scalar = int | float | bool | str | None
 
 
 # --- stages
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownSource:
-    """One version of a file of another library's kernels whose stages are known.
-
-    implementation: that launches its kernels; empty for helpers.  version, file: what it is, for people.
-    sha256: of the file: another version has other lines, and another hash.
-    stages: function -> its stage; "caller" for a helper that is inlined into others' stages.
-    starts: line -> the stage that begins there, inside the function.
-    """
-
-    sha256: str
-    version: str
-    file: str
-    implementation: str = ""
-    stages: Mapping[str, str]
-    starts: Mapping[int, str] = field(default_factory=dict)
-
-
-def known_sources(operator: str) -> Mapping[str, KnownSource]:
-    """The files of the operator's table, by their hash."""
-    table = Path(__file__).parent / "known_sources" / f"{operator}.toml"
-    found: dict[str, KnownSource] = {}
-    for entry in tomllib.loads(table.read_text(encoding="utf-8"))["source"]:
-        starts = {int(line): stage for line, stage in entry.pop("starts", {}).items()}
-        found[entry["sha256"]] = KnownSource(starts=starts, **entry)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,39 +46,42 @@ class Stages:
 
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
     words: a part's name in plain words.
-    ahead: stages whose warps wait because they are ahead, which costs no time.
     kernels: function name of each bundled kernel -> the implementation that launches it.
-    sources: files of other libraries' kernels whose stages are known, by their hash.
+    sources: entries of `known_sources/` by the SHA-256 of a file of another library's kernels: `implementation` that
+        launches them, and, of each function, `stages`: its stage, or "caller" for a helper that is inlined into others'
+        stages; `starts`: line -> the stage that begins there, inside the function.
     """
 
     order: tuple[str, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
-    ahead: frozenset[str] = frozenset()
     kernels: Mapping[str, str] = field(default_factory=dict)
-    sources: Mapping[str, KnownSource] = field(default_factory=dict)
+    sources: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, operator: str, words: dict[str, str], *order: str, **launches: tuple[str, ...]) -> Stages:
         """The stages of an operator.  launches: the kernels that each bundled implementation launches."""
         kernels = {kernel: name for name, launched in launches.items() for kernel in launched}
-        sources = known_sources(operator)
-        return cls(order=order, words=_WORDS | words, ahead=frozenset({"ahead"}), kernels=kernels, sources=sources)
+        table = tomllib.loads((Path(__file__).parent / "known_sources" / f"{operator}.toml").read_text("utf-8"))
+        for entry in table["source"]:
+            entry["starts"] = {int(line): stage for line, stage in entry.get("starts", {}).items()}
+        return cls(
+            order=order, words=_WORDS | words, kernels=kernels, sources={one["sha256"]: one for one in table["source"]}
+        )
 
     @classmethod
     def together(cls, several: Sequence[Stages]) -> Stages:
         """The stages of several operators, concatenated."""
-        return cls(
-            order=tuple(name for stages in several for name in stages.order),
-            words={part: words for stages in several for part, words in stages.words.items()},
-            ahead=frozenset().union(*(stages.ahead for stages in several)),
-            kernels={kernel: name for stages in several for kernel, name in stages.kernels.items()},
-            sources={sha256: source for stages in several for sha256, source in stages.sources.items()},
-        )
+        merged: dict[str, dict[str, Any]] = {"words": {}, "kernels": {}, "sources": {}}
+        for stages in several:
+            for name, found in merged.items():
+                found |= getattr(stages, name)
+        return cls(order=tuple(name for stages in several for name in stages.order), **merged)
 
 
+AHEAD = "ahead"  # the stage of warps that wait because they are ahead, which costs no time
 _WORDS = {
     "setup.load": "loading the initial state", "setup.store": "storing the final state",
-    "waiting.chunk": "for a chunk and its gates", "ahead": "roles that are ahead",
+    "waiting.chunk": "for a chunk and its gates", AHEAD: "roles that are ahead",
 }  # fmt: skip
 
 
@@ -138,7 +112,6 @@ class CallBinding(Generic[I]):
     gate_bytes: of what is in `per_position`, for one head and position, by the bytes of a number of the model's dtype
         and the sizes of the layer.
     replacement: what computes the operator in the model while its inputs are taken.
-    scalars, arguments: the arguments that are no tensors as JSON's types, and back.
     """
 
     function: str
@@ -155,8 +128,6 @@ class CallBinding(Generic[I]):
     always_fp32: tuple[str, ...] = ()
     gate_bytes: Callable[[int, Mapping[str, int]], int]
     replacement: Callable[[I], Output]
-    scalars: Callable[[I], dict[str, Scalar]] = tensors.scalars
-    arguments: Callable[[dict[str, Scalar]], dict[str, Any]] = dict
 
     def positional(self, inputs: I) -> dict[str, torch.Tensor]:
         """The tensors (b, l, ...)."""

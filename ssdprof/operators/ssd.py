@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof import kernels
 from ssdprof.core.base import DType, PrecisionRecord, precisions_for
-from ssdprof.operators import generate, tensors
+from ssdprof.operators import generate
 from ssdprof.operators.generate import Cell, InputDType, InputGenerator, Library
-from ssdprof.operators.late import LazyModule, rounding, torch
-from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Scalar, Stages, computed, from_call
+from ssdprof.operators.late import lazy, rounding, torch
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Stages, computed, from_call
 
 if TYPE_CHECKING:
     from ssdprof.kernels.ssd import adapters, reference
     from ssdprof.operators import ssd_tuning
 else:
-    adapters, reference = (LazyModule(f"ssdprof.kernels.ssd.{name}") for name in ("adapters", "reference"))
-    ssd_tuning = LazyModule("ssdprof.operators.ssd_tuning")
+    adapters, reference = (lazy(f"ssdprof.kernels.ssd.{name}") for name in ("adapters", "reference"))
+    ssd_tuning = lazy("ssdprof.operators.ssd_tuning")
 
 STAGES = Stages.of(
     "ssd", {
@@ -118,23 +117,7 @@ def _of_heads(name: str, tensor: torch.Tensor, dims: int) -> torch.Tensor:
     return first
 
 
-def scalars(inputs: kernels.SSDInputs) -> dict[str, Scalar]:
-    """The scalars in JSON, which has no infinity: None means no limit of dt."""
-    found = tensors.scalars(inputs)
-    low, high = (limit if math.isfinite(limit) else None for limit in found.pop("dt_limit"))
-    return found | {"dt_limit_low": low, "dt_limit_high": high}
-
-
-def arguments(stored: dict[str, Scalar]) -> dict[str, Any]:
-    """The inverse of `scalars`."""
-    found: dict[str, Any] = dict(stored)
-    if "dt_limit_low" in found:
-        low, high = found.pop("dt_limit_low"), found.pop("dt_limit_high", None)
-        found["dt_limit"] = (-math.inf if low is None else low, math.inf if high is None else high)
-    return found
-
-
-BINDING = CallBinding(
+BINDING: CallBinding[kernels.SSDInputs] = CallBinding(
     function="mamba2_chunk_scan",
     step="mamba2_selective_state_update",
     bind=bind,
@@ -144,8 +127,6 @@ BINDING = CallBinding(
     per_position=("dt", "z"),
     gate_bytes=lambda item, _sizes: item,  # dt
     replacement=lambda inputs: computed(inputs, reference.ssd_chunked),
-    scalars=scalars,
-    arguments=arguments,
 )
 
 

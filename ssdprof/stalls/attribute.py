@@ -5,7 +5,7 @@
     # stage chunk_scan.previous: what entered the chunk       from here on, inside the function
 
 So reports of older versions keep their meaning.  For files of other libraries a table has the same information, by the
-hash of the file (`operators/known_sources.py`).  In any other file every function is a stage of its own name.
+hash of the file (`operators/known_sources/`).  In any other file every function is a stage of its own name.
 
 An instruction has one source line.  In reports that ssdprof records it is the innermost of those that led there that
 has a stage (`target.py`); in others it is that of the innermost function that was inlined.  Lines of "caller", of
@@ -23,10 +23,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ssdprof import operators
 from ssdprof.core.stalls import Line, Samples
-from ssdprof.operators.operator import KnownSource, Stages
+from ssdprof.operators.operator import AHEAD, Stages
 from ssdprof.stalls.read import RawKernel, base_name
 
 CALLER = "caller"
@@ -82,8 +83,8 @@ def ordered(samples: Mapping[str, int]) -> Samples:
     return {reason: count for reason, count in sorted(samples.items(), key=lambda item: (-item[1], item[0])) if count}
 
 
-def is_idle(stage: str, known: Stages) -> bool:
-    return stage == IDLE_WARPS or stage in known.ahead
+def is_idle(stage: str) -> bool:
+    return stage in (IDLE_WARPS, AHEAD)
 
 
 def _stages(places: Sequence[LineStage]) -> list[str]:
@@ -100,7 +101,7 @@ def _stage_order(name: str, total: int, known: Stages) -> tuple[int, int, str]:
     """Stages in the order of the algorithm, then others by size, then idle ones."""
     order = (*known.order, IDLE_WARPS)
     if name in order:
-        return (order.index(name) + (len(order) if is_idle(name, known) else 0), 0, name)
+        return (order.index(name) + (len(order) if is_idle(name) else 0), 0, name)
     return (len(order), -total, name)
 
 
@@ -144,7 +145,7 @@ class Sources:
         """The implementation of the kernel, if its file is a known one of another library; else ""."""
         texts = (text for file, text in self._recorded.items() if not _LIBRARY.search(file))
         found = (self._known.get(_sha256(text)) for text in texts)
-        return next((one.implementation for one in found if one and kernel in one.stages), "")
+        return next((one["implementation"] for one in found if one and kernel in one["stages"]), "")
 
     def _file(self, file: str) -> SourceFile | None:
         if file not in self._files:
@@ -197,7 +198,7 @@ class SourceFile:
         return self.places.get(line, LineStage("", UNKNOWN))
 
 
-def parse(text: str, known: KnownSource | None = None) -> SourceFile:
+def parse(text: str, known: Mapping[str, Any] | None = None) -> SourceFile:
     """The functions and stages of a file.  A text that is not Python has none.
 
     known: its entry in a table; None: the file itself names its stages, if it does.
@@ -207,7 +208,7 @@ def parse(text: str, known: KnownSource | None = None) -> SourceFile:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return SourceFile(lines)
-    stages, names = known.stages if known else _table(tree, "STAGES"), _table(tree, "WAITS") or {}
+    stages, names = known["stages"] if known else _table(tree, "STAGES"), _table(tree, "WAITS") or {}
     marks: Mapping[int, str] = {n: mark[1] for n, line in enumerate(lines, start=1) if (mark := _MARK.match(line))}
     functions = [
         node for node in ast.walk(tree)
@@ -217,7 +218,7 @@ def parse(text: str, known: KnownSource | None = None) -> SourceFile:
         stages = dict.fromkeys((node.name for node in functions), CALLER) | dict(stages)
     waits, places = _waits(tree, names), dict[int, LineStage]()
     for node in functions:  # those inside of others come later
-        places |= _places(node, stages, known.starts if known else marks, waits, lines)
+        places |= _places(node, stages, known["starts"] if known else marks, waits, lines)
     return SourceFile(
         text=lines,
         places=places,

@@ -116,7 +116,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         samples=ordered(kernel.totals),
         average=averages,
         stages=stages,
-        idle=tuple(stage for stage in stages if is_idle(stage, known)),
+        idle=tuple(stage for stage in stages if is_idle(stage)),
         lines=lines,
         from_neighbours=from_neighbours,
         unlabelled=tuple(sorted(sources.unlabelled)),
@@ -130,7 +130,7 @@ def _stages(kernel: RawKernel) -> Stages:
     """The stages of the operator with a kernel of this name; for an unknown kernel those of all operators."""
     known = [one.stages for one in operators.records()]
     for stages in known:
-        theirs = (name for source in stages.sources.values() for name in source.stages)
+        theirs = (name for source in stages.sources.values() for name in source["stages"])
         if kernel.function in (*stages.kernels, *theirs):
             return stages
     return Stages.together(known)
