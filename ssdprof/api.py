@@ -38,7 +38,7 @@ from ssdprof.jobs import run as run_job
 from ssdprof.jobs.compare import replaying
 from ssdprof.jobs.export import exported, format_of
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.implementations import ImplementationCache, own_implementation, required
+from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
 from ssdprof.operators.operator import Operator
 from ssdprof.progress import Watcher
 from ssdprof.report import brief, exports
@@ -238,9 +238,9 @@ def compare(
         raise BadInputError(f"The tensors are on {inputs.device}, and kernels run on {device}.", "Move the tensors.")
     dims = operator.judged.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
-    cache = ImplementationCache(device)
-    found = [_implementation(operator, cache, one) for one in implementations]
-    first = required(cache.get(operator.name, baseline))
+    resolve = resolver(device)
+    found = [_implementation(operator, resolve, one) for one in implementations]
+    first = required(resolve(operator.name, baseline))
     if isinstance(states, str):
         states = reading.parse_states(states)
     pairs = run_job.paired(found, first, precisions_for(dims.dtype, dtypes, states), dims.dtype)
@@ -264,7 +264,7 @@ def compare(
     return Results(writer.report)
 
 
-def _implementation(operator: Operator[Any], cache: ImplementationCache, one: str | Kernel) -> Implementation:
+def _implementation(operator: Operator[Any], resolve: Resolve, one: str | Kernel) -> Implementation:
     if isinstance(one, str):
-        return required(cache.get(operator.name, one))
+        return required(resolve(operator.name, one))
     return own_implementation(operator, getattr(one, "__name__", type(one).__name__), one)

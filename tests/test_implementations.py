@@ -30,7 +30,6 @@ from ssdprof.operators.ssd import LIBRARIES
 from ssdprof.store import reports
 
 BAD = Path(__file__).parent / "measure" / "bad_kernels.py"
-PASSED = isolate.FirstCallVerdict(status="ran")
 SHORT = ("--seq", "40", "--layers", "0", "--dtypes", "exact")
 
 
@@ -49,7 +48,7 @@ def here(users_folder: Path, exact_kernels: None, small_guards: None) -> Path:  
 @pytest.fixture
 def not_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the first call in a separate process; these tests judge the results afterwards."""
-    monkeypatch.setattr(isolate, "_tried", lambda _kernel, several, *_: [PASSED] * len(several))
+    monkeypatch.setattr(isolate, "_tried", lambda _kernel, several, *_: [("ran", "")] * len(several))
 
 
 @pytest.fixture
@@ -138,10 +137,7 @@ def test_what_c_code_prints_is_no_data(capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_first_call_is_the_limit_of_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tried(*given: Any) -> list[isolate.FirstCallVerdict]:
-        return [isolate.FirstCallVerdict(status="failed", reason=f"it had {given[-1]:g} s")]
-
-    monkeypatch.setattr(isolate, "_tried", tried)
+    monkeypatch.setattr(isolate, "_tried", lambda *given: [("failed", f"it had {given[-1]:g} s")])
     code, shown, _ = call("run", "demo", *SHORT, "--impl", "unfused,bad_kernels:good", "--first-call", "7")
     assert code == 1
     assert "bad_kernels:good (exact, fp32 states): it had 7 s" in shown

@@ -36,7 +36,7 @@ from ssdprof.measure.answers import Divergence, bands, compare_logits, first_non
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import while_it_runs
 from ssdprof.operators import tensors
-from ssdprof.operators.implementations import ImplementationCache, own_precisions, required, resolve
+from ssdprof.operators.implementations import own_precisions, required, resolve, resolver
 from ssdprof.operators.tensors import dtype_name
 from ssdprof.progress import Watcher
 from ssdprof.store.reports import Writer, opened
@@ -84,9 +84,9 @@ def loaded_as(subject: Subject, wanted: AnswersOptions) -> Subject:
 
 def check(subject: Subject, wanted: AnswersOptions) -> list[Implementation]:
     """Those that it compares.  Raise the reason if this machine cannot.  Loads nothing; `--dry-run` calls it too."""
-    cache, of = ImplementationCache(limits.device()), {layer.operator for layer in subject.layers}
+    get, of = resolver(limits.device()), {layer.operator for layer in subject.layers}
     limits.check_replay(subject.seqlens)
-    return [required(cache.get(operator, name)) for operator in of for name in wanted.implementations]
+    return [required(get(operator, name)) for operator in of for name in wanted.implementations]
 
 
 def _weights(wanted: AnswersOptions) -> Literal["own", "fp32"]:

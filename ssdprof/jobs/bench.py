@@ -29,7 +29,7 @@ from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.implementations import ImplementationCache, own_precisions, required, resolve, source_files
+from ssdprof.operators.implementations import own_precisions, required, resolve, resolver, source_files
 from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import precision_of
 from ssdprof.progress import Watcher
@@ -129,11 +129,9 @@ def resolved(asked: BenchOptions, names: Sequence[str], too_large: Iterable[Toke
     Raises BadInputError for a name that is unknown, MissingCapabilityError without a GPU and for a baseline that is
     unavailable.
     """
-    operator, cache = operators.get(asked.operator), ImplementationCache(torch.device("cuda"))
-    found = [cache.get(operator.name, name) for name in names]
-    over, matched = (
-        cache.get(operator.name, name) for name in (asked.baseline or "", asked.match_with or operator.baseline)
-    )
+    operator, get = operators.get(asked.operator), resolver(torch.device("cuda"))
+    found = [get(operator.name, name) for name in names]
+    over, matched = (get(operator.name, name) for name in (asked.baseline or "", asked.match_with or operator.baseline))
     if (
         not asked.verify
         and matched.name != operator.baseline

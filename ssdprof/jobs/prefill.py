@@ -178,7 +178,7 @@ def _contenders(
         left_to_model=length.bundled.left_to_model if kind == "bundled" else (),
     )
     for name in dict.fromkeys((resolved.baseline, *resolved.present)):
-        found = {operator: resolved.cache.get(operator, name) for operator in {site.operator for site in length.sites}}
+        found = {operator: resolved.resolve(operator, name) for operator in {site.operator for site in length.sites}}
         one = next(iter(found.values()))
         if one.kind == "library" and name != resolved.baseline and kind != "model":
             continue

@@ -86,7 +86,7 @@ def parse_tokens(
     packed: sequences of random lengths like "64x1k-4k"; "" for none
     """
     pairs = [Tokens(sequences=b, seqlen=l) for b, l in product(_batches(batches), lengths(seqs))]
-    fitting = [pair for pair in pairs if pair.at_most <= max_tokens]
+    fitting = [pair for pair in pairs if pair.sequences * pair.seqlen <= max_tokens]
     wanted = dict.fromkeys([*fitting, *map(_pair, _words(extra)), *map(parse_packed, _words(packed))])
     if not wanted:
         raise BadInputError(f"Every cell has more than {max_tokens:,} tokens.", "Raise --max-tokens, or ask for less.")

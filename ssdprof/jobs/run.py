@@ -44,7 +44,7 @@ from ssdprof.jobs.plan import load, sources, stored_dims
 from ssdprof.jobs.reading import STEPS
 from ssdprof.jobs.subject import Stored, Subject, refuse_larger
 from ssdprof.kernels.registry import Implementation
-from ssdprof.operators.implementations import ImplementationCache, own_precisions, required
+from ssdprof.operators.implementations import Resolve, own_precisions, required, resolver
 from ssdprof.operators.tensors import dtype_name
 from ssdprof.progress import Watcher
 from ssdprof.store.ranks import Ranks
@@ -60,7 +60,7 @@ class Resolved:
     found: of each operator, in the requested order.  baselines: of each operator.
     """
 
-    cache: ImplementationCache
+    resolve: Resolve
     names: tuple[str, ...]
     baseline_name: str
     found: tuple[Implementation, ...]
@@ -86,8 +86,8 @@ class Resolved:
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
         if call is not None and call.kind == "decode":  # computed in fp32, whatever the precision of the prompt
             names, baseline, wanted = STEPS, STEPS[0], (EXACT_FP32,)
-        compared = [one for one in (self.cache.get(operator, name) for name in names) if not one.absent]
-        first = self.cache.get(operator, baseline)
+        compared = [one for one in (self.resolve(operator, name) for name in names) if not one.absent]
+        first = self.resolve(operator, baseline)
         return paired(compared, first, wanted, dtype)
 
 
@@ -107,15 +107,15 @@ def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequenc
     Raises BadInputError for an unknown name and an own kernel that cannot be imported, MissingCapabilityError if the
     baseline is unavailable, or all that would be compared with it.
     """
-    cache = ImplementationCache(limits.device())
+    resolve = resolver(limits.device())
     of = dict.fromkeys(layer.operator for layer in layers)
-    found = [cache.get(operator, word) for operator in of for word in names]
-    baselines = [cache.get(operator, baseline) for operator in of]
+    found = [resolve(operator, word) for operator in of for word in names]
+    baselines = [resolve(operator, baseline) for operator in of]
     compared = [one for one in found if one.name != baselines[0].name]
     for one in baselines if any(not one.absent for one in compared) else [*baselines, *compared]:
         required(one)
     return Resolved(
-        cache=cache, names=tuple(names), baseline_name=baseline, found=tuple(found), baselines=tuple(baselines)
+        resolve=resolve, names=tuple(names), baseline_name=baseline, found=tuple(found), baselines=tuple(baselines)
     )
 
 

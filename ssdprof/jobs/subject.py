@@ -142,7 +142,8 @@ def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = Fa
     whole = whole or request.decode > 0  # a model that generates tokens
     lengths: tuple[int, ...] = ()
     if request.packed is not None:
-        _refuse_too_many(request.packed.at_least)  # drawing a million lengths takes seconds
+        # drawing a million lengths takes seconds
+        _refuse_too_many(request.packed.sequences * (request.packed.shortest or 0))
         lengths = tuple(stop - start for start, stop in pairwise(boundaries(request.packed, SEED)))
     seqlens = (sum(lengths),) if lengths else request.seqlens or limits.default_seqlens()
     _refuse_too_many(request.batch * max(seqlens))

@@ -391,10 +391,8 @@ class RunningDeviation:
 
 def _rms(tensor: torch.Tensor) -> torch.Tensor:
     """RMS of the finite elements, fp64."""
-    sums = HeadNorms(1, tensor.device)
-    for part in tensor:
-        sums.add(finite(part.flatten()[None, None].double()))
-    return sums.rms(max(tensor.numel(), 1))[0]
+    norm: torch.Tensor = torch.linalg.vector_norm(finite(tensor), dtype=torch.float64)
+    return norm / math.sqrt(max(tensor.numel(), 1))
 
 
 def rms_ratio(error_squares: torch.Tensor, other_squares: torch.Tensor) -> torch.Tensor:

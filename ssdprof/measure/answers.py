@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -18,21 +17,12 @@ _WORKING_BYTES = 2**30  # of a block of positions
 _FP64_COPIES = 6  # of a block's logits, held at the same time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """For each position (n,) on the CPU.  kl, margin and the losses in fp64 and nats, tokens in int64.
-
-    kl: KL(reference || candidate).  reference_token, token: the most likely ones; the first if several are equal.
-    margin: log-probability, by the reference, of its own token less that of the candidate's.
-    reference_loss, loss: minus the log-probability of the prompt's next token; NaN at the last position.
-    """
-
-    kl: torch.Tensor
-    reference_token: torch.Tensor
-    token: torch.Tensor
-    margin: torch.Tensor
-    reference_loss: torch.Tensor
-    loss: torch.Tensor
+# For each position (n,) on the CPU, "kl", "margin" and losses in fp64 and nats, tokens in int64:
+#     kl                        KL(reference || candidate)
+#     reference_token, token    the most likely ones; the first if several are equal
+#     margin                    log-probability, by the reference, of its own token less that of the candidate's
+#     reference_loss, loss      minus the log-probability of the prompt's next token; NaN at the last position
+Divergence = dict[str, torch.Tensor]
 
 
 def rows_that_fit(vocabulary: int) -> int:
@@ -56,37 +46,34 @@ def compare_logits(reference: torch.Tensor, candidate: torch.Tensor, targets: to
         found[: len(targets)] = -_at(log_probabilities[: len(targets)], targets)
         return found
 
-    parts = (kl, tops, others, margin, loss(high), loss(low))
-    return Divergence(**{field.name: part.cpu() for field, part in zip(fields(Divergence), parts, strict=True)})
+    found = {"kl": kl, "reference_token": tops, "token": others, "margin": margin}
+    return {name: part.cpu() for name, part in (found | {"reference_loss": loss(high), "loss": loss(low)}).items()}
 
 
 def joined(blocks: Sequence[Divergence]) -> Divergence:
     """The blocks of a prompt as one."""
-    return Divergence(
-        **{field.name: torch.cat([getattr(block, field.name) for block in blocks]) for field in fields(Divergence)}
-    )
+    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def first_nonfinite(comparison: Divergence) -> int | None:
     """The first position whose divergence is not finite; None if there is none."""
-    bad = ~comparison.kl.isfinite()
+    bad = ~comparison["kl"].isfinite()
     return int(bad.to(torch.uint8).argmax()) if bool(bad.any()) else None
 
 
 def bands(comparison: Divergence) -> tuple[AnswerBand, ...]:
     """The band of all positions, then, for a long prompt, one for each part of it."""
-    count = len(comparison.kl)
+    count = len(comparison["kl"])
     edges = zip(BANDS, (*BANDS[1:], count), strict=True)
     parts = [(start, min(stop, count)) for start, stop in edges if start < count]
     return tuple(_band(comparison, start, stop) for start, stop in ((0, count), *(parts if len(parts) > 1 else ())))
 
 
 def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
-    cut = Divergence(**{field.name: getattr(comparison, field.name)[start:stop] for field in fields(Divergence)})
-    kl = cut.kl.numpy()
-    flipped = (cut.token != cut.reference_token).nonzero()[:, 0]
-    worst = int(flipped[cut.margin[flipped].argmax()]) if len(flipped) else None
-    known = cut.loss.isfinite() & cut.reference_loss.isfinite()
+    cut = {name: part[start:stop] for name, part in comparison.items()}
+    kl, margin, losses = cut["kl"].numpy(), cut["margin"], torch.stack([cut["reference_loss"], cut["loss"]])
+    flipped = (cut["token"] != cut["reference_token"]).nonzero()[:, 0]
+    worst = int(flipped[margin[flipped].argmax()]) if len(flipped) else None
     return AnswerBand(
         start=start,
         stop=stop,
@@ -96,10 +83,10 @@ def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
         kl_max_position=start + int(kl.argmax()),
         top1_pct=100.0 * (1 - len(flipped) / len(kl)),
         flips=len(flipped),
-        flip_margin_median=float(cut.margin[flipped].quantile(0.5)) if len(flipped) else None,
-        flip_margin_max=None if worst is None else float(cut.margin[worst]),
+        flip_margin_median=float(margin[flipped].quantile(0.5)) if len(flipped) else None,
+        flip_margin_max=None if worst is None else float(margin[worst]),
         flip_position=None if worst is None else start + worst,
-        **_perplexities(cut.reference_loss[known].numpy(), cut.loss[known].numpy()),
+        **_perplexities(*losses[:, losses.isfinite().all(0)].numpy()),
     )
 
 

@@ -6,11 +6,12 @@ NaN in the output.
 
     python -m ssdprof.measure.isolate FOLDER PARENT
 
-FOLDER holds the calls, and gets a `FirstCallVerdict` of each.
+FOLDER holds the calls, and gets a `Verdict` of each.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -30,7 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof import operators
-from ssdprof.core.base import PrecisionRecord, Record, Status, Text
+from ssdprof.core.base import PrecisionRecord, Status
 from ssdprof.core.case import Case
 from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
@@ -193,13 +194,7 @@ _START_S = 120.0  # for importing torch and loading the inputs, also on a busy m
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL")
 _STOPPED = 124  # exit code of a process that took too long
 _CALL, _VERDICTS, _WORDS = "call.pt", "verdicts.jsonl", "words.txt"
-
-
-class FirstCallVerdict(Record):
-    """The result of a first call.  status: "ran" means that the call may be made here."""
-
-    status: Status
-    reason: Text = ""
+Verdict = tuple[Status, str]  # of a first call, and the reason; "ran": the call may be made here
 
 
 class IsolatedFirstCall:
@@ -207,14 +202,14 @@ class IsolatedFirstCall:
 
     def __init__(self, limit_s: float = FIRST_CALL_S) -> None:
         self._limit_s = limit_s
-        self._verdicts: dict[Hashable, FirstCallVerdict] = {}
+        self._verdicts: dict[Hashable, Verdict] = {}
 
     def require(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> None:
         """CallRejected if the kernel fails at its first call on inputs of this form, now or earlier."""
         self.prepare(implementation, [inputs], precision)
-        verdict = self._verdicts[implementation.version, precision, tensors.form(inputs)]
-        if verdict.status != "ran":
-            raise CallRejected(verdict.status, verdict.reason)
+        status, reason = self._verdicts[implementation.version, precision, tensors.form(inputs)]
+        if status != "ran":
+            raise CallRejected(status, reason)
 
     def prepare(self, implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord) -> None:
         """Make the first calls on inputs of several forms in one process, or in more if a call ends it."""
@@ -238,7 +233,7 @@ class IsolatedFirstCall:
 
 def _tried(
     implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord, limit_s: float
-) -> list[FirstCallVerdict]:
+) -> list[Verdict]:
     """The verdicts of the first calls, up to the one that ended the process; at least one."""
     inputs = several[0]
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as name:
@@ -257,12 +252,12 @@ def _tried(
         command = [*child.python("ssdprof.measure.isolate"), name, str(os.getpid())]
         code = _run(command, folder / _WORDS, limit_s * len(several) + _START_S)
         lines = (folder / _VERDICTS).read_text(encoding="utf-8").splitlines() if (folder / _VERDICTS).is_file() else []
-        found = [FirstCallVerdict.model_validate_json(line) for line in lines]
+        found: list[Verdict] = [tuple(json.loads(line)) for line in lines]
         if found and (code == 0 or len(found) == len(several)):
             return found
         words = (folder / _WORDS).read_text(encoding="utf-8", errors="replace").split("\n")
     last = next((line for line in words[::-1] if line), "")
-    return [*found, FirstCallVerdict(status="failed", reason=_death(code, limit_s, last))]
+    return [*found, ("failed", _death(code, limit_s, last))]
 
 
 def _run(command: list[str], words: Path, timeout_s: float) -> int:
@@ -310,13 +305,13 @@ def main() -> None:
         verdict = judged(implementation, operator.inputs(**arguments), PrecisionRecord(**request["precision"]))
         watchdog.cancel()
         with (folder / _VERDICTS).open("a", encoding="utf-8") as file:
-            file.write(verdict.model_dump_json() + "\n")
-        if verdict.status == "failed":  # the rest in a process that this call cannot have harmed
+            file.write(json.dumps(verdict) + "\n")
+        if verdict[0] == "failed":  # the rest in a process that this call cannot have harmed
             return
 
 
 @torch.no_grad()
-def judged(implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> FirstCallVerdict:
+def judged(implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> Verdict:
     """Make the first call, and check the memory around its tensors."""
     guarded = GuardedInputs(inputs)
     call = Call(
@@ -330,15 +325,15 @@ def judged(implementation: Implementation, inputs: Any, precision: PrecisionReco
         try:
             output, tried = call.first_run()
         except MissingCapabilityError as error:  # the GPU is unusable for this process, which ends here
-            return FirstCallVerdict(status="failed", reason=type_and_message(error.__cause__ or error))
+            return "failed", type_and_message(error.__cause__ or error)
         if output is None:
-            return FirstCallVerdict(status=tried["status"], reason=tried["reason"])
+            return tried["status"], tried["reason"]
         if words := damage():
-            return FirstCallVerdict(status="failed", reason=words)
+            return "failed", words
     for name, tensor in zip(("out", "final_states"), output, strict=True):
         if elements := unwritten(tensor):
-            return FirstCallVerdict(status="failed", reason=f"it leaves {elements:,} elements of {name} unwritten")
-    return FirstCallVerdict(status="ran")
+            return "failed", f"it leaves {elements:,} elements of {name} unwritten"
+    return "ran", ""
 
 
 if __name__ == "__main__":

@@ -61,12 +61,8 @@ def with_occupancy(launch: Launch, device: torch.device) -> Launch:
     most, most_warps = _MOST_BLOCKS.get((sm.major, sm.minor)), sm.max_threads_per_multi_processor // _WARP
     if most is None:
         return launch
-    registers = _up(launch.registers * _WARP, _REGISTER_UNIT) * warps
-    shared = _up(launch.shared_bytes, _SHARED_UNIT) + _RESERVED_SHARED
+    registers = -(-launch.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT * warps
+    shared = -(-launch.shared_bytes // _SHARED_UNIT) * _SHARED_UNIT + _RESERVED_SHARED
     by_registers = _REGISTERS // registers if registers else most
     blocks = min(most, most_warps // warps, sm.shared_memory_per_multiprocessor // shared, by_registers)
     return launch.changed(blocks_per_sm=blocks, warps_pct=100 * blocks * warps / most_warps)
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

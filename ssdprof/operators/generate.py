@@ -68,16 +68,6 @@ class Tokens:
         """Whether sequences begin with a state, as in packed calls and in decoding."""
         return self.packed or self.steps
 
-    @property
-    def at_most(self) -> int:
-        """The number of tokens; packed sequences may have fewer."""
-        return self.sequences * self.seqlen
-
-    @property
-    def at_least(self) -> int:
-        """The number of tokens if every packed sequence has the shortest length."""
-        return self.sequences * (self.seqlen if self.shortest is None else self.shortest)
-
     def __str__(self) -> str:
         if self.shortest is not None:
             return f"{self.sequences} packed x {_brief(self.shortest)}-{_brief(self.seqlen)}"

@@ -33,6 +33,7 @@ from ssdprof.operators.operator import Operator, Output
 
 GROUP = "ssdprof.implementations"
 Kind = Literal["bundled", "library", "own"]
+Resolve = Callable[[str, str], Implementation]  # (operator, word)
 
 
 def required(implementation: Implementation) -> Implementation:
@@ -49,28 +50,26 @@ def own_precisions(
     return wanted if implementation.precisions is None else implementation.precisions(dtype)
 
 
-class ImplementationCache:
-    """Resolves names for one device, each once, so that a library that tunes itself keeps its configurations."""
+def resolver(device: torch.device) -> Resolve:
+    """As `resolve`, for one device, by an operator's name: each word once, so that a library that tunes itself keeps
+    its configurations; unavailable if it cannot run on this kind of device.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._known: dict[tuple[str, str], Implementation] = {}
+    A library with a checkout can be named without it later.  BadInputError for a second checkout of a library.
+    """
+    known: dict[tuple[str, str], Implementation] = {}
 
-    def get(self, operator: str, word: str) -> Implementation:
-        """As `resolve`; unavailable if it cannot run on this kind of device.
-
-        A library with a checkout can be named without it later.  BadInputError for a second checkout of a library.
-        """
-        key = (operator, word)
-        if key not in self._known:
+    def get(operator: str, word: str) -> Implementation:
+        if (operator, word) not in known:
             found = resolve(operators.get(operator), word)
-            if found.needs_gpu and not found.absent and self._device.type != "cuda":
+            if found.needs_gpu and not found.absent and device.type != "cuda":
                 why = f"{found.name} needs an NVIDIA GPU, and this machine has none."
                 found = replace(found, absent=why, hint="Leave it out.")
-            if (operator, found.name) in self._known:
+            if (operator, found.name) in known:
                 raise _two_checkouts(found.name)
-            self._known[key] = self._known[operator, found.name] = found
-        return self._known[key]
+            known[operator, word] = known[operator, found.name] = found
+        return known[operator, word]
+
+    return get
 
 
 def refuse_two_checkouts(words: Iterable[str]) -> None:

@@ -154,9 +154,9 @@ def test_all_lengths_come_with_the_models_own_convolution_first_and_other_librar
 def test_own_kernels_take_part_at_their_own_precision_and_are_first_called_elsewhere(
     users_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tried(implementation: Any, *_: Any) -> list[isolate.FirstCallVerdict]:
+    def tried(implementation: Any, *_: Any) -> list[isolate.Verdict]:
         hangs = implementation.name.endswith("second")
-        return [isolate.FirstCallVerdict(status="failed" if hangs else "ran", reason="it hangs" if hangs else "")]
+        return [("failed", "it hangs") if hangs else ("ran", "")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
     text = (

@@ -18,7 +18,7 @@ from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure import isolate
 from ssdprof.measure.first_run import CallRejected
-from ssdprof.measure.isolate import FirstCallVerdict, IsolatedFirstCall, judged
+from ssdprof.measure.isolate import IsolatedFirstCall, judged
 from ssdprof.operators.implementations import resolve
 
 
@@ -72,8 +72,8 @@ OUT_OF_BOUNDS = "it writes out of bounds, behind a tensor of shape (1, 12, 2, 16
 )
 def test_what_a_bad_kernel_does_is_told(function: str, operator: str, reason: str) -> None:
     found = judged(named(function, operator), {"ssd": ssd, "gdn": gdn}[operator](), EXACT_FP32)
-    assert found.status == ("refused" if function == "refusing" else "failed")
-    assert reason in found.reason
+    assert found[0] == ("refused" if function == "refusing" else "failed")
+    assert reason in found[1]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytes
 
     def tried(one: Implementation, _several: Any, precision: PrecisionRecord, _limit_s: float) -> Any:
         made.append((one.name, str(precision)))
-        return [FirstCallVerdict(status="failed" if one.name.endswith("nan") else "ran", reason="seen before")]
+        return [("failed" if one.name.endswith("nan") else "ran", "seen before")]
 
     monkeypatch.setattr(isolate, "_tried", tried)
     isolated, given = IsolatedFirstCall(), ssd()

@@ -19,14 +19,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.operators import get
-from ssdprof.operators.implementations import (
-    ImplementationCache,
-    kind_of,
-    known,
-    own_precisions,
-    refuse_two_checkouts,
-    resolve,
-)
+from ssdprof.operators.implementations import kind_of, known, own_precisions, refuse_two_checkouts, resolve, resolver
 from ssdprof.operators.operator import run_kernels
 
 SSD, GDN = get("ssd"), get("gdn")
@@ -97,8 +90,8 @@ def test_a_library_has_its_own_precisions_and_needs_a_gpu(monkeypatch: pytest.Mo
     found = resolve(SSD, "mamba_ssm")
     assert (found.name, found.version) == ("mamba_ssm", "9.9")
     assert list(map(str, own_precisions(found, "fp16", (EXACT_FP32, RELAXED)))) == ["exact, fp16 states"]
-    assert not ImplementationCache(torch.device("cuda")).get("ssd", "mamba_ssm").absent
-    absent = ImplementationCache(torch.device("cpu")).get("ssd", "mamba_ssm").absent
+    assert not resolver(torch.device("cuda"))("ssd", "mamba_ssm").absent
+    absent = resolver(torch.device("cpu"))("ssd", "mamba_ssm").absent
     assert absent == "mamba_ssm needs an NVIDIA GPU, and this machine has none."
 
 
@@ -118,12 +111,12 @@ def test_a_checkout_is_named_with_the_library(here: Path) -> None:
 
 
 def test_a_library_has_one_checkout_in_a_command(here: Path) -> None:
-    cache = ImplementationCache(torch.device("cpu"))
+    get_once = resolver(torch.device("cpu"))
     (here / "a").mkdir()
-    first = cache.get("ssd", f"published={here}")
-    assert cache.get("ssd", f"published={here}") is cache.get("ssd", "published") is first
+    first = get_once("ssd", f"published={here}")
+    assert get_once("ssd", f"published={here}") is get_once("ssd", "published") is first
     with pytest.raises(BadInputError, match="published is named with two checkouts"):
-        cache.get("ssd", f"published={here / 'a'}")
+        get_once("ssd", f"published={here / 'a'}")
     refuse_two_checkouts(["fused", "published=a", "published=a"])
     with pytest.raises(BadInputError, match="published is named with two checkouts"):
         refuse_two_checkouts(["published=a", "fused", "published=b"])
