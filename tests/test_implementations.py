@@ -15,7 +15,6 @@ import pytest
 import torch
 from command_line import Answer
 from documented_kernels import DOCUMENT, write_example
-from operators.test_named import install
 
 from ssdprof.commands.terminal import only_data_on_stdout
 from ssdprof.core.base import PrecisionRecord
@@ -176,17 +175,6 @@ def test_a_name_that_stands_for_nothing_ends_a_run_that_compares_nothing_else(
     assert (ended, shown) == (code, "")
     assert message in told
     assert not list(here.glob("runs/*/run.json"))
-
-
-@pytest.mark.usefixtures("judged_once")
-def test_an_installed_package_registers_a_kernel(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(here / "site", "tiny", quick="tiny:good")
-    (here / "site" / "tiny.py").write_text(BAD.read_text())
-    monkeypatch.syspath_prepend(here / "site")
-    code, shown, _ = call("run", "demo", *SHORT, "--impl", "quick", "--full")
-    assert code == 0, shown
-    assert cases()["quick"].result == "passed"
-    assert "your kernel quick, tiny:good, at exact, fp32 states" in shown
 
 
 # --- other libraries

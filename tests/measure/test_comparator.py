@@ -28,52 +28,40 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 precisions = pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: f"{p.intermediates}-{p.state_dtype}")
 
 MakeInputs = Callable[..., SSDInputs]
-WRONG: dict[str, Callable[[SSDInputs, torch.Tensor], None]] = {}
 
 
-def wrong(change: Callable[[SSDInputs, torch.Tensor], None]) -> Callable[[SSDInputs, torch.Tensor], None]:
-    WRONG[change.__name__] = change
-    return change
-
-
-@wrong
 def one_value_off_by_a_twentieth_of_its_head(_inputs: SSDInputs, out: torch.Tensor) -> None:
     out[0, 57, 2, 3] += out[:, :, 2].abs().max() / 20
 
 
-@wrong
-def one_value_zero(_inputs: SSDInputs, out: torch.Tensor) -> None:
-    head = out[0, :, 1]
-    head[divmod(int(head.abs().argmax()), head.shape[1])] = 0
-
-
-@wrong
 def two_heads_swapped(_inputs: SSDInputs, out: torch.Tensor) -> None:
     out[:, :, [0, 1]] = out[:, :, [1, 0]]
 
 
-@wrong
 def a_chunk_shifted_by_one(inputs: SSDInputs, out: torch.Tensor) -> None:
     q = inputs.chunk_size
     out[:, q : 2 * q, 3] = out[:, q - 1 : 2 * q - 1, 3].clone()
 
 
-@wrong
 def last_partial_chunk_missing(inputs: SSDInputs, out: torch.Tensor) -> None:
     out[:, out.shape[1] // inputs.chunk_size * inputs.chunk_size :] = 0
 
 
-@wrong
 def skip_dropped(inputs: SSDInputs, out: torch.Tensor) -> None:
     out.copy_(ssd_chunked(replace(inputs, D=None)).out)
 
 
-@wrong
 def state_not_carried(inputs: SSDInputs, out: torch.Tensor) -> None:
     q = inputs.chunk_size
     names = ("x", "dt", "B", "C")
     second = replace(inputs, **{name: getattr(inputs, name)[:, q : 2 * q] for name in names})
     out[:, q : 2 * q] = ssd_chunked(second).out
+
+
+WRONG = (
+    one_value_off_by_a_twentieth_of_its_head, two_heads_swapped, a_chunk_shifted_by_one, last_partial_chunk_missing,
+    skip_dropped, state_not_carried,
+)  # fmt: skip
 
 
 def right_answer(inputs: SSDInputs) -> SSDOutput:
@@ -105,7 +93,7 @@ def test_the_rounded_exact_answer_passes(make_inputs: MakeInputs, dtype: torch.d
 
 @dtypes
 @precisions
-@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
 def test_a_wrong_output_fails(
     make_inputs: MakeInputs, dtype: torch.dtype, precision: Precision, change: Callable[[SSDInputs, torch.Tensor], None]
 ) -> None:
@@ -155,13 +143,6 @@ def test_nan_weights_are_told_from_a_nan_of_the_kernel(make_inputs: MakeInputs) 
     assert not comparison[1].reason
 
 
-def test_an_output_beyond_its_dtype_is_nonfinite(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(dtype=torch.float16, D=torch.full((4,), 1e5))
-    comparison = judge(right_answer(inputs), inputs)
-    assert comparison[0].vs_oracle.nonfinite
-    assert "rounded to fp16" in reason(comparison)
-
-
 @dtypes
 def test_states_in_bf16_do_not_pass_as_fp32(make_inputs: MakeInputs, dtype: torch.dtype) -> None:
     inputs = make_inputs(dtype=dtype)
@@ -201,15 +182,6 @@ def test_one_huge_activation_does_not_blind_the_rule(make_inputs: MakeInputs) ->
     assert "rms|ours - oracle|" in reason(judge(output, inputs))
 
 
-def test_the_worst_head_and_its_position(make_inputs: MakeInputs) -> None:
-    inputs = make_inputs(dtype=torch.float32, batch=2)
-    output = right_answer(inputs)
-    output.out[1, 70, 3, 9] += 100
-    from_oracle = judge(output, inputs)[0].vs_oracle
-    assert (from_oracle.worst_head, from_oracle.worst_position) == (3, (1, 70, 3, 9))
-    assert from_oracle.max_abs == pytest.approx(100, rel=1e-5)
-
-
 def test_packed_sequences_are_compared_one_by_one(make_inputs: MakeInputs) -> None:
     initial_states = torch.randn(4, 4, 32, 16)
     inputs = make_inputs(cu_seqlens=torch.tensor([0, 33, 33, 90, 100]), initial_states=initial_states)
@@ -226,20 +198,15 @@ def test_the_length_of_the_blocks_does_not_matter(make_inputs: MakeInputs, monke
     output.out[1, 140, 3, 9] += 1
     whole = judge(output, inputs)
     monkeypatch.setattr(accuracy, "block_length", lambda _oracle, inputs, _device: inputs.chunk_size)
-    pieces = judge(output, inputs)
+    steps: list[int] = []
+    candidate = Candidate(output=output, precision=EXACT)
+    pieces = compare(inputs, {"ours": candidate}, on_progress=steps.append)["ours"]
+    assert steps == [32, 32, 32, 32, 22] * 2, "progress adds up to all positions"
     for one, other in zip(whole, pieces, strict=True):
         assert one.vs_oracle.matches == other.vs_oracle.matches
         assert one.vs_oracle.worst_position == other.vs_oracle.worst_position
         assert one.vs_oracle.rms_ratio == pytest.approx(other.vs_oracle.rms_ratio, rel=1e-9)
         assert one.reason == other.reason
-
-
-def test_progress_adds_up_to_all_positions(make_inputs: MakeInputs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "block_length", lambda _oracle, inputs, _device: inputs.chunk_size)
-    inputs = make_inputs(batch=2)
-    steps: list[int] = []
-    compare(inputs, {"ours": Candidate(output=right_answer(inputs), precision=EXACT)}, on_progress=steps.append)
-    assert steps == [32, 32, 32, 4] * 2
 
 
 def test_baseline_and_floor_stand_beside_the_oracle(make_inputs: MakeInputs) -> None:

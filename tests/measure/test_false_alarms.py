@@ -9,7 +9,6 @@ import pytest
 import torch
 from kernel_cases import SSDCase
 
-from ssdprof import kernels
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, assert_passes, compare
@@ -102,30 +101,6 @@ def test_a_wrong_decay_does_not_pass(make_inputs: Callable[..., SSDInputs], dtyp
     output = other_evaluation(wrong, Precision())
     found = compare(inputs, {"wrong": Candidate(output=output, precision=Precision())})["wrong"]
     assert any(tensor.reason for tensor in found)
-
-
-# the oracle is not a kernel, a decode step takes one token, and one kernel needs the state before the prompt
-OTHERS = ("reference", "unfused_step", "recurrent_in_place")
-WHOLE_PROMPTS = [name for name in kernels.names("ssd") if name not in OTHERS]
-
-
-@pytest.mark.slow
-@dtypes
-@pytest.mark.parametrize("name", WHOLE_PROMPTS)
-def test_a_bundled_kernel_passes(make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, name: str) -> None:
-    inputs = make_inputs(dtype=dtype, seqlen=40, heads=2, headdim=16, groups=1, chunk_size=16)
-    assert failures(inputs, kernels.get("ssd", name).run) == {}
-
-
-@pytest.mark.gpu
-@dtypes
-@pytest.mark.parametrize("name", WHOLE_PROMPTS)
-def test_a_bundled_kernel_passes_on_the_gpu(
-    make_inputs: Callable[..., SSDInputs], dtype: torch.dtype, name: str
-) -> None:
-    shape = {"seqlen": 3000, "heads": 16, "headdim": 64, "dstate": 128, "groups": 1, "chunk_size": 256}
-    inputs = make_inputs(dtype=dtype, device="cuda", **shape)
-    assert failures(inputs, kernels.get("ssd", name).run) == {}
 
 
 def test_a_single_fp32_position_whose_sum_over_n_cancels() -> None:

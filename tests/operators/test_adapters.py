@@ -31,7 +31,7 @@ from ssdprof import operators
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.jobs import bench
 from ssdprof.jobs.options import BenchOptions
-from ssdprof.kernels.adapters import Tunings, package_version, span
+from ssdprof.kernels.adapters import Tunings, package_version
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.inputs import KDAInputs
@@ -316,10 +316,6 @@ def test_what_they_do_not_do(name: str, given: Any, precision: Precision, words:
         with pytest.raises(UnsupportedError, match=f"^{name}: .*{words}"):
             call(of_ssd(**given) if isinstance(given, dict) else given, precision)
     assert not calls
-
-
-def test_a_span_reaches_from_the_first_to_the_last_element() -> None:
-    assert span(far(8, 2**29).x) == 7 * 2**29 + 16 + 15 + 1
 
 
 @pytest.mark.parametrize("name", ["mamba_ssm", "fla", "flash_qla", "flashinfer", "flashinfer_mtp"])

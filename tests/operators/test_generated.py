@@ -139,11 +139,6 @@ def test_words_of_draw_come_once_in_the_operators_order_and_others_are_refused()
     assert refused.value.hint.startswith("For ssd there are: pool (")
 
 
-def test_a_form_is_one_of_its_operator() -> None:
-    with pytest.raises(BadInputError, match="no implementation 'fused_portable' of ssd: it is one of gdn"):
-        resolve(SSD, "fused_portable")
-
-
 @needs_interpreter
 def test_the_portable_form_runs_the_portable_kernel_where_fused_would_not() -> None:
     portable, inputs = resolve(GDN, "fused_portable"), drawn("gdn", seqlen=3)
