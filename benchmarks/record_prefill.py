@@ -12,26 +12,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
 TO_START_S = 12  # for a run's imports; its own budget begins after them
-TO_STOP_S = 20  # from a run's limit to its interrupt, and from that to the kill
+TO_STOP_S = 20  # from a run's limit to its end
 LEAST_S = 30  # a run with less time does not begin
-TO_NOTICE_S = 5  # time for a command to end after the user interrupts both processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """limit_s: seconds of wall clock that are reserved for this run.  seconds: seconds of sampling for each length and
+    """limit_s: seconds of wall clock for this run.  seconds: seconds of sampling for each length and
     origin of the convolution and the norm: the model's, then the bundled ones."""
 
     name: str
@@ -58,11 +57,6 @@ def make_checkpoints(names: Sequence[str], scratch: Path) -> list[str]:
     return [name for name, process in making.items() if process.wait() == 0]
 
 
-def allowance(run: Run, later: Sequence[Run], left_s: float) -> float:
-    """Seconds for the run: its limit plus the time that later runs do not need, at most the remaining time."""
-    return min(left_s, max(run.limit_s, left_s - sum(one.limit_s for one in later)))
-
-
 def command(run: Run, checkpoint: Path, out: Path, allowed_s: float) -> list[str]:
     peers = ",".join(name for name in run.peers if find_spec(name) is not None)
     words = [
@@ -72,30 +66,6 @@ def command(run: Run, checkpoint: Path, out: Path, allowed_s: float) -> list[str
         *(["--against", peers] if peers else []),
     ]  # fmt: skip
     return list(map(str, words))
-
-
-def run_within(words: Sequence[str], seconds: float, *, to_stop_s: float = TO_STOP_S) -> int:
-    """The command's exit code.  Its stdout goes to stderr.
-
-    It is interrupted `to_stop_s` after its limit, and killed after the same time again.
-    Raises KeyboardInterrupt if the user interrupts this process, after the command has ended.
-    """
-    process = subprocess.Popen(words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=sys.stderr)
-    try:
-        return _end(process, seconds + to_stop_s, to_stop_s)
-    except KeyboardInterrupt:
-        _end(process, TO_NOTICE_S, to_stop_s)  # Ctrl-C reaches both; a signal to only this process does not
-        raise
-
-
-def _end(process: subprocess.Popen[bytes], seconds: float, to_stop_s: float) -> int:
-    """Waits, then interrupts, then kills."""
-    for wait_s, then in ((seconds, signal.SIGINT), (to_stop_s, signal.SIGKILL)):
-        try:
-            return process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(then)
-    return process.wait()
 
 
 def main() -> None:
@@ -116,15 +86,17 @@ def main() -> None:
         made = make_checkpoints([run.name for run in runs], Path(scratch))
         say(f"checkpoints made: {', '.join(made)}")
         runs = [run for run in runs if run.name in made]
-        for number, run in enumerate(runs):
-            allowed_s = allowance(run, runs[number + 1 :], arguments.budget - (time.monotonic() - began))
+        for run in runs:
+            allowed_s = min(run.limit_s, arguments.budget - (time.monotonic() - began))
             if allowed_s < LEAST_S:
                 say(f"{run.name}: left out, {allowed_s:.0f} s were left")
                 continue
             say(f"{run.name}: begins, {allowed_s:.0f} s allowed")
             words = command(run, Path(scratch) / run.name, arguments.folder / run.name, allowed_s)
-            code = run_within(words, allowed_s)
-            say(f"{run.name}: exit code {code}")
+            offline, limit_s = os.environ | {"HF_HUB_OFFLINE": "1"}, allowed_s + TO_STOP_S
+            with suppress(subprocess.TimeoutExpired):
+                done = subprocess.run(words, env=offline, stdout=sys.stderr, timeout=limit_s, check=False)
+                say(f"{run.name}: exit code {done.returncode}")
 
 
 if __name__ == "__main__":
