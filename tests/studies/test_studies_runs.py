@@ -92,7 +92,7 @@ def test_from_the_command_line_to_the_file(
             raise RuntimeError("out of resources\nand a page more")
         return torch.zeros_like(inputs.states) if runner is scan_002 else {"y": torch.zeros(1, 5, 1)}
 
-    made = scan_002.diagonal if runner is scan_002 else scan_003.ours
+    made: Any = scan_002.diagonal if runner is scan_002 else scan_003.ours
     monkeypatch.setattr(runner, made.__name__, lambda *given: made(*given) | {"broken": broken})
     assert runner.main() == 1
     assert "wrong: broken" in capsys.readouterr().err
