@@ -227,7 +227,7 @@ def recorded(name: str, report: Report) -> list[Cell]:
 def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
     assert case.drawn
     assert case.dims
-    firsts, floor_us = (case.first_call, *(trial.first_call for trial in case.trials)), case.floor_us(report.ceilings)
+    first, floor_us = case.first_call, case.floor_us(report.ceilings)
     return RecordedCase(
         kind="case",
         bench=of_all.name,
@@ -244,11 +244,11 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
         call_us=case.call_us and _times(case.call_us),
         floor_us=floor_us and _digits(floor_us, TIME_DIGITS),
         chunk_sizes={
-            trial.chunk_size: _digits(trial.device_us, TIME_DIGITS)
-            for trial in case.trials
-            if trial.device_us and len(case.trials) > 1
+            chunk_size: _digits(us, TIME_DIGITS)
+            for chunk_size, us in case.trials.items()
+            if us and len(case.trials) > 1
         },
-        compiled={name: round(seconds, 3) for first in firsts if first for name, seconds in first.compiled.items()},
+        compiled={name: round(seconds, 3) for name, seconds in first.compiled.items()} if first else {},
         over=dict(_over(report, case)),
         **{name: getattr(case.drawn, name) for name in ("shape", "sequences", "tokens", "layout", "packed", "checked")},
         **{

@@ -134,7 +134,7 @@ def test_a_case_runs_again_by_its_command_and_its_script(
 def test_the_words_of_a_case(typed: str, changes: dict[str, Any], expected: str) -> None:
     found = report(layers=(9,), precisions=(EXACT_FP32,)).changed(command=("ssdprof", *typed.split()))
     found = found.changed(
-        **{"placement": Placement(kind="one-gpu", device="cuda:0", held=(), predicted_peak_bytes=None)} | changes
+        **{"placement": Placement(kind="one-gpu", device="cuda:0", held={}, predicted_peak_bytes=None)} | changes
     )
     first, second = "--impl fused", "--dtypes exact --states fp32"
     words = expected.format(first, second) if "{0}" in expected else expected.format(f"{first} {second}")

@@ -117,16 +117,6 @@ class FirstCall(Record):
     compiled: dict[Text, NotNegative] = Field(default_factory=dict)
 
 
-class ChunkTrial(Record):
-    """One chunk size of an implementation that takes its chunk size from the caller."""
-
-    chunk_size: Size
-    result: Result
-    reason: Text = ""
-    device_us: Microseconds | None = None  # of a few replays, which select the fastest size
-    first_call: FirstCall | None = None
-
-
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
     if interval[0] > interval[1]:
         raise ValueError("low is above high")
@@ -251,6 +241,8 @@ class Case(Record):
     bytes_moved, flops: the least that the call must do: every input read once, every output written once.
     workspace_bytes: the peak that the call allocates beyond its outputs.
     chunk_size: the fastest of `trials`; None if the implementation chooses its own.
+    trials: device time of a few replays at each chunk size; None if it did not pass, or was the only one.
+    first_call: at this chunk size; what was compiled for any of them.
     probes: laws that were tested with this call; empty if they were tested with another one.
     """
 
@@ -283,7 +275,7 @@ class Case(Record):
     workspace_bytes: Count | None = None
     launches: tuple[Launch, ...] = ()
     chunk_size: Length | None = None
-    trials: tuple[ChunkTrial, ...] = ()
+    trials: dict[Length, Microseconds | None] = Field(default_factory=dict)
     first_call: FirstCall | None = None
 
     @model_validator(mode="after")

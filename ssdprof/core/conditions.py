@@ -20,9 +20,10 @@ from ssdprof.core.base import TOLERANCES
 from ssdprof.core.case import Case
 from ssdprof.core.report import Condition, Report, Verdict
 from ssdprof.core.statistics import Estimate
+from ssdprof.core.words import tolerance
 from ssdprof.errors import BadInputError, nearest
 
-TOLERANCE_NAMES: dict[str, float] = dict(zip(("0", "1e-3", "1e-2"), TOLERANCES, strict=True))
+TOLERANCE_NAMES = {tolerance(one): one for one in TOLERANCES}
 JUDGED = "fused"  # the implementation that the gates of benches and prefills judge
 Value = Estimate | float
 _GRAMMAR = re.compile(

@@ -187,18 +187,11 @@ class Ceilings(Record):
     matmul_tflops: Annotated[float, Field(gt=0)]
 
 
-class Held(Record):
-    """The weights in one place.  place: "cuda:0", "cpu" or "disk".  layers: decoder layers that begin there."""
-
-    place: Text
-    layers: Count
-    weight_bytes: Count
-
-
 class Placement(Record):
     """Where a model's weights are while it runs.
 
-    device: where the model computes, the first one of several.  held: all weights.
+    device: where the model computes, the first one of several.  held: all weights: place ("cuda:0", "cpu", "disk") ->
+        decoder layers that begin there, and bytes.
     predicted_peak_bytes: memory on `device` while the model runs and inputs are captured, predicted before
         loading, without replaying.  None if the model's code does not run on the meta device.
     streamed_layer_bytes: weights of the largest decoder layer that is brought to `device` for each forward call; 0 if
@@ -209,7 +202,7 @@ class Placement(Record):
 
     kind: PlacementKind
     device: Text
-    held: tuple[Held, ...]
+    held: dict[Text, tuple[Count, Count]]
     predicted_peak_bytes: Count | None
     streamed_layer_bytes: Count = 0
     bytes_per_s: Annotated[float, Field(gt=0)] | None = None
@@ -301,11 +294,6 @@ class LayerCapture(Record):
     def whole(self) -> bool:
         """Whether it is of whole sequences: no chunk, and no decode step."""
         return self.call is None or self.call.kind == "packed"
-
-    @property
-    def is_step(self) -> bool:
-        """Whether it is of a decode step."""
-        return self.call is not None and self.call.kind == "decode"
 
 
 class CaptureManifest(Record):

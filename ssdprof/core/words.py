@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from decimal import ROUND_DOWN, Decimal
 
+from ssdprof.core.base import TOLERANCES
 from ssdprof.core.statistics import Estimate
 from ssdprof.core.subject import Placement, Serving
 from ssdprof.core.subject import tokens as tokens
@@ -15,23 +16,27 @@ MISSING = "-"
 
 def duration(us: float | None) -> str:
     """Microseconds with three digits, in the unit that fits: "9.87 µs", "187 µs", "1.93 ms", "2.10 s"."""
-    if us is None:
-        return MISSING
-    for unit, factor in (("µs", 1.0), ("ms", 1e3)):
-        text = three_digits(us / factor)
-        if abs(float(text)) < 1000:
-            return f"{text} {unit}"
-    return f"{three_digits(us / 1e6)} s"
+    return _in_unit(us, 1e3, "µs", "ms", "s")
 
 
 def rate(per_s: float | None) -> str:
     """With three digits: "37.7 M", "812 k"."""
-    if per_s is None:
+    return _in_unit(per_s, 1e3, "", "k", "M", "G")
+
+
+def size_words(size: int | None) -> str:
+    """Bytes in binary units, with three digits: "1023 B", "12.3 MiB"."""
+    return f"{size} B" if size is not None and size < 1024 else _in_unit(size, 1024, "B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _in_unit(value: float | None, step: float, *units: str) -> str:
+    """In the first unit, each `step` times the one before it, in which it is below 1,000."""
+    if value is None:
         return MISSING
-    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if float(three_digits(per_s / factor)) >= 1:
-            return f"{three_digits(per_s / factor)} {unit}"
-    return three_digits(per_s)
+    texts = [three_digits(value / step**power) for power in range(len(units))]
+    fits = (power for power, text in enumerate(texts) if abs(float(text)) < 1000)
+    power = next(fits, len(units) - 1)
+    return f"{texts[power]} {units[power]}".rstrip()
 
 
 def ratio(value: float | None) -> str:
@@ -90,21 +95,13 @@ def small(value: float | None) -> str:
 
 
 def tolerance(value: float) -> str:
-    """ "0", "1e-3", "1e-2"."""
-    if value == 0:
-        return "0"
-    mantissa, exponent = f"{value:e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
+    """One of `TOLERANCES`: "0", "1e-3", "1e-2"."""
+    return ("0", "1e-3", "1e-2")[TOLERANCES.index(value)]
 
 
 def count(value: int | None) -> str:
     """ "131,072"."""
     return MISSING if value is None else f"{value:,}"
-
-
-def size(value: int | None) -> str:
-    """Bytes in binary units: "12.3 MiB"."""
-    return MISSING if value is None else size_words(value)
 
 
 def position(index: tuple[int, ...] | None) -> str:
@@ -143,18 +140,6 @@ def _ratio(value: float) -> str:
     return f"{value:.2f}" if 0.1 <= value < 100 else small(value) if value < 0.1 else f"{value:.0f}"
 
 
-def size_words(size: int) -> str:
-    """Bytes in binary units, with three digits: "12.3 MiB"."""
-    if size < 1024:
-        return f"{size} B"
-    scaled = float(size)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        scaled /= 1024
-        if float(three_digits(scaled)) < 1000 or unit == "TiB":
-            break
-    return f"{three_digits(scaled)} {unit}"
-
-
 def sparkline(values: Sequence[float]) -> str:
     """A bar for each positive number, in order: from the least to the greatest, which is at least 5 % more."""
     low = min(values, default=1)
@@ -179,8 +164,8 @@ def placement_words(placement: Placement) -> str:
     """ "disk-offload: 3 layers (4.8 GiB) on cuda:0, 7 layers (11.2 GiB) on the disk; ..." """
     places = {"cpu": "in main memory", "disk": "on the disk"}
     held = ", ".join(
-        f"{plural(one.layers, 'layer')} ({size(one.weight_bytes)}) {places.get(one.place, f'on {one.place}')}"
-        for one in placement.held
+        f"{plural(layers, 'layer')} ({size_words(size)}) {places.get(place, f'on {place}')}"
+        for place, (layers, size) in placement.held.items()
     )
     words = [held if placement.kind == "one-gpu" and placement.device == "cpu" else f"{placement.kind}: {held}"]
     if placement.kind == "all-gpus" and len(placement.held) == 1:
@@ -191,9 +176,11 @@ def placement_words(placement: Placement) -> str:
         if placement.bytes_per_s and placement.seconds_per_layer is not None:
             speed = f"{placement.bytes_per_s / 1e9:.1f} GB/s"
             cost = f"in {placement.seconds_per_layer:.2g} s at the measured {speed}"
-        words.append(f"a layer of {size(placement.streamed_layer_bytes)} is read {often}, {cost}")
+        words.append(f"a layer of {size_words(placement.streamed_layer_bytes)} is read {often}, {cost}")
     if placement.predicted_peak_bytes is not None:
-        words.append(f"predicted peak on {placement.device}: {size(placement.predicted_peak_bytes)} before replaying")
+        words.append(
+            f"predicted peak on {placement.device}: {size_words(placement.predicted_peak_bytes)} before replaying"
+        )
     return "; ".join(words)
 
 

@@ -24,7 +24,7 @@ from ssdprof import operators
 from ssdprof.capture.layers import CapturedLayer, OnLayer, token_major
 from ssdprof.core import statistics
 from ssdprof.core.base import MEMORIES, DType, PrecisionRecord, Probe, grouped
-from ssdprof.core.case import Case, ChunkTrial
+from ssdprof.core.case import Case
 from ssdprof.core.subject import CallRef, Ceilings, drafted_call
 from ssdprof.core.words import words
 from ssdprof.environment import child
@@ -245,18 +245,14 @@ class Comparer:
         samples = device_times({one: one.call for one in passed}, timer, TRIALS) if len(passed) > 1 else {}
         times = {entry: statistics.median(values).value for entry, values in samples.items()}
         best = min(passed, key=lambda entry: times.get(entry, math.inf), default=next(iter(cases)))
-        trials = tuple(
-            ChunkTrial(
-                chunk_size=case.chunk_size,
-                result=case.result,
-                reason=case.why,
-                device_us=times.get(entry),
-                first_call=case.first_call,
-            )
-            for entry, case in cases.items()
-            if case.chunk_size is not None
-        )
-        return best, cases[best].changed(trials=trials) if trials else cases[best]
+        trials = {case.chunk_size: times.get(entry) for entry, case in cases.items() if case.chunk_size is not None}
+        found = cases[best]
+        if not trials:
+            return best, found
+        firsts = (case.first_call for case in cases.values() if case.first_call)
+        compiled = {name: seconds for one in firsts for name, seconds in one.compiled.items()}
+        first = found.first_call and found.first_call.changed(compiled=compiled)
+        return best, found.changed(trials=trials, first_call=first)
 
     def _sampled(self, group: Mapping[Entry, Case], timer: CudaTimer) -> Iterator[Case]:
         """Time verified entries in turns, and check what they compute then."""

@@ -33,7 +33,6 @@ from ssdprof.core.subject import (
     DECODED_ON_LOAD,
     Dims,
     DryRun,
-    Held,
     LayerCapture,
     Placement,
     PlannedFile,
@@ -94,7 +93,7 @@ class Placed:
         record, seconds_per_byte = self.record, 0.0
         if not record.streamed_layer_bytes:
             return record
-        if any(held.place == "disk" for held in record.held):
+        if "disk" in record.held:
             speed = read_bytes_per_s(weights) if weights else None
             if speed is None:
                 return record
@@ -293,7 +292,7 @@ class Chooser:
         return Placement(
             kind=kind,
             device=_name(self.main),
-            held=tuple(Held(place=_name(place), layers=n, weight_bytes=size) for place, (n, size) in found.items()),
+            held={_name(place): sizes for place, sizes in found.items()},
             predicted_peak_bytes=None if self.remark else found.get(self.main, (0, 0))[1] + module + computed,
             streamed_layer_bytes=layer,
             forward_calls=calls + serving.decode,

@@ -107,7 +107,11 @@ def captured(operator: Operator[Any], where: str, seqlens: Sequence[int] | None,
                 f"The run {where} has kept no captures.", "Run it with --save-captures, or name a --shape."
             )
     manifest, read = captures.load(folder)
-    found = (one for one in manifest.layers if one.layer.operator == operator.name and not one.is_step)
+    found = (
+        one
+        for one in manifest.layers
+        if one.layer.operator == operator.name and not (one.call and one.call.kind == "decode")
+    )
     by_length = grouped(found, lambda stored: stored.seqlen)
     lengths = sorted(by_length.keys() & set(seqlens or by_length))
     if not lengths:

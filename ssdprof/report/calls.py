@@ -60,7 +60,7 @@ SPEED: tuple[Column[Series], ...] = (
         Column("baseline,\ndevice", lambda row: fmt.duration(baseline_us(row))),
         Column("% of\nroofline", lambda row: fmt.percent(row.floor_pct, 1)),
         Column("call\ntime", lambda row: fmt.duration(row.us["call"])),
-        Column("extra\nmemory", lambda row: fmt.size(row.workspace_bytes)),
+        Column("extra\nmemory", lambda row: fmt.size_words(row.workspace_bytes)),
     ),
 )
 
@@ -200,7 +200,7 @@ def launches(report: Report) -> Table | None:
     for case in report.of_calls:
         for one in case.launches:
             names = case.implementation, case.variant, one.kernel
-            resources = fmt.count(one.registers), fmt.count(one.spills), fmt.size(one.shared_bytes)
+            resources = fmt.count(one.registers), fmt.count(one.spills), fmt.size_words(one.shared_bytes)
             config = ", ".join(f"{name}={value}" for name, value in one.config.items()) or fmt.MISSING
             found.setdefault((*names, *resources, fmt.percent(one.warps_pct, 0), config), []).append(case)
     kinds: tuple[Callable[[Case], str], ...] = (

@@ -69,7 +69,7 @@ _VALUES: dict[str, tuple[_Value, ...]] = {
         ("kernel", str, lambda case: " ".join(filter(None, (case.variant, case.version))) or fmt.MISSING),
         ("configuration", _digest, lambda case: " ".join(f"{one.kernel} {one.digest}" for one in case.launches)),
         ("kernels", fmt.count, lambda case: case.kernels),
-        ("extra memory", fmt.size, lambda case: case.workspace_bytes),
+        ("extra memory", fmt.size_words, lambda case: case.workspace_bytes),
     ),
 }
 

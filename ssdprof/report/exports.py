@@ -187,7 +187,7 @@ def _summarised(report: Report, case: Case) -> Case:
     summary = Summary(call=case.call_us, device=case.device_us, over=over) if case.samples else case.summary
     return case.changed(
         inputs=case.inputs[:16], prefill=case.prefill and case.prefill.changed(parts={}), samples=(), summary=summary,
-        accuracy=accuracy, launches=launches, probes=[one for one in case.probes if one.holds == "no"], trials=(),
+        accuracy=accuracy, launches=launches, probes=[one for one in case.probes if one.holds == "no"], trials={},
         first_call=None, plan="", bytes_moved=None, flops=None,
     )  # fmt: skip
 

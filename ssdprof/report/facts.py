@@ -91,7 +91,7 @@ def gpu(environment: Environment) -> Iterator[Fact]:
     yield (
         "GPU",
         f"{found.name}, {found.sm_count} SMs, compute capability {found.compute_capability}, "
-        f"{fmt.size(found.memory_bytes)}, L2 {fmt.size(found.l2_bytes)}",
+        f"{fmt.size_words(found.memory_bytes)}, L2 {fmt.size_words(found.l2_bytes)}",
     )
     yield "driver", f"{found.driver}, CUDA {found.cuda}"
 
@@ -204,7 +204,7 @@ def _machine(report: Report) -> Iterator[Fact]:
             f"{report.ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run",
         )
     if report.peak_bytes is not None and report.kind != "prefill":
-        yield "peak memory", f"{fmt.size(report.peak_bytes)} of GPU memory"
+        yield "peak memory", f"{fmt.size_words(report.peak_bytes)} of GPU memory"
     yield "CPU", f"{environment.cpu}, {environment.platform}"
     yield "duration", f"{report.seconds:.0f} s" if report.seconds else ""
     yield software(environment, ssdprof=report.ssdprof_version)

@@ -156,7 +156,7 @@ def _times(report: Report, rows: Sequence[_Row]) -> Table | None:
         Column("predicted", lambda row: fmt.ratio(report.predicted(row[0]) if report.speedup(row[0]) else None)),
         Column("operator's\nshare", lambda row: fmt.share(share(*row), 1)),
         Column("operator,\none layer", lambda row: fmt.duration(row[1].alone_us)),
-        Column("peak\nmemory", lambda row: fmt.size(row[1].peak_bytes)),
+        Column("peak\nmemory", lambda row: fmt.size_words(row[1].peak_bytes)),
         Column("logits", lambda row: fmt.small(row[1].logits_rms)),
     )
     return table(f"Prefill time, {_layers(rows[0][1])}" if rows else "", columns, rows, keys=3)

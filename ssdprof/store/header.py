@@ -88,9 +88,9 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
         return
     kind, device = placement.kind, placement.device
     where = " and ".join(
-        f"{held.layers} from {'main memory' if held.place == 'cpu' else 'the disk'}"
-        for held in placement.held
-        if held.place in ("cpu", "disk") and held.place != device
+        f"{layers} from {'main memory' if place == 'cpu' else 'the disk'}"
+        for place, (layers, _) in placement.held.items()
+        if place in ("cpu", "disk") and place != device
     )
     how = f"were brought to {device} layer by layer ({where})" if where else f"fit on {device}"
     how = "were divided among the GPUs" if kind == "all-gpus" else how

@@ -88,7 +88,7 @@ def test_outputs_are_matched_with_another_one_than_the_baseline_and_at_several_c
     report = benched(*cells(40), match_with="fused", sizes=(16, 32))
     assert (report.baseline, report.matched_with) == ("unfused", "fused")
     unfused, fused = report.cases
-    assert [trial.chunk_size for trial in unfused.trials] == [16, 32]
+    assert list(unfused.trials) == [16, 32]
     (tensor, states) = unfused.accuracy
     assert tensor.vs_baseline is not None
     assert tensor.vs_baseline.against == "fused exact, fp32 states"
