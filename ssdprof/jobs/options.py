@@ -185,7 +185,7 @@ RunFolder = Annotated[Path | None, info("DIR", "Folder of the run.", shown="runs
 Output = Annotated[Path | None, info("FILE", "The file to write.", "--output", "-o", shown="stdout", parser=path)]
 Force = Annotated[bool, info("", "Overwrite FILE.", "--force")]
 _SHAPES = "Models' shapes; all; or sizes: 80x64x128x1 for SSD, 16/32x128x128 for GDN and KDA."
-Shape = Annotated[str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b or qwen3-next-80b")]
+Shape = Annotated[str | None, info("S[,S...]", _SHAPES, shown="mamba2-2.7b, qwen3-next-80b or kimi-linear-48b")]
 Json = Annotated[bool, info("", "Print JSON on stdout.", "--json")]
 _Benchmark = Literal["benchmark-action", "benchmark-action-bigger"]
 FormatJson = Annotated[bool, info("", "The same as --format json.", "--json")]
@@ -583,7 +583,7 @@ class TuneOptions:
     configurations, and say so, unless --no-tuned is given.
     """
 
-    operator: str = argument("ssd", "OPERATOR", "ssd or gdn.", shown=True)
+    operator: str = argument("ssd", "OPERATOR", "ssd, gdn or kda.", shown=True)
     where: str | None = argument(None, "RUN|CAPTURES", "Tune on captured inputs instead of random ones.")
     shape: Shape = None
     seq: str | None = option(None, "N[,N...]", _LENGTHS, shown="1k,8k,64k; all lengths of captures")
