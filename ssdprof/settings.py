@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
 from ssdprof.core.conditions import of_options
 from ssdprof.core.report import Condition
@@ -24,40 +24,26 @@ _Limit = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 _Share = Annotated[float, Field(ge=0, le=100, strict=True)]
 
 
-class GateSettings(BaseModel):
-    """The gates of run, bench and accuracy, unless the command line sets them: named as its options are."""
-
-    model_config = _CONFIG
-    min_speedup: _Limit | None = None
-    min_match: dict[Literal["0", "1e-3", "1e-2"], _Share] = Field(default_factory=dict)
-    max_rms_ratio: _Limit | None = None
+def _table(name: str, **keys: Any) -> Any:
+    """A table whose keys may be left out.  keys: the type and the default of each."""
+    return create_model(name, __config__=_CONFIG, **keys)
 
 
-class PrefillSettings(BaseModel):
-    """The gate of prefill, unless the command line sets it.  A model gains less than its operators."""
-
-    model_config = _CONFIG
-    min_speedup: _Limit | None = None
-
-
-class CompareSettings(BaseModel):
-    """The options of compare, unless the command line gives them."""
-
-    model_config = _CONFIG
-    fail_if: tuple[str, ...] = ()
-    smallest_difference: str | None = None
-
-
-class ProjectSettings(BaseModel):
-    """Settings of ssdprof."""
-
-    model_config = _CONFIG
-    gates: GateSettings = Field(default_factory=GateSettings)
-    prefill: PrefillSettings = Field(default_factory=PrefillSettings)
-    compare: CompareSettings = Field(default_factory=CompareSettings)
+# Named as the options of commands, which come before them.  Gates are of run, bench and accuracy
+_GATES = _table(
+    "GateSettings",
+    min_speedup=(_Limit | None, None),
+    min_match=(dict[Literal["0", "1e-3", "1e-2"], _Share], {}),
+    max_rms_ratio=(_Limit | None, None),
+)
+_PREFILL = _table("PrefillSettings", min_speedup=(_Limit | None, None))
+_COMPARE = _table("CompareSettings", fail_if=(tuple[str, ...], ()), smallest_difference=(str | None, None))
+ProjectSettings = _table(
+    "ProjectSettings", gates=(_GATES, _GATES()), prefill=(_PREFILL, _PREFILL()), compare=(_COMPARE, _COMPARE())
+)
 
 
-def load(file: Path | None = None) -> ProjectSettings:
+def load(file: Path | None = None) -> Any:
     """The settings of `file`, or of the nearest file that has any, from the current folder upwards.
 
     In a folder ssdprof.toml comes before pyproject.toml.  Without a file, all settings are empty.  Raises BadInputError
@@ -111,7 +97,7 @@ def _values(file: Path) -> dict[str, Any] | None:
     return found
 
 
-def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
+def _parse(values: dict[str, Any], source: str) -> Any:
     try:
         return ProjectSettings.model_validate(values)
     except ValidationError as error:
@@ -119,7 +105,7 @@ def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
         path = [str(part) for part in first["loc"]]
         where = ".".join(path)
         if first["type"] == "extra_forbidden":
-            model: Any = ProjectSettings
+            model = ProjectSettings
             for part in path[:-1]:
                 model = model.model_fields[part].annotation
             known = [field.alias or name for name, field in model.model_fields.items()]

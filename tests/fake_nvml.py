@@ -6,19 +6,14 @@ import pynvml
 class FakeNvml:
     """gpus: their number; -1: no driver.  cuda: the driver's version of it; 0: the driver is too old to tell.
 
-    processes: on each GPU.  broken: no GPU has the UUID.  old: a driver before 535.  `open`: calls of nvmlInit without
-    nvmlShutdown.
+    processes: on each GPU.  broken: no GPU has the UUID.  `open`: calls of nvmlInit without nvmlShutdown.
     """
 
     NVMLError = pynvml.NVMLError
-    NVML_ERROR_NOT_FOUND = pynvml.NVML_ERROR_NOT_FOUND
-    NVML_ERROR_FUNCTION_NOT_FOUND = pynvml.NVML_ERROR_FUNCTION_NOT_FOUND
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
-    def __init__(
-        self, gpus: int = 1, cuda: int = 12040, processes: int = 1, broken: bool = False, old: bool = False
-    ) -> None:
-        self.gpus, self.cuda, self.processes, self.broken, self.old = gpus, cuda, processes, broken, old
+    def __init__(self, gpus: int = 1, cuda: int = 12040, processes: int = 1, broken: bool = False) -> None:
+        self.gpus, self.cuda, self.processes, self.broken = gpus, cuda, processes, broken
         self.open = 0
 
     def nvmlInit(self) -> None:
@@ -47,7 +42,7 @@ class FakeNvml:
         return handle
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        if self.broken or uuid.endswith("gone"):
+        if self.broken:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
         return uuid
 
@@ -62,9 +57,4 @@ class FakeNvml:
         return 41
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, _handle: str) -> int:
-        if self.old:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        return 0x40
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, _handle: str) -> int:
         return 0x40

@@ -101,11 +101,9 @@ def test_a_driver_that_does_not_tell_its_version(monkeypatch: pytest.MonkeyPatch
     assert (found.driver, found.compute_capability) == ("unknown", "9.0")
 
 
-@pytest.mark.parametrize(("broken", "old"), [(False, False), (True, False), (False, True)])
-def test_nvml_is_asked_for_the_device_that_torch_means(
-    monkeypatch: pytest.MonkeyPatch, broken: bool, old: bool
-) -> None:
-    nvml = FakeNvml(broken=broken, old=old)
+@pytest.mark.parametrize("broken", [False, True])
+def test_nvml_is_asked_for_the_device_that_torch_means(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    nvml = FakeNvml(broken=broken)
     monkeypatch.setattr(machine, "pynvml", nvml)
     monkeypatch.setattr(machine, "current_uuid", lambda: "GPU-1234")
     expected = (1980, 3201, 41, 0x40)

@@ -234,12 +234,8 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyP
         ("12.8", 12080, "", "CUDA_VISIBLE_DEVICES='' hides 2 NVIDIA GPUs from torch.  Run: unset CUDA_VISIBLE_DEVICES"),
         ("12.8", 12080, "2", "CUDA_VISIBLE_DEVICES='2' hides"),
         ("12.8", 12080, "-1", "CUDA_VISIBLE_DEVICES='-1' hides"),
-        ("12.8", 12080, "none", "CUDA_VISIBLE_DEVICES='none' hides"),
-        ("12.8", 12080, "²", "CUDA_VISIBLE_DEVICES='²' hides"),
         ("12.8", 12080, "GPU-gone", "CUDA_VISIBLE_DEVICES='GPU-gone' hides"),
-        ("12.8", 12080, "MIG-gone,0", "CUDA_VISIBLE_DEVICES='MIG-gone,0' hides"),
         # The variable is set, but is not the cause.
-        ("12.8", 12080, "GPU-1234", "torch cannot start one.  Run: python -c"),
         ("12.8", 12080, "GPU-1", "torch cannot start one.  Run: python -c"),
         ("12.8", 12080, "MIG-1234", "torch cannot start one.  Run: python -c"),
         ("12.8", 12080, "1,7", "torch cannot start one.  Run: python -c"),

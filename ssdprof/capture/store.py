@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -70,17 +69,8 @@ def _refuse_complete(folder: Path) -> None:
         )
 
 
-def _is_complete(folder: Path) -> bool:
-    try:
-        return is_capture(folder) and read_manifest(folder).complete
-    except SsdprofError:
-        return False
-
-
 class CaptureWriter:
     """Writes a folder of captures; a context manager.  The manifest is complete unless the context raises.
-
-    An earlier complete capture stays until then.
 
     Raises BadInputError if another process writes there, or if the folder holds a complete capture and `overwrite` is
     not set; MissingCapabilityError if the disk is full or not writable.
@@ -95,7 +85,7 @@ class CaptureWriter:
         segment_length: int,
         overwrite: bool = False,
     ) -> None:
-        self.folder = self._place = folder  # where files are written: another one, while an earlier capture is there
+        self.folder = folder
         self._overwrite = overwrite
         self.manifest = CaptureManifest(
             version=VERSION,
@@ -112,11 +102,9 @@ class CaptureWriter:
             held.enter_context(locked(self.folder / LOCK, "Another capture is being written to", hint))
             if is_capture(self.folder) and not self._overwrite:
                 _refuse_complete(self.folder)
-            if _is_complete(self.folder):
-                new = tempfile.TemporaryDirectory(dir=self.folder, prefix=".new-")
-                self._place = Path(held.enter_context(new))
-            else:
-                self._clear()
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            for file in self.folder.glob("layer_*_seqlen_*.safetensors"):
+                file.unlink()
             self._write_manifest(self.manifest)
             self._held = held.pop_all()
         return self
@@ -126,11 +114,6 @@ class CaptureWriter:
     ) -> None:
         with self._held:
             if kind is None:
-                if self._place != self.folder:
-                    self._clear()
-                    for capture in self.manifest.layers:
-                        (self._place / capture.file).rename(self.folder / capture.file)
-                    self._place = self.folder
                 self._write_manifest(self.manifest.model_copy(update={"complete": True}))
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
@@ -163,19 +146,13 @@ class CaptureWriter:
             scalars=others,
             scalars_sha256=scalars_hash(others),
         )
-        _put(self._place / file, lambda temporary: save_file(stored, temporary))
+        _put(self.folder / file, lambda temporary: save_file(stored, temporary))
         self._write_manifest(self.manifest.model_copy(update={"layers": (*self.manifest.layers, capture)}))
         return capture
 
-    def _clear(self) -> None:
-        """Remove an earlier capture."""
-        (self.folder / MANIFEST).unlink(missing_ok=True)
-        for file in self.folder.glob("layer_*_seqlen_*.safetensors"):
-            file.unlink()
-
     def _write_manifest(self, manifest: CaptureManifest) -> None:
         text = manifest.model_dump_json(indent=1) + "\n"
-        _put(self._place / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        _put(self.folder / MANIFEST, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         self.manifest = manifest
 
 

@@ -135,17 +135,11 @@ def read_clocks() -> Reading | None:
 
 
 def _reading(nvml: Any, handle: Any) -> Reading:
-    try:
-        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    except nvml.NVMLError as error:
-        if error.value != nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
-            raise
-        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # its name in drivers before 535
     return (
         nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
         nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
         nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-        reasons,
+        nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
     )
 
 

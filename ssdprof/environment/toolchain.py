@@ -100,8 +100,10 @@ def unusable_gpu() -> str:
             f"The driver has {there} and runs {cuda}, and this torch is built for CUDA {torch.version.cuda}.  Update "
             f"NVIDIA's driver.  {cuda_torch('Or run')}"
         )
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None and not _is_gpu(shown.split(",")[0].strip(), uuids):
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    first = shown.split(",")[0].strip()
+    there_is = first.startswith("MIG-") or any(first == str(number) for number in range(len(uuids)))
+    if not there_is and not (first.startswith("GPU-") and any(uuid.startswith(first) for uuid in uuids)):
         return f"CUDA_VISIBLE_DEVICES={shown!r} hides {there} from torch.  Run: unset CUDA_VISIBLE_DEVICES"
     return f"The driver has {there}, and torch cannot start one.  Run: python -c 'import torch; torch.cuda.init()'"
 
@@ -252,25 +254,3 @@ def _driver(nvml: Any) -> tuple[int, list[str]]:
     """The latest version of CUDA that the driver supports, 12040 for 12.4, and the UUIDs of its GPUs."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
     return nvml.nvmlSystemGetCudaDriverVersion_v2(), [str(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-
-
-def _is_gpu(entry: str, uuids: Sequence[str]) -> bool:
-    """Whether an entry of CUDA_VISIBLE_DEVICES names a GPU: by number, UUID, beginning of one, or UUID of a slice."""
-    if entry.isdecimal():
-        return int(entry) < len(uuids)
-    if not entry.startswith(("GPU-", "MIG-")):
-        return False
-    return any(uuid.startswith(entry) for uuid in uuids) or _has_device(entry)
-
-
-def _has_device(uuid: str) -> bool:
-    """Whether the driver has a GPU or a slice of this UUID; true if it does not say."""
-
-    def lacks(nvml: Any) -> bool:
-        try:
-            nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except nvml.NVMLError as error:
-            return bool(error.value == nvml.NVML_ERROR_NOT_FOUND)
-        return False
-
-    return not ask_nvml(lacks)
