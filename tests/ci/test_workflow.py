@@ -6,44 +6,115 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import yaml
-from ci.play import ROOT, workflow
 
 from ssdprof.core import statistics
 
-HERE = Path(__file__).parent
-QUICK = "--seq 40 --layers 1 --dtypes exact --states fp32"
+ROOT = Path(__file__).parents[2]
+QUICK = "--seq 40 --layers 1 --dtypes exact --states fp32 --max-rms-ratio 1.5"
 FAULTS = {"gpu": ("slower", "time:base+3%"), "cpu": ("inexact", "rms:5%")}
+ROW = "layer 1, .* tokens, fused, exact, fp32 states"
+SHELL = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c"]
 
 
-def play(job: str, folder: Path, **environment: str) -> str:
+class Played(NamedTuple):
+    passed: bool
+    log: str
+    summary: str
+    reports: Path
+    artifact: Path
+
+
+def yaml_of(file: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    return loaded
+
+
+def filled(text: str, inputs: dict[str, str], outputs: dict[str, dict[str, str]]) -> str:
+    """A text with the values of its expressions: inputs.NAME and steps.ID.outputs.NAME."""
+
+    def value(match: re.Match[str]) -> str:
+        group, name, *rest = match[1].split(".")
+        return {"inputs": inputs}[group][name] if not rest else {"steps": outputs}[group][name][rest[1]]
+
+    return re.sub(r"\$\{\{ (.+?) \}\}", value, text)
+
+
+def play(job: str, folder: Path, options: str, **environment: str) -> Played:
+    """The action with the inputs of a job of the workflow, in GitHub's shell.  options: instead of the job's."""
+    (with_,) = (step["with"] for step in yaml_of("docs/ssdprof.yml")["jobs"][job]["steps"] if "ssdprof" in step["uses"])
+    action = yaml_of("action.yml")
+    inputs = {name: one.get("default", "") for name, one in action["inputs"].items()} | with_ | {"options": options}
+    reports, artifact, summary = folder / inputs["reports"], folder / "artifact", folder / "summary"
+    for old in (reports, artifact):
+        shutil.rmtree(old, ignore_errors=True)
+    summary.write_text("")
+    path = f"{Path(__file__).parent / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    github = {"GITHUB_STEP_SUMMARY": str(summary), "GITHUB_ACTIONS": "true", "PATH": path, "PYTHONPATH": str(ROOT)}
+    outputs: dict[str, dict[str, str]] = {}
+    failed, log = False, ""
+    for step in action["runs"]["steps"]:
+        if failed and step.get("if") != "always()":
+            continue
+        if "uses" in step:
+            assert step["uses"].startswith("actions/upload-artifact@")
+            shutil.copytree(reports, artifact)
+            continue
+        output = folder / "output"
+        output.write_text("")
+        own = {name: filled(value, inputs, outputs) for name, value in step.get("env", {}).items()}
+        ended = subprocess.run(
+            [*SHELL, step["run"]],
+            cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+            env=os.environ | github | own | environment | {"GITHUB_OUTPUT": str(output), "NO_COLOR": "1"},
+        )  # fmt: skip
+        log, failed = log + ended.stdout, failed or ended.returncode != 0
+        outputs[step.get("id", "")] = dict(line.split("=", 1) for line in output.read_text().splitlines())
+    for one in () if failed else action["outputs"].values():
+        filled(one["value"], inputs, outputs)
+    return Played(not failed, log, summary.read_text(), reports, artifact)
+
+
+def check_job(job: str, folder: Path, options: str, **environment: str) -> None:
+    """On the main branch, on a pull request that changes nothing, and on one whose fused kernel got worse."""
     fault, metric = FAULTS[job]
-    ended = subprocess.run(
-        [str(HERE / "workflow.sh"), job, fault, metric],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    baseline = {"cpu": "ssdprof-baseline.json", "gpu": "ssdprof-gpu.json"}[job]
+    main = play(job, folder, options, **environment)
+    assert main.passed, main.log
+    told = f"Nothing was compared. Commit {main.reports.name}/baseline.json as {baseline}."
+    assert f"\n::notice title=ssdprof::{told}" in main.log
+    assert {"run", "report.html", "junit.xml", "baseline.json"} <= {one.name for one in main.artifact.iterdir()}
+    assert main.summary.startswith("## ssdprof: demo")
+    assert main.summary.count("\n") <= 40
+    shutil.copy(main.reports / "baseline.json", folder / baseline)
+    unchanged = play(job, folder, options, **environment)
+    assert unchanged.passed, unchanged.log
+    assert re.search(f"PASSED: no case violates .*{re.escape(metric)}", unchanged.log)
+    assert unchanged.summary.count("\n") <= 80
+    worse = play(job, folder, options, PLANTED=fault, **environment)
+    assert not worse.passed, worse.log
+    for begins in ("FAILED: " + metric, "::error title=ssdprof compare::" + metric.replace("%", "%25")):
+        assert re.search(f"^{re.escape(begins)}: {ROW}: ", worse.log, re.M), worse.log
+    assert re.search(f"FAILED: {re.escape(metric)}: {ROW}", worse.summary)
+    assert (worse.artifact / "compare.txt").stat().st_size  # attached although the job failed
+    assert ("\nThe run did not pass" in worse.log) == (fault == "inexact")  # no verdict of a run is on speed alone
+    assert "\nThe comparison with the baseline did not pass" in worse.log
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", FAULTS)
 def test_a_regression_fails_the_job_and_nothing_else_does(job: str, tmp_path: Path) -> None:
     fake = {"FAKE_TIMES": "1"} if job == "gpu" else {}
-    log = play(job, tmp_path, PLAY_OPTIONS=f"{QUICK} --max-rms-ratio 1.5", **fake)
-    assert log.endswith("#### as it should be\n")
+    check_job(job, tmp_path, QUICK, **fake)
 
 
 @pytest.mark.slow
@@ -108,24 +179,20 @@ def test_the_page_says_how_often_an_unchanged_case_fails() -> None:
 
 @pytest.mark.gpu
 def test_a_slower_kernel_fails_the_job_on_a_gpu(tmp_path: Path) -> None:
-    play("gpu", tmp_path, PLAY_OPTIONS="--seq 16k --layers 1 --dtypes exact --states fp32")
-
-
-def steps() -> list[dict[str, Any]]:
-    jobs = workflow(ROOT / "docs" / "ssdprof.yml")["jobs"]
-    return [step for job in jobs.values() for step in job["steps"]]
+    check_job("gpu", tmp_path, "--seq 16k --layers 1 --dtypes exact --states fp32")
 
 
 def test_no_input_is_part_of_a_script() -> None:
     """An expression inside `run` would allow a branch's name to run commands; `env` passes values safely."""
-    action = yaml.safe_load((ROOT / "action.yml").read_text())
-    for step in [*action["runs"]["steps"], *steps()]:
+    for step in yaml_of("action.yml")["runs"]["steps"]:
         assert "${{" not in step.get("run", "")
+        assert "run" not in step or step["shell"] == "bash"
 
 
 def test_the_action_is_documented() -> None:
-    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    action = yaml_of("action.yml")
     for entry in [*action["inputs"].values(), *action["outputs"].values()]:
         assert entry["description"]
-    used = {name for step in steps() if "ssdprof" in step["uses"] for name in step["with"]}
+    jobs = yaml_of("docs/ssdprof.yml")["jobs"].values()
+    used = {name for job in jobs for step in job["steps"] if "ssdprof" in step["uses"] for name in step["with"]}
     assert used == action["inputs"].keys()
