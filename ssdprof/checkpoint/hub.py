@@ -221,30 +221,24 @@ class HubRepo(Source):
         """
         self._api = api()
         with _hub_errors(repo_id, revision):
-            path = self._fetch_first(repo_id, first, revision)
+            try:
+                if not isinstance(try_to_load_from_cache(repo_id, first, revision=revision), str):
+                    # Ask once: without a network, the client tries for 24 s to get a file that is not cached.
+                    url = hf_hub_url(repo_id, first, revision=revision, endpoint=self._api.endpoint)
+                    _resumed(lambda: self._api.get_hf_file_metadata(url=url))
+                path = Path(_resumed(lambda: self._api.hf_hub_download(repo_id, first, revision=revision)))
+            except errors.RemoteEntryNotFoundError:
+                raise BadInputError(
+                    f"{repo_id} has no {first}.",
+                    "It is not in transformers' format; repos with only GGUF files are not.",
+                ) from None
+            except errors.HfHubHTTPError:
+                raise
+            except TRANSPORT_ERROR as dropped:
+                raise errors.LocalEntryNotFoundError(str(dropped)) from dropped
         # It lies in snapshots/<commit>/, according to the server or, if it is unreachable, to the refs in the cache.
         super().__init__(path.parent, repo_id)
         self.revision = path.parent.name
-
-    def _fetch_first(self, repo_id: str, first: str, revision: str | None) -> Path:
-        try:
-            if not isinstance(try_to_load_from_cache(repo_id, first, revision=revision), str):
-                # Ask once: without a network, the client tries for 24 s to get a file that is not cached.
-                url = hf_hub_url(repo_id, first, revision=revision, endpoint=self._api.endpoint)
-                _resumed(lambda: self._api.get_hf_file_metadata(url=url))
-            return Path(_resumed(lambda: self._api.hf_hub_download(repo_id, first, revision=revision)))
-        except errors.RemoteEntryNotFoundError:
-            raise BadInputError(
-                f"{repo_id} has no {first}.", "It is not in transformers' format; repos with only GGUF files are not."
-            ) from None
-        except errors.HfHubHTTPError:
-            raise
-        except TRANSPORT_ERROR as dropped:
-            # The client takes a file from the cache when it cannot connect, but not when the server hangs up.
-            try:
-                return Path(self._api.hf_hub_download(repo_id, first, revision=revision, local_files_only=True))
-            except errors.LocalEntryNotFoundError as absent:
-                raise absent from dropped
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
