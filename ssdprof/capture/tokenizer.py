@@ -24,6 +24,7 @@ from ssdprof.files import read_object
 Kind = Literal["default", "file", "random"]
 CONFIG = "tokenizer_config.json"
 VOCABULARY = "tokenizer.json"
+_DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
 LONGEST_TEXT = 2**24  # tokens; no warning about the trained length
 CHARACTERS_PER_TOKEN = 8  # of the text that is read first; English has 4 to 5
 MARGIN = 64  # tokens that may change when the text behind them is cut off
@@ -48,14 +49,6 @@ def _load(folder: Path) -> Any:
         loaded.model_max_length = LONGEST_TEXT
         len(loaded)  # raises for a vocabulary that it cannot use
     return loaded
-
-
-def _description(tokenizer: Any, folder: Path) -> str:
-    """Identifies the tokenizer by its content, because the folder's name is specific to this machine."""
-    size, file = f"{len(tokenizer):,} tokens", folder / VOCABULARY
-    if not file.is_file():
-        return f"{type(tokenizer).__name__}, {size}"
-    return f"{VOCABULARY} sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}, {size}"
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -118,17 +111,27 @@ def build_prompt(
         raise BadInputError(
             "The checkpoint has no tokenizer.", "Name one with --tokenizer, or take random tokens: --prompt random."
         )
-    elif file is not None:
-        cut, how = _pieces(tokenizer, _file_ids(tokenizer, file, lengths), lengths)
-        ids, source = torch.tensor(cut), f"the user's file {file.name}{how}"
     else:
-        stream = io.StringIO(text.load().decode("utf-8"))
-        cut, how = _pieces(tokenizer, _first_ids(tokenizer, stream, lengths, "The default text"), lengths)
-        ids, source = torch.tensor(cut), f"ssdprof's default text: reference documentation of CPython 3.11.7{how}"
+        name = "The default text" if file is None else f"The prompt file {file.name}"
+        try:
+            with file.open(encoding="utf-8-sig") if file else io.StringIO(text.load().decode("utf-8")) as stream:
+                found = _first_ids(tokenizer, stream, lengths, name)
+        except UnicodeDecodeError as error:
+            raise BadInputError(f"{name} is not UTF-8 text: {error.reason}.", "Give a text file.") from error
+        except OSError as error:
+            raise unreadable(name, error, "Give the path of a text file.") from error
+        cut, how = _pieces(tokenizer, found, lengths)
+        source = f"the user's file {file.name}" if file else _DEFAULT
+        ids, source = torch.tensor(cut), source + how
+    described, size = "none", vocab_size
+    if tokenizer_folder:  # identified by its content: the folder's name is specific to this machine
+        described, size = type(tokenizer).__name__, len(tokenizer or ())
+        if (vocabulary := tokenizer_folder / VOCABULARY).is_file():
+            described = f"{VOCABULARY} sha256 {hashlib.sha256(vocabulary.read_bytes()).hexdigest()[:12]}"
     prompt = Prompt(
         kind=kind,
         source=source,
-        tokenizer=_description(tokenizer, tokenizer_folder) if tokenizer_folder else f"none, {vocab_size:,} tokens",
+        tokenizer=f"{described}, {size:,} tokens",
         seqlen=seqlen,
         batch=batch,
         token_sha256=hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest(),
@@ -145,18 +148,6 @@ def _random_ids(tokenizer: Any, vocab_size: int | None, seqlen: int, seed: int) 
     if not len(vocabulary):
         raise BadInputError("There is no vocabulary to draw random tokens from.", "Name a tokenizer with --tokenizer.")
     return vocabulary[torch.randint(len(vocabulary), (seqlen,), generator=torch.Generator().manual_seed(seed))]
-
-
-def _file_ids(tokenizer: Any, file: Path, lengths: Sequence[int]) -> list[int]:
-    try:
-        with file.open(encoding="utf-8-sig") as stream:
-            return _first_ids(tokenizer, stream, lengths, f"The prompt file {file.name}")
-    except UnicodeDecodeError as error:
-        raise BadInputError(
-            f"The prompt file {file} is not UTF-8 text: {error.reason}.", "Give a text file."
-        ) from error
-    except OSError as error:
-        raise unreadable(f"The prompt file {file}", error, "Give the path of a text file.") from error
 
 
 def _first_ids(tokenizer: Any, stream: TextIO, lengths: Sequence[int], name: str) -> list[int]:
@@ -188,7 +179,8 @@ def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple
     """Pieces of `ids`, overlapping if they must, each with the special tokens of a text; a phrase on the cuts."""
     if len(lengths) == 1:
         return list(ids[: lengths[0]]), ""
-    opening = _opening(tokenizer, ids)
+    alone = _encode(tokenizer, "")  # special tokens, of which a tokenizer may put some behind a text
+    opening = [one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))]
     body = ids[len(opening) :]
     inside = [max(length - len(opening), 0) for length in lengths]
     starts = [0, *accumulate(inside[:-1])]
@@ -203,9 +195,3 @@ def _pieces(tokenizer: Any, ids: Sequence[int], lengths: Sequence[int]) -> tuple
     ]
     how = "that overlap, because the text is too short for all of them" if overlap else "one after the other"
     return cut, f", {len(lengths)} pieces of it {how}"
-
-
-def _opening(tokenizer: Any, ids: Sequence[int]) -> Sequence[int]:
-    """The special tokens with which a text begins; a tokenizer may put others behind it."""
-    alone = _encode(tokenizer, "")
-    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))]

@@ -26,6 +26,7 @@ from ssdprof.checkpoint.hub import CONFIG
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import layer_index
+from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
 if TYPE_CHECKING:
@@ -218,22 +219,11 @@ class Mixer:
         return found  # type: ignore[return-value]  # checked
 
 
-def find_mixers(model: nn.Module) -> tuple[Mixer, ...]:
-    """Every mixer of `model`, in the order of its decoder layers.
+def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
+    """Every mixer of `model`, in the order of its decoder layers.  what: names the model in messages.
 
     Raises BadInputError if there is none, or if two share a decoder layer.
     """
-    if found := mixers_of(model):
-        return found
-    raise BadInputError(
-        f"No layer of {type(model).__name__} calls an SSD or gated-delta-rule operator that can be captured.",
-        "`ssdprof models` lists the supported families; layers kept from before transformers 5.15 and kernels "
-        "that replace a whole layer are not among them.",
-    )
-
-
-def mixers_of(model: nn.Module) -> tuple[Mixer, ...]:
-    """As `find_mixers`; empty if there is none."""
     # The variants for a single token are other functions, which are not replaced.
     functions = {operators.get(name).binding.function: name for name in operators.names()}
     mixers: dict[int, Mixer] = {}
@@ -248,13 +238,15 @@ def mixers_of(model: nn.Module) -> tuple[Mixer, ...]:
             if index in mixers:
                 raise BadInputError(f"Decoder layer {index} has two mixers: {mixers[index].name} and {name}.")
             mixers[index] = Mixer(name, index, functions[function], module, function, forward.__globals__)
+    if not mixers:
+        parts = (part for name, part in model.named_modules() if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name))
+        kinds = dict.fromkeys(type(one).__name__ for one in parts if any(own.ndim > 1 for own in one.parameters()))
+        raise BadInputError(
+            f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers are of "
+            f"{words(kinds or ['nothing with weights'])}.",
+            SUPPORTED,
+        )
     return tuple(mixers[index] for index in sorted(mixers))
-
-
-def parts_of_layers(model: nn.Module) -> list[str]:
-    """The classes of the parts of decoder layers that have weight matrices."""
-    parts = (part for name, part in model.named_modules() if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name))
-    return list(dict.fromkeys(type(one).__name__ for one in parts if any(own.ndim > 1 for own in one.parameters())))
 
 
 def is_attention(module: nn.Module) -> bool:

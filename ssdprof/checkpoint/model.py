@@ -16,7 +16,6 @@ from ssdprof.checkpoint.hub import CONFIG, TOKENIZER_FILES, HubRepo, Source, par
 from ssdprof.checkpoint.names import DEMO_FOLDERS, KNOWN, close_names, family_named, is_folder, shown
 from ssdprof.checkpoint.weights import CODES, INDEX, Weights, find_weights, layer_index, usual_dtype
 from ssdprof.core.subject import DECODED_ON_LOAD, CheckpointRef, LayerRef, PlannedFile
-from ssdprof.core.words import words
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.files import read_object
 
@@ -58,29 +57,21 @@ class Model:
         """Names the config in messages."""
         return f"{CONFIG} of {self.source.label}"
 
-    @property
+    @cached_property
     def on_meta(self) -> PreTrainedModel:
         """The whole base model on the meta device; raises what `meta.build` raises."""
-        return self._built[0]
-
-    @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """Modules of `on_meta` that call an operator; BadInputError if there are none."""
-        if mixers := self._built[1]:
-            return mixers
-        parts = words(self._meta.parts_of_layers(self._built[0]), "and") or "nothing with weights"
-        raise BadInputError(
-            f"{self.where}, of type {shown(self.model_type)}, has no SSD or gated-delta-rule layer: its layers are of "
-            f"{parts}.",
-            configs.SUPPORTED,
-        )
-
-    @cached_property
-    def _built(self) -> tuple[PreTrainedModel, tuple[Mixer, ...]]:
         self._meta.check_known(self.config, self.where)
         plain = {key: value for key, value in self.cut_config().items() if key != "quantization_config"}
-        model = self._meta.build(plain, self.source.label)
-        return model, self._meta.mixers_of(model)
+        built: PreTrainedModel = self._meta.build(plain, self.source.label)
+        return built
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Modules of `on_meta` that call an operator; BadInputError if there are none."""
+        found: tuple[Mixer, ...] = self._meta.find_mixers(
+            self.on_meta, f"{self.where}, of type {shown(self.model_type)},"
+        )
+        return found
 
     @cached_property
     def _meta(self) -> ModuleType:

@@ -38,7 +38,7 @@ def test_mixers_that_no_capture_can_name_are_refused() -> None:
     first, second, _ = (one.module for one in find_mixers(tiny_models.shared("mamba2")))
     layer = nn.ModuleDict({"first": first, "second": second})
     for model, words in (
-        (nn.Linear(2, 2), "No layer of Linear"),
+        (nn.Linear(2, 2), "Linear has no SSD or gated-delta-rule layer: its layers are of nothing with weights"),
         (nn.ModuleDict({"lonely": first}), "'lonely' is in no numbered decoder layer"),
         (nn.ModuleDict({"layers": nn.ModuleList([layer])}), "Decoder layer 0 has two mixers"),
     ):
