@@ -314,40 +314,6 @@ def test_no_figure_is_of_unknown_origin(document: str) -> None:
     assert unknown == []
 
 
-def test_the_figures_of_verdicts() -> None:
-    found, said = result("verdicts-h100.json"), (RESULTS / "README.md").read_text(encoding="utf-8")
-    of = {kind: {name: [row for row in found[kind] if row["operator"] == name] for name in ("ssd", "gdn")}
-          for kind in ("same", "different")}  # fmt: skip
-    assert all(row[clock]["verdict"] == "no difference" for row in found["same"] for clock in ("device", "call"))
-    same, longer = ([len(of[kind][name]) for name in ("ssd", "gdn")] for kind in ("same", "different"))
-    hits = {
-        clock: [sum(row[clock]["verdict"] == "faster" for row in of["different"][name]) for name in ("ssd", "gdn")]
-        for clock in ("device", "call")
-    }
-    phrases = [
-        f"in {sum(same)} comparisons of a kernel with itself, {same[0]} of SSD and {same[1]} of GDN",
-        f"in {hits['device'][0]} of {longer[0]} comparisons (SSD) and {hits['device'][1]} of {longer[1]} (GDN)",
-        f"in {hits['call'][0]} and {hits['call'][1]} by call time",
-    ]
-    assert [phrase for phrase in phrases if phrase not in " ".join(said.split())] == []
-    measuring = (
-        f"none of {sum(same)} comparisons of a kernel with itself was called different, and {sum(hits['device'])} of "
-    )
-    assert measuring + f"{sum(longer)} with" in " ".join((DOCS / "measuring.md").read_text(encoding="utf-8").split())
-
-
-def test_the_figures_of_repeated_benches() -> None:
-    cells = result("repeated-benches-h200.json")["cells"]
-
-    def disjoint(clock: str, *operators: str) -> str:
-        rows = [row for row in cells if row["clock"] == clock and row["operator"] in operators]
-        return f"{sum(row['disjoint_pairs'] for row in rows)} of {sum(row['pairs'] for row in rows)}"
-
-    assert disjoint("device", "ssd", "gdn").startswith("0 of ")
-    said = f"{disjoint('call', 'ssd')} pairs of SSD and {disjoint('call', 'gdn')} of GDN"
-    assert said in " ".join((RESULTS / "README.md").read_text(encoding="utf-8").split())
-
-
 def test_a_wrong_figure_is_found() -> None:
     row = table_with("gdn-performance.md", "unfused", "over fla")[0]
     (cell, *_) = cell_of("gdn", SHAPES[row["heads"]], row["tokens"])

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
@@ -14,7 +13,6 @@ from compile_target import on_meta
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, RELAXED_FP32, GDNCase, KDACase, SSDCase
 from subjects import GDN_ON_HOPPER, GDN_ONE
 
-from ssdprof.kernels.chunks import Chunks
 from ssdprof.kernels.gdn.config import GDNPortableConfig
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.gdn.hopper.launch import hopper_launch as gdn_hopper_launch
@@ -33,7 +31,7 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.hopper.launch import hopper_launch as ssd_hopper_launch
 from ssdprof.kernels.ssd.portable import portable_launch as ssd_portable_launch
 from ssdprof.kernels.ssd.recurrent import recurrent_launch, two_stages
-from ssdprof.kernels.ssd.unfused import chunk_scan, five_stages
+from ssdprof.kernels.ssd.unfused import five_stages
 from ssdprof.kernels.tensors import contiguous_copy
 
 Launches = dict[str, Callable[[], Any]]
@@ -73,18 +71,6 @@ def ssd_recurrent(case: SSDCase, state_every: int = 0) -> None:
 
 def ssd_step(case: SSDCase) -> None:
     two_stages(on_meta(case.inputs()))
-
-
-def too_large_scan() -> None:
-    """256 x 128 accumulators in 4 warps."""
-    inputs = on_meta(SSDCase(heads=2, headdim=128, dstate=128, chunk_size=256, dtype=BF16).inputs())
-    chunks = Chunks.of(inputs)
-    gate = torch.empty(1, 2, chunks.count, chunks.size, device="meta")
-    states = torch.empty(1, chunks.count, 2, 128, 128, device="meta")
-    CB = torch.empty(1, chunks.count, 1, chunks.size, chunks.size, device="meta")
-    blocks = dict(block_q=256, block_p=128, block_s=32, block_n=128, num_warps=4, num_stages=3)
-    with patch("ssdprof.kernels.ssd.unfused.unfused_blocks", lambda *_, **__: blocks):
-        chunk_scan(inputs, gate, gate, states, CB, chunks)
 
 
 P64 = SSDCase(seqlen=1000, heads=2, headdim=64, dstate=128, chunk_size=256, dtype=BF16)
@@ -245,7 +231,7 @@ GDN_UNFUSED = each(gdn_unfused, {
 
 LAB = QWEN.but(key_heads=16)
 LONG, PAIR = dict(lengths=(4500,), initial_states=True), dict(lengths=(600, 9), initial_states=True)
-GDN_PORTABLE_CASES: dict[str, GDNCase] = {
+GDN_PORTABLE = each(gdn_portable, {
     "qwen": LAB.but(seqlen=2048), "qwen, batch": LAB.but(seqlen=1024, batch=32),
     "qwen, packed": LAB.but(**PAIR, dtype=FP16), "qwen, wide and cut": LAB.but(**LONG),
     "a rank of eight, cut": QWEN.but(values_per_key=4, seqlen=8192),
@@ -258,8 +244,7 @@ GDN_PORTABLE_CASES: dict[str, GDNCase] = {
     "256": GDNCase(key_heads=2, key_dim=256, value_dim=256, seqlen=1024, dtype=BF16),
     "256 and 64, wide and cut": GDNCase(key_heads=2, key_dim=256, value_dim=64, **LONG, dtype=BF16),
     "qwen fp32": QWEN.but(values_per_key=1, dtype=FP32),
-}  # fmt: skip
-GDN_PORTABLE = each(gdn_portable, GDN_PORTABLE_CASES)
+})  # fmt: skip
 
 STAYS = GDNHopperConfig(segment=8, persistent_programs=2)
 GDN_FOUR = GDNHopperConfig(segment=4)
@@ -307,14 +292,12 @@ SMALL_LIMITS: Launches = {
     "norm of heads of 128": partial(norm, plain(1, 1024, 128), view(128), 128, norm_first=True),
 }
 BROKEN: Launches = {
-    "chunk_scan": too_large_scan,
     **each(ssd_portable, {
         "fp32": (MAMBA2.but(dtype=FP32), EXACT, SSDPortableConfig(chunk=32, block_p=64, state_stages=2)),
         "rows of 64 bytes": (
             MAMBA2.but(gate=True), EXACT, SSDPortableConfig(block_p=32, state_stages=2, scan_stages=1),
         ),
     }),
-    "gdn 256": partial(gdn_portable, GDN_PORTABLE_CASES["256"], block_v=64, scan_stages=3),
 }  # fmt: skip
 
 # --- KDA

@@ -12,14 +12,7 @@ from test_exactness import NO_LARGER
 
 from ssdprof.kernels.hopper.schedule import Cut, cut
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import (
-    COSTS,
-    UNFUSED_CHUNK,
-    SSDHopperConfig,
-    rounded_twice,
-    shared_bytes,
-    unsupported,
-)
+from ssdprof.kernels.ssd.hopper.config import COSTS, UNFUSED_CHUNK, SSDHopperConfig, shared_bytes, unsupported
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.tensors import row_stride
@@ -119,15 +112,6 @@ def test_segments_are_the_whole_sequence_in_order(pairs: int) -> None:
         lengths = segments.lengths(nchunks)
         assert sum(lengths) == nchunks
         assert min(lengths) > 0
-
-
-@pytest.mark.parametrize("pairs", [1, 2, 16, MAMBA2_2_7B, 64])
-def test_no_cut_rounds_more_than_unfused_does(pairs: int) -> None:
-    """Otherwise slow heads of short sequences would be less accurate: 4 chunks in segments of 2, 1 and 1 by 7 %."""
-    assert rounded_twice([2, 1, 1]) > rounded_twice([4]) == 0
-    for nchunks in range(1, 200):
-        lengths = cut(nchunks, pairs, H200, **COST).lengths(nchunks)
-        assert rounded_twice(lengths) <= rounded_twice(Cut(segment=UNFUSED_CHUNK).lengths(nchunks))
 
 
 def from_before(lengths: list[int], memory: int) -> float:

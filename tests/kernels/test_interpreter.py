@@ -8,18 +8,9 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels.device import INTERPRETED
-from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset
+from ssdprof.kernels.functions import decay_exp2, ptr_offset
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="this process compiles its kernels")
-
-
-@triton.jit
-def _elementwise_kernel(a_ptr, b_ptr, sum_ptr, product_ptr, less_ptr, SIZE: tl.constexpr):
-    o = tl.arange(0, SIZE)
-    a, b = tl.load(a_ptr + o), tl.load(b_ptr + o)
-    tl.store(sum_ptr + o, a + b)
-    tl.store(product_ptr + o, a * b)
-    tl.store(less_ptr + o, tl.where(a < b, 1, 0))
 
 
 @triton.jit
@@ -29,27 +20,10 @@ def _copy_kernel(from_ptr, to_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _dot_kernel(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
-    o = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    tl.store(out_ptr + o, tl.dot(tl.load(a_ptr + o), tl.load(b_ptr + o), input_precision=DOT_PRECISION))
-
-
-@triton.jit
 def _helpers_kernel(offset_ptr, decay_ptr, log2_decay_ptr, strides, SIZE: tl.constexpr):
     o = tl.arange(0, SIZE)
     tl.store(offset_ptr + o, ptr_offset((2, o), strides))
     tl.store(decay_ptr + o, decay_exp2(tl.load(log2_decay_ptr + o)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_elementwise(dtype: torch.dtype) -> None:
-    a, b = torch.randn(2, 64).to(dtype)
-    a[0], b[0] = 3.0, 3.0
-    total, product, less = torch.empty_like(a), torch.empty_like(a), torch.empty(64, dtype=torch.int32)
-    _elementwise_kernel[(1,)](a, b, total, product, less, SIZE=64)
-    assert torch.equal(total, a + b)
-    assert torch.equal(product, a * b)
-    assert torch.equal(less.bool(), a < b)
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
@@ -68,14 +42,6 @@ def test_nan_stays_nan_in_bfloat16() -> None:
     cast = torch.empty(16, dtype=torch.bfloat16)
     _copy_kernel[(1,)](torch.full((16,), torch.nan), cast, SIZE=16)
     assert cast.isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dot_accumulates_in_fp32(dtype: torch.dtype) -> None:
-    a, b = torch.randn(2, 16, 16).to(dtype)
-    out = torch.empty(16, 16)
-    _dot_kernel[(1,)](a, b, out, SIZE=16)
-    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-6, atol=1e-6)
 
 
 def test_offsets_pass_2_to_the_31() -> None:

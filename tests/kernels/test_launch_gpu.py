@@ -3,8 +3,6 @@ kernel after its first goes through the driver, and writes the same bits as Trit
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -96,17 +94,6 @@ def test_calls_of_many_signatures_in_turns(precision: Any) -> None:
             assert len(fused.FUSED.launches) == prepared, name
 
 
-def test_the_unfused_pipeline_in_turns() -> None:
-    expected = {}
-    for name, inputs in variants(0).items():
-        launching._kept.clear()
-        expected[name] = run_unfused(inputs)
-    launching._kept.clear()
-    for _ in range(3):
-        for name, inputs in variants(0).items():
-            assert_bitwise(run_unfused(inputs), expected[name])
-
-
 @pytest.mark.parametrize("name", ["as it is", "z"])
 def test_profilers_are_told_of_every_launch(name: str) -> None:
     inputs = CASES[name].inputs()
@@ -138,28 +125,6 @@ def test_on_the_stream_that_is_current() -> None:
     stream.synchronize()
     assert not torch.equal(doubled.out, expected.out)
     assert_bitwise(doubled, fused.FUSED.prepare(inputs, EXACT)(inputs))
-
-
-FORKED = """
-import multiprocessing
-import torch
-from ssdprof.kernels import ssd_fused
-
-def call():
-    x, B = torch.ones(1, 100, 4, 64, device="cuda"), torch.ones(1, 100, 1, 64, device="cuda")
-    out, _ = ssd_fused(x, x[..., 0], -x[0, 0, :, 0], B, B)
-    assert out.isfinite().all()
-
-process = multiprocessing.get_context("fork").Process(target=call)
-process.start()
-process.join()
-raise SystemExit(process.exitcode)
-"""
-
-
-def test_in_a_process_forked_from_one_that_imported_kernels() -> None:
-    result = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False, timeout=120)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, FP16, RELAXED, SSDCase, assert_bitwise, bounds, changed
+from kernel_cases import BF16, EXACT, FP16, RELAXED, SSDCase
 
 from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.precision import Precision
@@ -95,19 +95,6 @@ def test_a_plan_says_that_it_is_tuned_and_its_run_is() -> None:
     assert not torch.equal(before.out, fused.run(inputs).out)
     use_overrides("ssd", {})
     assert torch.equal(before.out, fused.run(inputs).out)
-
-
-def test_a_portable_find_keeps_a_sequence_apart_from_its_neighbours() -> None:
-    """The same bits alone, in a batch, and in a pack after a sequence of another length."""
-    alone = CASE.but(seqlen=150).inputs()
-    use_portable(alone, chunk=32, max_segments=2, min_chunks=1, max_chunks=2, num_warps=8)
-    assert fused.plan(alone).config["max_segments"] == 2
-    expected = fused.run(alone)
-    batch = fused.run(changed(alone, lambda one: torch.cat([one.flip(1), one])))
-    assert_bitwise([one[1:] for one in batch], expected)
-    behind = changed(alone, lambda one: torch.cat([one[:, :70].flip(1), one], 1))
-    pack = fused.run(replace(behind, cu_seqlens=bounds((70, 150))))
-    assert_bitwise((pack.out[:, 70:], pack.final_states[1:]), expected)
 
 
 def test_a_portable_chunk_is_no_longer_than_a_sequence() -> None:
