@@ -113,34 +113,36 @@ def test_the_speeds_of_the_readme() -> None:
             assert row[head] == f"{next(found):.2f}x", (row, head)
 
 
-def test_the_times_of_gdn() -> None:
-    for row in table_with("gdn-performance.md", "unfused", "over fla"):
-        found = cell_of("gdn", SHAPES[row["heads"]], row["tokens"])
-        columns = {"fused": "fused", "unfused": "unfused", "fla 0.6.0": "fla"}
-        assert any(microseconds(cell, row, columns) and over(cell, row, "over fla", ("fla",)) for cell in found), row
+DELTA, KDA = "gdn-performance.md", {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}
+DRAWN = {"slow": ("slow",), "a quarter slow": ("quarter-slow",)}
+# a document, a heading that one of its tables alone has, the bench, and of columns the implementation; a ratio is over
+# the fastest of the libraries
+TIMES: list[tuple[str, str, str, dict[str, str], str]] = [
+    (DELTA, "unfused", "gdn", {"fused": "fused", "unfused": "unfused", "fla 0.6.0": "fla"}, "over fla"),
+    (DELTA, "FlashQLA 0.1.3", "gdn-rivals", {"fused": "fused", **LIBRARIES}, "over the fastest"),
+    (DELTA, "over FlashInfer", "gdn-flashinfer", {"fused": "fused", "FlashInfer": "flashinfer"}, "over FlashInfer"),
+    (DELTA, "over its `mtp`", "gdn-ver", {"`recurrent`": "fused", "FlashInfer": "flashinfer_mtp"}, "over its `mtp`"),
+    ("kda-mathematics.md", "over fla", "kda", {"fused": "fused", "fla": "fla"}, "over fla"),
+    ("kda-mathematics.md", "over fla", "kda", {"fused": "fused", "fla": "fla_recurrent"}, "over fla"),
+]
 
 
-def test_the_times_of_other_libraries_for_gdn() -> None:
-    columns = {"fused": "fused", **LIBRARIES}
-    for row in table_with("gdn-performance.md", "FlashQLA 0.1.3"):
-        tokens, _, quarter = row["tokens"].partition(", a quarter")
-        drawn = ("quarter-ungated",) if quarter else ()
-        found = cell_of("gdn-rivals", SHAPES[row["heads"]], tokens, drawn)
-        names = tuple(LIBRARIES.values())
-        assert any(microseconds(cell, row, columns) and over(cell, row, "over the fastest", names) for cell in found), (
-            row
-        )
-    for row in table_with("gdn-performance.md", "over FlashInfer"):
-        drawn = {"slow": ("slow",), "a quarter slow": ("quarter-slow",)}.get(row["gates"], ())
-        found = cell_of("gdn-flashinfer", SHAPES[row["heads"]], row["tokens"], drawn)
-        columns = {"fused": "fused", "FlashInfer": "flashinfer"}
-        right = [c for c in found if microseconds(c, row, columns) and over(c, row, "over FlashInfer", ("flashinfer",))]
-        assert right, row
-        assert {len(case.launches) for case in right[0].cases if case.fits("fused exact")} == {int(row["launches"])}
-    for row in table_with("gdn-performance.md", "over its `mtp`"):
-        (cell,) = cell_of("gdn-verification", SHAPES[row["heads"]], row["sequences x tokens"])
-        assert microseconds(cell, row, {"`recurrent`": "fused", "FlashInfer": "flashinfer_mtp"}), row
-        assert over(cell, row, "over its `mtp`", ("flashinfer_mtp",)), row
+def test_the_times_of_gated_delta_rules() -> None:
+    for document, heading in dict.fromkeys(one[:2] for one in TIMES):
+        ways = [one[2:] for one in TIMES if one[:2] == (document, heading)]
+        for row in table_with(document, heading, "heads", ways[0][-1]):
+            tokens, _, quarter = row.get("tokens", row.get("sequences x tokens", "")).partition(", a quarter")
+            drawn = ("quarter-ungated",) if quarter else DRAWN.get(row.get("gates", ""), ())
+            right = [
+                cell
+                for bench, columns, head in ways
+                for cell in cell_of(bench, (SHAPES | KDA)[row["heads"]], tokens, drawn)
+                if microseconds(cell, row, columns)
+                and over(cell, row, head, tuple({*columns.values()} - {"fused", "unfused"}))
+            ]
+            assert right, row
+            fused = [case for case in right[0].cases if case.fits("fused exact")]
+            assert "launches" not in row or {len(case.launches) for case in fused} == {int(row["launches"])}
 
 
 def test_the_times_of_ssd() -> None:
@@ -169,15 +171,6 @@ def test_the_times_of_prefills() -> None:
         assert float(value) == float(f"{us['fused'] / {'ms': 1e3, 's': 1e6}[unit]:.3g}"), row
         for head, name in (("over unfused", "unfused"), ("over the library", library)):
             assert number(row[head]) == shown(us[name] / us["fused"], "0.00"), (row, head)
-
-
-def test_the_speeds_of_kda() -> None:
-    for row in table_with("kda-mathematics.md", "over fla", "sequences x tokens"):
-        shape = {"12": "kimi-k3-tp8", "32": "kimi-linear-48b", "96": "kimi-k3"}[row["heads"]]
-        (cell,) = cell_of("kda", shape, row["sequences x tokens"])
-        library = "fla" if device_us(cell, "fla") else "fla_recurrent"
-        assert microseconds(cell, row, {"fused": "fused", "fla": library})
-        assert number(row["over fla"]) == shown(device_us(cell, library) / device_us(cell, "fused"), "0.00")
 
 
 # --- figures in sentences
@@ -312,6 +305,40 @@ def test_no_figure_is_of_unknown_origin(document: str) -> None:
         one for one in figures(document) - known if not re.search(rf"(?<![\d.,]){re.escape(one)}(?![\d]|[.,]\d)", log)
     ]
     assert unknown == []
+
+
+def test_the_figures_of_verdicts() -> None:
+    found, said = result("verdicts-h100.json"), (RESULTS / "README.md").read_text(encoding="utf-8")
+    of = {kind: {name: [row for row in found[kind] if row["operator"] == name] for name in ("ssd", "gdn")}
+          for kind in ("same", "different")}  # fmt: skip
+    assert all(row[clock]["verdict"] == "no difference" for row in found["same"] for clock in ("device", "call"))
+    same, longer = ([len(of[kind][name]) for name in ("ssd", "gdn")] for kind in ("same", "different"))
+    hits = {
+        clock: [sum(row[clock]["verdict"] == "faster" for row in of["different"][name]) for name in ("ssd", "gdn")]
+        for clock in ("device", "call")
+    }
+    phrases = [
+        f"in {sum(same)} comparisons of a kernel with itself, {same[0]} of SSD and {same[1]} of GDN",
+        f"in {hits['device'][0]} of {longer[0]} comparisons (SSD) and {hits['device'][1]} of {longer[1]} (GDN)",
+        f"in {hits['call'][0]} and {hits['call'][1]} by call time",
+    ]
+    assert [phrase for phrase in phrases if phrase not in " ".join(said.split())] == []
+    measuring = (
+        f"none of {sum(same)} comparisons of a kernel with itself was called different, and {sum(hits['device'])} of "
+    )
+    assert measuring + f"{sum(longer)} with" in " ".join((DOCS / "measuring.md").read_text(encoding="utf-8").split())
+
+
+def test_the_figures_of_repeated_benches() -> None:
+    cells = result("repeated-benches-h200.json")["cells"]
+
+    def disjoint(clock: str, *operators: str) -> str:
+        rows = [row for row in cells if row["clock"] == clock and row["operator"] in operators]
+        return f"{sum(row['disjoint_pairs'] for row in rows)} of {sum(row['pairs'] for row in rows)}"
+
+    assert disjoint("device", "ssd", "gdn").startswith("0 of ")
+    said = f"{disjoint('call', 'ssd')} pairs of SSD and {disjoint('call', 'gdn')} of GDN"
+    assert said in " ".join((RESULTS / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_a_wrong_figure_is_found() -> None:

@@ -337,52 +337,15 @@ def test_collinear_keys(kernel: Subject, dtype: torch.dtype, collinear: float, l
 # --- memory
 
 
-def scattered(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """Every second element of a larger tensor of NaN whose memory order differs from its dimensions."""
-    dims = order if tensor.ndim == len(order) else tuple(reversed(range(tensor.ndim)))
-    room = [2 * tensor.shape[dim] for dim in dims]
+def scattered(tensor: torch.Tensor) -> torch.Tensor:
+    """Every second element of a larger tensor of NaN, with the dimensions in reverse order in memory."""
+    room = [2 * size for size in reversed(tensor.shape)]
     wide = torch.full(room, torch.nan if tensor.is_floating_point() else -1, dtype=tensor.dtype, device=tensor.device)
-    view = wide[(slice(None, None, 2),) * tensor.ndim].permute(*(dims.index(dim) for dim in range(tensor.ndim)))
-    return view.copy_(tensor)
-
-
-ORDERS = [
-    (3, 2, 1, 0),
-    *(pytest.param(one, marks=pytest.mark.slow) for one in ((0, 3, 2, 1), (0, 1, 2, 3), (0, 2, 1, 3))),
-]
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-@subjects(
-    "ssd tiny", "ssd unfused", "gdn unfused", "kda unfused", "kda tiny", "kda recurrent",
-    slow=("gdn tiny", "gdn tiny, v rows", "gdn tiny, cut"),
-)  # fmt: skip
-def test_any_strides(kernel: Subject, order: tuple[int, ...]) -> None:
-    ssd: dict[str, Any] = dict(heads=2, gate=True, groups=2, skip="(h, p)")
-    options = ssd if kernel.operator == "ssd" else dict(key_dim=20, value_dim=24)
-    inputs = kernel.case(batch=2, initial_states=True, **options).inputs()
-    strided = changed(inputs, lambda tensor: scattered(tensor, order), *tensors_of(inputs))
-    assert_bitwise(kernel(strided), kernel(inputs))
-
-
-@subjects(
-    "ssd unfused", "gdn unfused", "gdn fused", "kda unfused", "kda fused",
-    emulated=["ssd hopper, short"], emulated_slow=["gdn parts"],
-    gpu=("ssd hopper, short", "gdn parts", "ssd fused"),
-)  # fmt: skip
-def test_views_of_a_buffer_for_longer_sequences(kernel: Subject) -> None:
-    """NaN lies between the sequences."""
-    inputs = kernel.case(batch=3, seqlen=20).inputs()
-
-    def buffered(tensor: torch.Tensor) -> torch.Tensor:
-        wide = torch.full_like(torch.cat([tensor, tensor], 1), torch.nan)
-        return wide[:, 8 : 8 + tensor.shape[1]].copy_(tensor)
-
-    assert_bitwise(kernel(changed(inputs, buffered)), kernel(inputs))
+    return wide[(slice(None, None, 2),) * tensor.ndim].permute(*reversed(range(tensor.ndim))).copy_(tensor)
 
 
 def positions_innermost(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(1, tensor.ndim - 1).contiguous().transpose(1, tensor.ndim - 1)
+    return tensor.transpose(1, -1).contiguous().transpose(1, -1)
 
 
 def heads_first(tensor: torch.Tensor) -> torch.Tensor:
@@ -398,30 +361,39 @@ def one_row(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def beside_others(tensor: torch.Tensor) -> torch.Tensor:
-    """Columns of a projection; other columns, here NaN, lie before and behind them."""
-    columns = tensor.shape[-1]
-    wide = torch.full((*tensor.shape[:-1], 2 * columns + 8), torch.nan, dtype=tensor.dtype, device=tensor.device)
-    return wide[..., 8 : 8 + columns].copy_(tensor)
+    """Columns of a projection in a buffer for longer sequences: NaN lies between them and between sequences."""
+    rows, columns = tensor.shape[1], tensor.shape[-1]
+    room = (tensor.shape[0], 2 * rows, *tensor.shape[2:-1], 2 * columns + 8)
+    wide = torch.full(room, torch.nan, dtype=tensor.dtype, device=tensor.device)
+    return wide[:, 8 : 8 + rows, ..., 8 : 8 + columns].copy_(tensor)
 
 
-LAYOUTS: list[Any] = [positions_innermost, one_row, beside_others]
+LAYOUTS: list[Any] = [scattered, positions_innermost, one_row, beside_others]
 LAYOUTS += [pytest.param(one, marks=pytest.mark.slow) for one in (heads_first, one_head)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @subjects(
-    "ssd fused", "ssd unfused", "gdn unfused", "kda unfused", slow=["gdn fused", "kda fused"],
+    "ssd tiny", "ssd unfused", "gdn unfused", "kda unfused", "kda tiny", "kda recurrent",
+    slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
     gpu=("ssd fused", "gdn unfused", "gdn fused"),
 )  # fmt: skip
-def test_layouts_of_models(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_any_layout(kernel: Subject, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """On a GPU, bits may differ: the compiler chooses other products for such tiles."""
-    sizes = dict(dstate=24) if kernel.operator == "ssd" else dict(key_dim=24, value_dim=20)
-    sizes |= TWO_HEADS[kernel.operator] if layout in (one_head, heads_first) else {}
-    inputs = kernel.case(batch=2, seqlen=20, **sizes if kernel.device == "cpu" else {}).inputs()
-    turned = changed(inputs, layout)
+    ssd: dict[str, Any] = dict(gate=True, groups=2, heads=2, skip="(h, p)", dstate=24)
+    sizes = ssd if kernel.operator == "ssd" else dict(key_dim=20, value_dim=24, **TWO_HEADS[kernel.operator])
+    case = kernel.case(batch=2, seqlen=20, initial_states=True, **sizes if kernel.device == "cpu" else {})
+    inputs = case.inputs()
+    turned = changed(inputs, layout, *(tensors_of(inputs) if layout is scattered else ()))
     kernel.assert_right(kernel(turned), turned)
     if kernel.device == "cpu" and layout not in (one_head, one_row):
         assert_bitwise(kernel(turned), kernel(inputs))
+
+
+@subjects(emulated=["ssd hopper, short"], emulated_slow=["gdn parts"], gpu=("ssd hopper, short", "gdn parts"))
+def test_columns_of_a_buffer_on_hopper(kernel: Subject) -> None:
+    inputs = kernel.case(batch=3, seqlen=20).inputs()
+    assert_bitwise(kernel(changed(inputs, beside_others)), kernel(inputs))
 
 
 # --- refusals

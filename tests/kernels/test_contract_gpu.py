@@ -38,7 +38,7 @@ from test_contract_oracle import LONG_CUT, LONG_PARTS
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ssdprof.kernels import Precision, get, ssd_fused
+from ssdprof.kernels import Precision, get
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
 from ssdprof.kernels.ssd.fused import run
 from ssdprof.kernels.ssd.inputs import SSDInputs
@@ -52,7 +52,6 @@ QWEN = GDNCase(**GDN_ON_HOPPER | dict(key_heads=16, gate=1e-3), device="cuda", s
 LEFT_KB = 24  # free shared memory of a multiprocessor: too little for any of our programs
 PATIENCE_NS = 5_000_000_000
 EXACT_AND_RELAXED = pytest.mark.parametrize("precision", [EXACT, RELAXED], ids=str)
-GATE = pytest.mark.parametrize("gate", [False, True], ids=["hopper on Hopper", "portable"])
 
 
 def on_parts(segment: int) -> Subject:
@@ -133,20 +132,6 @@ def test_a_graph_replays_shares_and_parts_on_new_inputs(kernel: Subject) -> None
         assert_replays(call, QWEN.but(key_heads=2, seqlen=3000, initial_states=True))
 
 
-@GATE
-def test_compiles_as_a_full_graph(gate: bool) -> None:
-    inputs = MAMBA2.but(seqlen=1000, gate=gate).inputs()
-
-    def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = ssd_fused(
-            x.relu(), inputs.dt, inputs.A, inputs.B, inputs.C,
-            D=inputs.D, z=inputs.z, dt_bias=inputs.dt_bias, dt_softplus=True,
-        )  # fmt: skip
-        return 2 * output.out, output.final_states
-
-    assert_bitwise(torch.compile(layer, fullgraph=True)(inputs.x), layer(inputs.x))
-
-
 # --- the host and the memory
 
 
@@ -224,21 +209,6 @@ def test_beside_another_stream_that_fills_the_gpu(kernel: Subject) -> None:
         outputs = [call(inputs) for _ in range(10)]
     for output in outputs:
         assert_bitwise(output, expected)
-
-
-@subjects(gpu=SSD_FINE)
-def test_calls_in_several_streams_at_once(kernel: Subject) -> None:
-    inputs = MAMBA2.inputs()
-    alone = kernel(inputs)
-    streams = [torch.cuda.Stream() for _ in range(3)]
-    torch.cuda.synchronize()
-    outputs = []
-    for stream in streams * 3:
-        with torch.cuda.stream(stream):
-            outputs.append(kernel(inputs))
-    torch.cuda.synchronize()
-    for output in outputs:
-        assert_bitwise(output, alone)
 
 
 @gluon.jit
