@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.jsonl"
 # Files and folders of the tests of each room.
 TESTS = {
-    "kernels": "kernels",
+    "kernels": "kernels operators/test_adapters.py",
     "operators": "operators kernels/test_functions.py jobs/test_tune.py",
     "checkpoint": "checkpoint test_hub_end_to_end.py",
     "environment": "test_environment.py test_toolchain.py test_ranks.py capture/test_capture_memory.py",
