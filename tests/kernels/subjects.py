@@ -240,6 +240,8 @@ SUBJECTS = {
     "gdn narrow, cut": of_gdn(gdn_portable(GDNPortableConfig(chunk=64, segment=1, block_k=32, block_v=32))),
     "gdn hopper": gdn_on_hopper(gdn_hopper_by(None)),
     "gdn first passes": gdn_on_hopper(gdn_hopper_by(GDN_CUT)),
+    "gdn leading": gdn_on_hopper(gdn_hopper_by(replace(GDN_CUT, first_segment_extra=True))),
+    "gdn one launch": gdn_on_hopper(gdn_hopper_by(GDN_ONE)),
     "gdn parts": gdn_on_hopper(gdn_hopper_by(GDN_PARTS), sizes=dict(gate=1e-3)),
     "kda reference": Subject("kda", lambda inputs, _: kda_chunked(inputs), limits={torch.float64: 1e-10}),
     "kda unfused": Subject("kda", chosen("kda", "unfused")),

@@ -5,14 +5,14 @@ Memory that no kernel has written holds NaN (`conftest.py`).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 from kernel_cases import BF16, DTYPES, EXACT, FP16, FP32, PRECISIONS, RELAXED, GDNCase, SSDCase
 from subjects import (
     GDN_CUT,
@@ -40,47 +40,30 @@ from ssdprof.kernels.ssd.config import SSDPortableConfig
 
 # --- right, for every size, dtype and precision
 
-SSD = [
-    SSDCase(batch=2, heads=4, groups=2),
-    SSDCase(seqlen=70, headdim=20, groups=2, skip="(h, p)", gate=True, initial_states=True),
-    SSDCase(seqlen=1, skip="", initial_states=True), SSDCase(seqlen=17, headdim=32, gate=True),
-    SSDCase(batch=2, seqlen=64, dstate=32, dt_limit=(0.05, 0.1)),
-    SSDCase(lengths=(0, 1, 33, 0, 64, 5, 0), gate=True, initial_states=True), SSDCase(lengths=(16, 40), skip="(h, p)"),
-]  # fmt: skip
-SSD_CHUNKS = [
-    SSDCase(seqlen=15, chunk_size=16, initial_states=True),
-    SSDCase(batch=2, seqlen=33, heads=4, headdim=20, dstate=24, groups=2, chunk_size=16, initial_states=True),
-    SSDCase(seqlen=150, heads=3, groups=3, chunk_size=128, gate=True, skip="(h, p)", dt_limit=(0.02, 0.2)),
-    SSDCase(seqlen=300, heads=1, chunk_size=256),
-]
-SSD_STEPS = [
-    SSDCase(batch=5, seqlen=1, heads=4, groups=2, initial_states=True),
-    SSDCase(batch=2, seqlen=1, headdim=20, skip="(h, p)", gate=True, initial_states=True),
-    SSDCase(seqlen=1, skip="", dstate=32),
-    SSDCase(batch=2, seqlen=1, dt_limit=(0.05, 0.1), initial_states=True),
-]
-SSD_SHORT = [SSDCase(seqlen=9, skip="", dstate=32), SSDCase(lengths=(0, 1, 3, 0, 1), gate=True, initial_states=True)]
-GDN = [
-    GDNCase(batch=2, key_heads=2, values_per_key=2, initial_states=True),
-    GDNCase(values_per_key=3, key_dim=20, value_dim=28, initial_states=True), GDNCase(seqlen=17, key_dim=32),
-    GDNCase(largest_beta=2.0, values_per_key=2), GDNCase(gate=0.0, value_dim=32), GDNCase(gate=50.0),
-    GDNCase(l2norm=False, key_dim=24), GDNCase(lengths=(0, 1, 33, 0, 16, 15, 64, 0), initial_states=True),
-    GDNCase(lengths=(40, 9), values_per_key=2),
-]  # fmt: skip
-GDN_CHUNKS = [GDNCase(seqlen=n, values_per_key=2, key_dim=24, initial_states=True) for n in (1, 64, 65, 15, 63, 130)]
-GDN_OTHERS = GDN_CHUNKS[3:] + [GDNCase(key_dim=k, value_dim=v) for k, v in ((60, 16), (96, 192), (100, 120))]
-GDN_CHUNKS = GDN_CHUNKS[:3] + [GDNCase(key_dim=k, value_dim=v) for k, v in ((1, 1), (16, 60), (256, 33))]
-GDN_CHUNKS += [GDNCase(chunk_size=16), GDNCase(chunk_size=32), GDNCase(lengths=(64, 64)), GDNCase(lengths=(0, 0, 3))]
-GDN_STEPS = [
-    GDNCase(batch=5, seqlen=1, values_per_key=2, key_dim=32, value_dim=48, initial_states=True),
-    GDNCase(batch=2, seqlen=1, key_heads=2, key_dim=20, value_dim=12, l2norm=False, initial_states=True),
-    GDNCase(batch=2, seqlen=1, largest_beta=2.0, values_per_key=3),
-]
-GDN_SHORT = [
-    GDNCase(seqlen=9, values_per_key=3, largest_beta=2.0),
-    GDNCase(lengths=(1,) * 7, initial_states=True, value_dim=20),
-    GDNCase(lengths=(0, 3, 0, 6), initial_states=True, gate=50.0),
-]
+# What a drawn case may have.  Lengths and sizes are such that the last chunk, segment or block is often a part of one.
+SSD_SIZES: dict[str, tuple[Any, ...]] = dict(
+    batch=(1, 2), seqlen=(15, 17, 33, 64, 70, 150), lengths=((), (), (0, 1, 33, 0, 64, 5, 0), (16, 40)), heads=(2, 4),
+    groups=(1, 2), headdim=(16, 20, 32), dstate=(16, 24, 32), chunk_size=(16, 32, 128, 256), gate=(False, True),
+    skip=("", "(h)", "(h, p)"), initial_states=(False, True), dt_limit=((0.0, torch.inf), (0.05, 0.1)),
+    dtype=(FP32, FP32, BF16, FP16),
+)  # fmt: skip
+GDN_SIZES: dict[str, tuple[Any, ...]] = dict(
+    batch=(1, 2), seqlen=(15, 17, 63, 64, 65, 130), lengths=((), (), (0, 1, 33, 0, 16, 15, 64, 0), (64, 64)),
+    key_heads=(1, 2), values_per_key=(1, 2, 3), key_dim=(1, 16, 20, 24, 32, 60), value_dim=(1, 12, 16, 28, 60, 120),
+    gate=(0.0, 0.3, 50.0), largest_beta=(1.0, 2.0), l2norm=(False, True), initial_states=(False, True),
+    chunk_size=(16, 32, 64, 64), dtype=(FP32, FP32, BF16, FP16),
+)  # fmt: skip
+
+
+def drawn(kind: Any, count: int, **fixed: Any) -> list[Any]:
+    """Cases of random sizes, the same in every process.  fixed: what they have in common."""
+    draw, sizes = random.Random(str(fixed)), SSD_SIZES if kind is SSDCase else GDN_SIZES
+    return [kind(**{name: draw.choice(of) for name, of in sizes.items()} | fixed) for _ in range(count)]
+
+
+SSD, GDN = drawn(SSDCase, 8), drawn(GDNCase, 8)
+STEP, SHORT = dict(seqlen=1, lengths=()), dict(seqlen=9, lengths=())
+SSD_STEPS, GDN_STEPS = drawn(SSDCase, 4, **STEP), drawn(GDNCase, 4, **STEP)
 PACK = (3, 0, 64, 200, 70)
 # in the emulator; the Hopper kernels process 64 positions per chunk
 SSD_EMULATED = [
@@ -208,16 +191,19 @@ def right() -> list[Any]:
 
     # in the interpreter
     add(listed("ssd reference", "ssd fused", "ssd tiny", "ssd unfused", slow=["ssd tiny, n rows"]), SSD)
-    add(listed("ssd unfused"), SSD_CHUNKS)
-    add(listed("ssd recurrent"), SSD_STEPS + SSD_SHORT)
+    add(listed("ssd recurrent"), SSD_STEPS + drawn(SSDCase, 2, **SHORT) + [SSDCase(lengths=(0, 1, 3, 0, 1))])
     add(listed("ssd step"), SSD_STEPS)
     portable = ("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "gdn cut")
     add(listed("gdn reference", "gdn unfused", slow=portable), GDN)
-    add(listed("gdn unfused"), GDN_CHUNKS)
-    add(listed("gdn unfused"), GDN_OTHERS, slow=True)
-    add(listed("gdn recurrent"), GDN_STEPS + GDN_SHORT)
-    add(listed("gdn recurrent by 4"), GDN_SHORT)
+    wide = [GDNCase(key_dim=k, value_dim=v) for k, v in ((256, 33), (96, 192), (100, 120))]
+    add(listed("gdn unfused"), wide, slow=True)
+    few = [*drawn(GDNCase, 2, **SHORT), GDNCase(lengths=(0, 3, 0, 6), initial_states=True, gate=50.0)]
+    add(listed("gdn recurrent"), GDN_STEPS + few)
+    add(listed("gdn recurrent by 4"), few)
     add(listed("gdn step"), GDN_STEPS)
+    for name in ("reference", "unfused", "fused"):
+        add(listed(f"ssd {name}"), drawn(SSDCase, 24, seed=1), slow=True)
+        add(listed(f"gdn {name}"), drawn(GDNCase, 24, seed=1), slow=True)
     for p, n, h, g in (
         (32, 128, 2, 1), (64, 16, 2, 2), (64, 256, 1, 1), (80, 64, 2, 1), (96, 128, 1, 1), (128, 128, 2, 2),
     ):  # fmt: skip
@@ -333,26 +319,3 @@ def right() -> list[Any]:
 def test_against_the_oracle(kernel: Subject, case: Any, precision: Precision) -> None:
     inputs = case.inputs()
     kernel.assert_right(kernel(inputs, precision), inputs, precision)
-
-
-sizes_of_ssd = st.builds(
-    SSDCase, seqlen=st.integers(1, 140), groups=st.integers(1, 2), heads=st.sampled_from((2, 4)),
-    headdim=st.integers(1, 40), dstate=st.integers(1, 40), chunk_size=st.integers(1, 70), initial_states=st.booleans(),
-    lengths=st.lists(st.integers(0, 50), max_size=4).filter(lambda found: any(found) or not found).map(tuple),
-)  # fmt: skip
-sizes_of_gdn = st.builds(
-    GDNCase, seqlen=st.integers(1, 140), key_heads=st.integers(1, 2), values_per_key=st.integers(1, 3),
-    key_dim=st.integers(1, 40), value_dim=st.integers(1, 40), gate=st.sampled_from([0.0, 0.1, 3.0]),
-    largest_beta=st.sampled_from([1.0, 2.0]), initial_states=st.booleans(),
-    lengths=st.lists(st.integers(0, 50), max_size=4).filter(lambda found: any(found) or not found).map(tuple),
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(case=st.one_of(sizes_of_ssd, sizes_of_gdn))
-def test_any_size(case: Any) -> None:
-    operator = "ssd" if isinstance(case, SSDCase) else "gdn"
-    for name in ("reference", "unfused", "fused"):
-        kernel, inputs = SUBJECTS[f"{operator} {name}"], case.inputs()
-        kernel.assert_right(kernel(inputs), inputs)

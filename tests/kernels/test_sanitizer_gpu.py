@@ -1,6 +1,6 @@
 """compute-sanitizer finds no bad access and no race in small calls; blocking launches also work.
 
-    python test_sanitizer_gpu.py ssd "hopper, shared" batch "n 256"
+    python test_sanitizer_gpu.py "ssd hopper, shared" batch "n 256"
 
 runs small calls of one kernel, all if no case is named, and compares each with the oracle.  Inputs are made and outputs
 are judged on the CPU, so that the sanitizer watches few other kernels.  Prints "right" last.
@@ -13,28 +13,12 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
-from typing import Any
 
 import pytest
 from kernel_cases import EXACT, RELAXED, GDNCase, SSDCase, assert_close, moved
-from subjects import (
-    GDN_CUT,
-    GDN_ON_HOPPER,
-    GDN_ONE,
-    OLMO,
-    ON_HOPPER,
-    SSD_ON_HOPPER,
-    SUBJECTS,
-    Run,
-    gdn_hopper_by,
-    ssd_hopper,
-)
+from subjects import GDN_ON_HOPPER, OLMO, ON_HOPPER, SSD_ON_HOPPER, SUBJECTS
 
 from ssdprof.kernels.gdn.reference import gdn_recurrence
-from ssdprof.kernels.hopper.schedule import Cut
-from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.ssd.hopper.config import program_count
 from ssdprof.measure.accuracy import assert_passes
 
 SMALL_SSD = SSDCase(**SSD_ON_HOPPER | dict(dstate=64))
@@ -56,46 +40,22 @@ GDN_CASES = {
     "60": (SMALL_GDN.but(key_dim=60, value_dim=60, seqlen=200), EXACT),
 }
 LARGEST_ERROR = 6e-3  # of GDN in bf16, relative to the RMS of a head
-UNEVEN = Cut(long_count=1, long_segment=2, segment=1)
-LIKE_128 = ("batch", "ragged", "packed")
-
-
-def of(subject: str, *cases: str) -> tuple[Run, tuple[str, ...]]:
-    every = SSD_CASES if subject.startswith("ssd") else GDN_CASES
-    return SUBJECTS[subject].run, cases or tuple(every)
-
-
-def shared(inputs: Any, precision: Precision) -> Any:
-    """One program less than there are pairs of heads."""
-    shares = inputs.sequences * program_count(inputs) - 1
-    return ssd_hopper(Cut(segment=5, shares=shares))(inputs, precision)
-
-
-# kernel -> how it is called, and its cases
-KERNELS: dict[str, dict[str, tuple[Run, tuple[str, ...]]]] = {
-    "ssd": {
-        "portable": of("ssd tiny"), "unfused": of("ssd unfused"), "hopper": of("ssd hopper, short"),
-        "hopper, uneven": (ssd_hopper(UNEVEN), tuple(SSD_CASES)), "hopper, shared": (shared, tuple(SSD_CASES)),
-        # with packed sequences, no segment recomputes the chunks before it
-        "hopper, alone": (ssd_hopper(replace(UNEVEN, recompute=True)), ("batch", "ragged", "n 128", "n 256")),
-    },
-    "gdn": {
-        "portable": of("gdn cut"), "unfused": of("gdn unfused"), "recurrent": of("gdn recurrent"),
-        "hopper, first passes": of("gdn first passes", *LIKE_128), "hopper, parts": of("gdn parts", *LIKE_128),
-        # packed sequences exclude a longer first segment
-        "hopper, leading": (gdn_hopper_by(replace(GDN_CUT, first_segment_extra=True)), ("batch", "ragged")),
-        "hopper, one launch": (gdn_hopper_by(GDN_ONE), LIKE_128), "hopper, slices": of("gdn slices", "olmo"),
-    },
+EVERY, LIKE_128 = tuple(SSD_CASES), ("batch", "ragged", "packed")
+# kernel -> its cases
+KERNELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("ssd tiny", "ssd unfused"), EVERY),
+    **{f"ssd hopper, {name}": EVERY for name in ("short", "uneven", "shared", "alone")},
+    **dict.fromkeys(("gdn cut", "gdn unfused", "gdn recurrent"), tuple(GDN_CASES)),
+    **dict.fromkeys(("gdn first passes", "gdn parts", "gdn one launch"), LIKE_128), "gdn slices": ("olmo",),
+    "gdn leading": ("batch", "ragged"),  # packed sequences exclude a longer first segment
 }  # fmt: skip
 
 
 # --- the tests
 
-EVERY_KERNEL = [
-    pytest.param(operator, kernel, marks=[ON_HOPPER] * kernel.startswith("hopper"))
-    for operator, kernels in KERNELS.items()
-    for kernel in kernels
-]
+EVERY_KERNEL = pytest.mark.parametrize(
+    "kernel", [pytest.param(name, marks=[ON_HOPPER] * SUBJECTS[name].only_hopper) for name in KERNELS]
+)
 MOST = 100_000  # reports
 
 pytestmark = pytest.mark.gpu
@@ -115,24 +75,23 @@ def run(*command: str, **environment: str) -> str:
     return said
 
 
-def sanitized(tool: str, operator: str, kernel: str, *arguments: str, cases: tuple[str, ...] = ()) -> str:
+def sanitized(tool: str, kernel: str, *arguments: str, cases: tuple[str, ...] = ()) -> str:
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     options = ("--target-processes", "application-only", "--show-backtrace", "no", "--print-limit", str(MOST))
-    return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, __file__, operator, kernel, *cases)
+    return run(sanitizer, "--tool", tool, *options, *arguments, sys.executable, __file__, kernel, *cases)
 
 
-@pytest.mark.parametrize(("operator", "kernel"), EVERY_KERNEL)
-def test_memory(operator: str, kernel: str) -> None:
-    said = sanitized("memcheck", operator, kernel)
+@EVERY_KERNEL
+def test_memory(kernel: str) -> None:
+    said = sanitized("memcheck", kernel)
     assert "ERROR SUMMARY: 0 errors" in said, said
 
 
-@pytest.mark.parametrize("kernel", ["portable", "unfused"])
-@pytest.mark.parametrize("operator", ["ssd", "gdn"])
-def test_races(operator: str, kernel: str) -> None:
-    said = sanitized("racecheck", operator, kernel, "--racecheck-report", "all")
+@pytest.mark.parametrize("kernel", ["ssd tiny", "ssd unfused", "gdn cut", "gdn unfused"])
+def test_races(kernel: str) -> None:
+    said = sanitized("racecheck", kernel, "--racecheck-report", "all")
     assert "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)" in said, said
 
 
@@ -144,7 +103,7 @@ def role(thread: int) -> int:
 
 
 @ON_HOPPER
-@pytest.mark.parametrize(("kernel", "case"), [("hopper", "ragged"), ("hopper", "n 256"), ("hopper, shared", "batch")])
+@pytest.mark.parametrize(("kernel", "case"), [("short", "ragged"), ("short", "n 256"), ("shared", "batch")])
 def test_races_within_a_role(kernel: str, case: str) -> None:
     """With N = 256 this includes the exchange of the halves.
 
@@ -153,7 +112,7 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
     NVIDIA's release notes, versions 2025.4, 2026.1 and 2026.3 fixed false reports about mbarriers.
     `test_ssd_hopper.py` tests the synchronisation between roles, with the roles in random order.
     """
-    said = sanitized("racecheck", "ssd", kernel, "--racecheck-report", "hazard", cases=(case,))
+    said = sanitized("racecheck", f"ssd hopper, {kernel}", "--racecheck-report", "hazard", cases=(case,))
     pairs = re.findall(r"(?:Read|Write) Thread \((\d+),.*\n.*(?:Read|Write) Thread \((\d+),.*", said)
     assert "RACECHECK SUMMARY" in said, said
     assert len(pairs) == len(re.findall("hazard detected", said)) < MOST
@@ -161,19 +120,18 @@ def test_races_within_a_role(kernel: str, case: str) -> None:
     assert not within, said
 
 
-@pytest.mark.parametrize(("operator", "kernel"), EVERY_KERNEL)
-def test_launches_that_block(operator: str, kernel: str) -> None:
-    run(sys.executable, __file__, operator, kernel, CUDA_LAUNCH_BLOCKING="1")
+@EVERY_KERNEL
+def test_launches_that_block(kernel: str) -> None:
+    run(sys.executable, __file__, kernel, CUDA_LAUNCH_BLOCKING="1")
 
 
-def main(operator: str, kernel: str, *names: str) -> None:
-    run, cases = KERNELS[operator][kernel]
-    for name in names or cases:
-        case, precision = (SSD_CASES if operator == "ssd" else GDN_CASES)[name]
+def main(kernel: str, *names: str) -> None:
+    for name in names or KERNELS[kernel]:
+        case, precision = (SSD_CASES if SUBJECTS[kernel].operator == "ssd" else GDN_CASES)[name]
         inputs = case.inputs()
-        found = run(moved(inputs), precision)
+        found = SUBJECTS[kernel](moved(inputs), precision)
         output = found._make(tensor.cpu() for tensor in found)
-        if operator == "ssd":
+        if SUBJECTS[kernel].operator == "ssd":
             assert_passes(output, inputs, precision)
         else:
             assert_close(output, gdn_recurrence(inputs), LARGEST_ERROR)
