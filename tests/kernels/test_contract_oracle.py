@@ -49,7 +49,7 @@ SSD_SIZES: dict[str, tuple[Any, ...]] = dict(
 )  # fmt: skip
 GDN_SIZES: dict[str, tuple[Any, ...]] = dict(
     batch=(1, 2), seqlen=(15, 17, 63, 64, 65, 130), lengths=((), (), (0, 1, 33, 0, 16, 15, 64, 0), (64, 64)),
-    key_heads=(1, 2), values_per_key=(1, 2, 3), key_dim=(1, 16, 20, 24, 32, 60), value_dim=(1, 12, 16, 28, 60, 120),
+    key_heads=(1, 2), values_per_key=(1, 2, 3), key_dim=(16, 20, 24, 32, 60), value_dim=(1, 12, 16, 28, 60, 120),
     gate=(0.0, 0.3, 50.0), largest_beta=(1.0, 2.0), l2norm=(False, True), initial_states=(False, True),
     chunk_size=(16, 32, 64, 64), dtype=(FP32, FP32, BF16, FP16),
 )  # fmt: skip
@@ -195,7 +195,7 @@ def right() -> list[Any]:
     add(listed("ssd step"), SSD_STEPS)
     portable = ("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "gdn cut")
     add(listed("gdn reference", "gdn unfused", slow=portable), GDN)
-    wide = [GDNCase(key_dim=k, value_dim=v) for k, v in ((256, 33), (96, 192), (100, 120))]
+    wide = [GDNCase(key_dim=k, value_dim=v) for k, v in ((1, 1), (256, 33), (96, 192), (100, 120))]
     add(listed("gdn unfused"), wide, slow=True)
     few = [*drawn(GDNCase, 2, **SHORT), GDNCase(lengths=(0, 3, 0, 6), initial_states=True, gate=50.0)]
     add(listed("gdn recurrent"), GDN_STEPS + few)
