@@ -20,10 +20,10 @@ from ssdprof.environment.child import sampler
 from ssdprof.environment.machine import collect, kernels_hash, watch_clocks
 from ssdprof.environment.toolchain import require_gpu
 from ssdprof.errors import BadInputError
-from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry, Verdicts
+from ssdprof.jobs.compare import Comparer, Entry, Verdicts
 from ssdprof.jobs.options import BenchOptions
 from ssdprof.kernels.registry import Implementation
-from ssdprof.measure.first_run import Call, first_line
+from ssdprof.measure.first_run import Call, TimeIsUp, first_line
 from ssdprof.measure.isolate import FIRST_CALL_S, IsolatedFirstCall
 from ssdprof.measure.roofline import measure_ceilings
 from ssdprof.measure.sampling import SamplingPlan
@@ -112,7 +112,7 @@ def bench(
                         cases = measured(request, operator, cell, device, own, verdicts)
                     for case in cases:
                         writer.case(case)
-                except BudgetSpent as error:
+                except TimeIsUp as error:
                     left = f"the budget of {request.budget:g} s was spent{error}"
                 except torch.OutOfMemoryError as error:
                     left = f"out of memory: {first_line(error)}"
@@ -196,10 +196,10 @@ def measured(
 ) -> Iterable[Case]:
     """The cases of a cell: a cell that is left out has none, also if some were verified before.
 
-    verdicts: what short checks found.  Raises BudgetSpent, also half-way.
+    verdicts: what short checks found.  Raises TimeIsUp, also half-way.
     """
     if time.monotonic() >= comparer.until:
-        raise BudgetSpent("")
+        raise TimeIsUp
     checked, known = cell, None
     if request.check == "short" and not cell.tokens.packed:
         checked = replace(

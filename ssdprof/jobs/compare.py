@@ -56,10 +56,6 @@ NOT_TIMED = "interrupted before it was timed"  # stands in a case until it is ti
 TRIALS = SamplingPlan(min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3, seconds=math.inf)
 
 
-class BudgetSpent(Exception):
-    """The time of the whole job ended during a first call.  The message names it."""
-
-
 @dataclass(kw_only=True, eq=False)
 class Entry:
     """One implementation at one precision and chunk size, on one call.
@@ -109,7 +105,7 @@ class Comparer:
 
         entries: of inputs that differ in their chunk size only.  label: of the call, for the progress.
         verdicts: outputs are not compared, and have these; an output that is not finite fails.
-        Raises BudgetSpent, and MissingCapabilityError if a fault made the GPU unusable.
+        Raises TimeIsUp after `until`, and MissingCapabilityError if a fault made the GPU unusable.
         """
         copies: dict[str, GuardedInputs] = {}
         for entry in entries:
@@ -196,7 +192,7 @@ class Comparer:
                 output, fields = call.first_run(max(0.0, min(self.first_call_s, self.until - time.monotonic())))
         except TimeIsUp:
             if time.monotonic() >= self.until:
-                raise BudgetSpent(f" in the first call of {call.label}") from None
+                raise TimeIsUp(f" in the first call of {call.label}") from None
             reason = f"its first call was stopped after {self.first_call_s:g} s"
             return None, {"status": "failed", "reason": reason}, False
         first = fields.pop("first_call", None)

@@ -82,7 +82,7 @@ class Resolved:
         return tuple(dict.fromkeys(one.name for one in self.found if not one.absent))
 
     def pairs(self, precisions: Precisions, operator: str, dtype: DType, call: CallRef | None) -> list[Pair]:
-        """`wanted_pairs` of a call of an operator, with the implementations: decode steps have their own."""
+        """`paired` for a call of an operator: decode steps have implementations of their own."""
         names, baseline, wanted = self.names, self.baseline_name, precisions(dtype)
         if call is not None and call.kind == "decode":  # computed in fp32, whatever the precision of the prompt
             names, baseline, wanted = STEPS, STEPS[0], (EXACT_FP32,)
@@ -94,11 +94,27 @@ class Resolved:
 def paired(
     compared: Sequence[Implementation], first: Implementation, wanted: Sequence[PrecisionRecord], dtype: DType
 ) -> list[Pair]:
-    """`wanted_pairs` with the implementations.  first: the baseline.  dtype: of the inputs."""
-    known = {one.name: one for one in (*compared, first)}
-    fixed = {name: own_precisions(one, dtype, ()) for name, one in known.items() if one.precisions is not None}
-    pairs = wanted_pairs(wanted, [one.name for one in compared], first.name, fixed)
-    return [(known[name], precision, base) for name, precision, base in pairs]
+    """Every case: what runs, at which precision, and that of the baseline; baselines come first, compared or not.
+
+    wanted: precisions of those that have none of their own.  dtype: of the inputs.
+    first: the baseline.  It runs at exact intermediates and equal states; if its own precisions lack these, at the
+        first of them.
+    """
+    own = {one.name: own_precisions(one, dtype, ()) for one in (*compared, first) if one.precisions is not None}
+    cases = [(one, precision) for precision in wanted for one in compared if one.name not in own]
+    cases += [(one, precision) for one in compared for precision in own.get(one.name, ())]
+    known = own.get(first.name, ())
+    groups: dict[PrecisionRecord, dict[tuple[str, PrecisionRecord], Implementation]] = {}
+
+    def group(precision: PrecisionRecord) -> dict[tuple[str, PrecisionRecord], Implementation]:
+        base = precision.exact if not known or precision.exact in known else known[0]
+        return groups.setdefault(base, {(first.name, base): first})
+
+    for precision in wanted:
+        group(precision)
+    for one, precision in cases:
+        group(precision)[one.name, precision] = one
+    return [(one, precision, base) for base, of in groups.items() for (_, precision), one in of.items()]
 
 
 def resolve_implementations(names: Sequence[str], baseline: str, layers: Sequence[LayerRef]) -> Resolved:
@@ -276,36 +292,6 @@ def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
     assert prompt.serving.chunk is not None
     start, stop = split_prompt(prompt.seqlen, prompt.serving.chunk)[call.number - 1]
     return stop - start
-
-
-def wanted_pairs(
-    precisions: Sequence[PrecisionRecord],
-    implementations: Sequence[str],
-    baseline: str,
-    fixed: Mapping[str, Sequence[PrecisionRecord]] = {},
-) -> list[tuple[str, PrecisionRecord, PrecisionRecord]]:
-    """(implementation, precision, the baseline's precision) of every case; baselines first, requested or not.
-
-    The baseline runs at exact intermediates and equal states.
-    fixed: implementations with precisions of their own.  If the baseline is one of them and lacks the states of a
-        case, it runs at the first of its own precisions.
-    """
-    wanted = [(name, one) for one in precisions for name in implementations if name not in fixed]
-    wanted += [(name, one) for name in implementations for one in fixed.get(name, ())]
-    own = fixed.get(baseline)
-
-    def first(state_dtype: DType) -> PrecisionRecord:
-        exact = PrecisionRecord(intermediates="exact", state_dtype=state_dtype)
-        return exact if own is None or exact in own else own[0]
-
-    groups: dict[PrecisionRecord, dict[tuple[str, PrecisionRecord], None]] = {}
-    for one in precisions:
-        group = first(one.state_dtype)
-        groups.setdefault(group, {(baseline, group): None})
-    for name, precision in wanted:
-        group = first(precision.state_dtype)
-        groups.setdefault(group, {(baseline, group): None})[name, precision] = None
-    return [(name, precision, group) for group, cases in groups.items() for name, precision in cases]
 
 
 # --- captures without a comparison

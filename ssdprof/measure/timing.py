@@ -9,7 +9,7 @@ Both start with a cold L2.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar, get_args
@@ -156,11 +156,12 @@ class _CallError(Exception):
 
 def time_in_turns(
     runs: Mapping[str, Run], timer: CudaTimer, plan: SamplingPlan, *, check: Callable[[str, Run], str],
-    change: Callable[[bool], None] = lambda _: None, process: str = "",
+    change: Callable[[bool], None] = lambda _: None, process: str = "", clocks: Sequence[Clock] = get_args(Clock),
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Time every run against the others.  Fields of its case: `samples` by both clocks, or why it has no time.
+    """Time every run against the others.  Fields of its case: `samples` by the clocks, or why it has no time.
 
-    check(key, run): "" if what `run` computes is still right.  Called after the timed loop for replays and for calls.
+    check(key, run): "" if what `run` computes is still right.  Called after the timed loop for replays and for calls,
+        unless only call times are taken.
     change: called with True before each sample, to change the numbers in the inputs; with False before the checks.
     process: the name of this one, for the samples.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
@@ -185,9 +186,11 @@ def time_in_turns(
 
     def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
         recordings.clear()
-        timer.reallocate(generator)
+        if plan.warmup_rounds:  # which allocate the memory after a move
+            timer.reallocate(generator)
         keys = [key for key in runs if key not in untimed]
-        for key in (keys[place] for place in generator.permutation(len(keys))):
+        keys = [keys[place] for place in generator.permutation(len(keys))]
+        for key in keys if "device" in clocks else ():
             try:
                 recordings[key] = blaming(timer.device, key, partial(timer.record, runs[key]))
             except CaptureError as error:
@@ -195,8 +198,10 @@ def time_in_turns(
             except torch.OutOfMemoryError as error:
                 untimed[key] = {"reason": f"{key} is not timed: no memory is left for its CUDA graph: {error}"}
         samplers: dict[Name, Sampler] = {}
+        for key in keys:
+            if key not in untimed:
+                samplers["call", key] = partial(called, key, partial(changed, timer.call_us, runs[key]))
         for key, (graph, _) in recordings.items():
-            samplers["call", key] = partial(called, key, partial(changed, timer.call_us, runs[key]))
             samplers["device", key] = partial(called, key, partial(changed, timer.device_us, graph))
         return samplers
 
@@ -223,10 +228,10 @@ def time_in_turns(
     found: dict[str, dict[str, Any]] = {}
     for key in (key for key in runs if key not in untimed):
         with suppress(_CallError):
-            if reason := called(key, partial(reason_now, key)):
+            if reason := called(key, partial(reason_now, key)) if recordings else "":
                 untimed[key] = {"later_fault": f"after it was timed: {reason}"}
             else:
-                taken = (record(process, clock, samples[clock, key]) for clock in get_args(Clock))
+                taken = (record(process, clock, samples[clock, key]) for clock in clocks)
                 found[key] = {"samples": tuple(taken)}
     return found | untimed
 

@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fakes
 import numpy as np
-import torch
+from fakes import RAN
 from torch.profiler import ProfilerActivity, profile
 
-from ssdprof.measure.timing import CudaTimer
+from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.trace import Trace
 
+ONCE = SamplingPlan(warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=1, max_rounds=1)  # of an operator
 REST_US = 1000.0  # of a prefill, without its operators
 
 
-class FakeTimer(CudaTimer):
-    """A replay takes the time in `us` of its implementation; a call takes `REST_US` plus its operators' times.
+@dataclass
+class FakeTimer(fakes.FakeTimer):
+    """A replay takes the cost of its implementation; a call takes `REST_US` plus the costs of its operators."""
 
-    ran: the implementations that ran, one entry per operator call; the caller appends it.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(self, us: Mapping[str, float]) -> None:
-        self.us = us
-        self.ran: list[str] = []
-        self.events: list[str] = []
+    events: list[str] = field(default_factory=list)
 
     def reallocate(self, _generator: np.random.Generator) -> None:
         self.events.append("reallocate")
 
-    def record(self, run: Any) -> tuple[Any, Any]:
-        name = run.args[0].implementation.name  # of the engine's `Call`
-        return name, run()
-
-    def device_us(self, graph: Any) -> float:
-        return self.us[graph]
-
     def call_us(self, run: Callable[[], Any]) -> float:
-        self.ran.clear()
+        RAN.clear()
         run()
-        self.events.append(f"call {self.ran[0]}")
-        return REST_US + sum(self.us[name] for name in self.ran)
+        self.events.append(f"call {RAN[0][0]}")
+        return REST_US + sum(cost for _, cost in RAN)
 
 
 def cpu_trace(run: Callable[[], object]) -> Trace:

@@ -18,11 +18,11 @@ from ssdprof.core.case import Case, FirstCall
 from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
-from ssdprof.jobs.compare import BudgetSpent, Comparer, Entry
-from ssdprof.jobs.run import wanted_pairs
+from ssdprof.jobs.compare import Comparer, Entry
+from ssdprof.jobs.run import paired
 from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.inputs import SSDOutput
-from ssdprof.measure.first_run import Call, CallRejected
+from ssdprof.measure.first_run import Call, CallRejected, TimeIsUp
 from ssdprof.measure.timing import device_times
 
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
@@ -452,7 +452,7 @@ def test_a_first_call_that_takes_too_long_fails_alone() -> None:
 
 
 def test_the_end_of_the_bench_is_the_end_of_a_first_call() -> None:
-    with pytest.raises(BudgetSpent, match="in the first call of slow exact, fp32 states"):
+    with pytest.raises(TimeIsUp, match="in the first call of slow exact, fp32 states"):
         compared(entries("slow", spoil=sleepy), until=time.monotonic() + 0.05)
 
 
@@ -483,14 +483,15 @@ def test_an_interruption_of_timing_keeps_the_errors_and_the_times_before() -> No
 
 
 def test_all_six_precisions_make_three_groups_of_equal_states() -> None:
-    pairs = wanted_pairs(ALL, ("unfused", "fused"), "unfused")
-    assert len(pairs) == len(set(pairs)) == 12
-    assert [(name, str(precision)) for name, precision, _ in pairs[4:8]] == [
+    unfused, fused = (get("ssd", name) for name in ("unfused", "fused"))
+    pairs = paired([unfused, fused], unfused, ALL, "fp32")
+    assert [(one.name, str(precision)) for one, precision, _ in pairs[4:8]] == [
         ("unfused", "exact, fp16 states"),
         ("fused", "exact, fp16 states"),
         ("unfused", "relaxed, fp16 states"),
         ("fused", "relaxed, fp16 states"),
     ]
+    assert len(pairs) == 12
     assert all(base == precision.exact for _, precision, base in pairs)
 
 
@@ -509,7 +510,9 @@ FP32, FP16, BF16 = (PrecisionRecord(intermediates="exact", state_dtype=one) for 
     ids=["it was not requested", "equal states", "a library that lacks the states"],
 )  # fmt: skip
 def test_the_baseline_runs_at_equal_states_if_it_has_them(wanted: Any, baseline: str, fixed: Any, pairs: Any) -> None:
-    assert wanted_pairs(wanted, ("fused",), baseline, fixed) == pairs
+    fused = get("ssd", "fused")
+    first = replace(get("ssd", "unfused"), name=baseline, precisions=(lambda _: fixed[baseline]) if fixed else None)
+    assert [(one.name, *rest) for one, *rest in paired([fused], first, wanted, "fp32")] == pairs
 
 
 def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it() -> None:

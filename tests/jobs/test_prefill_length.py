@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 import tiny_models
 import torch
 from cases import environment
-from prefill_fakes import REST_US, FakeTimer, cpu_trace
+from fakes import RAN
+from prefill_fakes import ONCE, REST_US, FakeTimer, cpu_trace
 
 from ssdprof import kernels
 from ssdprof.capture.conv_and_norm import ConvAndNorm
@@ -21,8 +21,9 @@ from ssdprof.core.base import EXACT_FP32, KernelOrigin
 from ssdprof.core.case import Case, Prefill
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError
+from ssdprof.jobs.compare import Comparer
 from ssdprof.jobs.options import PrefillOptions
-from ssdprof.jobs.prefill import _Contender, _Length, sampling_plan
+from ssdprof.jobs.prefill import _Length, sampling_plan
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.isolate import IsolatedFirstCall
@@ -35,36 +36,15 @@ US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
 LAYERS, LENGTH = 3, 12
 
 
-@dataclass(kw_only=True, eq=False)
-class Noted(_Contender):
-    """Records in the timer that it ran."""
-
-    timer: FakeTimer
-
-    def compute(self, of_model: Any) -> Any:
-        self.timer.ran.append(self.name)
-        return super().compute(of_model)
-
-
-def contender(name: str, kind: KernelOrigin = "model", run: Any = None, as_: type[Noted] = Noted) -> Any:
-    """Makes one that computes with the reference, which is faster here than kernels in the interpreter."""
+def contender(name: str, run: Any = None, kind: Any = "bundled") -> Implementation:
+    """It computes with the reference, which is faster here than kernels in the interpreter, unless `run` is given."""
     base = kernels.get("ssd", "reference")
-    implementation = Implementation(operator="ssd", name=name, run=run or base.run, plan=base.plan)
 
-    def made(length: _Length) -> Noted:
-        prefill = Prefill(
-            conv_and_norm=kind, layers=LAYERS, layer_count=LAYERS, operator_layers=LAYERS,
-            operator_calls=length.operator_calls, segment_length=length.segment_length, alone=length.layer,
-            attention="", convolution="torch",
-        )  # fmt: skip
-        case = Case(
-            prefill=prefill, batch=1, seqlen=LENGTH, implementation=name, precision=EXACT_FP32,
-            baseline="" if name == "unfused" else "unfused", status="ran",
-        )  # fmt: skip
-        timer: Any = length.timer
-        return as_(of={"ssd": implementation}, case=case, isolated=IsolatedFirstCall(), timer=timer)
+    def noted(inputs: Any, precision: Any) -> Any:
+        RAN.append((name, US.get(name, 1.0)))
+        return (run or base.run)(inputs, precision)
 
-    return made
+    return Implementation(operator="ssd", name=name, run=noted, plan=base.plan, kind=kind)
 
 
 def unseen(run: Callable[[], object]) -> Trace:
@@ -88,19 +68,31 @@ class Ticking:
 
 
 def length(
-    *contenders: Any,
+    *contenders: Implementation,
+    conv_and_norm: KernelOrigin = "model",
     profile: Callable[[Callable[[], object]], Trace] = unseen,
     segment: int = LENGTH,
     seconds: float = 0.01,
 ) -> tuple[_Length, FakeTimer]:
-    timer, model = FakeTimer(US), tiny_models.shared("mamba2")
-    sites = find_mixers(model)
+    RAN.clear()
+    timer, model = FakeTimer(), tiny_models.shared("mamba2")
+    mixers = find_mixers(model)
     one = _Length(
         request=PrefillOptions(model="tiny", seconds=seconds), model=model, ids=tiny_models.prompt(LENGTH),
-        segment_length=segment, sites=sites, layer=tiny_models.layer_refs("mamba2")[1], bundled=ConvAndNorm(sites),
-        timer=timer, profile=profile,
+        segment_length=segment, mixers=mixers, layer=tiny_models.layer_refs("mamba2")[1],
+        bundled=ConvAndNorm(mixers) if conv_and_norm == "bundled" else None, timer=timer, profile=profile,
+        comparer=Comparer(timer=timer, sampling=ONCE, isolated=IsolatedFirstCall()),
     )  # fmt: skip
-    one.contenders += [made(one) for made in contenders]
+    prefill = Prefill(
+        conv_and_norm=conv_and_norm, layers=LAYERS, layer_count=LAYERS, operator_layers=LAYERS,
+        operator_calls=one.operator_calls, segment_length=segment, alone=one.layer, attention="", convolution="torch",
+    )  # fmt: skip
+    for each in contenders:
+        one.of[each.name] = {"ssd": each}
+        one.cases[each.name] = Case(
+            prefill=prefill, batch=1, seqlen=LENGTH, implementation=each.name, kind=each.kind, precision=EXACT_FP32,
+            baseline="" if each.name == "unfused" else "unfused", status="ran",
+        )  # fmt: skip
     return one, timer
 
 
@@ -126,7 +118,7 @@ def of(case: Case) -> Prefill:
 
 @pytest.mark.parametrize("kind", ["model", "bundled"])
 def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(kind: KernelOrigin) -> None:
-    one, _ = length(*(contender(name, kind) for name in US))
+    one, _ = length(*map(contender, US), conv_and_norm=kind)
     report = timed(one)
     found = cases(report)
     assert list(found) == list(US)
@@ -153,16 +145,16 @@ def test_in_segments_the_operator_counts_once_for_each_and_the_profile_follows_a
     ran: list[int] = []
 
     def profile(run: Callable[[], object]) -> Trace:
-        ran.append(len(timer.ran))
+        ran.append(RAN[-3 * LAYERS :].count(("unfused", 100.0)))
         run()
         return []
 
-    one, timer = length(contender("unfused"), contender("fused"), profile=profile, segment=4)
+    one, _ = length(contender("unfused"), contender("fused"), profile=profile, segment=4)
     report = timed(one)
     case = cases(report)["fused"]
     assert (of(case).segment_length, of(case).operator_calls) == (4, 3 * LAYERS)
     assert report.predicted(case) == pytest.approx((REST_US + 9 * 100) / (REST_US + 9 * 40))
-    assert ran[0] >= 3 * LAYERS
+    assert ran[0] == 3 * LAYERS
 
 
 @pytest.mark.parametrize("profile", [cpu_trace, unseen])
@@ -177,7 +169,7 @@ def test_the_parts_of_the_gpus_work_are_known_of_a_profile_alone(profile: Any) -
 
 
 def test_all_take_turns_and_nothing_moves_without_a_warm_up() -> None:
-    one, timer = length(*(contender(name) for name in US))
+    one, timer = length(*map(contender, US))
     timed(one)
     first = timer.events.index("call fused")
     calls = [event for event in timer.events if event.startswith("call ")]
@@ -190,34 +182,25 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
     clock = StepClock(now=Ticking().now)
     one, timer = length(contender("unfused"), profile=cpu_trace, seconds=5.0)
     (case,) = timed(one, clock).cases
-    events = [event for event in timer.events if event in ("reallocate", "call unfused")]
-    sampled = events[4:]  # three of the layer only, and the first round
     assert case.call_us is not None
-    assert len(case.rounds("call")) == sampled.count("reallocate") >= 5
-    assert sampled[0] == "reallocate"
+    assert len(case.rounds("call")) == timer.events.count("reallocate") >= 5
 
 
 def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
     told, known = list[str](), set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
     monkeypatch.setattr(IsolatedFirstCall, "require", lambda *_: None)
-    monkeypatch.setitem(US, "k:f", 50.0)
 
     def run(inputs: Any, precision: Any) -> Any:
         word, _, case = next(line for line in reversed(told) if line != "alive").partition(" ")
         known.add(Case.model_validate_json(case).implementation if word == "case" and case else "")
         return kernels.get("ssd", "reference").run(inputs, precision)
 
-    def own(one: _Length) -> Noted:
-        made: Noted = contender("k:f", run=run)(one)
-        made.of, made.case = {"ssd": replace(made.of["ssd"], kind="own")}, made.case.changed(kind="own")
-        return made
-
-    report = timed(length(contender("unfused"), own)[0])
+    report = timed(length(contender("unfused"), contender("k:f", run, "own"))[0])
     assert (known, told[-1], cases(report)["k:f"].result) == ({"k:f"}, "case", "passed")
 
 
-def raising(error: Exception) -> Callable[..., Any]:
+def raising(error: BaseException) -> Callable[..., Any]:
     def run(*_: Any) -> Any:
         raise error
 
@@ -241,7 +224,7 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
         "broken": raising(RuntimeError("misaligned address")),
         "nan": nan,
     }
-    one, timer = length(contender("unfused"), *(contender(name, run=run) for name, run in wrong.items()))
+    one, timer = length(contender("unfused"), *(contender(name, run) for name, run in wrong.items()))
     found = cases(timed(one))
     assert {name: found[name].result for name in wrong} == {
         "refusing": "refused",
@@ -256,10 +239,10 @@ def test_what_goes_wrong_is_a_status_and_has_no_time() -> None:
 
 
 def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup() -> None:
-    logits_rms = of(cases(timed(length(contender("unfused"), contender("fused", run=zeros))[0]))["fused"]).logits_rms
+    logits_rms = of(cases(timed(length(contender("unfused"), contender("fused", zeros))[0]))["fused"]).logits_rms
     assert logits_rms
     assert logits_rms > 0.1
-    broken = contender("unfused", run=raising(RuntimeError("no")))
+    broken = contender("unfused", raising(RuntimeError("no")))
     report = timed(length(broken, contender("fused"))[0])
     case = cases(report)["fused"]
     assert case.call_us is not None
@@ -274,17 +257,13 @@ def test_a_model_that_bypasses_its_operator_is_refused() -> None:
 
 
 def test_an_interrupt_passes_and_the_model_is_restored() -> None:
-    class Interrupted(Noted):
-        def compute(self, of_model: Any) -> Any:  # noqa: ARG002
-            raise KeyboardInterrupt
-
-    one, _ = length(contender("unfused", "bundled", as_=Interrupted))
-    site = one.sites[0]
-    function = site.namespace[site.function]
+    one, _ = length(contender("unfused", raising(KeyboardInterrupt())), conv_and_norm="bundled")
+    mixer = one.mixers[0]
+    function = mixer.namespace[mixer.function]
     with pytest.raises(KeyboardInterrupt):
         timed(one)
-    assert site.namespace[site.function] is function
-    assert "forward" not in vars(site.module.norm)
+    assert mixer.namespace[mixer.function] is function
+    assert "forward" not in vars(mixer.module.norm)
 
 
 def test_every_step_is_told_with_its_seconds() -> None:
@@ -294,8 +273,6 @@ def test_every_step_is_told_with_its_seconds() -> None:
     one, _ = length(contender("unfused"), contender("fused"), profile=ticking.profile)
     timed(one, clock)
     assert steps == [
-        ("12 tokens, unfused: first call of the operator", 0),
-        ("12 tokens, fused: first call of the operator", 0),
         ("12 tokens, one layer's operator alone", 0),
         ("12 tokens, unfused: a profiled prefill", 1),
         ("12 tokens, fused: a profiled prefill", 1),
@@ -305,22 +282,20 @@ def test_every_step_is_told_with_its_seconds() -> None:
 
 def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept() -> None:
     ticking = Ticking()
-    one, timer = length(*(contender(name) for name in US), profile=ticking.profile)
+    one, _ = length(*map(contender, US), profile=ticking.profile)
     found = cases(timed(one, StepClock(1.5, now=ticking.now)))
     assert list(found) == ["unfused", "fused"]
-    assert [contender.name for contender in one.contenders if contender not in one.seen] == ["library"]
+    assert one.seen == ["unfused", "fused"]
     assert all(of(case).parts and case.call_us is None for case in found.values())
-    assert not [event for event in timer.events if event.startswith("call")]
 
     def slow(run: Callable[[], object]) -> Trace:
         """The duration of a round, which exceeds the remaining time."""
         return [event | {"dur": 1e6} if event.get("cat") == "kernel" else event for event in cpu_trace(run)]
 
-    one, timer = length(contender("unfused"), profile=slow)
+    one, _ = length(contender("unfused"), profile=slow)
     (case,) = timed(one, StepClock(10)).cases
     assert (case.result, case.call_us) == ("passed", None)
     assert "s of the budget were left" in case.why
-    assert not [event for event in timer.events if event.startswith("call")]
 
 
 def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allows() -> None:
@@ -342,22 +317,6 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
 
     assert not moved(14.0)
     assert moved(15.0)
-
-
-def test_one_call_of_the_operator_compiles_and_one_prefill_is_profiled() -> None:
-    """A prefill of 128K tokens takes seconds.  Before the rounds there is one of each, and one up to the layer."""
-    one, timer = length(contender("unfused"), contender("fused"))
-    before: list[str] = []
-    first = one._sample
-
-    def sample(*given: Any) -> None:
-        before[:] = timer.ran
-        first(*given)
-
-    one._sample = sample  # type: ignore[method-assign]
-    timed(one)
-    # at the first layer, whose output is the baseline's; the second is `layer`
-    assert before == ["unfused", *["unfused"] * LAYERS, *["fused"] * LAYERS]
 
 
 @pytest.mark.parametrize(
