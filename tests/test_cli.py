@@ -260,25 +260,6 @@ def test_permissions_are_told_before_a_model_is_loaded(monkeypatch: pytest.Monke
     assert "cannot be written: permission denied" in refused(3, "capture", "demo", "--seq", "16")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may read and write everything")
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("run demo --seq 16 --out closed/run", "closed/run cannot be written: permission denied"),
-        ("capture demo --seq 16 --out closed/captures", "closed/captures cannot be written: permission denied"),
-        ("export closed", "cannot be used: Permission denied"),
-        ("run ./closed/model", "cannot be used: Permission denied"),
-        ("run demo --prompt-file closed/prompt.txt", "closed/prompt.txt cannot be read: Permission denied"),
-    ],
-)
-def test_a_closed_folder(command: str, words: str) -> None:
-    Path("closed").mkdir(mode=0)
-    try:
-        assert words in refused(3, *command.split())
-    finally:
-        Path("closed").chmod(0o700)
-
-
 def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -147,33 +147,24 @@ def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver) -> None:
     assert launch(1, tensors())
 
 
-def unusual(**metadata: Any) -> Any:
-    return dict(compiled=metadata)
+UNUSUAL: list[dict[str, Any]] = [
+    dict(num_ctas=2), dict(launch_cooperative_grid=True), dict(launch_pdl=True), dict(global_scratch_size=8),
+    dict(profile_scratch_size=8), dict(tensordesc_meta=None),
+    *(dict(signature=SIGNATURE | {"scale": kind}) for kind in ("i1", "fp64", SIGNATURE["rows"])),
+]  # fmt: skip
 
 
-def sized(*sizes: int) -> Any:
-    return dict(compiled=dict(parameters=len(sizes)), sizes=list(sizes))
-
-
-def of_kind(kind: str) -> Any:
-    return dict(compiled=dict(signature=SIGNATURE | {"scale": kind}))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        unusual(num_ctas=2), unusual(launch_cooperative_grid=True), unusual(launch_pdl=True),
-        unusual(global_scratch_size=8), unusual(profile_scratch_size=8), unusual(tensordesc_meta=None),
-        sized(*SIZES[:-3]), sized(*SIZES, 4), sized(*SIZES, 8), sized(64, *SIZES[1:]),
-        of_kind("i1"), of_kind("fp64"), of_kind(SIGNATURE["rows"]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_only_triton_launches_what_is_unusual(driver: FakeDriver, case: dict[str, Any]) -> None:
-    """Options that this package does not use, other parameters, arguments of other kinds."""
-    driver.sizes = case.get("sizes", SIZES)
-    assert direct_launch(Compiled(**case["compiled"]), tensors(), CONSTANTS) is None
+@pytest.mark.parametrize("compiled", UNUSUAL, ids=str)
+def test_only_triton_launches_what_is_unusual(driver: FakeDriver, compiled: dict[str, Any]) -> None:
+    """Options that this package does not use, arguments of other kinds."""
+    assert direct_launch(Compiled(**compiled), tensors(), CONSTANTS) is None
     assert not driver.launches
+
+
+@pytest.mark.parametrize("sizes", [SIZES[:-3], [*SIZES, 4], [*SIZES, 8], [64, *SIZES[1:]]], ids=str)
+def test_only_triton_launches_other_parameters(driver: FakeDriver, sizes: list[int]) -> None:
+    driver.sizes = sizes
+    assert direct_launch(Compiled(parameters=len(sizes)), tensors(), CONSTANTS) is None
 
 
 def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:

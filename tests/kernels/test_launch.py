@@ -70,19 +70,12 @@ def python(*arguments: str, **environment: str) -> str:
 # --- importing kernels
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("gpu", "interpret", "hashes"),
-    [(1, "0", 1), pytest.param(1, "1", 0, marks=SLOW), pytest.param(0, "0", 0, marks=SLOW)],
-)
-def test_triton_hashes_itself_beside_what_comes_before_the_first_call(gpu: int, interpret: str, hashes: int) -> None:
+def test_triton_hashes_itself_beside_what_comes_before_the_first_call() -> None:
     """In a process that only imports kernels, if they are for a GPU."""
-    code = f"import torch; torch.cuda.device_count = lambda: {gpu}"
+    code = "import torch; torch.cuda.device_count = lambda: 1"
     code += "; from ssdprof.kernels import launch, ssd_fused; launch.wait_for_hash()"
     code += "; from triton.runtime.cache import triton_key; print(triton_key.cache_info().currsize)"
-    assert int(python("-c", code, TRITON_INTERPRET=interpret)) == hashes
+    assert int(python("-c", code, TRITON_INTERPRET="0")) == 1
 
 
 DRIVER_REFUSED = """

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import BF16, EXACT, GDNCase, SSDCase
-from subjects import GDN_ON_HOPPER, OLMO
+from kernel_cases import BF16, SSDCase
 
-from ssdprof import kernels
 from ssdprof.kernels.choice import Fused, Variant
 from ssdprof.kernels.tensors import contiguous_copy, is_scattered
 
@@ -71,24 +69,3 @@ def test_nothing_is_copied_in_vain() -> None:
     assert fused("fp32 inputs").run(turned) is turned
     shared = replace(given, B=given.B[:, :1].clone().expand_as(given.B))
     assert fused().run(shared) is shared, "copies would take more memory than the tensor"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case",
-    [
-        GDNCase(**GDN_ON_HOPPER | dict(seqlen=1000, batch=2), device="cuda"),
-        GDNCase(**GDN_ON_HOPPER | OLMO | dict(seqlen=700), device="cuda"),
-        SSDCase(heads=4, headdim=64, dstate=128, seqlen=1000, batch=2, dtype=BF16, device="cuda"),
-    ],
-    ids=["gdn", "olmo", "ssd"],
-)
-def test_hopper_kernels_take_positions_innermost(case: Any) -> None:
-    given = case.inputs()
-    names = ("q", "k", "v") if hasattr(given, "q") else ("x", "B", "C")
-    turned = replace(given, **{name: innermost(getattr(given, name)) for name in names})
-    one = kernels.get(given.operator, "fused")
-    assert one.plan(turned, EXACT).variant == one.plan(given, EXACT).variant
-    assert "hopper" in one.plan(given, EXACT).variant
-    for _ in range(2):
-        assert all(map(torch.equal, one.run(turned, EXACT), one.run(given, EXACT)))
