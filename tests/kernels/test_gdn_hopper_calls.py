@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +14,7 @@ from subjects import GDN_ON_HOPPER, OLMO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof.kernels import gdn_fused
-from ssdprof.kernels.choice import Fused, FusedCall
+from ssdprof.kernels.choice import FusedCall
 from ssdprof.kernels.gdn import fused
 from ssdprof.kernels.gdn.hopper import launch, slices
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig
@@ -119,33 +118,6 @@ def test_a_call_of_a_known_signature_makes_these_operations_and_no_others(
     for (begin, one), (following, _) in pairwise(sorted(parts.items())):  # parts of the workspace lie apart and aligned
         assert begin + one.tensor().nbytes <= following
         assert (following - begin) % ALIGNMENT == 0
-
-
-@pytest.mark.parametrize("name", ["two launches", "slices"])
-def test_a_call_of_a_known_signature_decides_nothing_again(
-    monkeypatch: pytest.MonkeyPatch, launches: list[tuple[Any, ...]], name: str
-) -> None:
-    case, config, *_ = CASES[name]
-    counted: Counter[str] = Counter()
-
-    def count(where: Any, what: str) -> None:
-        found = getattr(where, what)
-        original = found.fget if isinstance(found, property) else found
-
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            counted[what] += 1
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(where, what, property(replaced) if isinstance(found, property) else replaced)
-
-    monkeypatch.setattr(fused, "hopper_cut", lambda _call: config)
-    for where, what in ((GDNInputs, "check"), (GDNInputs, "signature"), (Fused, "choose"), (torch.cuda, "device")):
-        count(where, what)
-    for number in range(1, 4):
-        call(case.but(seed=number).inputs())
-        # constructing inputs checks them, once more here than in a call
-        assert counted == {"check": number + 1, "signature": number, "choose": 1, "device": number}
-    assert launches
 
 
 def _base(argument: Any) -> Any:
