@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -121,14 +120,6 @@ def test_doctor_prints_a_path_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     check = Check(name="cache", status="ok", detail="/home/[bold]me")
     monkeypatch.setattr("ssdprof.environment.doctor.doctor", lambda: (check,))
     assert Answer("doctor").out.split() == ["ok", "cache", "/home/[bold]me"]
-
-
-def test_a_dry_run_downloads_and_leaves_nothing() -> None:
-    plan = json.loads(Answer("run", "demo", "--layers", "first:2", "--dry-run", "--json").out)
-    assert [layer["index"] for layer in plan["layers"]] == [0, 1]
-    assert plan["download_bytes"] == 0
-    assert 0 < plan["weight_bytes"] < (DEMO_FOLDERS["demo"] / "model.safetensors").stat().st_size
-    assert list(Path.cwd().iterdir()) == []
 
 
 def test_the_shell_completes_commands() -> None:
@@ -268,19 +259,6 @@ def test_a_prompt_file_that_may_not_be_read(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Path, "open", refuse)
     error = refused(3, "run", "demo", "--prompt-file", "prompt.txt")
     assert "The file prompt.txt cannot be read: Permission denied." in error
-
-
-def test_random_tokens_need_no_tokenizer() -> None:
-
-    Path("model").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(DEMO_FOLDERS["demo"] / name, Path("model") / name)
-    words = ["capture", "./model", "--seq", "16", "--layers", "0", "--out", "captures"]
-    assert "has no tokenizer" in refused(2, *words)
-    answer = Answer(*words, "--prompt", "random", "--json")
-    assert answer.code == 0, answer.err
-    (prompt,) = json.loads(answer.out)["manifest"]["prompts"]
-    assert (prompt["kind"], prompt["tokenizer"]) == ("random", "none, 256 tokens")
 
 
 def test_a_state_that_no_kernel_takes_is_refused_from_the_config() -> None:

@@ -156,19 +156,6 @@ def test_captures_that_were_broken_off(demo_run: Path) -> None:
     assert (answer.code, "holds no layer" in answer.err) == (2, True)
 
 
-def test_capture_goes_to_the_assets_cache_or_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", "assets")
-    words = ("capture", "demo", "--seq", "16", *ONE_LAYER)
-    answer = Answer(*words)
-    assert answer.code == 0, answer.err
-    assert Path(answer.out.replace("\n", "")).is_relative_to(Path.cwd() / "assets")
-    folder = "/".join(["a [bold]long name" * 3] * 3)
-    assert Answer(*words, "--out", folder).out == f"{folder}\n"  # on one line
-    assert Answer(*words, "--out", folder).code == 2
-    told = Answer(*words, "--out", folder, "--force", "--json")
-    assert json.loads(told.out)["manifest"]["complete"]
-
-
 def test_several_lengths_and_layers_of_a_random_prompt() -> None:
     words = ("--seq", "20,33", "--layers", "every:2", *ONE_PRECISION, "--prompt", "random")
     answer = Answer("run", "demo", *words, "--json")
