@@ -83,16 +83,15 @@ def _ranks() -> Any:
 
 def _expected(error: OSError) -> SsdprofError | None:
     """The message for an error of the operating system that no stage expected; None for a defect in ssdprof."""
-    what = str(error.filename or "A file or folder")
+    names = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+    denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.EIO):
+    if names or denied:
+        what = f"{str(error.filename or 'A file or folder')[:80]} cannot be used: {error.strerror}."
         hint = "Check its permissions, its owner and the limits of this shell, or name another place."
-        verb = "written" if error.errno == errno.EFBIG else "used"
-        return MissingCapabilityError(f"{what} cannot be {verb}: {error.strerror}.", hint)
-    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
-        return BadInputError(f"{what[:80]} cannot be used: {error.strerror}.", "Name another file or folder.")
+        return BadInputError(what, hint) if names else MissingCapabilityError(what, hint)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,18 +37,6 @@ def attention(model: Any, name: str, attend: Callable[..., Any]) -> Iterator[Non
         model.set_attn_implementation(before)
 
 
-def lower_right_attention(model: Any) -> AbstractContextManager[None]:
-    """While the context is open, `model` attends causally from the lower right.
-
-    With a cache, queries are the last positions of the keys.  transformers' own sdpa path builds that mask as a tensor,
-    queries x keys, which rules out flash attention and costs 2 GiB at 16K x 128K.  torch knows the mask by name, so a
-    CUDA device needs no tensor.
-
-    Only for prompts without padding.  A model that was cut before its first attention layer would build the mask, too.
-    """
-    return attention(model, "ssdprof_lower_right", _attend)
-
-
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -58,7 +46,12 @@ def _attend(
     scaling: float | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (b, heads, q, d), key and value (b, key heads, k, d) -> (b, q, heads, d), as transformers calls it."""
+    """Causal from the lower right: query (b, heads, q, d), key and value (b, key heads, k, d) -> (b, q, heads, d).
+
+    With a cache, queries are the last positions of the keys.  transformers' own sdpa path builds that mask as a tensor,
+    queries x keys, which rules out flash attention and costs 2 GiB at 16K x 128K.  torch knows the mask by name, so a
+    CUDA device needs no tensor.  Only for prompts without padding.
+    """
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
 
     for name in _NOT_CAUSAL_ALONE:
@@ -153,7 +146,7 @@ def prefilled(
     several = len(segments) > 1
     with torch.no_grad():
         feed = Feed(model, cached=several or goes_on)
-        with lower_right_attention(model) if several else nullcontext():
+        with attention(model, "ssdprof_lower_right", _attend) if several else nullcontext():
             for start, stop in segments:
                 last = feed(ids[:, start:stop])
         yield last, feed

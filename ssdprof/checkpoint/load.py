@@ -10,7 +10,7 @@ import tempfile
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,40 +40,33 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")  # keep their stored dtype: fp32 in checkpoints of 16-bit weights
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LocalCheckpoint:
     """A checkpoint on this machine, cut to its first `depth` decoder layers.
 
     folder: loads with stock transformers, except for the original format, which `load_model` reads.  Its config names
     no remote code and no vision tower.  It is temporary and goes when this object does.
-    tensors: the needed weights as stored, by name; None for a pickle, which has no header.
     head: whether the language-model head is part of it.
+    tensors: the needed weights as stored, by name; None for a pickle, which has no header.
     """
 
     ref: CheckpointRef
     folder: Path
     depth: int
-    tensors: dict[str, TensorInfo] | None
     head: bool = False
+    tensors: dict[str, TensorInfo] | None = None
 
 
 def fetch_tokenizer(model: Model) -> Source | None:
     """Download the tokenizer, which is small, so that an invalid prompt is found before the weights are downloaded.
 
-    A temporary folder for AutoTokenizer, which goes with this object; None if there is no tokenizer.
-    Raises what `fetch` raises.
+    Its folder is for AutoTokenizer.  None if there is no tokenizer.  Raises what `fetch` raises.
     """
     source = model.tokenizer_source
-    if source is None:
-        return None
-    paths = {name: source.path(name) for name in source.tokenizer_files()}
-    with _temporary_folder(model.source.label) as folder:
-        _link_all(folder, paths)
-        if source is model.source:  # AutoTokenizer's source of the class if the tokenizer's own config names none
-            _write_json(folder / CONFIG, model.cut_config())
-    local = Source(folder, source.label)
-    weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
-    return local
+    if source is not None:
+        for name in source.tokenizer_files():
+            source.path(name)
+    return source
 
 
 def fetch(
@@ -90,22 +83,31 @@ def fetch(
     MissingCapabilityError: no room for it on the disk, or no permission.
     """
     depth, repo_id, weights = model.depth(deepest_layer), model.source.label, model.weights
-    with _temporary_folder(repo_id) as folder:
+    try:
+        local = LocalCheckpoint(model.ref, Path(tempfile.mkdtemp(prefix="ssdprof-")), depth, head)
+        weakref.finalize(local, shutil.rmtree, local.folder, ignore_errors=True)
         config = model.cut_config(depth, model.dtype)
-        _write_json(folder / CONFIG, config)
+        # Infinities as the checkpoints write them
+        (local.folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         build(config, repo_id)  # refuse an unusable config before the download
         files, size = check_space(model, deepest_layer, head=head)
         if files and progress is not None:
             progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
 
         paths = {name: model.source.path(name) for name in weights.files(depth, head=head)}
-        tensors = None if weights.pickled else weights.tensors(depth, head=head)
+        local.tensors = None if weights.pickled else weights.tensors(depth, head=head)
         model.refuse_codes(deepest_layer, head=head)
-        _link_all(folder, paths)
+        for name, path in paths.items():
+            (local.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (local.folder / name).symlink_to(path.resolve())
         if weights.shards is not None:
-            _write_json(folder / INDEX, {"metadata": {}, "weight_map": weights.needed_shards(depth, head=head)})
-    local = LocalCheckpoint(model.ref, folder, depth, tensors, head)
-    weakref.finalize(local, shutil.rmtree, folder, ignore_errors=True)
+            index = {"metadata": {}, "weight_map": weights.needed_shards(depth, head=head)}
+            (local.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    except OSError as error:
+        raise MissingCapabilityError(
+            f"The temporary folder for {repo_id} cannot be written: {error.strerror or error}.",
+            "Make room there or set TMPDIR to another folder.",
+        ) from None
     return local
 
 
@@ -132,33 +134,6 @@ def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = 
     elif not model.weights.pickled:
         empty = meta_model(model, deepest_layer=deepest_layer, head=head)
         _check_fit(model.ref, model.weights.tensors(model.depth(deepest_layer), head=head), empty)
-
-
-@contextmanager
-def _temporary_folder(repo_id: str) -> Iterator[Path]:
-    """A new temporary folder, removed if the context raises.  MissingCapabilityError if it cannot be written."""
-    with ExitStack() as undo:
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="ssdprof-"))
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
-            yield folder
-        except OSError as error:
-            raise MissingCapabilityError(
-                f"The temporary folder for {repo_id} cannot be written: {error.strerror or error}.",
-                "Make room there or set TMPDIR to another folder.",
-            ) from None
-        undo.pop_all()
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1), encoding="utf-8")  # infinities as the checkpoints write them
-
-
-def _link_all(folder: Path, places: Mapping[str, Path]) -> None:
-    """Make every file appear in `folder` under its name."""
-    for name, place in places.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to(place.resolve())
 
 
 # --- loading
