@@ -6,7 +6,7 @@ does real work: decays spread over several decades, dt neither 0 nor saturated, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -31,154 +31,75 @@ _EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _rope() -> dict[str, Any]:
-    return {
-        "rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 0], "mrope_interleaved": True,
-        "partial_rotary_factor": 0.25,
-    }  # fmt: skip
-
-
-def mamba2() -> Any:
-    config = tf.Mamba2Config(
-        num_heads=8, head_dim=16, hidden_size=64, state_size=16, num_hidden_layers=3, expand=2, n_groups=2,
-        chunk_size=CHUNK, vocab_size=VOCAB,
-    )  # fmt: skip
-    return tf.Mamba2ForCausalLM(config)
-
-
-def granitemoehybrid() -> Any:
-    config = tf.GraniteMoeHybridConfig(
-        **_COMMON,
-        **_MAMBA,
-        num_hidden_layers=4,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        shared_intermediate_size=64,
-        layer_types=["mamba", "mamba", "attention", "mamba"],
-    )
-    return tf.GraniteMoeHybridForCausalLM(config)
-
-
-def bamba() -> Any:
-    return tf.BambaForCausalLM(tf.BambaConfig(**_COMMON, **_MAMBA, num_hidden_layers=4, attn_layer_indices=[2]))
-
-
-def nemotron_h() -> Any:
-    config = tf.NemotronHConfig(
-        **_COMMON,
-        hybrid_override_pattern="M-M*ME",
-        head_dim=16,
-        intermediate_size=96,
-        ssm_state_size=16,
-        mamba_num_heads=8,
-        mamba_head_dim=16,
-        n_groups=2,
-        chunk_size=CHUNK,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32,
-    )
-    return tf.NemotronHForCausalLM(config)
-
-
-def falcon_h1(mamba_rms_norm: bool = False) -> Any:
-    config = tf.FalconH1Config(
-        **_COMMON,
-        **_MAMBA,
-        num_hidden_layers=3,
-        mamba_d_ssm=128,
-        mamba_rms_norm=mamba_rms_norm,
-        mamba_norm_before_gate=False,
-    )
-    return tf.FalconH1ForCausalLM(config)
-
-
-def falcon_h1_rms() -> Any:
-    return falcon_h1(mamba_rms_norm=True)
-
-
-def zamba2() -> Any:
-    config = tf.Zamba2Config(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, n_mamba_heads=8, mamba_d_state=16,
-        mamba_ngroups=2, chunk_size=CHUNK, intermediate_size=96, num_mem_blocks=2, use_shared_attention_adapter=True,
-        adapter_rank=4, layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
-    )  # fmt: skip
-    return tf.Zamba2ForCausalLM(config)
-
-
-def qwen3_next() -> Any:
-    return tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**_COMMON, **_LINEAR, **_EXPERTS, intermediate_size=96))
-
-
-def qwen3_5_text() -> Any:
-    return tf.Qwen3_5ForCausalLM(
-        tf.Qwen3_5TextConfig(**_COMMON, **_LINEAR, intermediate_size=96, rope_parameters=_rope())
-    )
-
-
-def qwen3_5_moe_text() -> Any:
-    return tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**_COMMON, **_LINEAR, **_EXPERTS, rope_parameters=_rope()))
-
-
-def olmo_hybrid() -> Any:
-    config = tf.OlmoHybridConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    return tf.OlmoHybridForCausalLM(config)
-
-
+_ROPE: dict[str, Any] = {
+    "rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 0], "mrope_interleaved": True,
+    "partial_rotary_factor": 0.25,
+}  # fmt: skip
+_FALCON: dict[str, Any] = _COMMON | _MAMBA | dict(num_hidden_layers=3, mamba_d_ssm=128, mamba_norm_before_gate=False)
 _LATENT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 1,
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }  # fmt: skip
+_THREE_OF_FOUR = ["linear_attention"] * 3 + ["full_attention"]
 
 
-def kimi_linear() -> Any:
-    config = tf.KimiLinearConfig(
-        **_LATENT, qk_rope_head_dim=8, num_local_experts=4, linear_head_dim=16, linear_num_heads=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-    )  # fmt: skip
-    return tf.KimiLinearForCausalLM(config)
-
-
-def glm5_next(lower_bound: float | None = -5.0) -> Any:
+def _glm(lower_bound: float | None) -> dict[str, Any]:
     text = dict(
         **_LATENT, q_lora_rank=16, n_routed_experts=4, linear_head_dim=16, linear_num_heads=4, index_topk=512,
         index_head_dim=16, index_n_heads=2, index_kpool=1, linear_lower_bound=lower_bound,
     )  # fmt: skip
     vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64, image_size=28)
-    return tf.Glm5NextForConditionalGeneration(tf.Glm5NextConfig(text_config=text, vision_config=vision))
+    return dict(text_config=text, vision_config=vision)
 
 
-def glm5_next_softplus() -> Any:
-    return glm5_next(lower_bound=None)
-
-
-def bailing_hybrid() -> Any:
-    config = tf.BailingHybridConfig(
-        **_LATENT, qk_rope_head_dim=8, num_local_experts=4, n_group=2, topk_group=1, head_dim=16,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-    )  # fmt: skip
-    return tf.BailingHybridForCausalLM(config)
-
-
-SSD: dict[str, Callable[[], Any]] = {
-    "mamba2": mamba2, "granitemoehybrid": granitemoehybrid, "bamba": bamba, "nemotron_h": nemotron_h,
-    "falcon_h1": falcon_h1, "falcon_h1_rms": falcon_h1_rms, "zamba2": zamba2,
+Sizes = tuple[Any, dict[str, Any]]  # of a class of transformers
+SSD: dict[str, Sizes] = {
+    "mamba2": (tf.Mamba2ForCausalLM, dict(
+        num_heads=8, head_dim=16, hidden_size=64, state_size=16, num_hidden_layers=3, expand=2, n_groups=2,
+        chunk_size=CHUNK, vocab_size=VOCAB,
+    )),
+    "granitemoehybrid": (tf.GraniteMoeHybridForCausalLM, _COMMON | _MAMBA | dict(
+        num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=64,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+    )),
+    "bamba": (tf.BambaForCausalLM, _COMMON | _MAMBA | dict(num_hidden_layers=4, attn_layer_indices=[2])),
+    "nemotron_h": (tf.NemotronHForCausalLM, _COMMON | dict(
+        hybrid_override_pattern="M-M*ME", head_dim=16, intermediate_size=96, ssm_state_size=16, mamba_num_heads=8,
+        mamba_head_dim=16, n_groups=2, chunk_size=CHUNK, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, moe_shared_expert_intermediate_size=32,
+    )),
+    "falcon_h1": (tf.FalconH1ForCausalLM, _FALCON | dict(mamba_rms_norm=False)),
+    "falcon_h1_rms": (tf.FalconH1ForCausalLM, _FALCON | dict(mamba_rms_norm=True)),
+    "zamba2": (tf.Zamba2ForCausalLM, dict(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, n_mamba_heads=8, mamba_d_state=16,
+        mamba_ngroups=2, chunk_size=CHUNK, intermediate_size=96, num_mem_blocks=2, use_shared_attention_adapter=True,
+        adapter_rank=4, layers_block_type=["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+    )),
 }  # fmt: skip
-GDN: dict[str, Callable[[], Any]] = {
-    "qwen3_next": qwen3_next,
-    "qwen3_5_text": qwen3_5_text,
-    "qwen3_5_moe_text": qwen3_5_moe_text,
-    "olmo_hybrid": olmo_hybrid,
-}
-KDA: dict[str, Callable[[], Any]] = {"kimi_linear": kimi_linear, "bailing_hybrid": bailing_hybrid}
+GDN: dict[str, Sizes] = {
+    "qwen3_next": (tf.Qwen3NextForCausalLM, _COMMON | _LINEAR | _EXPERTS | dict(intermediate_size=96)),
+    "qwen3_5_text": (tf.Qwen3_5ForCausalLM, _COMMON | _LINEAR | dict(intermediate_size=96, rope_parameters=_ROPE)),
+    "qwen3_5_moe_text": (tf.Qwen3_5MoeForCausalLM, _COMMON | _LINEAR | _EXPERTS | dict(rope_parameters=_ROPE)),
+    "olmo_hybrid": (tf.OlmoHybridForCausalLM, dict(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        pad_token_id=0, eos_token_id=1,
+    )),
+}  # fmt: skip
+KDA: dict[str, Sizes] = {
+    "kimi_linear": (tf.KimiLinearForCausalLM, _LATENT | dict(
+        qk_rope_head_dim=8, num_local_experts=4, linear_head_dim=16, linear_num_heads=4, layer_types=_THREE_OF_FOUR,
+    )),
+    "bailing_hybrid": (tf.BailingHybridForCausalLM, _LATENT | dict(
+        qk_rope_head_dim=8, num_local_experts=4, n_group=2, topk_group=1, head_dim=16, layer_types=_THREE_OF_FOUR,
+    )),
+}  # fmt: skip
 MODELS = SSD | GDN | KDA
-IN_MEMORY = {"glm5_next": glm5_next, "glm5_next_softplus": glm5_next_softplus}  # of KDA; not cut to its text model yet
+IN_MEMORY: dict[str, Sizes] = {  # of KDA; not cut to its text model yet
+    "glm5_next": (tf.Glm5NextForConditionalGeneration, _glm(-5.0)),
+    "glm5_next_softplus": (tf.Glm5NextForConditionalGeneration, _glm(None)),
+}
 
 
 def operator_of(name: str) -> str:
@@ -198,7 +119,8 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """A causal language model of family `name` in eval mode, on the CPU; the same weights for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = (MODELS | IN_MEMORY)[name]().eval()
+        kind, sizes = (MODELS | IN_MEMORY)[name]
+        model = kind(kind.config_class(**deepcopy(sizes))).eval()
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("A_log"):

@@ -176,8 +176,9 @@ def test_a_layer_that_bypasses_its_operator_is_an_error() -> None:
         assert raised.value.exit_code == ExitCode.BAD_INPUT
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("segment_length", [LENGTH, 40])
-def test_ctrl_c_leaves_the_model_as_it_was(segment_length: int) -> None:
+def test_whatever_ends_a_capture_leaves_the_model_as_it_was(segment_length: int, error: type[BaseException]) -> None:
     model = tiny_models.build("nemotron_h").base_model
     site = find_mixers(model)[0]
     original, attention = site.namespace[site.function], model.config._attn_implementation
@@ -186,11 +187,12 @@ def test_ctrl_c_leaves_the_model_as_it_was(segment_length: int) -> None:
         before = model(ids)[0]
 
     def interrupt(_: CapturedLayer) -> None:
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         capture("nemotron_h", model=model, segment_length=segment_length, on_layer=interrupt)
     assert site.namespace[site.function] is original
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert model.config._attn_implementation == attention
     with torch.no_grad():
         assert torch.equal(model(ids)[0], before)
