@@ -223,26 +223,17 @@ def test_no_driver_and_no_gpu_are_nothing_to_install(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("built", "cuda", "hidden", "words"),
     [
-        (
-            "13.0",
-            12040,
-            None,
-            "built for CUDA 13.0.  Update NVIDIA's driver.  Or run: pip install uv && uv pip install",
-        ),
+        ("13.0", 12040, None, "built for CUDA 13.0.  Update NVIDIA's driver.  Or run: pip install uv && uv pip"),
         ("12.8", 12040, None, "torch cannot start one.  Run: python -c"),
         (None, 12040, None, "this torch is built without CUDA.  Run: pip install uv && uv pip install"),
         ("12.8", 12080, "", "CUDA_VISIBLE_DEVICES='' hides 2 NVIDIA GPUs from torch.  Run: unset CUDA_VISIBLE_DEVICES"),
-        ("12.8", 12080, "2", "CUDA_VISIBLE_DEVICES='2' hides"),
-        ("12.8", 12080, "-1", "CUDA_VISIBLE_DEVICES='-1' hides"),
-        ("12.8", 12080, "GPU-gone", "CUDA_VISIBLE_DEVICES='GPU-gone' hides"),
+        *(("12.8", 12080, one, f"CUDA_VISIBLE_DEVICES='{one}' hides") for one in ("2", "-1", "GPU-gone")),
         # The variable is set, but is not the cause.
-        ("12.8", 12080, "GPU-1", "torch cannot start one.  Run: python -c"),
-        ("12.8", 12080, "MIG-1234", "torch cannot start one.  Run: python -c"),
-        ("12.8", 12080, "1,7", "torch cannot start one.  Run: python -c"),
+        *(("12.8", 12080, one, "torch cannot start one.  Run: python -c") for one in ("GPU-1", "MIG-1234", "1,7")),
         ("13.0", 12040, "0", "and this torch is built for CUDA 13.0"),
         (None, 12040, "0", "this torch is built without CUDA"),
     ],
-)
+)  # fmt: skip
 def test_why_torch_uses_no_gpu(
     monkeypatch: pytest.MonkeyPatch, built: str | None, cuda: int, hidden: str | None, words: str
 ) -> None:

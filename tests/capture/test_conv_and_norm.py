@@ -14,17 +14,12 @@ from ssdprof.capture.forward import prefill
 from ssdprof.checkpoint.meta import find_mixers
 from ssdprof.kernels import UnsupportedError
 
-FAMILIES = [
-    "mamba2", "granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "falcon_h1_rms", "zamba2", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid",
-]  # fmt: skip
-
 
 def logits(model: Any, segment: int = 40) -> torch.Tensor:
     return prefill(model, tiny_models.prompt(40), segment, keeps_cache=True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*tiny_models.SSD, *tiny_models.GDN])
 @pytest.mark.parametrize("segment", [pytest.param(40, marks=pytest.mark.slow), 16])
 def test_every_family_answers_alike(name: str, segment: int) -> None:
     model = tiny_models.shared(name)

@@ -52,14 +52,18 @@ def tiny_hub(hub: MiniHub, saved: Save) -> MiniHub:
 # --- what is fetched
 
 
-def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, saved: Save) -> None:
-    folder = saved("granitemoehybrid")
+def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, copied: Save) -> None:
+    folder = copied("granitemoehybrid")
+    others = ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.model.v3", "README.md", "model.gguf")
+    for name in others:
+        (folder / name).write_bytes(b"not wanted")
     commit = hub.publish("org/tiny", folder)
     located = open_model("org/tiny")
     assert hub.downloads() == ["config.json"]
     assert (located.ref.source, located.ref.repo_id, located.ref.revision) == ("hub", "org/tiny", commit)
 
     planned = located.files(0)
+    assert not {info.name for info in planned} & {*others, "modeling_tiny.py"}
     assert not [info for info in planned if info.name.endswith(".safetensors") and info.cached]
     assert {info.name: info.size_bytes for info in planned} == {
         info.name: (folder / info.name).stat().st_size for info in planned
@@ -81,16 +85,6 @@ def test_only_the_needed_files_are_fetched_and_only_once(hub: MiniHub, saved: Sa
     fetch(again, deepest_layer=0, progress=lines.append)
     assert hub.downloads() == []
     assert len(lines) == 1
-
-
-def test_code_pickles_and_other_formats_stay_on_the_hub(hub: MiniHub, copied: Save) -> None:
-    folder = copied("mamba2")
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.model.v3", "README.md", "model.gguf"):
-        (folder / name).write_bytes(b"not wanted")
-    hub.publish("org/tiny", folder)
-    fetch_all(open_model("org/tiny"))
-    wanted = {"config.json", INDEX, "tokenizer.json", "tokenizer_config.json"}
-    assert {name for name in hub.downloads() if not name.startswith("model-0")} == wanted
 
 
 def test_the_bytes_of_weights_are_known_without_a_download(hub: MiniHub, copied: Save) -> None:
