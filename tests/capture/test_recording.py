@@ -8,7 +8,6 @@ import json
 import math
 import shutil
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,14 +197,6 @@ def with_code(file: Path) -> None:
     torch.save({"arg_0": Path}, file)
 
 
-def compressed(file: Path) -> None:
-    with zipfile.ZipFile(file) as old:
-        content = {name: old.read(name) for name in old.namelist()}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
-        for name, one in content.items():
-            new.writestr(name, one * 20)
-
-
 def states_of_another_slot(file: Path) -> None:
     repack(file, lambda found: found["kwarg_state_indices"].fill_(3))
 
@@ -216,7 +207,6 @@ def states_of_another_slot(file: Path) -> None:
         (truncated, "call0007 cannot be used"),
         (flipped, "call0007 cannot be used: the checksum of"),
         (with_code, "call0007 cannot be used"),
-        (compressed, "call0007 cannot be used"),
         (Path.unlink, "call0007 cannot be used: it has no inputs.pt"),
         (states_of_another_slot, "state_indices names slots outside of a pool of 3"),
         (lambda file: repack(file, lambda found: found.pop("kwarg_cu_seqlens")), "cannot be used: KeyError: 'cu_seq"),
@@ -227,10 +217,7 @@ def states_of_another_slot(file: Path) -> None:
         (lambda file: truncated(file.parent / "outputs.pt"), "call0007 cannot be used"),
         (lambda file: edit(file.parent, lambda said: said.pop("tensor_details")), "is not what FlashInfer's recorder"),
         (lambda file: edit(file.parent, lambda said: said.update(function_signature="(q)")), "is not what FlashInfer"),
-        (lambda file: edit(file.parent, lambda said: said.update(process_id={})), "is not what FlashInfer's recorder"),
         (lambda file: (file.parent / "metadata.jsonl").write_text("{"), "is not what FlashInfer's recorder writes"),
-        (lambda file: (file.parent / "metadata.jsonl").write_text(""), "is not what FlashInfer's recorder writes"),
-        (lambda file: (file.parent / "metadata.jsonl").write_bytes(b"\xff\xfe"), "is not what FlashInfer's recorder"),
     ],
 )  # fmt: skip
 def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], object], words: str) -> None:
@@ -310,7 +297,6 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / MANIFEST).write_text("[]"), "recording.json cannot be used"),
         (lambda folder: (folder / MANIFEST).write_text('{"operator": "mamba"}'), "there is no operator 'mamba'"),
-        (lambda folder: (folder / MANIFEST).write_text('{"operator": []}'), "recording.json cannot be used"),
         (lambda folder: (folder / MANIFEST).write_text('{"operator": "gdn", "arguments": {"chunk": 1}}'), "'chunk'"),
         (lambda folder: truncated(folder / "9_000001.safetensors"), "9_000001.safetensors cannot be used"),
         (lambda folder: save_file({"q": torch.ones(1)}, folder / "9_000001.safetensors"), "cannot be used"),
