@@ -2,7 +2,7 @@
 
 transformers' torch path hands the operator transposed views, with neighbouring positions next to each other.  A
 production model's causal convolution writes one token-major buffer, (b, l, conv_dim), and passes views of it
-(`CallBinding.views`).  Captures are brought into that layout; the model's own strides are recorded too.
+(`CallBinding.views`).  Captures are brought into that layout.
 """
 
 from __future__ import annotations
@@ -33,14 +33,12 @@ class CapturedLayer:
 
     call: which one; None: the one for a whole prompt
     inputs: token-major, on the model's device; the values and dtypes are the model's
-    model_strides: of each tensor as the model passed it; from the first segment if the prompt went through in several
     remark: one sentence if the inputs differ from what the config says
     served: the output that a server recorded; final states in any dtype
     """
 
     layer: LayerRef
     inputs: Any
-    model_strides: dict[str, tuple[int, ...]]
     remark: str = ""
     call: CallRef | None = None
     served: Output | None = None
@@ -112,8 +110,8 @@ def _passing_on(
         if layer is None or (decode and which is None):
             return
         # A copy, where the model begins: what the model does next may overwrite it, and may be on another GPU.
-        inputs, given = token_major(call.inputs, prompt.ids.device), strides(call.inputs)
-        on_layer(CapturedLayer(layer=layer, inputs=inputs, model_strides=given, remark=call.remark, call=which))
+        inputs = token_major(call.inputs, prompt.ids.device)
+        on_layer(CapturedLayer(layer=layer, inputs=inputs, remark=call.remark, call=which))
 
     return pass_on
 
@@ -121,7 +119,7 @@ def _passing_on(
 def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer) -> int:
     """Concatenate the inputs of all segments, and of all packed sequences, and pass them on at the end."""
     buffers: dict[int, PromptBuffer] = {}
-    first: dict[int, tuple[dict[str, tuple[int, ...]], str]] = {}  # strides and remark of the first segment
+    remarks: dict[int, str] = {}  # of the first segment
     filled = dict.fromkeys(wanted, 0)
 
     def handler(call: OperatorCall) -> Result:
@@ -129,7 +127,7 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
         if index in wanted:
             if index not in buffers:
                 buffers[index] = PromptBuffer(call.inputs, prompt.ids.shape[1], torch.device("cpu"))
-                first[index] = strides(call.inputs), call.remark
+                remarks[index] = call.remark
             filled[index] += buffers[index].write(call.inputs, filled[index])
         return call.replacement()
 
@@ -140,14 +138,8 @@ def _capture_together(prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: 
         inputs = buffers.pop(index).inputs(prompt.model.device)
         if prompt.serving.packed:
             inputs = packed(inputs, prompt.serving.packed)
-        of_model, remark = first.pop(index)
-        captured = CapturedLayer(
-            layer=layer,
-            inputs=inputs,
-            model_strides=strides(inputs) | of_model,  # bounds of a pack are not the model's
-            remark=" ".join(part for part in (remark, prompt.remark) if part),
-            call=whole,
-        )
+        remark = " ".join(part for part in (remarks[index], prompt.remark) if part)
+        captured = CapturedLayer(layer=layer, inputs=inputs, remark=remark, call=whole)
         del inputs
         on_layer(captured)
         del captured
@@ -193,11 +185,6 @@ def conv_width(mixer: nn.Module) -> int:
 
 
 # --- layout
-
-
-def strides(inputs: Any) -> dict[str, tuple[int, ...]]:
-    """Strides of each tensor, in elements."""
-    return {name: tensor.stride() for name, tensor in tensors.tensors(inputs).items()}
 
 
 def token_major(inputs: Any, device: torch.device | None = None) -> Any:

@@ -123,12 +123,7 @@ class CaptureWriter:
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in given.items()}
         seqlen = next(iter(stored.values())).shape[1]
         records = {
-            name: TensorRecord(
-                shape=tuple(tensor.shape),
-                dtype=stored_dtype_name(tensor.dtype),
-                model_strides=captured.model_strides.get(name, tensor.stride()),
-                sha256=_sha256(tensor),
-            )
+            name: TensorRecord(shape=tuple(tensor.shape), dtype=stored_dtype_name(tensor.dtype), sha256=_sha256(tensor))
             for name, tensor in stored.items()
         }
         file = f"layer_{captured.layer.index:03d}_{_file_words(captured.call, seqlen)}.safetensors"
@@ -208,11 +203,9 @@ def read_layer(folder: Path, capture: LayerCapture, device: torch.device | str =
             sequences(1, capture.seqlen, bounds)  # kernels do not check the values, and would read out of bounds
     except (TypeError, ValueError) as error:
         raise BadInputError(f"{folder / MANIFEST} is damaged: {capture.layer.name}: {error}.", AGAIN) from error
-    strides = {name: record.model_strides for name, record in capture.tensors.items()}
     return CapturedLayer(
         layer=capture.layer,
         inputs=token_major(inputs, device),
-        model_strides=strides,
         remark=capture.remark,
         call=capture.call,
         served=tuple(tensor.to(device) for tensor in served) or None,

@@ -118,13 +118,10 @@ _NUMBERS = r"(\d{1,6})(?:\s*-\s*(\d{1,6}))?"
 def check_layers(spec: str) -> None:
     """BadInputError for a spec that cannot be read, whatever the model."""
     text = spec.strip().lower()
-    if not re.fullmatch(rf"all|(first|every):\d{{1,6}}|{_NUMBERS}(\s*,\s*{_NUMBERS})*", text):
+    read = re.fullmatch(rf"all|(first|every):0*[1-9]\d{{0,5}}|{_NUMBERS}(\s*,\s*{_NUMBERS})*", text)
+    ranges = re.findall(_NUMBERS, text if text[:1].isdigit() else "")
+    if not read or any(last and int(last) < int(first) for first, last in ranges):
         raise BadInputError(f"--layers {spec!r} cannot be read.", _GRAMMAR)
-    if re.fullmatch(r"(first|every):0+", text):
-        raise BadInputError(f"--layers {spec} selects nothing.", _GRAMMAR)
-    for first, last in re.findall(_NUMBERS, text if text[0].isdigit() else ""):
-        if last and int(last) < int(first):
-            raise BadInputError(f"--layers {spec}: the range {first}-{last} is empty.", "Write the smaller one first.")
 
 
 def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:

@@ -130,10 +130,7 @@ def test_selects(spec: str, indices: list[int]) -> None:
     [
         ("3,9,2", r"Layer 2, 9 .* 6: 0, 1, 3, 4, 6, 7"),
         ("8-9,2-2,3", r"Layer 2-2, 8-9 has no SSD"),
-        ("7-3", "the range 7-3 is empty"),
         ("first:7", "first:7: the model has 6: 0, 1"),
-        ("first:0", "selects nothing"),
-        ("every:0", "selects nothing"),
     ],
 )
 def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec: str, words: str) -> None:
@@ -142,8 +139,12 @@ def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec: 
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "none", "first", "first:", "first:-1", "every:x", "3-", "3-7-9", "3,,7", "3,", "-3", "3.5"]
-)
+    "spec",
+    [
+        "", "none", "first", "first:", "first:-1", "first:0", "every:x", "every:00", "3-", "3-7-9", "7-3", "3,,7", "3,",
+        "-3", "3.5",
+    ],
+)  # fmt: skip
 def test_a_spec_that_cannot_be_read(spec: str) -> None:
     with pytest.raises(BadInputError, match="cannot be read") as raised:
         select_indices(spec, [layer.index for layer in LAYERS])

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 from kernels.kernel_cases import SSDCase
 
 from ssdprof.capture.layers import CapturedLayer
@@ -19,8 +18,7 @@ def store_layers(folder: Path, case: SSDCase) -> Path:
         requested="x", source="local", repo_id="x", revision=None, model_type="m", layers=layers, layer_count=8
     )
     inputs = case.inputs()
-    strides = {name: value.stride() for name, value in vars(inputs).items() if isinstance(value, torch.Tensor)}
     with CaptureWriter(folder, checkpoint=checkpoint, prompts=(), segment_length=case.seqlen) as writer:
         for layer in layers:
-            writer.add(CapturedLayer(layer=layer, inputs=inputs, model_strides=strides))
+            writer.add(CapturedLayer(layer=layer, inputs=inputs))
     return folder
