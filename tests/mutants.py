@@ -39,9 +39,9 @@ TESTS = {
     "capture": "capture test_served_run.py",
     "measure": "measure jobs test_implementations.py",
     "store": "store settings jobs test_ranks.py",
-    "stalls": "stalls",
-    "report": "report stalls test_cli.py",
-    "core": "core report measure capture jobs stalls test_schemas.py",
+    "stalls": "stalls test_goldens.py",
+    "report": "report stalls test_cli.py test_goldens.py",
+    "core": "core report measure capture jobs stalls test_schemas.py test_goldens.py",
     "jobs": "jobs test_cli.py test_goldens.py test_answers.py test_served_run.py test_end_to_end.py test_ranks.py",
     "commands": "commands compare test_cli.py test_goldens.py report store stalls jobs test_end_to_end.py",
 }

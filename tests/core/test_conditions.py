@@ -91,27 +91,6 @@ def test_what_cannot_be_read_says_what_to_write(option: str, text: str, complain
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("older", "metric", "at", "limit", "percent"),
-    [
-        ("slower:3%", "slower", "", 3, True),
-        ("slower-call:3%", "slower-call", "call", 3, True),
-        ("match:-0.1", "match", "", 0.1, False),
-        ("match@0:-0.1", "match", "0", 0.1, False),
-        ("rms:5%", "rms", "", 5, True),
-        ("launches:0", "launches", "", 0, False),
-        ("kl:1e-3", "kl", "", 1e-3, False),
-        ("top1:-0.5", "top1", "", 0.5, False),
-    ],
-)
-def test_older_spellings_of_changes(older: str, metric: str, at: str, limit: float, percent: bool) -> None:
-    expected = Condition(metric=metric, at=at, limit=limit, percent=percent, to_base=True, spelling=older)
-    assert parse("--fail-if", older) == expected
-    newer = {"rms:5%": "rms:base+5%", "match:-0.1": "match:base-0.1"}.get(older)
-    if newer:
-        assert parse("--fail-if", newer) == expected.changed(spelling=newer)
-
-
 def test_options_are_spellings_of_conditions() -> None:
     given = {
         "min-speedup 1.5": ("speedup:1.5", {"min_speedup": 1.5}),

@@ -25,7 +25,6 @@ from cases import (
 )
 from report.shown import row, there
 
-from ssdprof.core import words as fmt
 from ssdprof.core.base import REPEATS, PrecisionRecord, Probe
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import of_options
@@ -368,21 +367,6 @@ def of_run(found: Report) -> dict[str, str]:
     return {name: value for name, value in what_ran(found).rows}
 
 
-def test_facts_name_everything_behind_the_numbers_and_leave_out_what_there_is_not() -> None:
-    """The goldens hold the facts of stored reports; none of them is of a family."""
-    facts = of_run(report())
-    assert facts["requested model"] == "ibm-granite/granite-4.0"
-    assert "granite-4.0-h-tiny" in facts["siblings"]
-    assert facts["layers"] == "4 of 36 SSD layers replayed (0, 9, 18, 27); the model has 40 layers"
-    assert facts["clocks"].startswith("SM 1,980 MHz before, 1,965 after, memory ")
-    assert facts["clocks"].endswith("not throttled")
-    assert facts["precisions"].count("states") == 4
-    facts = of_run(report(gpu=False, model=checkpoint(siblings=(), revision=None)))
-    assert facts["GPU"] == "none"
-    absent = {"driver", "clocks", "ceilings", "siblings", "revision", "quantisation", "peak memory", "tuned", "ranks"}
-    assert not absent & facts.keys()
-
-
 def test_facts_of_special_runs() -> None:
     assert of_run(steps(report()))["baseline"] == "unfused and unfused_step in decode steps"
     assert of_run(report(ranks=2))["ranks"] == "2 processes, each on a GPU of its own, shared the cases"
@@ -397,21 +381,6 @@ def test_facts_of_special_runs() -> None:
 
 
 # --- speed
-
-
-def test_both_speedups_stand_side_by_side() -> None:
-    found = report(layers=(9,), precisions=(EXACT_FP32,))
-    (group,) = groups(found)
-    case = next(case for case in found.cases if case.implementation == "fused")
-    call, of_roof = found.speedup(case, "call"), fmt.percent(case.floor_pct(found.ceilings), 1)
-    assert call
-    for table, keys in ((calls.total_speed(group), ()), (calls.speed_by_layer(group), ("9",))):
-        assert tuple(row(table, *keys, "fused hopper").values()) == (
-            *keys, "fused hopper", "exact, fp32", fmt.speedup(found.speedup(case)), "faster", fmt.ratio(call.value),
-            "545 µs", "240 M", "1.09 ms", of_roof, "565 µs", "1.00 MiB",
-        )  # fmt: skip
-        assert "Faster or slower: the whole interval differs from 1 by more than 1%." in there(table).note
-        assert row(table, *keys, "unfused portable")["speedup, device"] == "-"
 
 
 def test_the_sum_names_its_layers_and_its_baseline_and_leaves_out_what_failed() -> None:
@@ -429,35 +398,12 @@ def test_the_sum_names_its_layers_and_its_baseline_and_leaves_out_what_failed() 
     assert list(cells.values())[3:] == ["-", "inaccurate", "-", "-", "-", "-", "-", "-", "-"]
 
 
-def test_baselines_in_words() -> None:
-    same = [(RELAXED_FP16, "unfused exact, fp16 states"), (EXACT_FP32, "unfused exact, fp32 states")]
-    assert calls.baselines(same) == "unfused, exact, with the same state dtype"
-    assert calls.baselines([(RELAXED_FP16, "other"), *same[1:]]) == "other or unfused exact, fp32 states"
-    assert calls.baselines([]) == "none"
-
-
 # --- accuracy
 
 
 def out(found: Report) -> Table:
     table, _ = calls.accuracies(groups(found)[0])
     return there(table)
-
-
-def test_precisions_with_the_same_numbers_share_a_row_and_fp64_and_the_floor_are_beside() -> None:
-    table = out(report())
-    exact, relaxed = "exact, fp32/fp16", "relaxed, fp32/fp16"
-    ours = row(table, "fused hopper", exact, "unfused")
-    assert (ours["equal"], ours["within 1e-2"], ours["within budget"]) == ("79.926%", "100.000%", "")
-    fp64 = row(table, "fused hopper", relaxed, "fp64")
-    assert (fp64["rms error"], fp64["largest error"], fp64["within budget"]) == ("3.81e-3", "0.0381", "yes")
-    assert fp64["its position"] == "layer 27 (0, 5, 7, 3)"
-    assert row(table, "floor")["rms error"] == "1.50e-3"
-    assert row(table, "unfused portable", relaxed, "unfused")["equal"] == "53.284%", "the baseline against itself"
-    assert row(table, "unfused portable", exact, "fp64")["rms error"] == "2.54e-3"
-    assert "all 2 precisions" in {cells[1] for cells in out(report(precisions=(EXACT_FP32, EXACT_FP16))).rows}
-    _, states = calls.accuracies(groups(report(layers=(0,)))[0])
-    assert there(states).title == "Accuracy of the final states at 131,072 tokens, layer 0"
 
 
 def test_a_case_over_its_budget_is_counted_and_a_refused_one_has_no_row() -> None:
@@ -467,12 +413,7 @@ def test_a_case_over_its_budget_is_counted_and_a_refused_one_has_no_row() -> Non
     assert not any("relaxed, fp32" in cells[1] for cells in table.rows if cells[0] == "fused hopper")
 
 
-def test_each_layer_and_of_several_chunks_the_worst_call_is_named() -> None:
-    table, _ = calls.errors_by_layer(groups(report(precisions=(EXACT_FP32,)))[0])
-    assert [row(table, str(n), "fused hopper", "exact, fp32", "fp64")["rms error"] for n in (0, 27)] == [
-        "2.00e-3", "2.54e-3",
-    ]  # fmt: skip
-    assert row(table, "9", "floor")["rms error"] == "1.50e-3"
+def test_of_several_chunks_the_worst_call_is_named() -> None:
     place = row(out(in_calls(report(layers=(0, 9), seqlens=(24,), precisions=(EXACT_FP32,)))), "fused hopper",
                 "exact, fp32", "fp64")["its position"]  # fmt: skip
     assert place.startswith("layer 9, chunk ")
@@ -508,25 +449,6 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind: str, p
 # --- launches, failures, remarks
 
 
-def test_equal_launches_share_a_row_that_says_for_what() -> None:
-    *_, last = rows = there(calls.launches(report())).rows
-    assert last == ("fused", "hopper", "_fused_kernel", "168", "0", "96.0 KiB", "chunk=64, num_warps=4", "all")
-    assert len(rows) == 3
-
-    def wide(case: Case) -> Case:
-        return case.changed(launches=(case.launches[0].changed(registers=255),))
-
-    table = there(calls.launches(report(change=changed(wide, precision=RELAXED_FP16))))
-    used = {cells[3]: cells[-1] for cells in table.rows if cells[0] == "fused"}
-    assert used == {"168": "exact, fp32; exact, fp16; relaxed, fp32", "255": "relaxed, fp16"}
-    lengths = report(seqlens=(1024, 2048), layers=(0,), precisions=(EXACT_FP32,))
-    short = lengths.changed(cases=tuple(wide(c) if c.seqlen == 1024 else c for c in lengths.cases[1::2]))
-    assert {cells[-1] for cells in there(calls.launches(short)).rows} == {"1,024 tokens", "2,048 tokens"}
-    table = there(calls.launches(report(gpu=False)))
-    assert table.headers == ("implementation", "variant", "kernel", "configuration", "used for")
-    assert table.note == ""
-
-
 def test_failures_share_rows_come_first_and_say_where_the_first_nan_is() -> None:
     found = report(layers=(0, 1, 2, 5), seqlens=(1024, 2048), precisions=(EXACT_FP32,), change=result("nonfinite"))
     (cells,) = there(calls.reasons(found)).rows
@@ -556,20 +478,6 @@ def test_endless_failures_are_cut_and_counted() -> None:
 def of_title(found: Report, title: str) -> Table:
     blocks = (block for one in compose(found).sections for block in one.blocks)
     return next(block for block in blocks if isinstance(block, Table) and block.title.startswith(title))
-
-
-def test_a_bench_has_a_row_for_each_implementation_on_the_same_inputs() -> None:
-    last = cell()[-1].changed(first_call={"seconds": 0.25}, launches=cases.launches("fused"), chunk_size=64)
-    found = bench(*cell()[:-1], last)
-    assert of_title(found, "Speed: ").title == "Speed: mamba2-2.7b (80x64, N 128, G 1), bf16, contiguous inputs"
-    assert tuple(row(of_title(found, "Speed: "), "1 x 1,024", "fused hopper").values()) == (
-        "1 x 1,024", "fused hopper", "exact, fp32", "unfused", "64", "0.2 s", "2.00x [1.98, 2.02]", "faster", "1.71x",
-        "50.0 µs", "20.5 M", "100 µs", "4.6%", "70.0 µs", "-",
-    )  # fmt: skip
-    assert row(of_title(found, "Speed: "), "1 x 1,024", "fla")["over"] == "-", "nothing to compare it with"
-    errors = row(of_title(found, "Accuracy of the output: "), "1 x 1,024", "fla", "exact, fp32", "fp64")
-    assert (errors["equal"], errors["rms error"]) == ("70.000%", "2.00e-3")
-    assert row(of_title(found, "Kernels as"), "fused")["used for"] == "all"
 
 
 def test_where_the_baseline_does_not_run_unfused_takes_its_place() -> None:

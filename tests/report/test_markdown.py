@@ -64,12 +64,6 @@ def test_every_table_parses_with_equal_rows_and_folds_are_closed(name: str) -> N
     assert text.count("<details>") == text.count("</details>") == text.count("<summary>") == text.count("</summary>")
 
 
-def test_what_failed_comes_before_all_numbers() -> None:
-    text = render(REPORTS["nan"])
-    assert text.index("### Failures") < text.index("### Speed")
-    assert "out[0, 1, 2, 3]" in plain(text)
-
-
 def test_names_cannot_break_the_page() -> None:
     def change(case):  # type: ignore[no-untyped-def]
         wrong = failed(case, "failed").changed(reason="x | y\n</details> [a](http://b) *z*")

@@ -110,12 +110,6 @@ def test_failed_checks_are_caveats_and_what_holds_is_one_row_that_names_it_all()
     assert [row[2:] for row in bare.rows if row[0] == "_kernel"] == [("not checked", "not collected")]
 
 
-def test_a_report_from_elsewhere_names_its_files_and_no_machine(both: StallReport) -> None:
-    rows = dict(there(both, "What was profiled").rows)
-    assert set(rows) == {"versions", "reports"}
-    assert rows["reports"].startswith("u.ncu-rep (sha256 000000000000...), f.ncu-rep (")
-
-
 def test_every_stage_part_and_reason_has_words() -> None:
     assert {stage for stage in STAGES.order if "." in stage} <= set(STAGES.words)
     assert set(ADVICE) <= set(stalls.REASONS)
