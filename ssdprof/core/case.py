@@ -110,11 +110,8 @@ class Launch(Record):
         return str(self.config.get("digest", sha256(str(self.config).encode()).hexdigest()[:6]))
 
 
-class FirstCall(Record):
-    """From the call to the end of the GPU's work.  compiled: seconds of each kernel that was not in Triton's cache."""
-
-    seconds: NotNegative
-    compiled: dict[Text, NotNegative] = Field(default_factory=dict)
+# seconds from a call to the end of the GPU's work, and of compiling each kernel that was not in Triton's cache
+FirstCall = tuple[NotNegative, dict[Text, NotNegative]]
 
 
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:

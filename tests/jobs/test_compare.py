@@ -14,7 +14,7 @@ import torch
 from fakes import QUICK, RAN, FakeTimer, compared, entries, inputs, noisy, right
 
 from ssdprof.core.base import PrecisionRecord, precisions_for
-from ssdprof.core.case import Case, FirstCall
+from ssdprof.core.case import Case
 from ssdprof.core.subject import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
@@ -430,7 +430,7 @@ def test_verdicts_of_other_inputs_do_not_cover_what_is_not_finite() -> None:
 
 def test_of_the_first_calls_on_both_inputs_the_slower_one_is_told() -> None:
     (entry,) = entries("a")
-    verdict = compared([entry])["a"].changed(first_call=FirstCall(seconds=3, compiled={"kernel": 2.5}))
+    verdict = compared([entry])["a"].changed(first_call=(3, {"kernel": 2.5}))
     (case,) = Comparer().compare([entry], "x", {entry.key: verdict})
     assert case.first_call == verdict.first_call
 
