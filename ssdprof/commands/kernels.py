@@ -102,7 +102,7 @@ def stalls(options: StallsOptions) -> None:
     if options.markdown is not None:
         stall_files.write_markdown(options.markdown, report, replace=options.force)
     if options.html is not None:
-        files.write_text(options.html, html.of_stalls_alone(report), replace=options.force)
+        files.write_text(options.html, html.of_document(stall_report.compose(report), report), replace=options.force)
     if options.json:
         print(stall_files.dump(report))
     else:

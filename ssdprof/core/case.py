@@ -428,12 +428,8 @@ class Case(Record):
 
     # --- times
 
-    def rounds(self, clock: Clock) -> tuple[tuple[float, ...], ...]:
-        """Microseconds of each recording of all processes; empty if there are none."""
-        return tuple(own for one in self.samples if one.clock == clock for own in one.us)
-
     def _of(self, clock: Clock) -> dict[str, tuple[tuple[float, ...], ...]]:
-        """`rounds` of each process."""
+        """Microseconds of each recording of each process."""
         return {one.process: one.us for one in self.samples if one.clock == clock}
 
     def by_clock(self, clock: Clock) -> Estimate | None:

@@ -262,9 +262,9 @@ class Report(Record):
         chosen: Clock = clock or ("call" if case.prefill else "device")
         return case.over(self.rival(case, over), chosen)
 
-    def faster(self, case: Case, clock: Clock | None = None, over: str = "") -> Faster | None:
+    def faster(self, case: Case, clock: Clock | None = None) -> Faster | None:
         """The verdict of `speedup`."""
-        found = self.speedup(case, clock, over)
+        found = self.speedup(case, clock)
         return found.verdict(self.smallest_difference) if found else None
 
     def predicted(self, case: Case) -> float | None:

@@ -104,11 +104,6 @@ def count(value: int | None) -> str:
     return MISSING if value is None else f"{value:,}"
 
 
-def position(index: tuple[int, ...] | None) -> str:
-    """An index into a tensor: "(0, 1234, 3, 5)"."""
-    return MISSING if index is None else f"({', '.join(str(i) for i in index)})"
-
-
 def indices(values: Iterable[int]) -> str:
     """Layer numbers, runs of them shortened: "0-3, 9"."""
     runs: list[list[int]] = []

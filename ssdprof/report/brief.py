@@ -51,7 +51,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     yield from _listed(reasons[::-1], "reason")
     yield Text(_MORE, style="dim")
     yield from map(terminal.verdict, sorted(verdict_lines(report), key=lambda line: not line.good))  # bad news is last
-    if warnings := caveats(report):
+    if warnings := list(caveats(report)):
         yield Text("What limits this:", style="yellow")
         yield from _listed(warnings, "caveat")
     yield from map(terminal.verdict, in_short(report))
@@ -214,19 +214,17 @@ def runs(found: Sequence[_Stored]) -> Table | None:
 def history(found: Sequence[_Stored]) -> Iterator[Table]:
     """For each set of compared cases a table with the newest run of every commit, oldest first."""
 
-    def report_of(row: tuple[Report, float | None]) -> Report | None:
-        return row[0]
+    def over_before(row: tuple[Report, float | None]) -> float | None:
+        us, before = _us(row[0]), row[1]
+        return us / before if us and before else None
 
     columns: tuple[Column[tuple[Report, float | None]], ...] = (
-        *lifted(
-            report_of,
-            text("commit", lambda report: report.commit or fmt.MISSING),
-            text("newest run", lambda report: report.id),
-            text("started", lambda report: when(report.created)),
-            text("verdict", verdict_word),
-            Column("time", lambda report: fmt.duration(_us(report))),
-        ),
-        Column("over the time\nof before", lambda row: fmt.ratio(_over(_us(row[0]), row[1]))),
+        text("commit", lambda row: row[0].commit or fmt.MISSING),
+        text("newest run", lambda row: row[0].id),
+        text("started", lambda row: when(row[0].created)),
+        text("verdict", lambda row: verdict_word(row[0])),
+        Column("time", lambda row: fmt.duration(_us(row[0]))),
+        Column("over the time\nof before", lambda row: fmt.ratio(over_before(row))),
         Column("largest rms error,\nover the floor", lambda row: fmt.ratio(_error(row[0]))),
     )
     every = [report for _, report in reversed(found) if isinstance(report, Report)]
@@ -253,10 +251,6 @@ def _us(report: Report) -> float | None:
 def _error(report: Report) -> float | None:
     out = [one.over_floor for case in _own(report) if (one := case.tensor("out"))]
     return max((one for one in out if one is not None), default=None)
-
-
-def _over(us: float | None, before: float | None) -> float | None:
-    return us / before if us and before else None
 
 
 def verdict_word(report: Report) -> str:

@@ -172,7 +172,7 @@ def _cells(found: Pooled, group: Group) -> Row:
         *(fmt.percent(found.match_pct(one)) for one in TOLERANCES),
         fmt.percent(found.match_rms_pct(OF_RMS)),
         *map(fmt.small, numbers),
-        f"{', '.join(where)} {fmt.position(largest.worst_position)}".lstrip(),
+        f"{', '.join(where)} ({', '.join(map(str, largest.worst_position))})".lstrip(),
     )
 
 

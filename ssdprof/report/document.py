@@ -23,7 +23,7 @@ def compose(report: Report) -> Document:
         version=report.ssdprof_version,
         origin=origin(report),
         verdict=(*verdict_lines(report), *in_short(report)),
-        caveats=caveats(report),
+        caveats=tuple(caveats(report)),
         sections=tuple(_sections(report)),
     )
 

@@ -36,6 +36,7 @@ from ssdprof.report.table import Table
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
 LONGEST_MESSAGE = 4_000  # characters
 _MOST_ROWS = 12  # of a summary
+_FORMULA = tuple("=+-@\t\r")  # begin a text that a spreadsheet computes
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
 
 
@@ -66,23 +67,19 @@ def csv(report: Report) -> str:
     text = io.StringIO()
     writer = DictWriter(text, list(_row(report, _EMPTY)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _no_formula(one) for name, one in _row(report, case).items()} for case in rows(report))
+    for row in records(report):  # a text that a spreadsheet would compute gets an apostrophe
+        formulas = {name: f"'{one}" for name, one in row.items() if isinstance(one, str) and one.startswith(_FORMULA)}
+        writer.writerow(row | formulas)
     return text.getvalue()
 
 
 def records(report: Report) -> list[Row]:
     """A row per case with numbers, texts and None, for a data frame."""
 
-    def plain(value: object) -> object:
-        return value if isinstance(value, int | float | None) else str(value)
-
-    return [{name: plain(value) for name, value in _row(report, case).items()} for case in rows(report)]
-
-
-def _no_formula(value: object) -> object:
-    """A text that a spreadsheet would compute gets an apostrophe."""
-    is_text = not isinstance(value, int | float | None)
-    return f"'{value}" if is_text and str(value)[:1] in tuple("=+-@\t\r") else value
+    return [
+        {name: one if isinstance(one, int | float | None) else str(one) for name, one in _row(report, case).items()}
+        for case in rows(report)
+    ]
 
 
 def _row(report: Report, case: Case) -> Row:
@@ -111,7 +108,7 @@ def _row(report: Report, case: Case) -> Row:
         "baseline": rival and f"{rival.implementation} {rival.precision}",
     }
     for clock in CLOCKS:
-        every = [us for recording in case.rounds(clock) for us in recording]
+        every = [us for one in case.samples if one.clock == clock for turn in one.us for us in turn]
         known = clock == "device" or report.samplers > 1
         row |= _estimate(f"speedup, {clock}", "x", report.speedup(case, clock), known)
         row[f"verdict, {clock}"] = report.faster(case, clock)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -138,10 +138,6 @@ class Group:
     def others(self) -> tuple[Series, ...]:
         """The series of the compared implementations."""
         return self.series(*self.compared) if self.compared else ()
-
-    def keep(self, wanted: Callable[[Case], bool]) -> Group:
-        """The group with only the selected cases."""
-        return Group(self.report, [case for case in self.cases if wanted(case)])
 
     def by_layer(self) -> Iterator[Group]:
         """A group for each layer."""

@@ -33,17 +33,10 @@ Picture = tuple[str, Markup, Table, bool]  # title, SVG, its numbers, and whethe
 PagePart = dict[str, object]  # title, anchor, blocks, folded (collapsed under its title), level
 
 
-def of_stalls_alone(stalls: StallReport) -> str:
-    """A stall report as an HTML file."""
-    document = of_stalls.compose(stalls)
-    return _page(
-        document, [*map(_part, document.sections), _part(section("Pictures"), _stall_pictures(stalls, count(1)))]
-    )
-
-
-def of_document(document: Document) -> str:
-    """A document without pictures as an HTML file."""
-    return _page(document, [*map(_part, document.sections)])
+def of_document(document: Document, stalls: StallReport | None = None) -> str:
+    """A document as an HTML file.  stalls: the stall report that it is of, for its pictures."""
+    pictures = [_part(section("Pictures"), _stall_pictures(stalls, count(1)))] if stalls else []
+    return _page(document, [*map(_part, document.sections), *pictures])
 
 
 def render(report: Report, stalls: StallReport | None = None) -> str:

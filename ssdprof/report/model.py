@@ -72,9 +72,14 @@ def prompts(report: Report) -> list[list[Case]]:
     return list(grouped(report.of_answers, lambda case: (case.seqlen, case.inputs)).values())
 
 
+def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Band]:
+    """Over all positions.  alone: those in which a single layer was computed."""
+    return [(case, one, case.band) for case in cases if (one := case.answers) and (one.alone is not None) == alone]
+
+
 def answers(cases: Sequence[Case]) -> Table | None:
     """Every case of a prompt over all positions; None if there is none."""
-    rows: list[_Band] = [(case, one, case.band) for case in cases if (one := case.answers) and one.alone is None]
+    rows = _rows(cases)
     generated = max((one.generated for _, one, _ in rows), default=0)
 
     def first(row: _Band) -> str:
@@ -96,9 +101,7 @@ def answers_by_position(cases: Sequence[Case]) -> Table | None:
     positions: Column[_Band] = text(
         "positions", lambda row: f"{row[2].start:,} to {row[2].stop - 1:,}" if row[2] else ""
     )
-    rows: list[_Band] = [
-        (case, one, band) for case in cases if (one := case.answers) and one.alone is None for band in one.bands[1:]
-    ]
+    rows: list[_Band] = [(case, one, band) for case, one, _ in _rows(cases) for band in one.bands[1:]]
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
     return table(title, (*_ANSWERING, positions, *_BANDS), rows, note=_reference(cases), keys=3)
 
@@ -106,8 +109,7 @@ def answers_by_position(cases: Sequence[Case]) -> Table | None:
 def answers_by_layer(cases: Sequence[Case]) -> Table | None:
     """Each layer alone, the largest divergence first; None without --per-layer."""
     layer: Column[_Band] = text("layer", lambda row: str(row[1].alone))
-    rows: list[_Band] = [(case, one, case.band) for case in cases if (one := case.answers) and one.alone is not None]
-    rows.sort(key=lambda row: -row[2].kl_mean if row[2] else 0.0)
+    rows = sorted(_rows(cases, alone=True), key=lambda row: -row[2].kl_mean if row[2] else 0.0)
     title = f"One layer at a time, {fmt.tokens(cases[0].seqlen)}"
     note = "In every other layer the reference computes."
     return table(title, (layer, *_ANSWERING, *_BANDS), rows, keys=3, note=note)

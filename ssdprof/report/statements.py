@@ -166,7 +166,8 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
         why = "this run did not pass" if wrong else "this run is incomplete"
         yield VerdictLine(f"In short: keep {group.baseline} for now: {why}.", False)
         return
-    every = [one for name in group.compared if name != "served" for one in _advised(group.series(name))]
+    of_names = [group.series(name) for name in group.compared if name != "served"]
+    every = [one for own in of_names for one in own if one.within_budget and not _doubt(one, own)]
     timed = [one for one in every if one.speedup() and len(one.timed) == group.calls]
     if not timed:
         why = "on this GPU nothing was timed" if group.report.environment.gpu else "without a GPU there is no speed"
@@ -188,11 +189,6 @@ def in_short(report: Report) -> Iterator[VerdictLine]:
         f"{_answers_words(best)}; use {best.precision}.",
         True,
     )
-
-
-def _advised(series: Sequence[Series]) -> list[Series]:
-    """Those that may be used, the most accurate first."""
-    return [one for one in series if one.within_budget and not _doubt(one, series)]
 
 
 def _answers_words(one: Series) -> str:
@@ -219,12 +215,8 @@ def _divergence(one: Series) -> tuple[float, float]:
 # --- caveats
 
 
-def caveats(report: Report) -> tuple[str, ...]:
+def caveats(report: Report) -> Iterator[str]:
     """Caveats that follow from the results, and the report's own notes."""
-    return tuple(_caveats(report))
-
-
-def _caveats(report: Report) -> Iterator[str]:
     timed = any(case.time_us for case in report.of_calls)
     if report.of_calls and not timed:
         why = " in this run" if report.environment.gpu else ", because this machine has no GPU"

@@ -16,7 +16,7 @@ from cases import answers, bench, cell, prefill, report
 from report.test_html import STALLS, broken
 
 from ssdprof.core import pairs
-from ssdprof.report import comparison, html
+from ssdprof.report import comparison, html, stalls
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -33,7 +33,7 @@ PAGES = {
     "compare": lambda: html.of_document(
         comparison.compose(pairs.compare(("a", report()), ("b", report()), smallest_difference=0.01), every=True)
     ),
-    "stalls alone": lambda: html.of_stalls_alone(STALLS),
+    "stalls alone": lambda: html.of_document(stalls.compose(STALLS), STALLS),
 }
 
 

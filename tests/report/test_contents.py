@@ -341,7 +341,7 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
 @pytest.mark.parametrize("name", CAVEATS)
 def test_caveats(name: str) -> None:
     found, expected = CAVEATS[name]
-    said = caveats(found)
+    said = list(caveats(found))
     assert len(said) == len(expected), said
     assert all(one.startswith(begins) for one, begins in zip(said, expected, strict=True)), said
 
