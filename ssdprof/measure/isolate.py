@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,10 +107,12 @@ class GuardedInputs:
         return ""
 
 
-class _GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, blocks: list[_Block]) -> None:
+class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which torch allocates tensors between guards."""
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._blocks = blocks
+        self._blocks: list[_Block] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
@@ -123,26 +125,15 @@ class _GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         placed = block.placed(made, 0)
         return placed.copy_(made) if "empty" not in name else placed
 
-
-@contextmanager
-def guarded_allocations() -> Iterator[Callable[[], str]]:
-    """While the context is open, torch allocates tensors between guards.
-
-    The value is a function that describes writes next to them, to be called in the context; "" if there were none.
-    """
-    blocks: list[_Block] = []
-
-    def out_of_bounds() -> str:
-        over = ((block.overrun(), block.names[0]) for block in blocks)
+    def out_of_bounds(self) -> str:
+        """A phrase on writes next to the tensors, asked in the context; empty if there were none."""
+        over = ((block.overrun(), block.names[0]) for block in self._blocks)
         return next((f"it writes out of bounds, {where} {name}" for where, name in over if where), "")
-
-    with _GuardedAllocations(blocks):
-        yield out_of_bounds
 
 
 def unwritten(tensor: torch.Tensor) -> int:
     """The number of elements whose bytes all equal those of the guards.  In a tensor made under
-    `guarded_allocations`, they were never written.  A NaN that a GPU or torch computes has other bits."""
+    `GuardedAllocations`, they were never written.  A NaN that a GPU or torch computes has other bits."""
     elements = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
     return int((elements == 0xFF).all(-1).sum())
 
@@ -321,14 +312,14 @@ def judged(implementation: Implementation, inputs: Any, precision: PrecisionReco
         label=implementation.name,
         out_of_bounds=guarded.out_of_bounds,
     )
-    with guarded_allocations() as damage:
+    with GuardedAllocations() as memory:
         try:
             output, tried = call.first_run()
         except MissingCapabilityError as error:  # the GPU is unusable for this process, which ends here
             return "failed", type_and_message(error.__cause__ or error)
         if output is None:
             return tried["status"], tried["reason"]
-        if words := damage():
+        if words := memory.out_of_bounds():
             return "failed", words
     for name, tensor in zip(("out", "final_states"), output, strict=True):
         if elements := unwritten(tensor):

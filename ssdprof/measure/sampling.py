@@ -83,7 +83,8 @@ def sample_in_turns(
         if count < plan.min_recordings:
             continue
         another_ends = 2 * now() - recording_began  # assuming the duration of this one
-        if another_ends > began + plan.seconds or _settled(taken, plan.smallest_difference):
+        by_kind = [[own for name, own in taken.items() if name[0] == kind] for kind in kinds]
+        if another_ends > began + plan.seconds or all(settled(own, plan.smallest_difference) for own in by_kind):
             break
     return dict(taken or {})
 
@@ -118,8 +119,3 @@ def _take(samplers: Mapping[Name, Sampler], turns: Iterator[list[Name]]) -> Roun
         for name in order:
             taken[name].append(samplers[name]())
     return {name: np.array(values) for name, values in taken.items()}
-
-
-def _settled(taken: Mapping[Name, Samples], smallest_difference: float) -> bool:
-    kinds = {kind for kind, _ in taken}
-    return all(settled([own for name, own in taken.items() if name[0] == kind], smallest_difference) for kind in kinds)

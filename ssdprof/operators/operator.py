@@ -320,25 +320,19 @@ def drafted(inputs: Any, binding: CallBinding[Any], count: int) -> Any:
 
 
 def computed(inputs: Any, chunked: Callable[..., Output]) -> Output:
-    """By our kernels on a GPU, by the chunked form in fp32 elsewhere."""
-    if inputs.device.type == "cuda":
-        return run_kernels(inputs.operator, inputs, inputs.device)
-    out, final_states = chunked(inputs, dtype=torch.float32)
-    return out.to(inputs.values.dtype), final_states
-
-
-def run_kernels(operator: str, inputs: Any, device: torch.device) -> Output:
-    """Run the first of our implementations that supports `inputs`, with exact intermediates and fp32 states.
-
-    Raises BadInputError with the reason of each refusal.
-    """
+    """By the first of our kernels that supports the inputs, with exact intermediates and fp32 states; without a GPU by
+    the chunked form in fp32.  Raises BadInputError with the reason of each refusal."""
+    if inputs.device.type != "cuda":
+        out, final_states = chunked(inputs, dtype=torch.float32)
+        return out.to(inputs.values.dtype), final_states
     refusals = []
-    with torch.cuda.device(device):
-        for name in [one for one in ("fused", "unfused") if one in kernels.names(operator)]:
+    with torch.cuda.device(inputs.device):
+        for name in [one for one in ("fused", "unfused") if one in kernels.names(inputs.operator)]:
             try:
-                out, final_states = kernels.get(operator, name).run(inputs, precision.Precision())
+                out, final_states = kernels.get(inputs.operator, name).run(inputs, precision.Precision())
             except registry.UnsupportedError as error:
                 refusals.append(f"{name}: {error}")
             else:
                 return out, final_states
-    raise BadInputError(f"No {operator.upper()} implementation runs this model's layers ({'; '.join(refusals)}).")
+    title = inputs.operator.upper()
+    raise BadInputError(f"No {title} implementation runs this model's layers ({'; '.join(refusals)}).")

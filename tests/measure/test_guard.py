@@ -11,7 +11,7 @@ import torch
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.isolate import GUARD, GuardedInputs, guarded_allocations, unwritten
+from ssdprof.measure.isolate import GUARD, GuardedAllocations, GuardedInputs, unwritten
 from ssdprof.operators import tensors
 
 
@@ -95,19 +95,21 @@ def test_what_torch_allocates_is_guarded() -> None:
         lambda: torch.empty_strided((3, 5), (5, 1)),
     ]
     for make in makers:
-        with guarded_allocations() as damage:
+        with GuardedAllocations() as memory:
             tensor = make()
-            assert damage() == ""
+            assert memory.out_of_bounds() == ""
             beside(tensor, 15).fill_(1)
-            assert damage() == "it writes out of bounds, behind a tensor of shape (3, 5) that it allocates"
-    with guarded_allocations() as damage:
+            assert (
+                memory.out_of_bounds() == "it writes out of bounds, behind a tensor of shape (3, 5) that it allocates"
+            )
+    with GuardedAllocations() as memory:
         tensor = torch.empty(3, 5)
         beside(tensor, -1).fill_(1)
-        assert damage() == "it writes out of bounds, before a tensor of shape (3, 5) that it allocates"
+        assert memory.out_of_bounds() == "it writes out of bounds, before a tensor of shape (3, 5) that it allocates"
 
 
 def test_guarded_tensors_hold_what_they_would_hold() -> None:
-    with guarded_allocations() as damage:
+    with GuardedAllocations() as memory:
         assert torch.equal(torch.zeros(2, 3), torch.tensor([[0.0] * 3] * 2))
         assert torch.full((2,), 7).tolist() == [7, 7]
         assert torch.ones_like(torch.empty(2, dtype=torch.int32)).tolist() == [1, 1]
@@ -116,12 +118,12 @@ def test_guarded_tensors_hold_what_they_would_hold() -> None:
         plain, guarded = torch.randn(4, 4), torch.empty(4, 4)
         guarded.copy_(plain)
         assert torch.equal(guarded @ guarded, plain @ plain)
-        assert damage() == ""
+        assert memory.out_of_bounds() == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_nobody_wrote_is_counted(dtype: torch.dtype) -> None:
-    with guarded_allocations():
+    with GuardedAllocations():
         tensor = torch.empty(4, 6, dtype=dtype)
     assert unwritten(tensor) == 24
     tensor[1:] = float("nan")  # a computed NaN has other bits

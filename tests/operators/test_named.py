@@ -20,7 +20,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.operators import get
 from ssdprof.operators.implementations import kind_of, known, own_precisions, refuse_two_checkouts, resolve, resolver
-from ssdprof.operators.operator import run_kernels
+from ssdprof.operators.operator import computed
 
 SSD, GDN = get("ssd"), get("gdn")
 CPU = torch.device("cpu")
@@ -243,6 +243,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 REFUSED = UnsupportedError("K of 7")
+ON_GPU = SimpleNamespace(operator="gdn", device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -256,13 +257,13 @@ def test_fused_is_preferred_and_unfused_computes_what_it_refuses(
     registered: dict[str, Any], given: dict[str, Any], expected: str
 ) -> None:
     registered.update(given)
-    assert run_kernels("gdn", None, torch.device("cuda")) == (expected, None)
+    assert computed(ON_GPU, print) == (expected, None)
 
 
 def test_what_none_computes_is_refused_with_every_reason_and_other_errors_pass(registered: dict[str, Any]) -> None:
     registered.update(reference="reference", fused=REFUSED)
     with pytest.raises(BadInputError, match=r"No GDN .*\(fused: K of 7\)"):
-        run_kernels("gdn", None, torch.device("cuda"))
+        computed(ON_GPU, print)
     registered.update(fused=RuntimeError("broken"), unfused="unfused")
     with pytest.raises(RuntimeError, match="broken"):
-        run_kernels("gdn", None, torch.device("cuda"))
+        computed(ON_GPU, print)
