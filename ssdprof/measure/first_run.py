@@ -22,7 +22,7 @@ import triton
 from triton.compiler import ASTSource, CompiledKernel
 
 from ssdprof import operators
-from ssdprof.core.base import Fault
+from ssdprof.core.base import Fault, Status
 from ssdprof.core.case import FirstCall, Launch
 from ssdprof.environment.machine import free_memory
 from ssdprof.errors import MissingCapabilityError
@@ -39,20 +39,13 @@ T = TypeVar("T")
 Run = Callable[[], Output]
 
 
-class CallRejected(Exception):
-    """A call that must not be made here.  The message is the reason; `status` is the status of its case."""
-
-    def __init__(self, status: Fault, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """A run of an implementation on an operator's inputs.  Compared by identity.
 
     precision: the declared one.  label: for display, with the precision.
-    precheck: called before the first call.  Raises CallRejected for a call that must not be made in this process.
+    precheck: called before the first call.  "ran", or the status and the reason of a call that must not be made in this
+        process.
     out_of_bounds: a phrase on writes to the inputs or next to them; empty if there were none.
     """
 
@@ -60,7 +53,7 @@ class Call:
     inputs: Any
     precision: Precision
     label: str
-    precheck: Callable[[], None] = lambda: None
+    precheck: Callable[[], tuple[Status, str]] = lambda: ("ran", "")
     out_of_bounds: Callable[[], str] = lambda: ""
 
     @cached_property
@@ -122,7 +115,9 @@ class Call:
             each = f"{len(self._inputs):,} calls, one for each state, and copies that join the states; "
             each = "copies of states out of the pool; " * self._copies_states + each * (len(self._inputs) > 1)
             fields |= {"variant": plan.variant, "plan": each + plan.reason}
-            self.precheck()
+            status, reason = self.precheck()
+            if status != "ran":
+                return None, fields | {"status": status, "reason": reason}
             with recording as launched:
                 output, workspace, late = run_and_measure(run, self.device)
             check_output(output, self.inputs)
@@ -205,8 +200,6 @@ def status_of(error: Exception, device: torch.device, culprit: str) -> tuple[Fau
 
     culprit: the name of the implementation.  Raises what `refuse_if_interrupted` and `refuse_if_lost` raise.
     """
-    if isinstance(error, CallRejected):
-        return error.status, str(error)
     if isinstance(error, UnsupportedError):
         return "refused", str(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -37,7 +37,7 @@ from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import fingerprint
-from ssdprof.measure.first_run import Call, CallRejected, type_and_message
+from ssdprof.measure.first_run import Call, type_and_message
 from ssdprof.operators import implementations, tensors
 from ssdprof.operators.tensors import precision_of
 
@@ -195,12 +195,10 @@ class IsolatedFirstCall:
         self._limit_s = limit_s
         self._verdicts: dict[Hashable, Verdict] = {}
 
-    def require(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> None:
-        """CallRejected if the kernel fails at its first call on inputs of this form, now or earlier."""
+    def verdict(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> Verdict:
+        """Of the kernel's first call on inputs of this form, now or earlier."""
         self.prepare(implementation, [inputs], precision)
-        status, reason = self._verdicts[implementation.version, precision, tensors.form(inputs)]
-        if status != "ran":
-            raise CallRejected(status, reason)
+        return self._verdicts[implementation.version, precision, tensors.form(inputs)]
 
     def prepare(self, implementation: Implementation, several: Sequence[Any], precision: PrecisionRecord) -> None:
         """Make the first calls on inputs of several forms in one process, or in more if a call ends it."""
@@ -218,7 +216,7 @@ class IsolatedFirstCall:
     def guarded(self, call: Call, inputs: GuardedInputs, precision: PrecisionRecord) -> Call:
         """The call of a user's kernel on a copy of its inputs, which protects other calls, made in another process
         first."""
-        precheck = partial(self.require, call.implementation, call.inputs, precision)
+        precheck = partial(self.verdict, call.implementation, call.inputs, precision)
         return replace(call, inputs=inputs.inputs, precheck=precheck, out_of_bounds=inputs.out_of_bounds)
 
 

@@ -17,7 +17,7 @@ from ssdprof.core.base import EXACT_FP32, REPEATS, PrecisionRecord, Probe
 from ssdprof.kernels import GDNInputs, UnsupportedError
 from ssdprof.measure import probes
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.isolate import IsolatedFirstCall, Verdict
 from ssdprof.measure.probes import OF_THE_SAME_FORM, Prober
 from ssdprof.operators import generate
 from ssdprof.operators.generate import Tokens
@@ -34,7 +34,8 @@ RELAXED_BF16, RELAXED_FP16 = (PrecisionRecord(intermediates="relaxed", state_dty
 class Here(IsolatedFirstCall):
     """Makes no first call elsewhere."""
 
-    def require(self, *_: Any) -> None: ...
+    def verdict(self, *_: Any) -> Verdict:
+        return "ran", ""
 
     def prepare(self, *_: Any) -> None: ...
 

@@ -17,7 +17,6 @@ from ssdprof.core.base import EXACT_FP32, PrecisionRecord
 from ssdprof.kernels.registry import Implementation
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.measure import isolate
-from ssdprof.measure.first_run import CallRejected
 from ssdprof.measure.isolate import IsolatedFirstCall, judged
 from ssdprof.operators.implementations import resolve
 
@@ -33,11 +32,7 @@ def named(function: str, operator: str = "ssd") -> Implementation:
 
 def verdict(function: str, inputs: Any, limit_s: float = 60.0) -> tuple[str, str]:
     """Status and reason."""
-    try:
-        IsolatedFirstCall(limit_s).require(named(function, inputs.operator), inputs, EXACT_FP32)
-    except CallRejected as error:
-        return error.status, str(error)
-    return "ran", ""
+    return IsolatedFirstCall(limit_s).verdict(named(function, inputs.operator), inputs, EXACT_FP32)
 
 
 @pytest.mark.parametrize("make", [ssd, pytest.param(gdn, marks=pytest.mark.slow)])
@@ -123,12 +118,11 @@ def test_each_precision_and_form_of_inputs_has_one_first_call(monkeypatch: pytes
     monkeypatch.setattr(isolate, "_tried", tried)
     isolated, given = IsolatedFirstCall(), ssd()
     for _ in range(2):
-        isolated.require(named("good"), given, EXACT_FP32)
-        isolated.require(named("good"), replace(given, x=given.x + 1), EXACT_FP32)  # contiguous
-        isolated.require(named("good"), given, EXACT_FP32.changed(state_dtype="bf16"))
-        isolated.require(named("good"), replace(given, chunk_size=64), EXACT_FP32)
-        with pytest.raises(CallRejected, match="seen before"):
-            isolated.require(named("nan"), given, EXACT_FP32)
+        isolated.verdict(named("good"), given, EXACT_FP32)
+        isolated.verdict(named("good"), replace(given, x=given.x + 1), EXACT_FP32)  # contiguous
+        isolated.verdict(named("good"), given, EXACT_FP32.changed(state_dtype="bf16"))
+        isolated.verdict(named("good"), replace(given, chunk_size=64), EXACT_FP32)
+        assert isolated.verdict(named("nan"), given, EXACT_FP32) == ("failed", "seen before")
     assert len(made) == 5
 
 
@@ -145,7 +139,7 @@ def test_inputs_reach_the_other_process_as_they_are_and_neither_a_secret_nor_a_s
     )
     given = ssd()
     assert torch.isfinite(given.x).all()
-    with pytest.raises(CallRejected) as told:
-        IsolatedFirstCall().require(resolve(operators.get("ssd"), "telling:kernel"), given, EXACT_FP32)
+    telling = resolve(operators.get("ssd"), "telling:kernel")
+    told = IsolatedFirstCall().verdict(telling, given, EXACT_FP32)
     expected = (given.B.stride(), given.dt_limit, given.x.double().sum().item(), None)
-    assert str(told.value) == f"ValueError: {expected} (telling.py:4 in kernel)", "from the user's own file on"
+    assert told == ("failed", f"ValueError: {expected} (telling.py:4 in kernel)"), "from the user's own file on"

@@ -119,16 +119,9 @@ def step(
 def as_fla(calls: Calls) -> Callable[..., Any]:
     """q and k are normalised inside if requested."""
 
-    def function(
-        *, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, initial_state: Any, output_final_state: bool,
-        use_qk_l2norm_in_kernel: bool, cu_seqlens: Any,
-    ) -> Any:  # fmt: skip
-        calls.append({"q": q, "output_final_state": output_final_state})
-        inputs = GDNInputs(
-            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            use_qk_l2norm=use_qk_l2norm_in_kernel,
-        )  # fmt: skip
-        return gdn_recurrence(inputs)
+    def function(*, output_final_state: bool, use_qk_l2norm_in_kernel: bool, **given: Any) -> Any:
+        calls.append({"q": given["q"], "output_final_state": output_final_state})
+        return gdn_recurrence(GDNInputs(**given, use_qk_l2norm=use_qk_l2norm_in_kernel))
 
     return function
 
