@@ -75,19 +75,13 @@ def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
     flipped = (cut["token"] != cut["reference_token"]).nonzero()[:, 0]
     worst = int(flipped[margin[flipped].argmax()]) if len(flipped) else None
     return AnswerBand(
-        start=start,
-        stop=stop,
-        kl_mean=float(kl.mean()),
-        kl_p99=float(np.quantile(kl, 0.99)),
-        kl_max=float(kl.max()),
-        kl_max_position=start + int(kl.argmax()),
-        top1_pct=100.0 * (1 - len(flipped) / len(kl)),
-        flips=len(flipped),
+        start=start, stop=stop, kl_mean=float(kl.mean()), kl_p99=float(np.quantile(kl, 0.99)), kl_max=float(kl.max()),
+        kl_max_position=start + int(kl.argmax()), top1_pct=100.0 * (1 - len(flipped) / len(kl)), flips=len(flipped),
         flip_margin_median=float(margin[flipped].quantile(0.5)) if len(flipped) else None,
         flip_margin_max=None if worst is None else float(margin[worst]),
         flip_position=None if worst is None else start + worst,
         **_perplexities(*losses[:, losses.isfinite().all(0)].numpy()),
-    )
+    )  # fmt: skip
 
 
 def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:

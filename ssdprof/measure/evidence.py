@@ -1,20 +1,9 @@
 """Tests of an output's errors against the errors that the roundings of its precision can cause.
 
-The null hypothesis is a correct kernel with 16-bit inputs.  `DRAWS` evaluations of the rounded form, in which every
-operand has an independent uniform error of at most half a unit in the last place (`Rounded.drawn`), show what such a
-kernel can do.  Errors are divided by the RMS of the oracle's row (one position of a head, or one row of a state), so
-that rows of any size count alike.  With e the error, hi the oracle, u the unit roundoff of the inputs' dtype:
-
-    gain    <e, hi> / <hi, hi> of a head is within u/16 and 2 * 6 standard errors of the mean of the draws.  u/16 is
-            room for accumulators that truncate.
-    rms     E^2 <= F^2 + 4 (M^2 - F^2) + (u/16)^2: mean squares of the kernel, of the rounded oracle, and of the draws.
-            An error of twice the model's internal roundings is allowed; the output's own rounding is not doubled.  The
-            last term is for the same accumulators.  The limit is raised by six standard deviations of the draws for a
-            head, and by 18 for each of the many columns, slices of the positions, and positions modulo 16 to 256.  The
-            variance of such a place is at least that of an average element of the head, times its elements: 12 draws
-            may show none of the few ties that could be rounded the other way.
-
-docs/measuring.md says which faults they find.
+docs/measuring.md has the tests.  `DRAWS` evaluations of the rounded form, in which every operand has an independent
+uniform error of at most half a unit in the last place (`Rounded.drawn`), show what a correct kernel with 16-bit inputs
+can do.  Errors are divided by the RMS of the oracle's row (one position of a head, or one row of a state), so that rows
+of any size count alike.
 """
 
 from __future__ import annotations
@@ -80,14 +69,9 @@ class Evidence:
         return [norms for (what, null, _), norms in self._norms.items() if what == "rounded" and null in nulls]
 
     def add(
-        self,
-        high: torch.Tensor,
-        floor: torch.Tensor,
-        ours: Mapping[Any, torch.Tensor],
-        rounded: Mapping[Any, Iterable[torch.Tensor]],
-        start: int,
-        origin: int,
-    ) -> None:
+        self, high: torch.Tensor, floor: torch.Tensor, ours: Mapping[Any, torch.Tensor],
+        rounded: Mapping[Any, Iterable[torch.Tensor]], start: int, origin: int,
+    ) -> None:  # fmt: skip
         """A block; tensors are (h, rows, width) in fp64.
 
         high: the oracle; floor: rounded to the output's dtype.  rounded: the errors of these forms, computed as they
@@ -142,6 +126,7 @@ class Evidence:
         draws = [torch.stack([self._sums["rounded", null, 1 + k] for k in range(DRAWS)]) for null in nulls]
         for several in draws:
             gains = several[..., :1] / norm[:, :1]
+            # 1/16: for accumulators that truncate
             spread = unit / 16 + 2 * _SIGMAS * gains.std(0) + room
             least.append(gains.mean(0) - spread)
             most.append(gains.mean(0) + spread)
@@ -167,7 +152,11 @@ class Evidence:
 
 
 def _limit(floor: torch.Tensor, draws: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """(h, places), parts of the head: the largest sum of squares that rounding explains.  draws: (DRAWS, h, places)."""
+    """(h, places), parts of the head: the largest sum of squares that rounding explains.  draws: (DRAWS, h, places).
+
+    The variance of a place is at least that of an average element, times its elements: 12 draws may show none of the
+    few ties that could be rounded the other way.
+    """
     internal = draws - floor
     of_one = internal.sum(2).var(0) / elements.sum(1)  # (h), the variance of an element
     variance = torch.maximum(internal.var(0), elements * of_one[:, None])

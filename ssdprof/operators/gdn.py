@@ -53,19 +53,10 @@ STAGES = Stages.of(
 
 
 def bind(
-    mixer: torch.nn.Module,  # noqa: ARG001
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    kind: str = "GDNInputs",
-    **given: Any,
-) -> BoundCall:
-    """The call of `mixer` as inputs of this kind."""
+    _mixer: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, kind: str = "GDNInputs", **given: Any,
+) -> BoundCall:  # fmt: skip
+    """The call of a mixer as inputs of this kind."""
     given |= {"q": q, "k": k, "v": v, "g": g, "beta": beta, "use_qk_l2norm": use_qk_l2norm_in_kernel}
     return from_call(getattr(kernels, kind), **given), output_final_state, ""
 

@@ -47,18 +47,10 @@ STAGES = Stages.of(
 
 
 def bind(
-    mixer: torch.nn.Module,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int,
-    *,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
+    mixer: torch.nn.Module, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    chunk_size: int, *, dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False,
     **given: Any,
-) -> BoundCall:
+) -> BoundCall:  # fmt: skip
     """The call of `mixer` as inputs."""
     limit = tuple(map(float, dt_limit))
     inputs = from_call(kernels.SSDInputs, **given, x=x, dt=dt, A=A, B=B, C=C, chunk_size=chunk_size, dt_limit=limit)
@@ -78,19 +70,10 @@ def _limit_remark(mixer: torch.nn.Module, passed: tuple[float, float]) -> str:
 
 
 def bind_step(
-    mixer: torch.nn.Module,
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
-    z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    **dropped: Any,  # noqa: ARG001
-) -> BoundCall:
+    mixer: torch.nn.Module, state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
+    C: torch.Tensor, D: torch.Tensor | None = None, z: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False, **_: Any,
+) -> BoundCall:  # fmt: skip
     """A call of `mixer` for one token: x (b, h, p), B and C (b, g, n), and dt, A, D and dt_bias repeated over channels.
 
     The state is updated in place, so only the output is returned.  The limits of dt are not among the
