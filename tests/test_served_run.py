@@ -123,23 +123,6 @@ def test_packed_sequences_are_one_call() -> None:
     assert [case.accuracy for case in reports.load("b")[1].cases] == [case.accuracy for case in report.cases]
 
 
-@pytest.mark.slow
-def test_chunks_are_calls_of_their_own() -> None:
-    answer = Answer("run", "demo", "--seq", "40", "--chunked-prefill", "16", "--decode", "1", *WHOLE)
-    assert answer.code == 0, answer.err
-    _, report = reports.load(None)
-    assert kinds(report) == {
-        ("chunk", "unfused", 16): 2,
-        ("chunk", "fused", 16): 2,
-        ("chunk", "unfused", 8): 1,
-        ("chunk", "fused", 8): 1,
-        ("decode", "unfused_step", 1): 1,
-        ("decode", "recurrent", 1): 1,
-    }
-    assert "in chunks of 16 tokens of 40 tokens, 2 chunks in layer" in " ".join(answer.out.split())
-    assert "chunked prefill, 16 tokens a call" in answer.out
-
-
 @pytest.mark.parametrize(
     ("model", "words", "fitting"),
     [("demo", "2 heads x 64", "2 or 4"), ("demo-gdn", "1/2 heads", "2"), ("demo-kda", "1/1 heads", "2")],

@@ -115,8 +115,8 @@ class Evidence:
     def checks(self, name: Any, nulls: Sequence[Any], unit: float, coarsest: torch.Tensor) -> tuple[ErrorTest, ...]:
         """The place that uses most of its limit, for each test.  Waits for the device.
 
-        nulls: rounded forms, of which the kernel may be any; unit: u of the module; coarsest: (h), the relative error
-        of the coarsest rounding of each head, which is above u where decays have large exponents.
+        nulls: rounded forms, of which the kernel may be any; unit: unit roundoff of the inputs; coarsest: (h), the
+        relative error of the coarsest rounding of each head, which is above it where decays have large exponents.
         """
         if not self._sums:
             return ()

@@ -68,28 +68,6 @@ def test_whoever_comes_first_comes_last_in_the_next_round() -> None:
     assert len({tuple(order) for order in rounds}) > 2
 
 
-def test_each_recording_is_set_up_after_the_samplers_of_the_last_are_gone() -> None:
-    alive = 0
-
-    class Held:
-        def __init__(self) -> None:
-            nonlocal alive
-            alive += 1
-
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= 1
-
-        def __call__(self) -> float:
-            return 1.0
-
-    def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
-        assert alive == 0
-        return {A: Held(), B: Held()}
-
-    sample_in_turns(set_up, plan())
-
-
 DISAGREEING = [value for value in (100.0, 104, 98, 103, 99, 105) for _ in range(4)]
 
 
