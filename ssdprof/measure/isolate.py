@@ -196,7 +196,7 @@ class IsolatedFirstCall:
         self._verdicts: dict[Hashable, Verdict] = {}
 
     def verdict(self, implementation: Implementation, inputs: Any, precision: PrecisionRecord) -> Verdict:
-        """Of the kernel's first call on inputs of this form, now or earlier."""
+        """What the first call of the kernel on inputs of this form, now or earlier, came to."""
         self.prepare(implementation, [inputs], precision)
         return self._verdicts[implementation.version, precision, tensors.form(inputs)]
 
