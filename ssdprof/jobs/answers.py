@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from ssdprof.jobs.subject import Subject
 from ssdprof.jobs.substitute import Compute, by_layer, implemented
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.accuracy import oracle_output
-from ssdprof.measure.answers import Divergence, bands, compare_logits, first_nonfinite, joined, rows_that_fit
+from ssdprof.measure.answers import bands, compare_logits, first_nonfinite, joined, rows_that_fit
 from ssdprof.measure.first_run import first_line, forget_peak, peak_bytes, status_of
 from ssdprof.measure.isolate import while_it_runs
 from ssdprof.operators import tensors
@@ -105,7 +105,7 @@ def compare_answers(
 
     Raises the errors of the reference; errors of a case are recorded in the case.
     """
-    sites, ref = find_mixers(loaded.model), loaded.subject.ref
+    mixers, ref = find_mixers(loaded.model), loaded.subject.ref
     with (
         limits.memory_errors(),
         np.errstate(invalid="ignore", over="ignore"),  # from masked lanes, in Triton's interpreter
@@ -113,131 +113,120 @@ def compare_answers(
         for ids, segment_length, prompt in zip(loaded.ids, loaded.segment_lengths, loaded.prompts, strict=True):
             check_ids(loaded.model.get_input_embeddings().num_embeddings, ids)
             ids, layers = ids.to(loaded.model.device), loaded.subject.layers
-            run = PromptRun(loaded.model, ids, segment_length, sites, ref.model_type, layers)
-            PromptAnswers(run, loaded, request, precisions, writer, prompt.token_sha256).run(watcher)
+            run = PromptRun(loaded.model, ids, segment_length, mixers, ref.model_type, layers)
+            models = list(_models(run, dtype_name(loaded.whole.dtype), request, precisions, prompt.token_sha256))
+            if not all(case.name in writer.earlier for case, _, _ in models):
+                _compare(run, models, loaded.whole, request, watcher, writer)
 
 
-@dataclass
-class PromptAnswers:
-    """The comparison on one prompt.  inputs: of its cases."""
+def _models(
+    prompt: PromptRun, dtype: DType, request: AnswersOptions, precisions: Precisions, inputs: str
+) -> Iterator[tuple[Case, Compute, frozenset[int]]]:
+    """First noise, then all layers together, then each layer alone: what computes the operators of which layers.
 
-    prompt: PromptRun
-    loaded: Loaded
-    request: AnswersOptions
-    precisions: Precisions
-    writer: Writer
-    inputs: str
+    dtype: of the model.  inputs: of the cases.
+    """
+    mixers, layers = prompt.mixers, frozenset(prompt.wanted)
 
-    def run(self, watcher: Watcher) -> None:
-        device, began = self.prompt.ids.device, time.monotonic()
-        if device.type == "cuda":
-            forget_peak(device)
-        models, earlier = list(self._models()), self.writer.earlier
-        if all(case.name in earlier for case, _, _ in models):
-            return
-        layers = len({site.layer_index for site in self.prompt.mixers})
-        # with the reference: its own runs, and for each case the share of the layers that are left to it
-        runs = 1 + bool(self.request.generate) + sum(1 - len(at) / layers for _, _, at in models)
-        with watcher.step("Running the reference"):
-            self._reference, name, remark = choose_reference(self.request.reference, self.prompt, runs)
-            self._hidden = hidden_states(self.prompt, self._reference)
-            self._tokens = self._greedy(self._reference, None)
-        with watcher.step("Comparing answers", len(models), unit="cases") as advance:
-            for case, compute, at in models:
-                if case.name in earlier:
-                    advance(1)
-                    continue
-                assert case.answers
-                told = case.changed(answers=case.answers.changed(reference=name, remark=remark))
-                self.writer.case(self._compare(told, compute, at))
-                self.writer.update(seconds=self.writer.report.first.seconds + time.monotonic() - began)
-                began = time.monotonic()
-                if device.type == "cuda":
-                    self.writer.peaked(peak_bytes(device))
-                advance(1)
+    def case(name: str, precision: PrecisionRecord, *, change: str = "", alone: int | None = None) -> Case:
+        return Case(
+            answers=Answers(
+                reference="",
+                weights=dtype,
+                own_weights=request.weights != "fp32",
+                layers=tuple(sorted(layers)),
+                segment_length=prompt.segment_length,
+                change=change,
+                alone=alone,
+            ),
+            batch=1,
+            seqlen=prompt.ids.shape[1],
+            inputs=inputs,
+            implementation=name,
+            precision=precision,
+            status="ran",
+        )
 
-    def _models(self) -> Iterator[tuple[Case, Compute, frozenset[int]]]:
-        """First noise, then all layers together, then each layer alone: what computes the operators of which layers."""
-        sites, request = self.prompt.mixers, self.request
-        dtype = dtype_name(self.loaded.whole.dtype)
-        layers = frozenset(self.prompt.wanted)
-
-        def case(name: str, precision: PrecisionRecord, *, change: str = "", alone: int | None = None) -> Case:
-            return Case(
-                answers=Answers(
-                    reference="",
-                    weights=dtype,
-                    own_weights=request.weights != "fp32",
-                    layers=tuple(sorted(layers)),
-                    segment_length=self.prompt.segment_length,
-                    change=change,
-                    alone=alone,
-                ),
-                batch=1,
-                seqlen=self.prompt.ids.shape[1],
-                inputs=self.inputs,
-                implementation=name,
-                precision=precision,
-                status="ran",
-            )
-
-        operator = operators.get(sites[0].operator)  # a model has one kind of operator
-        baseline, noises = operator.baseline, (with_moved_bits, in_other_chunks)
-        for change, noise in zip(("last bit of its inputs moved", "in chunks of half the length"), noises, strict=True):
-            moved = noise(implemented(baseline, EXACT_FP32, sites))
-            yield case(baseline, EXACT_FP32, change=change), moved, layers
-        computes = {
-            (name, one): implemented(name, one, sites)
-            for name in request.implementations
-            for one in own_precisions(resolve(operator, name), dtype, self.precisions(dtype))
-        }
+    operator = operators.get(mixers[0].operator)  # a model has one kind of operator
+    baseline, noises = operator.baseline, (with_moved_bits, in_other_chunks)
+    for change, noise in zip(("last bit of its inputs moved", "in chunks of half the length"), noises, strict=True):
+        moved = noise(implemented(baseline, EXACT_FP32, mixers))
+        yield case(baseline, EXACT_FP32, change=change), moved, layers
+    computes = {
+        (name, one): implemented(name, one, mixers)
+        for name in request.implementations
+        for one in own_precisions(resolve(operator, name), dtype, precisions(dtype))
+    }
+    for wanted, compute in computes.items():
+        yield case(*wanted), compute, layers
+    for layer in sorted(layers) if request.per_layer else ():
         for wanted, compute in computes.items():
-            yield case(*wanted), compute, layers
-        for layer in sorted(layers) if request.per_layer else ():
-            for wanted, compute in computes.items():
-                yield case(*wanted, alone=layer), compute, frozenset({layer})
+            yield case(*wanted, alone=layer), compute, frozenset({layer})
 
-    def _compare(self, case: Case, compute: Compute, layers: frozenset[int]) -> Case:
-        assert case.answers
-        try:
-            handler = by_layer(self.prompt.mixers, compute, layers=layers, elsewhere=self._reference)
-            generated: dict[str, int | None] = {}
-            with while_it_runs(case):
-                divergence = self._divergence(hidden_states(self.prompt, handler))
-                if (position := first_nonfinite(divergence)) is not None:
-                    return case.changed(answers=case.answers.changed(nonfinite=position))
-                if self.request.generate and case.answers.alone is None:
-                    tokens = self._greedy(compute, layers)
-                    pairs = enumerate(zip(self._tokens, tokens, strict=True))
-                    differing = (number for number, (one, other) in pairs if one != other)
-                    generated = {"generated": len(tokens), "first_difference": next(differing, None)}
-        except MissingCapabilityError as error:
-            if not isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise
-            return case.changed(status="out of memory", reason=first_line(error.__cause__))
-        except Exception as error:
-            status, reason = status_of(error, self.prompt.ids.device, case.implementation)
-            return case.changed(status=status, reason=reason)
-        return case.changed(answers=case.answers.changed(bands=bands(divergence), **generated))
 
-    def _divergence(self, hidden: torch.Tensor) -> Divergence:
-        """Compares the logits after `hidden` (1, l, hidden) with the reference's, a block of positions at a time."""
-        next_tokens, model, blocks = self.prompt.ids[0, 1:], self.loaded.whole, []
-        length = rows_that_fit(model.get_input_embeddings().num_embeddings)
+def _compare(
+    prompt: PromptRun, models: Sequence[tuple[Case, Compute, frozenset[int]]], whole: Any, request: AnswersOptions,
+    watcher: Watcher, writer: Writer,
+) -> None:  # fmt: skip
+    """whole: the model with its head.  The cases of an interrupted comparison are there already."""
+    device, began = prompt.ids.device, time.monotonic()
+    if device.type == "cuda":
+        forget_peak(device)
+
+    def generated(compute: Compute, layers: frozenset[int] | None) -> Sequence[int]:
+        """Greedy tokens.  The operator computes the prompt; the model's own step computes each token after it."""
+        if not request.generate:
+            return ()
+        with intercept(prompt.mixers, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference)):
+            return greedy(whole, prompt.ids, request.generate, prompt.segment_length)
+
+    def answers_of(case: Case, compute: Compute, layers: frozenset[int]) -> dict[str, Any]:
+        """Compares the logits with the reference's, a block of positions at a time."""
+        hidden = hidden_states(prompt, by_layer(prompt.mixers, compute, layers=layers, elsewhere=reference))
+        blocks, length = [], rows_that_fit(whole.get_input_embeddings().num_embeddings)
         for start in range(0, hidden.shape[1], length):
             rows = slice(start, start + length)
-            high, low = (logits(model, states[:, rows])[0] for states in (self._hidden, hidden))
-            blocks.append(compare_logits(high, low, next_tokens[rows]))
-        return joined(blocks)
+            high, low = (logits(whole, states[:, rows])[0] for states in (exact, hidden))
+            blocks.append(compare_logits(high, low, prompt.ids[0, 1:][rows]))
+        divergence = joined(blocks)
+        if (position := first_nonfinite(divergence)) is not None:
+            return {"nonfinite": position}
+        found: dict[str, Any] = {"bands": bands(divergence)}
+        if request.generate and case.answers and case.answers.alone is None:
+            tokens = generated(compute, layers)
+            differing = (number for number, (one, other) in enumerate(zip(first, tokens, strict=True)) if one != other)
+            found |= {"generated": len(tokens), "first_difference": next(differing, None)}
+        return found
 
-    def _greedy(self, compute: Compute, layers: frozenset[int] | None) -> Sequence[int]:
-        """Greedy tokens.  The operator computes the prompt; the model's own step computes each token after it."""
-        prompt = self.prompt
-        if not self.request.generate:
-            return ()
-        handler = by_layer(prompt.mixers, compute, layers=layers, elsewhere=self._reference)
-        with intercept(prompt.mixers, handler):
-            return greedy(self.loaded.whole, prompt.ids, self.request.generate, prompt.segment_length)
+    count = len({mixer.layer_index for mixer in prompt.mixers})
+    # with the reference: its own runs, and for each case the share of the layers that are left to it
+    runs = 1 + bool(request.generate) + sum(1 - len(layers) / count for _, _, layers in models)
+    with watcher.step("Running the reference"):
+        reference, name, remark = choose_reference(request.reference, prompt, runs)
+        exact = hidden_states(prompt, reference)
+        first = generated(reference, None)
+    with watcher.step("Comparing answers", len(models), unit="cases") as advance:
+        for case, compute, layers in models:
+            if case.name not in writer.earlier:
+                assert case.answers
+                answers = case.answers.changed(reference=name, remark=remark)
+                case = case.changed(answers=answers)
+                try:
+                    with while_it_runs(case):
+                        case = case.changed(answers=answers.changed(**answers_of(case, compute, layers)))
+                except MissingCapabilityError as error:
+                    if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                        raise
+                    case = case.changed(status="out of memory", reason=first_line(error.__cause__))
+                except Exception as error:
+                    status, reason = status_of(error, device, case.implementation)
+                    case = case.changed(status=status, reason=reason)
+                writer.case(case)
+                writer.update(seconds=writer.report.first.seconds + time.monotonic() - began)
+                began = time.monotonic()
+                if device.type == "cuda":
+                    writer.peaked(peak_bytes(device))
+            advance(1)
 
 
 # --- the reference, and noise

@@ -231,7 +231,7 @@ class Chooser:
         for length in self._lengths(seqlen) if seqlen != self._seqlen else ():
             if self._predicted(seqlen, length)[1] <= free:
                 return length
-        return min(at_most, seqlen)
+        return min(at_most, self._lengths(seqlen)[0])
 
     def _predicted(self, seqlen: int, length: int) -> tuple[int, int]:
         """Bytes needed in addition to the weights with segments of this length: without and with replaying."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -241,56 +241,38 @@ def search(
     run: runs a configuration; by default the problem does.  Allocates, compiles and launches.
     Returns the cases of all candidates, what was found, and the outcome in words.
     """
-    one = _Search(problem, timer, run or problem.run)
-    find, why = one.find()
-    return tuple(one.cases.values()), find, why
+    run, tuning, longest = run or problem.run, problem.operator.tunable, problem.inputs[-1]
+    comparer, committed = Comparer(timer=timer, oracle_must_fit=True), replace(problem.committed, reason="")
+    on_short: dict[Config, Case] = {}  # by the configuration for a short input
+    # by name; those of the committed configuration have the samples of all turns, others of their latest
+    every: dict[str, Case] = {}
+    turns = count(1)
 
-
-class _Search:
-    """cases: by name; those of the committed configuration have the samples of all turns, others of their latest."""
-
-    def __init__(self, problem: Problem, timer: CudaTimer, run: Run) -> None:
-        self._problem, self._run, self._tuning = problem, run, problem.operator.tunable
-        self._comparer = Comparer(timer=timer, oracle_must_fit=True)
-        self._committed = replace(problem.committed, reason="")
-        self._short: dict[Config, Case] = {}  # on a short input, by the configuration for that
-        self._turns = 0
-        self.cases: dict[str, Case] = {}
-
-    def find(self) -> tuple[TunedConfig | None, str]:
-        best, why = self._best()
-        if best != self._committed and not why:
-            find, why = self._decide(best)
-            if find:
-                return find, why
-        return None, f"the committed configuration stays: {why or 'no candidate was faster'}"
-
-    def _best(self) -> tuple[Config, str]:
+    def screened() -> tuple[Config, str]:
         """The fastest in a few rounds; (.., why) if the committed configuration cannot be timed."""
-        best, tried = self._committed, set[Config]()
-        longest = self._problem.inputs[-1]
+        best, tried = committed, set[Config]()
         # the graphs of all that take turns keep their outputs
-        fitting = max(1, self._entry(best, self._problem.cases[-1], longest).call.outputs_that_fit - 2)
-        right = bool(self._right([best]))
-        for axis in self._tuning.axes(best):
+        fitting = max(1, entry_of(best, problem.cases[-1], longest).call.outputs_that_fit - 2)
+        right = bool(passing([best]))
+        for axis in tuning.axes(best):
             options = [one for one in axis(best, longest) if one not in tried]
-            tried |= {self._committed, *options}
+            tried |= {committed, *options}
             while right and options:
-                timed = self._timed([self._committed, best, *options[:fitting]], SCREENING)
-                options, right = options[fitting:], self._committed in timed
+                timed = in_turns([committed, best, *options[:fitting]], SCREENING)
+                options, right = options[fitting:], committed in timed
                 fastest = min(timed, key=lambda one: math.prod(_us(timed[one])), default=best)
                 if best not in timed or (
                     fastest != best and _ratio(timed[best], timed[fastest]).verdict(0) == "faster"
                 ):
                     best = fastest
-        whys = (self.cases[case.name].why for case in self._problem.cases if not right)
+        whys = (every[case.name].why for case in problem.cases if not right)
         return best, next((f"of itself: {why}" for why in whys if why), "")
 
-    def _decide(self, best: Config) -> tuple[TunedConfig | None, str]:
-        timed = self._timed([self._committed, best], DECIDING)
+    def decided(best: Config) -> tuple[TunedConfig | None, str]:
+        timed = in_turns([committed, best], DECIDING)
         if len(timed) < 2:
             return None, "the fastest could not be timed again"
-        each = _ratios(timed[self._committed], timed[best])
+        each = _ratios(timed[committed], timed[best])
         found = statistics.mean(each)
         if found.low <= 1 + MARGIN:
             return None, f"the fastest was not {MARGIN:.0%} faster with 95 % confidence"
@@ -298,78 +280,71 @@ class _Search:
         if slower := [f"{case.seqlen:,}" for case, one in cases if one.verdict(MARGIN) == "slower"]:
             return None, f"the fastest was slower at {' and '.join(slower)} tokens"
         # the timed inputs, and others to which a find would apply
-        for inputs in (*self._problem.inputs, *self._tuning.also_judged(best, self._problem.inputs[-1])):
-            (judged,) = self._compared([best], inputs)
+        for inputs in (*problem.inputs, *tuning.also_judged(best, longest)):
+            (judged,) = compared([best], inputs)
             if judged.result != "passed":
                 for case in timed[best]:
-                    self._keep(case.changed(samples=(), later_fault=judged.why))
+                    keep(case.changed(samples=(), later_fault=judged.why))
                 return None, f"the fastest was wrong: {judged.why}"
         find = TunedConfig(
-            calls=self._problem.calls,
-            settings=self._tuning.settings(best),
+            calls=problem.calls,
+            settings=tuning.settings(best),
             device_ratio=found.value,
             device_interval=(found.low, found.high),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        return find, f"found {difference(best, self._committed)}, {words.speedup(found)}"
+        return find, f"found {difference(best, committed)}, {words.speedup(found)}"
 
-    # --- accuracy and speed
-
-    def _right(self, configs: Iterable[Config]) -> list[Config]:
+    def passing(configs: Iterable[Config]) -> list[Config]:
         """The configurations that pass on a short input; the others' cases say why not."""
-        longest = self._problem.inputs[-1]
-        short = {config: self._tuning.for_short(config, longest) for config in configs}
-        new = list(dict.fromkeys(one for one in short.values() if one not in self._short))
-        self._short |= dict(zip(new, self._compared(new, self._tuning.short(longest)), strict=True))
+        short = {config: tuning.for_short(config, longest) for config in configs}
+        new = list(dict.fromkeys(one for one in short.values() if one not in on_short))
+        on_short.update(zip(new, compared(new, tuning.short(longest)), strict=True))
         right = []
         for config, as_checked in short.items():
-            found = self._short[as_checked]
+            found = on_short[as_checked]
             if found.result == "passed":
                 right.append(config)
             else:
                 fields = {name: getattr(found, name) for name in ("status", "reason", "accuracy")}
-                for place in self._problem.cases:
-                    self._keep(self._entry(config, place, longest).case.changed(**fields))
+                for place in problem.cases:
+                    keep(entry_of(config, place, longest).case.changed(**fields))
         return right
 
-    def _compared(self, configs: Sequence[Config], inputs: Any) -> list[Case]:
+    def compared(configs: Sequence[Config], inputs: Any) -> list[Case]:
         """Each configuration's case on these inputs, verified and not timed."""
-        entries = [self._entry(config, self._problem.cases[-1], inputs) for config in configs]
-        return list(replace(self._comparer, timer=None).compare(entries, str(self._problem)))
+        entries = [entry_of(config, problem.cases[-1], inputs) for config in configs]
+        return list(replace(comparer, timer=None).compare(entries, str(problem)))
 
-    def _timed(self, configs: Iterable[Config], plan: SamplingPlan) -> dict[Config, list[Case]]:
+    def in_turns(configs: Iterable[Config], plan: SamplingPlan) -> dict[Config, list[Case]]:
         """The cases, one for each input, of the configurations that are right and could be timed."""
-        self._turns += 1
-        comparer = replace(self._comparer, sampling=plan, process=str(self._turns))
-        found: dict[Config, list[Case]] = {config: [] for config in self._right(dict.fromkeys(configs))}
-        for place, inputs in zip(self._problem.cases, self._problem.inputs, strict=True):
-            entries = {config: self._entry(config, place, inputs) for config in found}
-            longest = self._problem.inputs[-1]
-            verdicts = {
-                entry.key: self._short[self._tuning.for_short(config, longest)] for config, entry in entries.items()
-            }
-            cases = comparer.compare(list(entries.values()), str(self._problem), verdicts)
+        turn = replace(comparer, sampling=plan, process=str(next(turns)))
+        found: dict[Config, list[Case]] = {config: [] for config in passing(dict.fromkeys(configs))}
+        for place, inputs in zip(problem.cases, problem.inputs, strict=True):
+            entries = {config: entry_of(config, place, inputs) for config in found}
+            verdicts = {entry.key: on_short[tuning.for_short(config, longest)] for config, entry in entries.items()}
+            cases = turn.compare(list(entries.values()), str(problem), verdicts)
             latest = {case.name: case for case in cases}
             for config, entry in entries.items():
                 found[config].append(latest[entry.case.name])
-                self._keep(latest[entry.case.name])
+                keep(latest[entry.case.name])
         return {config: cases for config, cases in found.items() if all(case.samples for case in cases)}
 
-    def _keep(self, case: Case) -> None:
-        known = self.cases.get(case.name)
+    def keep(case: Case) -> None:
+        known = every.get(case.name)
         if known and case.samples and case.implementation == COMMITTED:
             case = case.changed(samples=(*known.samples, *case.samples))
-        self.cases[case.name] = case
+        every[case.name] = case
 
-    def _entry(self, config: Config, place: Case, inputs: Any) -> Entry:
+    def entry_of(config: Config, place: Case, inputs: Any) -> Entry:
         """place: the case of the committed configuration there."""
-        change, kernel = difference(config, self._committed), str(self._problem.calls["kernel"])
-        settings = ", ".join(f"{name} {value}" for name, value in self._tuning.settings(config).items())
+        change, kernel = difference(config, committed), str(problem.calls["kernel"])
+        settings = ", ".join(f"{name} {value}" for name, value in tuning.settings(config).items())
         label = f"The candidate {change or 'the committed configuration'}"
         candidate = Implementation(
-            operator=self._problem.operator.name,
+            operator=problem.operator.name,
             name=label,
-            run=lambda inputs, _precision: self._run(inputs, config),
+            run=lambda inputs, _precision: run(inputs, config),
             plan=lambda *_: Plan(variant=kernel, launches=1, reason=settings),
         )
         names = {"implementation": change, "baseline": COMMITTED} if change else {}
@@ -378,6 +353,14 @@ class _Search:
             case=place.changed(**names, variant=kernel, plan=settings),
             call=Call(implementation=candidate, inputs=inputs, precision=precision, label=label),
         )
+
+    best, why = screened()
+    find = None
+    if best != committed and not why:
+        find, why = decided(best)
+    if find is None:
+        why = f"the committed configuration stays: {why or 'no candidate was faster'}"
+    return tuple(every.values()), find, why
 
 
 def _us(cases: Sequence[Case]) -> list[float]:
