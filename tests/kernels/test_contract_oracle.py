@@ -191,6 +191,7 @@ def right() -> list[Any]:
 
     # in the interpreter
     add(listed("ssd reference", "ssd fused", "ssd tiny", "ssd unfused", slow=["ssd tiny, n rows"]), SSD)
+    add(listed("ssd unfused"), [SSDCase(seqlen=300, heads=1, chunk_size=256)])  # several blocks of a chunk
     add(listed("ssd recurrent"), SSD_STEPS + drawn(SSDCase, 2, **SHORT) + [SSDCase(lengths=(0, 1, 3, 0, 1))])
     add(listed("ssd step"), SSD_STEPS)
     portable = ("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "gdn cut")

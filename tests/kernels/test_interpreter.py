@@ -14,6 +14,13 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="this process compiles i
 
 
 @triton.jit
+def _elementwise_kernel(a_ptr, b_ptr, to_ptr, SIZE: tl.constexpr):
+    o = tl.arange(0, SIZE)
+    a, b = tl.load(a_ptr + o), tl.load(b_ptr + o)
+    tl.store(to_ptr + o, tl.where(a < b, a + b, a * b))
+
+
+@triton.jit
 def _copy_kernel(from_ptr, to_ptr, SIZE: tl.constexpr):
     o = tl.arange(0, SIZE)
     tl.store(to_ptr + o, tl.load(from_ptr + o).to(to_ptr.dtype.element_ty))
@@ -24,6 +31,14 @@ def _helpers_kernel(offset_ptr, decay_ptr, log2_decay_ptr, strides, SIZE: tl.con
     o = tl.arange(0, SIZE)
     tl.store(offset_ptr + o, ptr_offset((2, o), strides))
     tl.store(decay_ptr + o, decay_exp2(tl.load(log2_decay_ptr + o)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_elementwise(dtype: torch.dtype) -> None:
+    a, b = torch.randn(2, 64).to(dtype)
+    found = torch.empty_like(a)
+    _elementwise_kernel[(1,)](a, b, found, SIZE=64)
+    assert torch.equal(found, torch.where(a < b, a + b, a * b))
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
