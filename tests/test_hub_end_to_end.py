@@ -84,15 +84,6 @@ def test_a_prompt_that_is_too_short_costs_no_download_of_weights(hub: MiniHub, s
     assert all(request.range for request in weights if request.method == "GET")  # only the header
 
 
-def test_a_repo_that_cannot_be_had(ssdprof: Call) -> None:
-    """`checkpoint/test_hub.py` has the other reasons."""
-    done = ssdprof("run", "org/missing", *SHORT)
-    assert (done.returncode, done.stdout) == (4, "")
-    assert done.stderr.startswith("error: There is no repo org/missing")
-    assert [line.partition(":")[0] for line in done.stderr.strip().splitlines()] == ["error", "hint"]
-    assert not Path("runs").exists() or not list(Path("runs").iterdir())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("repo", ["org/private", "org/gated"])
 def test_a_token_opens_it_and_stays_out_of_the_report(ssdprof: Call, repo: str) -> None:

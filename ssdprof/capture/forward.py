@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from ssdprof.checkpoint.meta import Mixer
 from ssdprof.core.subject import CallRef, LayerRef, Serving, split_prompt
 from ssdprof.errors import BadInputError, MissingCapabilityError, SsdprofError, library_message
 
+T = TypeVar("T")
 Head = Callable[[torch.Tensor], torch.Tensor]  # (b, n, hidden) -> (b, n, vocabulary): logits
 
 
@@ -236,8 +237,18 @@ class PromptRun:
         """
         raised: list[BaseException] = []
 
+        def noting(function: Callable[[OperatorCall], T]) -> Callable[[OperatorCall], T]:
+            def noted(call: OperatorCall) -> T:
+                try:
+                    return function(call)
+                except BaseException as error:
+                    raised.append(error)
+                    raise
+
+            return noted
+
         try:
-            with intercept(self.mixers, handler, on_step, raised=raised) as count:
+            with intercept(self.mixers, noting(handler), on_step and noting(on_step)) as count:
                 self._feed()
         except torch.OutOfMemoryError as error:
             raise MissingCapabilityError(

@@ -50,18 +50,11 @@ CallCount = Counter[
 
 
 @contextmanager
-def intercept(
-    mixers: Sequence[Mixer],
-    handler: Handler,
-    on_step: OnStep | None = None,
-    *,
-    raised: list[BaseException] | None = None,
-) -> Iterator[CallCount]:
+def intercept(mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None = None) -> Iterator[CallCount]:
     """While the context is open, `handler` computes every operator call of `mixers`.
 
     on_step: sees the calls for one token with a cached state before the model computes them itself, which may overwrite
     the state.
-    raised: gets what they raise.
     The model is restored when the context closes, also after an exception.  The handler's exceptions pass through the
     model's forward unchanged.
     """
@@ -74,15 +67,6 @@ def intercept(
 
         return enter
 
-    @contextmanager
-    def noting() -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if raised is not None:
-                raised.append(error)
-            raise
-
     def call_handler(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Replaces `original`, the function of a modeling file that computes the operator."""
         if not started:
@@ -90,8 +74,7 @@ def intercept(
         mixer = started.pop()
         count["calls"] += 1
         call = bind(mixer, original, args, kwargs)
-        with noting():
-            out, final_state = handler(call)
+        out, final_state = handler(call)
         if call.wants_final_state:
             return out, final_state
         return (out, None) if operators.get(mixer.operator).binding.always_a_pair else out
@@ -103,9 +86,7 @@ def intercept(
         if on_step is not None:
             if mixer is None:
                 raise BadInputError("A decode step was computed outside the mixers that were found.")
-            call = bind(mixer, original, args, kwargs, step=True)
-            with noting():
-                on_step(call)
+            on_step(bind(mixer, original, args, kwargs, step=True))
         return original(*args, **kwargs)
 
     with ExitStack() as restore:

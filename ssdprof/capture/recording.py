@@ -167,20 +167,14 @@ def _reading(place: Path, load: Callable[[], T]) -> T:
         raise BadInputError(f"The recorded call {place} cannot be used: {library_message(error)}.", _AGAIN) from error
 
 
-def _refuse_huge(file: Path) -> Path:
-    """The same file.  MissingCapabilityError if main memory has no room for it twice."""
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """What is in a file of torch.save or safetensors.  MissingCapabilityError if memory has no room for it twice."""
     size, room = regular(file, math.inf).stat().st_size, host_memory()
     if 2 * size > room:
         raise MissingCapabilityError(
             f"{file} has {size_words(size)}, which main memory of {size_words(room)} cannot hold twice.",
             "Record with a smaller pool of states, or read it on a larger machine.",
         )
-    return file
-
-
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """What is in a file of torch.save or safetensors."""
-    _refuse_huge(file)
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt", device="cpu") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

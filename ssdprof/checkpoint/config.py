@@ -43,6 +43,7 @@ _SSM_SIZES = {"d_state": 128, "d_conv": 4, "expand": 2, "headdim": 64, "ngroups"
 # initial weights and of the package's own kernels.
 _SSM_OPTIONS = {"bias": "use_bias", "conv_bias": "use_conv_bias", "dt_limit": "time_step_limit"}
 _SSM_FIXED = {"rmsnorm": True, "D_has_hdim": False, "norm_before_gate": False, "d_ssm": None}
+_ORIGINAL_FIXED: dict[str, Any] = {"attn_layer_idx": [], "d_intermediate": 0, "rms_norm": True}  # beside `ssm_cfg`
 _SSM_WITHOUT_EFFECT = (
     "layer", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "conv_init", "use_mem_eff_path", "sequence_parallel",
 )  # fmt: skip
@@ -190,15 +191,12 @@ def _convert_original(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where} describes {'Mamba-1' if layer == 'Mamba1' else shown(layer)} layers; ssdprof reads Mamba-2.",
             "The Mamba-2 checkpoints of this format are state-spaces/mamba2-130m to mamba2-2.7b.",
         )
-    if config.get("attn_layer_idx"):
-        raise BadInputError(
-            f"{where} has attention layers (attn_layer_idx), which transformers' mamba2 model does not support.",
-            "Choose a checkpoint without them: state-spaces/mamba2-2.7b.",
-        )
-    if config.get("d_intermediate"):
-        raise refuse(where, "has MLP layers (d_intermediate), which transformers' mamba2 model does not have")
-    if not config.get("rms_norm", True):
-        raise refuse(where, "has rms_norm = false; transformers' mamba2 model normalises by RMS")
+    for key, usual in _ORIGINAL_FIXED.items():
+        if config.get(key) not in (None, usual):
+            raise BadInputError(
+                f"{where} has {key} = {shown(config[key])}, which transformers' mamba2 model does not support.",
+                "Choose a checkpoint without: state-spaces/mamba2-2.7b.",
+            )
     for key in sorted(set(ssm) - {*_SSM_SIZES, *_SSM_OPTIONS, *_SSM_WITHOUT_EFFECT}):
         if key not in _SSM_FIXED or ssm[key] is not _SSM_FIXED[key]:
             raise BadInputError(

@@ -142,14 +142,10 @@ def _read_index(path: Path) -> dict[str, str]:
     if not pairs or len(pairs) != len(weight_map):
         raise BadInputError(f"{INDEX} does not say which file holds each weight.", "Fetch the index again.")
     for file in sorted({file for _, file in pairs}):
-        if not stays_inside(file):
+        if not (stays_inside(file) and file.endswith(".safetensors")):
             raise BadInputError(
-                f"{INDEX} names {shown(file)}, which lies outside the checkpoint's folder.",
+                f"{INDEX} names {shown(file)}, which is no safetensors file inside the checkpoint's folder.",
                 "Do not trust this checkpoint: no honest tool writes such an index.",
-            )
-        if not file.endswith(".safetensors"):
-            raise BadInputError(
-                f"{INDEX} names {shown(file)}, which is not a safetensors file.", "Fetch the index again."
             )
     return dict(pairs)
 

@@ -290,7 +290,7 @@ def evil_index(folder: Path) -> None:
     [
         (lambda folder: (folder / "config.json").rename(folder / "model.gguf"), 2, "repos with only GGUF files"),
         (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), 2, "'modelopt', which ssdprof cannot load"),
-        (evil_index, 2, "outside"),
+        (evil_index, 2, "no safetensors file inside"),
         (cut_shard, 4, "model-00001-of-"),
     ],
 )

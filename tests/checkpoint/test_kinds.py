@@ -270,12 +270,6 @@ def test_other_formats_of_modelopt_are_refused_by_name(file: str, algorithm: str
     assert words in " ".join(answer.err.split())
 
 
-@pytest.mark.parametrize("method", ["modelopt", "NVFP4"])
-def test_other_codes_are_refused_by_name(method: str) -> None:
-    answer, _ = run(checkpoint("qwen3_5_text", quantization_config={"quant_method": method}), "--dry-run")
-    assert (answer.code, f"is quantised by '{method}'" in answer.err) == (2, True)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

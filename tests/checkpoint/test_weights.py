@@ -79,11 +79,11 @@ def test_a_shard_that_the_wanted_layers_do_not_need_is_not_read(copied: Save) ->
     ("key", "place", "kind", "words"),
     [
         ("backbone.layers.0.mixer.invented", None, ModelUnavailableError, "invented"),
-        ("backbone.norm_f.weight", "../secret.safetensors", BadInputError, "outside"),
-        ("backbone.norm_f.weight", "/etc/secret.safetensors", BadInputError, "outside"),
-        ("backbone.norm_f.weight", "a/../../b.safetensors", BadInputError, "outside"),
-        ("backbone.norm_f.weight", "C:\\b.safetensors", BadInputError, "outside"),
-        ("backbone.norm_f.weight", "..\\b.safetensors", BadInputError, "outside"),
+        ("backbone.norm_f.weight", "../secret.safetensors", BadInputError, "no safetensors file inside"),
+        ("backbone.norm_f.weight", "/etc/secret.safetensors", BadInputError, "no safetensors file inside"),
+        ("backbone.norm_f.weight", "a/../../b.safetensors", BadInputError, "no safetensors file inside"),
+        ("backbone.norm_f.weight", "C:\\b.safetensors", BadInputError, "no safetensors file inside"),
+        ("backbone.norm_f.weight", "..\\b.safetensors", BadInputError, "no safetensors file inside"),
     ],
 )
 def test_an_index_that_is_wrong_or_leaves_its_folder(
