@@ -98,34 +98,31 @@ def cache_name(model: Any) -> str:
 # --- feeding tokens
 
 
-class Feed:
-    """Feeds tokens to a model.  cached: each call continues the previous one.
+Feed = Callable[[torch.Tensor], torch.Tensor]  # the next tokens (b, l) -> the last hidden state, or logits
+
+
+def feeding(model: Any, *, cached: bool) -> Feed:
+    """Feeds tokens to a model, and returns its first output.  cached: each call continues the previous one.
 
     Positions are passed explicitly, because some models start every segment at 0 otherwise.  No attention mask is
     passed: an all-ones mask costs a synchronisation and has no effect.
     """
+    accepted, name = inspect.signature(model.forward).parameters, cache_name(model)
+    fixed: dict[str, Any] = {"use_cache": cached} | ({"logits_to_keep": 1} if "logits_to_keep" in accepted else {})
+    seen = [0]
+    cache = counting_cache(model, seen) if cached else None
 
-    def __init__(self, model: Any, *, cached: bool) -> None:
-        self._model, self._cached = model, cached
-        accepted = inspect.signature(model.forward).parameters
-        self._positions = "position_ids" in accepted
-        self._keeps_logits = "logits_to_keep" in accepted
-        self._cache_name = cache_name(model)
-        self._seen = [0]
-        self._cache = counting_cache(model, self._seen) if cached else None
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """The model's first output, its last hidden state or logits, for the next tokens (b, l)."""
-        start, stop = self._seen[0], self._seen[0] + ids.shape[1]
-        arguments: dict[str, Any] = {"use_cache": self._cached, self._cache_name: self._cache}
-        if self._positions:
-            arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape[0], -1)
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = 1
-        output = self._model(ids, **arguments)
-        self._cache, self._seen[0] = output.get(self._cache_name), stop
+    def feed(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal cache
+        stop, arguments = seen[0] + ids.shape[1], {**fixed, name: cache}
+        if "position_ids" in accepted:
+            arguments["position_ids"] = torch.arange(seen[0], stop, device=ids.device).expand(ids.shape[0], -1)
+        output = model(ids, **arguments)
+        cache, seen[0] = output.get(name), stop
         last: torch.Tensor = output[0]
         return last
+
+    return feed
 
 
 def prefill(model: Any, ids: torch.Tensor, segment_length: int, *, keeps_cache: bool = False) -> torch.Tensor:
@@ -146,7 +143,7 @@ def prefilled(
     segments = split_prompt(ids.shape[1], segment_length)
     several = len(segments) > 1
     with torch.no_grad():
-        feed = Feed(model, cached=several or goes_on)
+        feed = feeding(model, cached=several or goes_on)
         with attention(model, "ssdprof_lower_right", _attend) if several else nullcontext():
             for start, stop in segments:
                 last = feed(ids[:, start:stop])

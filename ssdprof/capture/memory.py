@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ssdprof import operators
 from ssdprof.capture.conv_and_norm import CONVOLUTION
-from ssdprof.capture.forward import Feed, attention
+from ssdprof.capture.forward import attention, feeding
 from ssdprof.capture.intercept import OperatorCall, Result, intercept
 from ssdprof.capture.layers import capture_bytes_per_token, token_major
 from ssdprof.checkpoint.meta import find_mixers
@@ -121,7 +121,7 @@ def predict_memory(
         stack.enter_context(attention(model, "ssdprof_memory", _attend))
         stack.enter_context(torch.no_grad())
         counted = stack.enter_context(LiveBytes("meta"))
-        feed = Feed(model, cached=before > 0 or serving.decode > 0)
+        feed = feeding(model, cached=before > 0 or serving.decode > 0)
         ids = torch.empty(batch, longest, dtype=torch.int64, device="meta")
         if before:
             with intercept(mixers, _outputs):

@@ -30,13 +30,9 @@ _PACKAGES = (
 # The reasons for which a GPU is slower than it could be.  Idling and a clock limit set by the owner are not among
 # them: an idle GPU is not in the timed region, and the clocks themselves show the limit.
 _THROTTLE_REASONS = {
-    0x04: "power cap",
-    0x08: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "temperature, by the driver",
-    0x40: "temperature, by the hardware",
-    0x80: "power brake",
-}
+    0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "temperature, by the driver",
+    0x40: "temperature, by the hardware", 0x80: "power brake",
+}  # fmt: skip
 _MEMINFO = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")

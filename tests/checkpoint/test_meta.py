@@ -13,7 +13,7 @@ from accelerate import dispatch_model
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ssdprof.capture.forward import Feed, PromptRun, logits
+from ssdprof.capture.forward import PromptRun, cache_name, logits
 from ssdprof.capture.layers import CapturedLayer, capture_layers
 from ssdprof.checkpoint.load import fetch, load_model
 from ssdprof.checkpoint.meta import DeviceMap, find_mixers, infer, largest_streamed, meta_model, weights_by_place
@@ -138,9 +138,7 @@ def test_hooks_leave_a_cache_where_its_layers_are(name: str) -> None:
     """For every name of the argument, which differs between models and versions of transformers."""
     model = tiny_models.shared(name).base_model
     with torch.no_grad():
-        feed = Feed(model, cached=True)
-        feed(tiny_models.prompt(8))
-    cache = feed._cache
+        cache = model(tiny_models.prompt(8), use_cache=True)[cache_name(model)]
     assert cache is not None
     sent = send_to_device(({"another_name": cache, "hidden": torch.ones(1)}, cache), torch.device("meta"))
     assert sent[0]["hidden"].is_meta
