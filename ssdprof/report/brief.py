@@ -67,12 +67,10 @@ def _listed(lines: Sequence[str], noun: str) -> Iterator[RenderableType]:
 
 
 def _speed(found: Sequence[Group]) -> Table | None:
-    """Speeds; None if nothing was timed."""
     return _table("Speed", [row for group in found for row in group.others() if row.timed], calls.SPEED[:7])
 
 
 def _accuracy(found: Sequence[Group]) -> Table | None:
-    """Accuracy of the outputs; None if nothing was compared."""
 
     def of(which: Against, *columns: Column[Pooled]) -> tuple[Column[Series], ...]:
         return lifted(lambda row: row.pooled(which), *columns)

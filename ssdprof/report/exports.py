@@ -150,7 +150,6 @@ def _row(report: Report, case: Case) -> Row:
 
 
 def _estimate(name: str, unit: str, found: Estimate | None, known: bool) -> Row:
-    """A value, and the ends of its 95 % interval if this is known."""
     headers = (f"{name} [{unit}]", f"{name}, low [{unit}]", f"{name}, high [{unit}]")
     return dict(zip(headers if known else headers[:1], found or (None, None, None), strict=False))
 

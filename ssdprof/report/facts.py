@@ -103,7 +103,6 @@ def software(environment: Environment, **others: str) -> Fact:
 
 
 def _subject(report: Report) -> Iterator[Fact]:
-    """The model, its layers and prompts."""
     if ref := report.model:
         random = ", random weights" * ref.random_weights
         yield "model", f"{ref.repo_id} ({ref.model_type}, {_SOURCES[ref.source]}){random}"

@@ -232,7 +232,6 @@ def _caveats(report: StallReport) -> Iterator[str]:
 
 
 def _grid(one: KernelStalls) -> str:
-    """Without trailing ones."""
     sizes = list(one.grid or ())
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes.pop()

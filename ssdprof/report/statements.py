@@ -280,7 +280,6 @@ def _of_baselines(report: Report) -> Iterator[str]:
 
 
 def _of_libraries(report: Report) -> Iterator[str]:
-    """Caveats on other libraries, which do not fail a report."""
     yield from (f"Not compared: {reason}" for reason in report.absent)
     own = [case for case in report.cases if case.kind == "library" and (case.baseline or case.drawn)]
     troubles = (case for case in own if case.result != "passed")

@@ -117,7 +117,6 @@ def read(path: Path) -> RawReport:
 
 
 def _kernels(path: Path) -> tuple[RawKernel, ...]:
-    """By ncu-report in a child process."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
         command, environ = [*child.python("ssdprof.stalls.read"), str(path), str(out)], os.environ | child.search_path()

@@ -321,25 +321,3 @@ def test_another_model_or_fewer_layers_do_not_compare_at_all(new: Report) -> Non
     pair = pair_of(found, ROW)
     assert (pair.time, pair.over_baseline, pair.verdict) == (None, None, "not comparable")
     assert "no case could be judged: other model: ibm-granite/" in offences(found)["slower:3%"][0]
-
-
-def test_another_batch_is_another_case() -> None:
-    more = cases.prefill(of_prefill("unfused", 2000.0, batch=8), of_prefill(batch=8))
-    found = compared(cases.prefill(), more, "slower:3%")
-    assert [pair.verdict for pair in found.pairs] == ["only in NEW"] * 2 + ["only in BASE"] * 2
-    assert found.pairs[1].case.place == "prefill, model convolution and norm, 8 x 1,024 tokens"
-
-
-def test_lengths_of_one_implementation_have_a_mean() -> None:
-    def both(factor: float) -> Report:
-        long = {"seqlen": 16_384}
-        return cases.prefill(
-            of_prefill("unfused", 2000.0), of_prefill(), of_prefill("unfused", 9000.0, **long),
-            cases.slowed(factor)(of_prefill("fused", 5000.0, **long)),
-        )  # fmt: skip
-
-    totals = compared(both(1.0), both(1.21)).totals
-    assert [(one.where, one.implementation, one.over, one.by, one.cases) for one in totals] == [
-        ("prefill, model convolution and norm", name, "length", "call time", 2) for name in ("unfused", "fused")
-    ]
-    assert totals[1].change.value == pytest.approx(1 / 1.1)

@@ -265,10 +265,6 @@ def test_answers_decide_on_the_precision(kl: float, words: str) -> None:
     assert words in line.text
 
 
-def test_a_bench_decides_nothing() -> None:
-    assert not list(in_short(bench(*cell())))
-
-
 # --- caveats and words
 
 
