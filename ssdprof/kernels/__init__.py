@@ -39,27 +39,24 @@ _HOME = {
     "ssd_fused": "ssd.fused", "ssd_recurrent": "ssd.recurrent", "ssd_reference": "ssd.reference",
     "ssd_unfused": "ssd.unfused",
 }  # fmt: skip
-# operator -> name -> the module that registers it, in the order of `names`
-_IMPLEMENTATIONS: dict[str, dict[str, str]] = {
-    "ssd": {
-        "reference": "reference", "unfused": "unfused", "fused": "fused", "recurrent": "recurrent",
-        "unfused_step": "recurrent", "recurrent_in_place": "recurrent",
-    },
-    "gdn": {
-        "reference": "reference", "unfused": "unfused.pipeline", "fused": "fused", "recurrent": "recurrent",
-        "unfused_step": "recurrent", "fused_portable": "fused",
-    },
-    "kda": {
-        "reference": "reference", "unfused": "unfused", "fused": "fused", "recurrent": "fused", "unfused_step": "fused",
-    },
-}  # fmt: skip
+_STEPS = ("recurrent", "unfused_step")
+_NAMES = {
+    "ssd": ("reference", "unfused", "fused", *_STEPS, "recurrent_in_place"),
+    "gdn": ("reference", "unfused", "fused", *_STEPS, "fused_portable"),
+    "kda": ("reference", "unfused", "fused", *_STEPS),
+}
+_MODULES = (  # which register them, beside what they import
+    "ssd.reference", "ssd.unfused", "ssd.fused", "gdn.reference", "gdn.unfused.pipeline", "gdn.fused", "kda.reference",
+    "kda.unfused", "kda.fused",
+)  # fmt: skip
 
 __all__ = ["get", "names", *_HOME]
 
 
 def get(operator: str, name: str) -> Implementation:
     """The implementation registered as `name`.  Raises KeyError, whose message lists the registered names."""
-    _register_bundled()
+    for module in _MODULES:
+        import_module(f"{__name__}.{module}")
     return registry.get(operator, name)
 
 
@@ -68,14 +65,8 @@ def names(operator: str) -> list[str]:
 
     Imports no torch.
     """
-    bundled = _IMPLEMENTATIONS.get(operator, {})
+    bundled = _NAMES.get(operator, ())
     return [*bundled, *(name for name in registry.names(operator) if name not in bundled)]
-
-
-def _register_bundled() -> None:
-    for operator, modules in _IMPLEMENTATIONS.items():
-        for module in modules.values():
-            import_module(f"{__name__}.{operator}.{module}")
 
 
 def __getattr__(name: str) -> Any:

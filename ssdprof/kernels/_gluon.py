@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Shared code of Gluon kernels: names that later versions of Triton changed, aggregates, slots and phases of rings.
 
 An aggregate holds the arguments of a program's roles, or a program's work, one or more segments.  Each operator has its

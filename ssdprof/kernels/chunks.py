@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Locations of the chunks of a call: computed for a batch, in a table on the device for packed sequences.
 
 A chunk has `power_of_two_chunk` positions and never crosses the boundary of two sequences.  For packed sequences,
@@ -12,6 +11,7 @@ also those of the empty chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +20,7 @@ import triton.language as tl
 import ssdprof.kernels.functions  # noqa: F401  chooses the interpreter or a GPU before a kernel is defined
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.launch import launch
+from ssdprof.kernels.tensors import strides_of_each
 
 _BLOCK = 128  # sequences or chunks per iteration
 
@@ -30,14 +31,14 @@ STAGES = {"_chunk_table_kernel": "setup"}
 class Chunks:
     """The chunks of one call.
 
-    count: chunks per row of the batch; an upper bound for packed sequences
+    count: chunks per row of the batch; an upper bound for packed sequences.  total: of all rows
     spans: (count, 2) int64: first position, and the position after the last; None for a batch
     bounds: (sequences + 1) int64: sequence i has chunks bounds[i] .. bounds[i+1]-1; None for a batch
     """
 
+    inputs: Inputs
     size: int
     count: int
-    sequences: int
     spans: torch.Tensor | None = None
     bounds: torch.Tensor | None = None
 
@@ -45,14 +46,34 @@ class Chunks:
     def of(cls, inputs: Inputs) -> Chunks:
         size, count, sequences = inputs.power_of_two_chunk, inputs.chunk_count, inputs.sequences
         if inputs.cu_seqlens is None:
-            return cls(size=size, count=count, sequences=sequences)
-        spans = torch.empty(count, 2, dtype=torch.int64, device=inputs.cu_seqlens.device)
-        bounds = torch.empty(sequences + 1, dtype=torch.int64, device=inputs.cu_seqlens.device)
+            return cls(inputs=inputs, size=size, count=count)
+        spans, bounds = (
+            torch.empty(shape, dtype=torch.int64, device=inputs.device) for shape in ((count, 2), (sequences + 1,))
+        )
         launch(
             _chunk_table_kernel, sequences, (inputs.cu_seqlens, spans, bounds),
             (inputs.cu_seqlens.stride(0), sequences, count), CHUNK_SIZE=size, BLOCK=_BLOCK,
         )  # fmt: skip
-        return cls(size=size, count=count, sequences=sequences, spans=spans, bounds=bounds)
+        return cls(inputs=inputs, size=size, count=count, spans=spans, bounds=bounds)
+
+    @property
+    def total(self) -> int:
+        return self.inputs.values.shape[0] * self.count
+
+    def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A new tensor (batch, count, *sizes)."""
+        return torch.empty(self.inputs.values.shape[0], self.count, *sizes, dtype=dtype, device=self.inputs.device)
+
+    def launch(
+        self, kernel: Any, programs: int, given: tuple[torch.Tensor | None, ...], made: tuple[torch.Tensor, ...],
+        *scalars: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        """Launch a stage's kernel: of given and new tensors, with `spans` between them, their strides, the number of
+        positions, and scalars."""
+        launch(
+            kernel, programs, (*given, self.spans, *made),
+            (strides_of_each(*given, *made), self.inputs.length, *scalars), CHUNK_SIZE=self.size, **options,
+        )  # fmt: skip
 
 
 @triton.jit

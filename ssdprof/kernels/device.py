@@ -35,28 +35,17 @@ def has_gpu() -> bool:
 
 def capability(tensor: torch.Tensor) -> tuple[int, int]:
     """Compute capability, (9, 0) for Hopper."""
-    return _properties(tensor.get_device())[0]
+    return torch.cuda.get_device_capability(tensor.device)
 
 
 def sm_count(tensor: torch.Tensor) -> int:
     """Number of multiprocessors."""
-    return _properties(tensor.get_device())[1]
-
-
-@cache
-def _properties(index: int) -> tuple[tuple[int, int], int]:
-    properties = torch.cuda.get_device_properties(index)
-    return (properties.major, properties.minor), properties.multi_processor_count
+    return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
 
 
 def gpu_name(tensor: torch.Tensor) -> str:
-    """Name of the GPU, for example "NVIDIA H200"; "cpu" for a tensor on the CPU."""
-    return _gpu_name(tensor.get_device())
-
-
-@cache
-def _gpu_name(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).name) if index >= 0 else "cpu"
+    """Name of the GPU, for example "NVIDIA H200"; "cpu" for a tensor that is on none."""
+    return str(torch.cuda.get_device_properties(tensor.device).name) if tensor.is_cuda else "cpu"
 
 
 # --- the interpreter

@@ -1,6 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005 (Triton unpacks no tuples)
 """Device functions and constants that all kernels share: dtypes, products, decays and strided offsets."""
 
 import math

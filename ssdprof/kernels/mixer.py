@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Kernels of a mixer around its operator: the causal convolution before it, the gated RMS norm after it.
 
 They compute in fp32 and round once.  Oracles: `convolved` and `normed` in tests/kernels/test_mixer.py.

@@ -1,9 +1,8 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Tensors as arguments of kernels: strides, the workspace of a call, TMA descriptors, and copies that TMA can read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from math import gcd, prod
 from typing import Any
@@ -53,6 +52,15 @@ def tile_strides(tensor: torch.Tensor | None) -> tuple[Any, ...]:
         return strides_of(tensor)
     batch, position, head, dimension = tensor.stride()
     return batch, tl.constexpr(position), head, tl.constexpr(dimension)
+
+
+def offset_dtype(
+    chunk: int, tensors: Iterable[torch.Tensor | None], sizes: tuple[int, int], *states: tuple[int, ...]
+) -> tl.dtype:
+    """The dtype of offsets in tiles of `chunk` positions of tensors, and in states of `sizes` with these strides."""
+    spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in tensors if one is not None]
+    spans += [sizes[0] * strides[2] + sizes[1] * strides[3] for strides in states if strides]
+    return tl.int32 if max(spans) < 2**31 else tl.int64
 
 
 # --- the workspace: one allocation for everything except a call's outputs.  A launch needs only an address and a dtype;

@@ -33,8 +33,8 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd import fused as ssd_fused
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count, unsupported
-from ssdprof.kernels.ssd.hopper.launch import _passing, buffer_sizes, share_count
 from ssdprof.kernels.ssd.hopper.launch import hopper_launch as ssd_hopper_launch
+from ssdprof.kernels.ssd.hopper.launch import passing as passing
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.portable import portable_launch as ssd_portable_launch
 from ssdprof.kernels.ssd.reference import ssd_chunked, ssd_recurrence
@@ -116,11 +116,6 @@ def chosen(operator: str, name: str) -> Run:
 
 
 # --- SSD
-
-
-def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
-    """How the Hopper kernel's segments obtain the states that enter them: "look back", "carry", ..."""
-    return _passing(config, share_count(inputs, config), buffer_sizes(inputs, EXACT, config))
 
 
 def ssd_portable(config: SSDPortableConfig | None = None) -> Run:

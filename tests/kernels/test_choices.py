@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import product
 from types import SimpleNamespace
@@ -31,8 +31,8 @@ from ssdprof.kernels.ssd.config import (
     CHUNK_STATE,
     HOPPER,
     PORTABLE,
-    Rule,
     SSDPortableConfig,
+    Table,
     first_fit,
 )  # fmt: skip
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, program_count
@@ -152,38 +152,39 @@ TABLE_CALLS: list[dict[str, Any]] = [
         (8, 9, 10, 12, 13), (False, True), (1, 16, 64, 80, 128, 256), (16, 64, 128, 256), (False, True)
     )
 ]
-TABLES: dict[str, Sequence[Rule[Any]]] = {
+TABLES: dict[str, Table] = {
     "HOPPER": HOPPER, "PORTABLE": PORTABLE, "CHUNK_STATE": CHUNK_STATE, "BMM_CHUNK": BMM_CHUNK,
     "CHUNK_SCAN": CHUNK_SCAN,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
-def test_every_call_has_a_row_and_every_row_a_call(table: Sequence[Rule[Any]]) -> None:
+def test_every_call_has_a_row_and_every_row_a_call(table: Table) -> None:
     taken = [first_fit(table, **call, exact=exact) for call in TABLE_CALLS for exact in (True, False)]
     assert all(any(row is one for one in taken) for row in table)
-    assert all(row.why for row in table)
+    assert all(why for _, _, why in table)
 
 
 def test_fp32_sums_over_n_are_short() -> None:
     """benchmarks/log/ssd.md#row-60: a tensor core rounds towards zero whenever it adds products."""
-    assert all(first_fit(PORTABLE, **call).take.block_n <= 64 for call in TABLE_CALLS if call["wide"])
+    assert all(first_fit(PORTABLE, **call)[1].block_n <= 64 for call in TABLE_CALLS if call["wide"])
 
 
 def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses() -> None:
     """benchmarks/log/ssd.md#row-57.  Products of less than 64 rows take their operands from registers."""
     for call in (call for call in TABLE_CALLS if call["major"] == 9):
-        tile = first_fit(PORTABLE, **call).take
+        tile = first_fit(PORTABLE, **call)[1]
         width = min(tile.block_p, triton.next_power_of_2(call["headdim"])) * (4 if call["wide"] else 2)
         assert tile.chunk < 64 or width >= 128, call
 
 
 def test_a_reason_goes_with_the_choice() -> None:
     inputs = SSDCase(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
-    assert SSDPortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2].why
-    assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0].why)
+    assert SSDPortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2][2]
+    assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0][2])
 
 
 def test_configurations_are_looked_up_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=f"GPU {index}"))
-    assert [device._gpu_name.__wrapped__(index) for index in (-1, 0, 1)] == ["cpu", "GPU 0", "GPU 1"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=f"GPU {device}"))
+    tensors: Any = [torch.zeros(1), SimpleNamespace(is_cuda=True, device=1)]
+    assert [device.gpu_name(tensor) for tensor in tensors] == ["cpu", "GPU 1"]

@@ -15,6 +15,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.hopper.config import COSTS, UNFUSED_CHUNK, SSDHopperConfig, shared_bytes, unsupported
 from ssdprof.kernels.ssd.hopper.launch import buffer_sizes
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.launch import nbytes as workspace_bytes
 from ssdprof.kernels.tensors import row_stride
 
 H200 = 132  # multiprocessors
@@ -95,7 +96,7 @@ def test_the_workspace(segments: Cut, state_dtype: torch.dtype, nbytes: int) -> 
     """Plus the ticket."""
     inputs = MEASURED_LAYER.inputs()
     config = replace(SSDHopperConfig.choose(inputs, H200, batch_invariant=False), **asdict(segments))
-    assert buffer_sizes(inputs, Precision(state_dtype=state_dtype), config).workspace_bytes == nbytes
+    assert workspace_bytes(buffer_sizes(inputs, Precision(state_dtype=state_dtype), config)) == nbytes
 
 
 # --- the cut of a sequence

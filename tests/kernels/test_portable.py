@@ -21,6 +21,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.ssd.config import SSDPortableConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs
+from ssdprof.kernels.ssd.launch import allocated
 from ssdprof.kernels.ssd.portable import buffer_sizes, find_segment
 from ssdprof.kernels.ssd.reference import ssd_recurrence
 
@@ -105,10 +106,8 @@ def test_plan_says_what_is_allocated() -> None:
     gates, states, sync, scores = (2 * 2 * 600 + 32) * 4, 2 * 8 * 16 * 2, (32 + 8 * 2) * 4, 19 * 32 * 32 * 4
     assert (plan.variant, plan.launches) == ("interpreter", 3)
     assert plan.workspace_bytes == gates + states + sync + scores
-    buffers = buffer_sizes(inputs, precision, SSDPortableConfig.choose(inputs, (9, 0))).allocate(inputs)
-    out, final_states, *workspace = buffers
-    assert (out.nbytes, final_states.nbytes) == (inputs.x.nbytes, 2 * 8 * 16 * 4)
-    assert sum(tensor.nbytes for tensor in workspace if tensor is not None) == plan.workspace_bytes
+    workspace = allocated(buffer_sizes(inputs, precision, SSDPortableConfig.choose(inputs, (9, 0))), inputs.device)
+    assert sum(tensor.nbytes for tensor in workspace.values()) == plan.workspace_bytes
     short = get("ssd", "fused").plan(SSDCase(seqlen=200).inputs(), EXACT)
     assert (short.launches, short.workspace_bytes) == (2, (2 * 2 * 200 + 32 + 7 * 32 * 32) * 4)
 

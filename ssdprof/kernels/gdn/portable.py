@@ -1,6 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005 (Triton unpacks no tuples)
 """The portable kernels, in two launches: for every chunk and value head the factors that do not depend on the state,
 then the output, with the state in registers from chunk to chunk.
 
@@ -46,7 +43,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.tensors import strides_of, tile_strides
+from ssdprof.kernels.tensors import offset_dtype, strides_of, tile_strides
 
 FORGOTTEN = tl.constexpr(-160.0)  # 2^-160 is zero in fp32; a lower g would cost later differences their precision
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -530,12 +527,10 @@ def options_of(
 ) -> dict[str, Any]:
     """Compile-time arguments of both launches.  tiled: the inputs that are read in tiles."""
     key_dim, value_dim, new = inputs.q.shape[3], inputs.v.shape[3], torch.empty(inputs.v.shape, device="meta")
-    spans = [chunk * one.stride(1) + one.shape[3] * one.stride(3) for one in (*tiled, new)]
-    spans += [key_dim * st[2] + value_dim * st[3] for st in (strides_of(inputs.initial_state), states) if st]
     return dict(
         VALUE_HEADS=inputs.v.shape[2], KEY_DIM=key_dim, CHUNK=chunk, OPERAND=TL_DTYPE[operand],
         ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0, ALIGNMENT=_alignment(*tiled),
-        OFFSET=tl.int32 if max(spans) < 2**31 else tl.int64,
+        OFFSET=offset_dtype(chunk, (*tiled, new), (key_dim, value_dim), strides_of(inputs.initial_state), states),
     )  # fmt: skip
 
 

@@ -1,6 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code="assignment,var-annotated"
-# ruff: noqa: RUF005 (Triton unpacks no tuples)
 """The gated delta rule token by token, for decoding and short sequences.  All arithmetic is in fp32.
 
 recurrent      one launch, with the state in registers.  A call with a few tokens moves little more than the states.
@@ -224,26 +221,6 @@ def _prepare(inputs: GDNInputs, in_place: bool, wide: bool) -> PreparedLaunch:
     return recurrent_launch(inputs, blocks_of(inputs, wide=wide), in_place=in_place)
 
 
-def plan(inputs: GDNInputs, precision: Precision) -> Plan:
-    refuse_device("recurrent", inputs.q)
-    return Plan(
-        variant="interpreter" if INTERPRETED else "portable", launches=1, config=blocks_of(inputs),
-        reason="one launch, token by token; fp32 throughout" + precision.as_exact,
-    )  # fmt: skip
-
-
-register(
-    Implementation(
-        operator="gdn",
-        name="recurrent",
-        run=lambda inputs, _: gdn_recurrent(inputs),
-        plan=plan,
-        keeps=lambda inputs: inputs.state_every == 1,
-        pools=True,
-    )
-)
-
-
 # --- a step in three launches
 
 
@@ -321,18 +298,8 @@ def _gdn_step_output_kernel(tensors, strides, scale, S: tl.constexpr):
     tl.store(out_ptr + ptr_offset((i_b, 0, i_h, o_v), out_strides), out.to(out_ptr.dtype.element_ty), mask=m_v)
 
 
-def run_step(inputs: GDNInputs, _precision: Precision = Precision()) -> GDNOutput:  # noqa: B008
-    """Output in v's dtype, final states in fp32, for one token of each sequence.
-
-    Raises UnsupportedError for more tokens, for packed sequences, and where the kernels cannot run.
-    """
-    _refuse_all_but_steps(inputs)
-    refuse_gradient(_STEP, vars(inputs).values())
-    return three_stages(inputs)
-
-
 def three_stages(inputs: GDNInputs) -> GDNOutput:
-    """`run_step` without checks."""
+    """One token of each sequence, without checks."""
     config, (batch, heads, key_dim, value_dim) = _step_config(inputs), inputs.states_shape
 
     def step(kernel: Any, *tensors: torch.Tensor | None, scale: tuple[float, ...] = ()) -> None:
@@ -357,22 +324,19 @@ def three_stages(inputs: GDNInputs) -> GDNOutput:
         return GDNOutput(out, final_states)
 
 
-def plan_step(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
-    """The launches, configuration and workspace of a call.  Launches nothing."""
-    _refuse_all_but_steps(inputs)
-    normalised = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
-    reason = "what is written, the state and the output in a launch each; fp32 throughout"
-    return Plan(
-        variant="interpreter" if INTERPRETED else "portable", launches=3 + 2 * bool(inputs.use_qk_l2norm),
-        config=dict(_step_config(inputs)), workspace_bytes=4 * (inputs.v.numel() + normalised),
-        reason=reason + precision.as_exact,
-    )  # fmt: skip
-
-
 def _step_config(inputs: GDNInputs) -> dict[str, int]:
     """block_v: slice of V per program.  At most 64 numbers of the state per thread."""
     block_v = min(32, triton.next_power_of_2(inputs.v.shape[3]))
     return {"block_v": block_v, "num_warps": max(2, triton.next_power_of_2(inputs.q.shape[3]) * block_v // (64 * 32))}
+
+
+# --- the implementations, of Kimi Delta Attention too
+
+
+def _run_step(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
+    _refuse_all_but_steps(inputs)
+    refuse_gradient(_STEP, vars(inputs).values())
+    return three_stages(inputs)
 
 
 def _refuse_all_but_steps(inputs: GDNInputs) -> None:
@@ -381,4 +345,30 @@ def _refuse_all_but_steps(inputs: GDNInputs) -> None:
     refuse_device(_STEP, inputs.q)
 
 
-register(Implementation(operator="gdn", name=_STEP, run=run_step, plan=plan_step))
+def _plan_step(inputs: GDNInputs, precision: Precision) -> Plan:
+    _refuse_all_but_steps(inputs)
+    normalised = inputs.q.numel() + inputs.k.numel() if inputs.use_qk_l2norm else 0
+    reason = "what is written, the state and the output in a launch each; fp32 throughout"
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable", launches=3 + 2 * bool(inputs.use_qk_l2norm),
+        config=_step_config(inputs), workspace_bytes=4 * (inputs.v.numel() + normalised),
+        reason=reason + precision.as_exact,
+    )  # fmt: skip
+
+
+def _plan(inputs: GDNInputs, precision: Precision) -> Plan:
+    refuse_device("recurrent", inputs.q)
+    return Plan(
+        variant="interpreter" if INTERPRETED else "portable", launches=1, config=blocks_of(inputs),
+        reason="one launch, token by token; fp32 throughout" + precision.as_exact,
+    )  # fmt: skip
+
+
+for _operator in ("gdn", "kda"):
+    register(Implementation(operator=_operator, name=_STEP, run=_run_step, plan=_plan_step))
+    register(
+        Implementation(
+            operator=_operator, name="recurrent", run=lambda inputs, _: gdn_recurrent(inputs), plan=_plan,
+            keeps=lambda inputs: inputs.state_every == 1, pools=True,
+        )
+    )  # fmt: skip

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Ring buffers in shared memory, with a `full` and an `empty` mbarrier per slot.
 
 Consumers wait at `full`, the producer at `empty`.  Use n of a ring of DEPTH slots has slot n % DEPTH and phase

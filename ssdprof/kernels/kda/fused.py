@@ -1,6 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005 (Triton unpacks no tuples)
 """Kimi Delta Attention in two launches, or token by token with GDN's kernel (`../gdn/recurrent.py`).
 
 The two launches: for every chunk and value head what does not depend on the state, then the
@@ -41,7 +38,6 @@ from ssdprof.kernels import registry
 from ssdprof.kernels.choice import Fused, FusedCall, Variant
 from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
-from ssdprof.kernels.gdn import recurrent
 from ssdprof.kernels.gdn.config import call_key, operand_dtype
 from ssdprof.kernels.gdn.fused import RECURRENT, portable_work
 from ssdprof.kernels.gdn.portable import (
@@ -394,5 +390,3 @@ HOPPER: Variant = replace(
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE))
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
-for _name in ("recurrent", recurrent._STEP):
-    registry.register(replace(registry.get("gdn", _name), operator="kda"))

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Computes the parts of each chunk that do not depend on the state, on Hopper GPUs: `_kda_hopper_prep` in Gluon.
 
 A thread owns 16 positions of two channels.  So the decays of all pairs of positions are products of its own registers,

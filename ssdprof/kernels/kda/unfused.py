@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code="assignment"
 """Kimi Delta Attention in six launches, one per stage of the algorithm: the baseline.
 
 gate_cumsum, decayed_scores, solve_tril, recompute_w_u, chunk_state, chunk_output.  The norm of q and k, solve_tril and
@@ -25,10 +23,9 @@ from ssdprof.kernels.gdn.portable import FORGOTTEN
 from ssdprof.kernels.gdn.unfused.pipeline import normalised, plan_stages, refuse_unsupported
 from ssdprof.kernels.gdn.unfused.stages import _rows, chunk_state, solve_tril
 from ssdprof.kernels.kda.inputs import GDNOutput, KDAInputs
-from ssdprof.kernels.launch import launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
-from ssdprof.kernels.tensors import strides_of_each, strides_unit
+from ssdprof.kernels.tensors import strides_unit
 
 STAGES = {
     "half_decays": "decayed_scores", "add_scores": "decayed_scores", "queries_with_keys": "decayed_scores",
@@ -155,13 +152,12 @@ def gate_cumsum(inputs: KDAInputs, chunks: Chunks) -> torch.Tensor:
     Out:  G (B, NT, HV, C, K) fp32
     Grid: (B * NT * HV * blocks of K)
     """
-    g, (batch, length, heads, key_dim) = inputs.g, inputs.g.shape
+    heads, key_dim = inputs.g.shape[2:]
     options = _blocks(key_dim, key_dim, torch.float32)["gate_cumsum"]
-    G = torch.empty(batch, chunks.count, heads, chunks.size, key_dim, device=g.device, dtype=torch.float32)
-    launch(
-        _kda_gate_cumsum_kernel, batch * chunks.count * heads * triton.cdiv(key_dim, options["BLOCK_K"]),
-        (g, chunks.spans, G), (strides_of_each(g, G), length, heads, chunks.count),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, UNIT=strides_unit(g), **options,
+    G = chunks.empty(heads, chunks.size, key_dim)
+    chunks.launch(
+        _kda_gate_cumsum_kernel, chunks.total * heads * triton.cdiv(key_dim, options["BLOCK_K"]), (inputs.g,), (G,),
+        heads, chunks.count, KEY_DIM=key_dim, UNIT=strides_unit(inputs.g), **options,
     )  # fmt: skip
     return G
 
@@ -207,16 +203,12 @@ def decayed_scores(
     Out:  L (B, NT, HV, C, C) fp32 | P (B, NT, HV, C, C) in the operands' dtype
     Grid: (B * NT * HV), value heads of one key head in neighbouring programs, because they share q and k
     """
-    q, k, beta, operand = inputs.q, inputs.k, inputs.beta, operand_dtype(inputs.v.dtype, precision)
-    (batch, nchunks, heads, size, key_dim), device = G.shape, k.device
-    L = torch.empty(batch, nchunks, heads, size, size, device=device, dtype=torch.float32)
-    P = torch.empty(batch, nchunks, heads, size, size, device=device, dtype=operand)
-    launch(
-        _kda_decayed_scores_kernel, batch * nchunks * heads, (q, k, beta, G, chunks.spans, L, P),
-        (strides_of_each(q, k, beta, G, L, P), inputs.length, heads, nchunks, inputs.values_per_key),
-        CHUNK_SIZE=size, KEY_DIM=key_dim, UNIT=strides_unit(q, k),
-        **score_products(operand, normalised=normalised),
-        **_blocks(key_dim, key_dim, operand)["decayed_scores"],
+    operand, (heads, key_dim), size = operand_dtype(inputs.v.dtype, precision), inputs.g.shape[2:], chunks.size
+    L, P = chunks.empty(heads, size, size), chunks.empty(heads, size, size, dtype=operand)
+    chunks.launch(
+        _kda_decayed_scores_kernel, chunks.total * heads, (inputs.q, inputs.k, inputs.beta, G), (L, P),
+        heads, chunks.count, inputs.values_per_key, KEY_DIM=key_dim, UNIT=strides_unit(inputs.q, inputs.k),
+        **score_products(operand, normalised=normalised), **_blocks(key_dim, key_dim, operand)["decayed_scores"],
     )  # fmt: skip
     return L, P
 
@@ -277,18 +269,16 @@ def recompute_w_u(
     Out:  w, k_end (B, NT, HV, C, K) | u (B, NT, HV, V, C), operands' dtype; rows past the sequence's end are zero
     Grid: (B * NT * HV)
     """
-    k, v, (batch, length, heads, value_dim) = inputs.k, inputs.v, inputs.v.shape
-    key_dim, operand = k.shape[3], operand_dtype(v.dtype, precision)
-    w = torch.empty(batch, chunks.count, heads, chunks.size, key_dim, device=v.device, dtype=operand)
-    u = torch.empty(batch, chunks.count, heads, value_dim, chunks.size, device=v.device, dtype=operand)
-    given, results = (A, k, v, inputs.beta, G), (w, u, torch.empty_like(w))
-    launch(
-        _kda_recompute_w_u_kernel, batch * chunks.count * heads, (*given, chunks.spans, *results),
-        (strides_of_each(*given, *results), length, heads, chunks.count, inputs.values_per_key),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
+    k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
+    operand = operand_dtype(v.dtype, precision)
+    w, k_end = (chunks.empty(heads, chunks.size, key_dim, dtype=operand) for _ in range(2))
+    u = chunks.empty(heads, value_dim, chunks.size, dtype=operand)
+    chunks.launch(
+        _kda_recompute_w_u_kernel, chunks.total * heads, (A, k, v, inputs.beta, G), (w, u, k_end),
+        heads, chunks.count, inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
         UNIT=strides_unit(k, v), **_blocks(key_dim, value_dim, operand)["recompute_w_u"],
     )  # fmt: skip
-    return results
+    return w, u, k_end
 
 
 @triton.jit
@@ -350,20 +340,15 @@ def chunk_output(
     Out:  out (B, T, HV, V), the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
-    q, (batch, length, heads, value_dim), key_dim = inputs.q, inputs.v.shape, inputs.q.shape[3]
+    q, (heads, value_dim), key_dim = inputs.q, inputs.v.shape[2:], inputs.q.shape[3]
     operand = operand_dtype(inputs.v.dtype, precision)
     options = _blocks(key_dim, value_dim, operand)["chunk_output"]
     out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
-    tensors = (q, G, P, prev_states, v_new)
-    launch(
-        _kda_chunk_output_kernel, batch * chunks.count * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
-        (*tensors, chunks.spans, out),
-        (
-            strides_of_each(*tensors, out), length, heads, chunks.count, inputs.values_per_key,
-            inputs.scale_or_default,
-        ),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim, OPERAND=TL_DTYPE[operand],
-        UNIT=strides_unit(q, prev_states, out), **options,
+    chunks.launch(
+        _kda_chunk_output_kernel, chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        (q, G, P, prev_states, v_new), (out,),
+        heads, chunks.count, inputs.values_per_key, inputs.scale_or_default, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand], UNIT=strides_unit(q, prev_states, out), **options,
     )  # fmt: skip
     return out
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -27,42 +27,26 @@ FROM_SHARED_MEMORY = (9, 10, 11)  # majors of compute capabilities
 HOPPER_CHUNK = 64  # positions per chunk of the Hopper kernel
 _MIN_SEGMENT, _MAX_SEGMENT = 256, 2048  # positions of a segment of the portable kernel
 
-Settings = TypeVar("Settings")
+Row = tuple[dict[str, Any], Any, str]  # limits of a call, what it takes, and why
+Table = Sequence[Row]  # the last row fits every call
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule(Generic[Settings]):
-    """A configuration for calls on one of `majors`, with equal `wide` (fp32 inputs), `exact` and `gate`, and sizes up
-    to headdim and dstate.  None: any value.  Blocks are upper limits.
-    """
-
-    majors: tuple[int, ...] | None = None
-    wide: bool | None = None
-    exact: bool | None = None
-    gate: bool | None = None
-    headdim: int | None = None
-    dstate: int | None = None
-    take: Settings
-    why: str
-
-
-Table = Sequence[Rule[Mapping[str, int]]]  # of block sizes and launch options by name
+def _row(*, take: Any, why: str, **limits: Any) -> Row:
+    """limits: majors; `wide` (fp32 inputs), `exact`, `gate`; the largest headdim, dstate.  Blocks are limits, too."""
+    return limits, take, why
 
 
 def first_fit(
-    table: Sequence[Rule[Settings]], *, wide: bool, dstate: int, headdim: int = 0, gate: bool = False, major: int = 0,
-    exact: bool = True,
-) -> Rule[Settings]:  # fmt: skip
-    """The first row that fits.  The last row of each table fits every call."""
+    table: Table, *, wide: bool, dstate: int, headdim: int = 0, gate: bool = False, major: int = 0, exact: bool = True
+) -> Row:
+    """The first row that fits."""
+    equal, largest = dict(wide=wide, exact=exact, gate=gate), dict(headdim=headdim, dstate=dstate)
     return next(
         row
         for row in table
-        if (row.majors is None or major in row.majors)
-        and row.wide in (None, wide)
-        and row.exact in (None, exact)
-        and row.gate in (None, gate)
-        and (row.headdim is None or headdim <= row.headdim)
-        and (row.dstate is None or dstate <= row.dstate)
+        if major in row[0].get("majors", (major,))
+        and all(row[0].get(name, value) == value for name, value in equal.items())
+        and all(row[0].get(name, value) >= value for name, value in largest.items())
     )
 
 
@@ -90,12 +74,12 @@ def call_key(inputs: SSDInputs, precision: Precision, kernel: str, *, batch_inva
 # --- the fused kernel for Hopper: see `SSDHopperConfig`
 
 HOPPER: Table = (
-    Rule(
+    _row(
         dstate=128,
         take=dict(ring=3, score_ring=2, unit_registers=192, other_registers=24),
         why="three chunks of B, C and x fill shared memory; what states leave of the registers, the scores need",
     ),
-    Rule(
+    _row(
         take=dict(ring=2, score_ring=3, unit_registers=208, other_registers=24),
         why="two chunks, and scores of three, fill shared memory; with fewer registers ptxas serialises products",
     ),
@@ -140,13 +124,12 @@ class SSDPortableConfig:
         other half."""
         headdim, dstate, gate = inputs.x.shape[3], inputs.B.shape[3], inputs.z is not None
         wide = inputs.x.dtype == torch.float32
-        row = first_fit(
+        _, take, why = first_fit(
             PORTABLE, major=capability[0], wide=wide, exact=precision.exact, headdim=headdim, dstate=dstate, gate=gate
         )
-        config = replace(
-            row.take, min_chunks=_MIN_SEGMENT // row.take.chunk, max_chunks=_MAX_SEGMENT // row.take.chunk,
-            block_p=min(whole_block(headdim), row.take.block_p), block_n=min(whole_block(dstate), row.take.block_n),
-            reason=row.why,
+        config: SSDPortableConfig = replace(
+            take, min_chunks=_MIN_SEGMENT // take.chunk, max_chunks=_MAX_SEGMENT // take.chunk,
+            block_p=min(whole_block(headdim), take.block_p), block_n=min(whole_block(dstate), take.block_n), reason=why,
         )  # fmt: skip
         return config.fitted(inputs)
 
@@ -192,22 +175,22 @@ _SHORT = (
 _TWO_PROGRAMS = "64 rows, those of one matrix instruction, in every product; 4 warps, so that two programs share an SM"
 _NO_SPILLS = "operands in registers: 8 warps, because 4 would spill"
 _ONE_TF32 = "one tf32 number for each operand: short chunks and half of P, so that two programs share an SM"
-PORTABLE = (
-    Rule(
+PORTABLE: Table = (
+    _row(
         wide=True,
         exact=False,
         dstate=64,
         take=SSDPortableConfig(chunk=32, block_p=32, scan_stages=1),
         why=_ONE_TF32 + "; with one stage in the second pass three do",
     ),
-    Rule(wide=True, exact=False, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_ONE_TF32),
-    Rule(wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT),
-    Rule(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
-    Rule(
+    _row(wide=True, exact=False, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_ONE_TF32),
+    _row(wide=True, dstate=128, take=SSDPortableConfig(chunk=32, block_p=32, block_n=64), why=_SHORT),
+    _row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_SHORT),
+    _row(
         majors=FROM_SHARED_MEMORY, headdim=32, take=SSDPortableConfig(chunk=32, block_p=32, num_warps=2),
         why="for rows of less than 128 bytes ptxas loses addresses in shared memory: chunks too short for them",
     ),
-    Rule(
+    _row(
         majors=(9,),
         gate=True,
         dstate=128,
@@ -215,20 +198,20 @@ PORTABLE = (
         why=_TWO_PROGRAMS + "; two chunks in flight in the first pass, because beside a gate a third makes them spill; "
         "the state as (n, p), which ptxas compiles in three quarters of the time",
     ),
-    Rule(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
-    Rule(
+    _row(majors=FROM_SHARED_MEMORY, dstate=128, take=SSDPortableConfig(), why=_TWO_PROGRAMS),
+    _row(
         majors=(9,),
         take=SSDPortableConfig(p_rows=False, num_warps=8, block_n=128),
         why="256 state dimensions fill the registers of 4 warps: 8, and one program on an SM; N in halves, each "
         "of which a stage reads by itself, because whole rows of B and C do not fit beside the state",
     ),
-    Rule(
+    _row(
         majors=FROM_SHARED_MEMORY,
         take=SSDPortableConfig(block_p=32, p_rows=False),
         why=_TWO_PROGRAMS + ", and half of P, because 256 state dimensions fill the registers",
     ),
-    Rule(dstate=128, take=SSDPortableConfig(num_warps=8), why=_NO_SPILLS),
-    Rule(
+    _row(dstate=128, take=SSDPortableConfig(num_warps=8), why=_NO_SPILLS),
+    _row(
         take=SSDPortableConfig(chunk=32, block_p=32, num_warps=8),
         why=_NO_SPILLS + "; half of P and of a chunk, because 256 state dimensions fill them",
     ),
@@ -241,17 +224,17 @@ PORTABLE = (
 _LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice: smaller tiles, two stages"
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
 CHUNK_STATE: Table = (
-    Rule(wide=True, take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
-    Rule(headdim=64, take=dict(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
-    Rule(dstate=64, take=dict(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
-    Rule(
+    _row(wide=True, take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2), why=_LARGE),
+    _row(headdim=64, take=dict(block_p=64, block_n=128, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
+    _row(dstate=64, take=dict(block_p=128, block_n=64, block_q=64, num_warps=4, num_stages=3), why=_WHOLE_STATE),
+    _row(
         take=dict(block_p=128, block_n=128, block_q=64, num_warps=8, num_stages=3),
         why=_WHOLE_STATE + "; accumulators of 128 x 128 need 8 warps",
     ),
 )
 BMM_CHUNK: Table = (
-    Rule(wide=True, take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3), why=_LARGE),
-    Rule(
+    _row(wide=True, take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3), why=_LARGE),
+    _row(
         take=dict(block_q=64, block_s=64, block_n=64, num_warps=4, num_stages=3),
         why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
     ),
@@ -268,20 +251,20 @@ _SLICED = "; more than 128 state dimensions in slices of 32, so that their stage
 # 16-bit rows have blocks of 16 source positions, or one stage: with 32 and more stages, Triton 3.6 to 3.8 overwrites
 # registers of a product's operand while the product may still read them (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: Table = (
-    Rule(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
-    Rule(gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS),
-    Rule(gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED),
-    Rule(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
-    Rule(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
-    Rule(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
-    Rule(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
+    _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
+    _row(gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS),
+    _row(gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED),
+    _row(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
+    _row(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
+    _row(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
+    _row(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
 )
 UNFUSED: Mapping[str, Table] = {
     # heads are innermost in dt_raw, and 16 of them in 16 bit fill a 32-byte sector
-    "chunk_cumsum": (Rule(take=dict(block_h=16, num_warps=4), why="one sector"),),
+    "chunk_cumsum": (_row(take=dict(block_h=16, num_warps=4), why="one sector"),),
     "chunk_state": CHUNK_STATE,
     # 4 fp32 (one 16-byte access) per thread; each iteration depends on the previous one, so loads run 4 ahead
-    "state_passing": (Rule(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),),
+    "state_passing": (_row(take=dict(block=512, num_warps=4, num_stages=4), why="one access per thread"),),
     "bmm_chunk": BMM_CHUNK,
     "chunk_scan": CHUNK_SCAN,
 }
@@ -292,6 +275,7 @@ def unfused_blocks(
     gate: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """The row of `UNFUSED` for a stage, with blocks limited to the sizes of the call."""
-    take = first_fit(UNFUSED[stage], wide=dtype == torch.float32, headdim=headdim, dstate=dstate, gate=gate).take
+    wide = dtype == torch.float32
+    _, take, _ = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
     most = {"block_p": whole_block(headdim), "block_n": whole_block(dstate), "block_q": chunk, "block_s": chunk}
     return {name: min(most.get(name, value), value) for name, value in take.items()}

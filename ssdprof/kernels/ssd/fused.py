@@ -20,7 +20,7 @@ from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper import launch as hopper
 from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import BufferSizes
+from ssdprof.kernels.ssd.launch import Buffers, nbytes
 from ssdprof.kernels.ssd.recurrent import blocks_of, recurrent_launch
 
 MAX_DSTATE = 256
@@ -131,9 +131,9 @@ def portable_config(call: FusedCall) -> SSDPortableConfig:
     return found.fitted(call.inputs) if found else SSDPortableConfig.choose(call.inputs, chosen_for, call.precision)
 
 
-def _work(sizes: BufferSizes, *reasons: str, scores_first: bool = False) -> tuple[int, int, str]:
-    others = ["one for C B^T"] * scores_first + ["one to zero the flags"] * (sizes.sync > 0)
-    return 1 + len(others), sizes.workspace_bytes, "; ".join((", and ".join(("one launch", *others)), *reasons))
+def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> tuple[int, int, str]:
+    others = ["one for C B^T"] * scores_first + ["one to zero the flags"] * ("sync" in buffers)
+    return 1 + len(others), nbytes(buffers), "; ".join((", and ".join(("one launch", *others)), *reasons))
 
 
 RECURRENT = Variant(
@@ -157,7 +157,7 @@ PORTABLE = Variant(
     work=lambda call, config: _work(
         portable.buffer_sizes(call.inputs, call.precision, config), config.reason,
         f"the Hopper kernel does not take {hopper_config.unsupported(call.inputs)}",
-        scores_first=portable.scores_first(call.inputs),
+        scores_first=len(portable.scores_shape(call.inputs, config)) > 1,
     ),
 )  # fmt: skip
 

@@ -1,6 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-# mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005 (Triton unpacks no tuples)
 """SSD, all five stages in one launch, in plain Triton: for sm_80 and newer, and for the interpreter.
 
     a_t   = sum_{s <= t in chunk} dt_s A log2(e)                                 chunk_cumsum
@@ -57,9 +54,9 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import SSDPortableConfig, whole_block
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.launch import BufferSizes, prepared
+from ssdprof.kernels.ssd.launch import Buffers, prepared
 from ssdprof.kernels.ssd.unfused import _bmm_chunk_kernel
-from ssdprof.kernels.tensors import strides_of, tile_strides
+from ssdprof.kernels.tensors import offset_dtype, strides_of, tile_strides
 
 FLAGS = tl.constexpr(32)  # offset of the flags in sync
 FLAG_STRIDE = tl.constexpr(8)  # int32 per flag: a 32-byte sector
@@ -497,37 +494,42 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
         store_state(final_states_ptr + state_offset, state_tile, S.BLOCK_N, m_state, state, S.DSTATE, S.P_ROWS)
 
 
-def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> BufferSizes:
-    units = config.units(inputs)
-    flags = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value
-    handover = config.handover(inputs)
-    return BufferSizes(
-        final_states=inputs.states_shape,
-        states=prod(inputs.states_shape) if handover and precision.state_dtype != torch.float32 else 0,
-        state_dtype=precision.state_dtype,
-        sync=flags if handover else 0,
-        gates=prod(_scores_shape(inputs, config)) + units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk,
-    )
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> Buffers:
+    units, buffers = config.units(inputs), Buffers()
+    if config.handover(inputs):
+        buffers["sync"] = FLAGS.value + inputs.sequences * units * FLAG_STRIDE.value, torch.int32
+        if precision.state_dtype != torch.float32:
+            buffers["states"] = prod(inputs.states_shape), precision.state_dtype
+    gates = prod(scores_shape(inputs, config)) + units * 2 * inputs.x.shape[0] * inputs.x.shape[1] + config.chunk
+    return buffers | {"gates": (gates, torch.float32)}
 
 
-def scores_first(inputs: SSDInputs) -> bool:
-    """Whether a launch before the fused one computes C B^T of all chunks."""
-    return inputs.x.dtype == torch.float32 and inputs.cu_seqlens is None
-
-
-def _scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...]:
+def scores_shape(inputs: SSDInputs, config: SSDPortableConfig) -> tuple[int, ...]:
+    """The shape of C B^T of all chunks; (0,) unless a launch before the fused one computes it."""
     batch, length, groups, _ = inputs.B.shape
-    chunks = triton.cdiv(length, config.chunk)
-    return (batch, chunks, groups, config.chunk, config.chunk) if scores_first(inputs) else (0,)
+    if inputs.x.dtype != torch.float32 or inputs.cu_seqlens is not None:
+        return (0,)
+    return (batch, triton.cdiv(length, config.chunk), groups, config.chunk, config.chunk)
 
 
 def portable_launch(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig) -> PreparedLaunch:
-    sizes = buffer_sizes(inputs, precision, config)
-    launcher = Launcher(_fused_kernel, _scalars(inputs), _options(inputs, precision, config, sizes.sync > 0))
-    shape = _scores_shape(inputs, config)
-    scores = _scores_launcher(inputs, config, shape) if scores_first(inputs) else None
+    (seqlen, nheads, headdim), dstate, chunk = inputs.x.shape[1:], inputs.B.shape[3], config.chunk
+    new, shape, initial = (
+        torch.empty(inputs.x.shape, device="meta"),
+        scores_shape(inputs, config),
+        inputs.initial_states,
+    )
+    scores: Launcher | None = None
+    if len(shape) > 1:  # a program for each chunk and group, whose products are exact at every precision
+        of_scores = inputs.C.stride(), inputs.B.stride(), torch.empty(shape, device="meta").stride()
+        scores = Launcher(
+            _bmm_chunk_kernel, (of_scores, seqlen, shape[2], shape[1]),
+            dict(CHUNK_SIZE=chunk, BLOCK_Q=chunk, BLOCK_S=chunk, DSTATE=dstate, BLOCK_N=32, num_warps=4, num_stages=3),
+        )  # fmt: skip
 
-    def tensors(inputs: SSDInputs, out: Any, final: Any, states: Any, sync: Any, gates: Any) -> tuple[Any, ...]:
+    def tensors(
+        inputs: SSDInputs, out: Any, final: Any, gates: Any, sync: Any = None, states: Any = None
+    ) -> tuple[Any, ...]:
         CB = None
         if scores is not None:
             CB, gates = gates[: prod(shape)], gates[prod(shape) :]
@@ -537,54 +539,25 @@ def portable_launch(inputs: SSDInputs, precision: Precision, config: SSDPortable
             inputs.initial_states, inputs.cu_seqlens, out, final, gates, final if states is None else states, sync, CB,
         )  # fmt: skip
 
-    return prepared(launcher, config.segments(inputs) * config.units(inputs), inputs, sizes, tensors)
-
-
-def _scores_launcher(inputs: SSDInputs, config: SSDPortableConfig, shape: tuple[int, ...]) -> Launcher:
-    """One program for each chunk and group.  Its products are exact at every precision."""
-    strides = inputs.C.stride(), inputs.B.stride(), torch.empty(shape, device="meta").stride()
-    sizes = dict(CHUNK_SIZE=config.chunk, BLOCK_Q=config.chunk, BLOCK_S=config.chunk, DSTATE=inputs.B.shape[3])
-    options = sizes | dict(BLOCK_N=32, num_warps=4, num_stages=3)
-    return Launcher(_bmm_chunk_kernel, (strides, inputs.x.shape[1], shape[2], shape[1]), options)
-
-
-def _scalars(inputs: SSDInputs) -> tuple[Any, ...]:
-    """Strides in the order of the tensors, those of the output last; sizes; limits of dt."""
     strides = (
         tile_strides(inputs.x), inputs.dt.stride(), inputs.A.stride(), tile_strides(inputs.B), tile_strides(inputs.C),
-        strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias), strides_of(inputs.initial_states),
-        strides_of(inputs.cu_seqlens), tile_strides(_new(inputs)),
+        strides_of(inputs.D), tile_strides(inputs.z), strides_of(inputs.dt_bias), strides_of(initial),
+        strides_of(inputs.cu_seqlens), tile_strides(new),
     )  # fmt: skip
-    return strides, inputs.x.shape[1], inputs.sequences, *map(float, inputs.dt_limit)
-
-
-def _options(inputs: SSDInputs, precision: Precision, config: SSDPortableConfig, handover: bool) -> dict[str, Any]:
-    nheads, headdim = inputs.x.shape[2:]
     # relaxed fp32 inputs: products of one tf32 number for each operand have smaller errors than 16-bit intermediates
     wide = inputs.x.dtype == torch.float32
     intermediate = torch.float32 if wide else precision.intermediate_dtype(inputs.x.dtype)
-    product = "tf32" if wide and not precision.exact else DOT_PRECISION.value
-    return dict(
-        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
-        CHUNK=config.chunk, BLOCK_P=config.block_p, BLOCK_N=min(config.block_n, whole_block(inputs.B.shape[3])),
-        RULE=(config.max_segments, config.min_chunks, config.max_chunks), HANDOVER=handover, P_ROWS=config.p_rows,
-        DT_SOFTPLUS=inputs.dt_softplus, INTERMEDIATE=TL_DTYPE[intermediate], PRODUCT=product,
-        ALIGNED=inputs.cu_seqlens is None and inputs.x.shape[1] % config.chunk == 0,
-        OFFSET=tl.int32 if _span(inputs, config.chunk) < 2**31 else tl.int64, STATE_STAGES=config.state_stages,
+    tiles = (inputs.x, inputs.B, inputs.C, inputs.z, new)
+    options = dict(
+        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
+        CHUNK=chunk, BLOCK_P=config.block_p, BLOCK_N=min(config.block_n, whole_block(dstate)),
+        RULE=(config.max_segments, config.min_chunks, config.max_chunks), HANDOVER=config.handover(inputs),
+        P_ROWS=config.p_rows, DT_SOFTPLUS=inputs.dt_softplus, INTERMEDIATE=TL_DTYPE[intermediate],
+        PRODUCT="tf32" if wide and not precision.exact else DOT_PRECISION.value,
+        ALIGNED=inputs.cu_seqlens is None and seqlen % chunk == 0,
+        OFFSET=offset_dtype(chunk, tiles, (headdim, dstate), strides_of(initial)), STATE_STAGES=config.state_stages,
         SCAN_STAGES=config.scan_stages, num_warps=config.num_warps,
     )  # fmt: skip
-
-
-def _span(inputs: SSDInputs, chunk: int) -> int:
-    """Largest distance, in elements, within a tile of positions or of a state."""
-    tokens = (inputs.x, inputs.B, inputs.C, inputs.z, _new(inputs))
-    spans = [chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3) for tensor in tokens if tensor is not None]
-    if inputs.initial_states is not None:
-        *_, headdim, dstate = inputs.initial_states.shape
-        *_, p, n = inputs.initial_states.stride()
-        spans.append(headdim * p + dstate * n)
-    return max(spans)
-
-
-def _new(inputs: SSDInputs) -> torch.Tensor:
-    return torch.empty(inputs.x.shape, device="meta")
+    scalars = (strides, seqlen, inputs.sequences, *map(float, inputs.dt_limit))
+    programs, buffers = config.segments(inputs) * config.units(inputs), buffer_sizes(inputs, precision, config)
+    return prepared(Launcher(_fused_kernel, scalars, options), programs, inputs, tensors, buffers)

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """SSD position by position, with the state in registers, for decoding and short sequences; all arithmetic in fp32.
 
 recurrent            one launch.  A call with one position moves little more than the states.  With l positions it takes
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from ssdprof.kernels.launch import Launcher, kept, launch
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError, register
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
-from ssdprof.kernels.ssd.launch import BufferSizes, prepared
+from ssdprof.kernels.ssd.launch import prepared
 from ssdprof.kernels.tensors import is_expanded, strides_of_each
 
 MAX_DSTATE = 256
@@ -49,15 +47,10 @@ def blocks_of(inputs: SSDInputs) -> dict[str, int]:
     return {"block_p": min(16, int(triton.next_power_of_2(inputs.x.shape[3]))), "num_warps": 2}
 
 
-def _programs(inputs: SSDInputs) -> int:
-    heads, headdim = inputs.x.shape[2:]
-    return int(inputs.sequences * heads * triton.cdiv(headdim, blocks_of(inputs)["block_p"]))
-
-
-def _options(inputs: SSDInputs) -> dict[str, Any]:
-    """Compile-time arguments and launch options of all three kernels."""
+def _settings(inputs: SSDInputs) -> tuple[int, dict[str, Any]]:
+    """The programs of all three kernels, and their compile-time arguments and launch options."""
     (heads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], blocks_of(inputs)
-    return dict(
+    return inputs.sequences * heads * triton.cdiv(headdim, blocks["block_p"]), dict(
         HEADS=heads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
         BLOCK_P=blocks["block_p"], BLOCK_N=triton.next_power_of_2(dstate), DT_SOFTPLUS=bool(inputs.dt_softplus),
         num_warps=blocks["num_warps"],
@@ -158,16 +151,17 @@ def recurrent_launch(inputs: SSDInputs, *, in_place: bool = False) -> PreparedLa
     final = inputs.initial_states if in_place else torch.empty(inputs.final_shape, device="meta")
     strides = strides_of_each(*_tensors(inputs, new, final))
     scalars = (strides, inputs.x.shape[1], *map(float, inputs.dt_limit))
-    sizes = BufferSizes(final_states=None if in_place else inputs.final_shape)
-    options = dict(_options(inputs), EVERY_STATE=bool(inputs.state_every), IN_PLACE=in_place)
-    return prepared(Launcher(_ssd_recurrent_kernel, scalars, options), _programs(inputs), inputs, sizes, _tensors)
+    programs, options = _settings(inputs)
+    options |= dict(EVERY_STATE=bool(inputs.state_every), IN_PLACE=in_place)
+    launcher = Launcher(_ssd_recurrent_kernel, scalars, options)
+    return prepared(launcher, programs, inputs, _tensors, {}, in_place=in_place)
 
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of a launch.  new: out, final_states, and what this kernel does not need."""
+    """The tensors of a launch.  new: out, final_states."""
     return (
         inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C, inputs.D, inputs.z, inputs.dt_bias,
-        inputs.initial_states, inputs.cu_seqlens, inputs.state_indices, *new[:2],
+        inputs.initial_states, inputs.cu_seqlens, inputs.state_indices, *new,
     )  # fmt: skip
 
 
@@ -261,7 +255,7 @@ def _ssd_step_output_kernel(tensors, strides, S: tl.constexpr):
 
 def two_stages(inputs: SSDInputs) -> SSDOutput:
     """One token of each sequence, without checks."""
-    x, programs, options = inputs.x, _programs(inputs), _options(inputs)
+    x, (programs, options) = inputs.x, _settings(inputs)
     with torch.cuda.device(x.get_device()):  # no effect for -1, the CPU
         states = torch.empty(inputs.states_shape, dtype=torch.float32, device=x.device)
         tensors = (x, inputs.dt, inputs.A, inputs.B, inputs.dt_bias, inputs.initial_states, states)
@@ -275,50 +269,34 @@ def two_stages(inputs: SSDInputs) -> SSDOutput:
 
 def _run_step(inputs: SSDInputs) -> SSDOutput:
     _refuse_unsupported("unfused_step", inputs)
+    refuse_gradient("unfused_step", vars(inputs).values())
     return two_stages(inputs)
 
 
 # --- the implementations
 
-_REASONS = {
-    "recurrent": "one launch, position by position; fp32 throughout",
-    "recurrent_in_place": "each call begins with a copy of the state, in its time; "
-    "one launch, position by position; fp32 throughout",
-    "unfused_step": "the state in one launch, the output in another; fp32 throughout",
-}
-
-
-def plan(name: str, inputs: SSDInputs, precision: Precision) -> Plan:
-    """The launches and configuration of a call.  Launches nothing."""
-    _refuse_unsupported(name, inputs)
-    return Plan(
-        variant="interpreter" if INTERPRETED else "portable", launches=1 if name == "recurrent" else 2,
-        config=blocks_of(inputs), reason=_REASONS[name] + precision.as_exact,
-    )  # fmt: skip
-
 
 def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
-    name, dstate = name.removesuffix("_in_place"), inputs.B.shape[3]
+    dstate = inputs.B.shape[3]
     if name == "unfused_step" and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
         raise UnsupportedError(f"{name}: one token of each sequence, side by side")
     if dstate > MAX_DSTATE:
         raise UnsupportedError(f"{name}: dstate is at most {MAX_DSTATE}, not {dstate}")
-    if name == "unfused_step":
-        refuse_gradient(name, vars(inputs).values())
     refuse_device(name, inputs.x)
 
 
-def _register(name: str, function: Callable[[SSDInputs], SSDOutput]) -> None:
-    def run(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
-        return function(inputs)
+def _register(name: str, function: Callable[[SSDInputs], SSDOutput], launches: int, reason: str, **more: Any) -> None:
+    def plan(inputs: SSDInputs, precision: Precision) -> Plan:
+        _refuse_unsupported(name.removesuffix("_in_place"), inputs)
+        return Plan(
+            variant="interpreter" if INTERPRETED else "portable", launches=launches, config=blocks_of(inputs),
+            reason=f"{reason}; fp32 throughout{precision.as_exact}",
+        )  # fmt: skip
 
-    def keeps(inputs: SSDInputs) -> bool:
-        return name == "recurrent" and inputs.state_every == 1
-
-    pools = name == "recurrent"
-    register(Implementation(operator="ssd", name=name, run=run, plan=partial(plan, name), keeps=keeps, pools=pools))
+    register(Implementation(operator="ssd", name=name, run=lambda inputs, _: function(inputs), plan=plan, **more))
 
 
-_register("recurrent", ssd_recurrent)
-_register("unfused_step", _run_step)
-_register("recurrent_in_place", _run_in_place)
+_ONE = "one launch, position by position"
+_register("recurrent", ssd_recurrent, 1, _ONE, keeps=lambda inputs: inputs.state_every == 1, pools=True)
+_register("unfused_step", _run_step, 2, "the state in one launch, the output in another")
+_register("recurrent_in_place", _run_in_place, 2, f"each call begins with a copy of the state, in its time; {_ONE}")

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """SSD in five launches, one per stage of the algorithm, in their order: the baseline.
 
 `ssd_unfused(...)` takes tensors, as `ssd_fused` does; the registered implementation, `run`, takes `SSDInputs`.
@@ -101,16 +100,13 @@ def chunk_cumsum(inputs: SSDInputs, chunks: Chunks) -> tuple[torch.Tensor, torch
 
     Grid: (b * c * h-blocks).  One program owns one chunk of a block of heads.
     """
-    dt_raw, A, dt_bias, blocks = inputs.dt, inputs.A, inputs.dt_bias, unfused_blocks("chunk_cumsum")
-    batch, seqlen, nheads = dt_raw.shape
+    blocks, (batch, _, nheads) = unfused_blocks("chunk_cumsum"), inputs.dt.shape
     shape = (batch, nheads, chunks.count, chunks.size)
-    dt, dA_cumsum_log2 = (torch.empty(shape, device=dt_raw.device, dtype=torch.float32) for _ in range(2))
-    strides = strides_of_each(dt_raw, A, dt_bias, dt, dA_cumsum_log2)
-    launch(
-        _chunk_cumsum_kernel, batch * chunks.count * triton.cdiv(nheads, blocks["block_h"]),
-        (dt_raw, A, dt_bias, chunks.spans, dt, dA_cumsum_log2),
-        (strides, seqlen, nheads, chunks.count, *map(float, inputs.dt_limit)),
-        DT_SOFTPLUS=inputs.dt_softplus, CHUNK_SIZE=chunks.size, **_constants(blocks),
+    dt, dA_cumsum_log2 = (torch.empty(shape, device=inputs.device, dtype=torch.float32) for _ in range(2))
+    chunks.launch(
+        _chunk_cumsum_kernel, chunks.total * triton.cdiv(nheads, blocks["block_h"]),
+        (inputs.dt, inputs.A, inputs.dt_bias), (dt, dA_cumsum_log2), nheads, chunks.count,
+        *map(float, inputs.dt_limit), DT_SOFTPLUS=inputs.dt_softplus, **_constants(blocks),
     )  # fmt: skip
     return dt, dA_cumsum_log2
 
@@ -169,16 +165,13 @@ def chunk_state(
 
     Grid: (b * c * h * p-tiles * n-tiles).  One program owns one (p, n) tile of one chunk of one head.
     """
-    x, B, blocks = inputs.x, inputs.B, _blocks("chunk_state", inputs)
-    (batch, seqlen, nheads, headdim), dstate = x.shape, B.shape[3]
-    states = torch.empty(batch, chunks.count, nheads, headdim, dstate, device=x.device, dtype=torch.float32)
+    (nheads, headdim), dstate, blocks = inputs.x.shape[2:], inputs.B.shape[3], _blocks("chunk_state", inputs)
+    states = chunks.empty(nheads, headdim, dstate)
     tiles = triton.cdiv(headdim, blocks["block_p"]) * triton.cdiv(dstate, blocks["block_n"])
-    strides = strides_of_each(x, B, dt, dA_cumsum_log2, states)
-    launch(
-        _chunk_state_kernel, batch * chunks.count * nheads * tiles, (x, B, dt, dA_cumsum_log2, chunks.spans, states),
-        (strides, seqlen, nheads, chunks.count, inputs.heads_per_group),
-        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate,
-        INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(x.dtype)], **_constants(blocks),
+    chunks.launch(
+        _chunk_state_kernel, chunks.total * nheads * tiles, (inputs.x, inputs.B, dt, dA_cumsum_log2), (states,),
+        nheads, chunks.count, inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
+        INTERMEDIATE=TL_DTYPE[precision.intermediate_dtype(inputs.x.dtype)], **_constants(blocks),
     )  # fmt: skip
     return states
 
@@ -230,10 +223,10 @@ def state_passing(
     blocks["block"] = 4096 if INTERPRETED else blocks["block"]
     _, _, nheads, headdim, dstate = states.shape
     prev_states = torch.empty_like(states, dtype=precision.state_dtype)
-    final_states = torch.empty(chunks.sequences, nheads, headdim, dstate, device=states.device, dtype=torch.float32)
+    final_states = torch.empty(inputs.states_shape, device=states.device, dtype=torch.float32)
     strides = strides_of_each(states, dA_cumsum_log2, initial_states, prev_states, final_states)
     launch(
-        _state_passing_kernel, chunks.sequences * nheads * triton.cdiv(headdim * dstate, blocks["block"]),
+        _state_passing_kernel, inputs.sequences * nheads * triton.cdiv(headdim * dstate, blocks["block"]),
         (states, dA_cumsum_log2, initial_states, chunks.bounds, prev_states, final_states),
         (strides, nheads, chunks.count),
         CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=dstate, BLOCK=blocks["block"],
@@ -288,15 +281,12 @@ def bmm_chunk(inputs: SSDInputs, chunks: Chunks, precision: Precision) -> torch.
     Out:  CB, fp32 if exact and 16 bit if relaxed
     Grid: (b * c * g * q-tiles * s-tiles).  One program owns one tile.
     """
-    C, B, blocks = inputs.C, inputs.B, _blocks("bmm_chunk", inputs)
-    batch, seqlen, ngroups, dstate = B.shape
-    shape = (batch, chunks.count, ngroups, chunks.size, chunks.size)
-    CB = torch.empty(shape, device=B.device, dtype=precision.intermediate_dtype(B.dtype))
+    (ngroups, dstate), blocks = inputs.B.shape[2:], _blocks("bmm_chunk", inputs)
+    CB = chunks.empty(ngroups, chunks.size, chunks.size, dtype=precision.intermediate_dtype(inputs.B.dtype))
     tiles = triton.cdiv(chunks.size, blocks["block_q"]) * triton.cdiv(chunks.size, blocks["block_s"])
-    launch(
-        _bmm_chunk_kernel, batch * chunks.count * ngroups * tiles, (C, B, chunks.spans, CB),
-        (strides_of_each(C, B, CB), seqlen, ngroups, chunks.count),
-        CHUNK_SIZE=chunks.size, DSTATE=dstate, **_constants(blocks),
+    chunks.launch(
+        _bmm_chunk_kernel, chunks.total * ngroups * tiles, (inputs.C, inputs.B), (CB,), ngroups, chunks.count,
+        DSTATE=dstate, **_constants(blocks),
     )  # fmt: skip
     return CB
 
@@ -403,18 +393,14 @@ def chunk_scan(
 
     Grid: (b * c * h * q-blocks * p-tiles).  One program owns one block of positions of one chunk and head.
     """
-    x, C, D, z = inputs.x, inputs.C, inputs.D, inputs.z
-    _, seqlen, nheads, headdim = x.shape
-    blocks = _blocks("chunk_scan", inputs)
+    x, (nheads, headdim), blocks = inputs.x, inputs.x.shape[2:], _blocks("chunk_scan", inputs)
     blocks["block_s"] = blocks["block_q" if INTERPRETED else "block_s"]  # the interpreter's time is by operations
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     tiles = chunks.size // blocks["block_q"] * triton.cdiv(headdim, blocks["block_p"])
-    strides = strides_of_each(CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, out)
-    launch(
-        _chunk_scan_kernel, x.shape[0] * chunks.count * nheads * tiles,
-        (CB, x, dt, dA_cumsum_log2, C, prev_states, D, z, chunks.spans, out),
-        (strides, seqlen, nheads, chunks.count, inputs.heads_per_group),
-        CHUNK_SIZE=chunks.size, HEADDIM=headdim, DSTATE=C.shape[3], **_constants(blocks),
+    chunks.launch(
+        _chunk_scan_kernel, chunks.total * nheads * tiles,
+        (CB, x, dt, dA_cumsum_log2, inputs.C, prev_states, inputs.D, inputs.z), (out,),
+        nheads, chunks.count, inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.C.shape[3], **_constants(blocks),
     )  # fmt: skip
     return out
 

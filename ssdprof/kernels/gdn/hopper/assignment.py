@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Assignment of work to programs: a segment of a sequence and one head, or whole sequences one after the other.
 
 A segment that does not begin its sequence needs the state that enters it.  A first pass over the chunks before it

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Gated delta rule for Hopper, after `prep_kernel.py`, with warp roles, TMA copies and states in registers.
 
 A program owns a segment of a sequence and one value head.  If the segment does not begin its sequence, a first pass

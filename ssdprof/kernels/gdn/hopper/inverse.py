@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Inverts the unit lower triangular matrices I + L of a chunk, for one or two heads.
 
 The diagonal blocks of 16 x 16 are inverted by substitution in fp32.  Each thread computes one column, so that a block

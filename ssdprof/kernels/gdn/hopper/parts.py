@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Segments of heads that forget too slowly for a first pass, and the parts of a sequence that replace it.
 
 If a first pass would be too long (`first_passes`), the state that enters the segment is computed from the parts of the

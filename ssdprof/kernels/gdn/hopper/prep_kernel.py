@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Computes the parts of each chunk that do not depend on the state, for `hopper_kernel.py`.
 
 With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i since the chunk's start, a chunk of 64

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Shared memory of `hopper_kernel.py`: ring buffers of tiles and vectors, and their mbarriers.
 
     states      2 x 4     holds half of the transposed state (a lane); computes outputs   role_states.py

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Roles `loads` and `stores`, of the tiles of each chunk through TMA, and `copies`, which does both with one warp.
 
 `copies` runs in calls where the role `inverses` inverts.  A chunk's output is ready when the ring slot of its keys

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Role `gates`: computes each chunk's vectors of decays.  Gates are log2 decays.  Shared memory: `rings.py`."""
 
 from triton.experimental import gluon

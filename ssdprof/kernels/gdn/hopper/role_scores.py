@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Role `scores`: computes from a chunk's inverse the update X of the state and the weights W of the output.
 
 With B_ij = e_i A_ij beta_j as `prep_kernel.py` stores it, and log2 decays G_i since the chunk's start,

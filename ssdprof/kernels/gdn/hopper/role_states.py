@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Role `states`: holds the state in registers and computes the outputs.
 
 State and outputs are transposed, (V, K) and (V, i), so that the state is a matrix operand directly from registers.

@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The norm of q and k and the six stages of unfused GDN, a kernel and its launcher each.
 
 Launchers run on the current device, with q and k as they enter products.  Block sizes and warps: `../config.py`.
@@ -106,12 +105,11 @@ def gate_cumsum(inputs: GDNInputs, chunks: Chunks) -> torch.Tensor:
     Out:  g_cumsum_log2 (B, NT, HV, C) fp32
     Grid: (B * NT * blocks of heads)
     """
-    g, (batch, length, heads) = inputs.g, inputs.g.shape
-    g_cumsum_log2 = torch.empty(batch, chunks.count, heads, chunks.size, device=g.device, dtype=torch.float32)
-    launch(
-        _gdn_gate_cumsum_kernel, batch * chunks.count * triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
-        (g, chunks.spans, g_cumsum_log2), ((g.stride(), g_cumsum_log2.stride()), length, heads, chunks.count),
-        CHUNK_SIZE=chunks.size, **config.GATE_CUMSUM,
+    heads = inputs.g.shape[2]
+    g_cumsum_log2 = chunks.empty(heads, chunks.size)
+    chunks.launch(
+        _gdn_gate_cumsum_kernel, chunks.total * triton.cdiv(heads, config.GATE_CUMSUM["BLOCK_H"]),
+        (inputs.g,), (g_cumsum_log2,), heads, chunks.count, **config.GATE_CUMSUM,
     )  # fmt: skip
     return g_cumsum_log2
 
@@ -164,14 +162,12 @@ def scaled_dot_kkt(
     Out:  L (B, NT, HV, C, C) fp32
     Grid: (B * NT * H), with all value heads of a key head
     """
-    k, beta, operand = inputs.k, inputs.beta, operand_dtype(inputs.v.dtype, precision)
-    batch, length, heads, key_dim = k.shape
-    L = torch.empty(*g_cumsum_log2.shape, chunks.size, device=k.device, dtype=torch.float32)
-    launch(
-        _gdn_scaled_dot_kkt_kernel, batch * chunks.count * heads, (k, beta, g_cumsum_log2, chunks.spans, L),
-        ((k.stride(), beta.stride(), g_cumsum_log2.stride(), L.stride()), length, heads, chunks.count),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUES_PER_KEY=inputs.values_per_key, OPERAND=TL_DTYPE[operand],
-        UNIT=strides_unit(k), LEAF=LEAF, **config.scaled_dot_kkt_options(key_dim, operand),
+    (heads, key_dim), operand = inputs.k.shape[2:], operand_dtype(inputs.v.dtype, precision)
+    L = chunks.empty(inputs.v.shape[2], chunks.size, chunks.size)
+    chunks.launch(
+        _gdn_scaled_dot_kkt_kernel, chunks.total * heads, (inputs.k, inputs.beta, g_cumsum_log2), (L,),
+        heads, chunks.count, KEY_DIM=key_dim, VALUES_PER_KEY=inputs.values_per_key, OPERAND=TL_DTYPE[operand],
+        UNIT=strides_unit(inputs.k), LEAF=LEAF, **config.scaled_dot_kkt_options(key_dim, operand),
     )  # fmt: skip
     return L
 
@@ -241,13 +237,11 @@ def solve_tril(inputs: GDNInputs, L: torch.Tensor, chunks: Chunks, precision: Pr
     Out:  A (B, NT, HV, C, C) in the operands' dtype, zeros above the diagonal
     Grid: (B * NT * HV)
     """
-    (batch, _, heads, size, _), operand = L.shape, operand_dtype(inputs.v.dtype, precision)
+    heads, operand = inputs.v.shape[2], operand_dtype(inputs.v.dtype, precision)
     A = torch.empty(L.shape, device=L.device, dtype=operand)
-    launch(
-        _gdn_solve_tril_kernel, batch * chunks.count * heads, (L, chunks.spans, A),
-        ((L.stride(), A.stride()), inputs.length, heads, chunks.count),
-        CHUNK_SIZE=size, LEAF=LEAF, MERGES=(size // LEAF).bit_length() - 1, PRODUCTS=inverse_products(operand),
-        **config.SOLVE_TRIL,
+    chunks.launch(
+        _gdn_solve_tril_kernel, chunks.total * heads, (L,), (A,), heads, chunks.count, LEAF=LEAF,
+        MERGES=(chunks.size // LEAF).bit_length() - 1, PRODUCTS=inverse_products(operand), **config.SOLVE_TRIL,
     )  # fmt: skip
     return A
 
@@ -316,15 +310,13 @@ def recompute_w_u(
     Out:  w (B, NT, HV, C, K) | u (B, NT, HV, V, C), both in the operands' dtype; rows past the sequence's end are zero
     Grid: (B * NT * HV)
     """
-    k, v, (batch, length, heads, value_dim) = inputs.k, inputs.v, inputs.v.shape
-    key_dim, operand = k.shape[3], operand_dtype(v.dtype, precision)
-    w = torch.empty(batch, chunks.count, heads, chunks.size, key_dim, device=v.device, dtype=operand)
-    u = torch.empty(batch, chunks.count, heads, value_dim, chunks.size, device=v.device, dtype=operand)
-    tensors = (A, k, v, inputs.beta, g_cumsum_log2)
-    launch(
-        _gdn_recompute_w_u_kernel, batch * chunks.count * heads, (*tensors, chunks.spans, w, u),
-        (strides_of_each(*tensors, w, u), length, heads, chunks.count, inputs.values_per_key),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+    k, v, (heads, value_dim), key_dim = inputs.k, inputs.v, inputs.v.shape[2:], inputs.k.shape[3]
+    operand = operand_dtype(v.dtype, precision)
+    w = chunks.empty(heads, chunks.size, key_dim, dtype=operand)
+    u = chunks.empty(heads, value_dim, chunks.size, dtype=operand)
+    chunks.launch(
+        _gdn_recompute_w_u_kernel, chunks.total * heads, (A, k, v, inputs.beta, g_cumsum_log2), (w, u),
+        heads, chunks.count, inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(v.dtype, precision), UNIT=strides_unit(k, v, w),
         **config.recompute_w_u_options(key_dim, value_dim, operand),
     )  # fmt: skip
@@ -443,17 +435,16 @@ def chunk_state(
           final_states (sequences, HV, K, V) fp32
     Grid: (sequences * HV * blocks of V)
     """
-    dtype, (batch, length, heads, value_dim), key_dim = inputs.v.dtype, inputs.v.shape, inputs.k.shape[3]
+    dtype, (heads, value_dim), key_dim = inputs.v.dtype, inputs.v.shape[2:], inputs.k.shape[3]
     operand = operand_dtype(dtype, precision)
-    prev_states = torch.empty(batch, chunks.count, heads, value_dim, key_dim, device=k.device, dtype=operand)
-    v_new = torch.empty_like(u)
-    final_states = torch.empty(chunks.sequences, heads, key_dim, value_dim, device=k.device, dtype=torch.float32)
+    prev_states, v_new = chunks.empty(heads, value_dim, key_dim, dtype=operand), torch.empty_like(u)
+    final_states = torch.empty(inputs.states_shape, device=k.device, dtype=torch.float32)
     given, results = (k, w, u, g_cumsum_log2, inputs.initial_state), (prev_states, v_new, final_states)
     launch(
         _gdn_chunk_state_kernel,
-        chunks.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        inputs.sequences * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
         (*given, chunks.spans, chunks.bounds, *results),
-        (strides_of_each(*given, *results), length, heads, chunks.count, inputs.values_per_key),
+        (strides_of_each(*given, *results), inputs.length, heads, chunks.count, inputs.values_per_key),
         CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(dtype, precision),
         STATE=TL_DTYPE[precision.state_dtype], UNIT=strides_unit(k, w, prev_states), PER_CHANNEL=inputs.g.ndim == 4,
@@ -527,19 +518,15 @@ def chunk_output(
     Out:  out (B, T, HV, V), the inputs' dtype
     Grid: (B * NT * HV * blocks of V)
     """
-    q, k, (batch, length, heads, value_dim), key_dim = inputs.q, inputs.k, inputs.v.shape, inputs.q.shape[3]
-    dtype, scale = inputs.v.dtype, inputs.scale_or_default
-    operand = operand_dtype(dtype, precision)
+    q, k, (heads, value_dim), key_dim = inputs.q, inputs.k, inputs.v.shape[2:], inputs.q.shape[3]
+    operand = operand_dtype(inputs.v.dtype, precision)
     options = config.chunk_output_options(key_dim, value_dim, operand)
-    out = torch.empty(inputs.v.shape, device=q.device, dtype=dtype)
-    tensors = (q, k, prev_states, v_new, g_cumsum_log2)
-    launch(
-        _gdn_chunk_output_kernel,
-        batch * chunks.count * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
-        (*tensors, chunks.spans, out),
-        (strides_of_each(*tensors, out), length, heads, chunks.count, inputs.values_per_key, scale),
-        CHUNK_SIZE=chunks.size, KEY_DIM=key_dim, VALUE_DIM=value_dim,
-        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(dtype, precision),
+    out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
+    chunks.launch(
+        _gdn_chunk_output_kernel, chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
+        (q, k, prev_states, v_new, g_cumsum_log2), (out,),
+        heads, chunks.count, inputs.values_per_key, inputs.scale_or_default, KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(inputs.v.dtype, precision),
         UNIT=strides_unit(q, k, prev_states, out), **options,
     )  # fmt: skip
     return out

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """SSD, all five stages in one launch, for Hopper, in Gluon: warp roles, TMA copies, states in registers.
 
 The algorithm is that of `portable.py`.  A first pass reads the segment backwards and computes the state that it adds.

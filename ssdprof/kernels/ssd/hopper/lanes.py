@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Both lanes in one role of eight warps, four warps per lane.
 
 Tensors of the role hold the rows of both lanes, lane 0 first.  Triton takes `lane_number` for a uniform scalar, but its

@@ -15,8 +15,8 @@ from ssdprof.kernels.ssd.hopper.config import SSDHopperConfig, n_split, program_
 from ssdprof.kernels.ssd.hopper.hopper_kernel import FLAGS, _fused_hopper_kernel
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, FLAG_STRIDE, SLICE
 from ssdprof.kernels.ssd.inputs import SSDInputs
-from ssdprof.kernels.ssd.launch import BufferSizes, prepared
-from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, tiles
+from ssdprof.kernels.ssd.launch import Buffers, prepared
+from ssdprof.kernels.tensors import Described, Strides, row_stride, steps, strides_of, tiles
 
 
 def share_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
@@ -36,25 +36,40 @@ def slot_count(inputs: SSDInputs, config: SSDHopperConfig) -> int:
     return inputs.sequences * (config.count(ceil_div(seqlen, CHUNK.value)) - 1)
 
 
-def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> BufferSizes:
+def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> Buffers:
     dstate = inputs.B.shape[3]
     split, shares = n_split(dstate), share_count(inputs, config)
     lanes = 2 * shares if shares else slot_count(inputs, config) * unit_count(inputs) * split
-    return BufferSizes(
-        final_states=inputs.states_shape,
-        states=lanes * SLICE.value * dstate // split,
-        # states pass between shares in fp32, unrounded: results are the same as without dividing sequences
-        state_dtype=torch.float32 if shares else precision.state_dtype,
-        sync=FLAGS.value + lanes * FLAG_STRIDE.value if lanes else 0,
-    )
+    if not lanes:
+        return {}
+    # states pass between shares in fp32, unrounded: results are the same as without dividing sequences
+    passed = torch.float32 if shares else precision.state_dtype
+    return {
+        "sync": (FLAGS.value + lanes * FLAG_STRIDE.value, torch.int32),
+        "states": (lanes * SLICE.value * dstate // split, passed),
+    }
+
+
+def passing(inputs: SSDInputs, config: SSDHopperConfig) -> str:
+    """How a segment gets the state that enters it.
+
+    "recompute": its first pass computes it from all chunks before the segment.
+    "look back": each segment publishes the state that its first pass adds; later segments sum these (`role_states.py`).
+    "carry": the share that began the sequence passes its state on.  No first pass.
+    "none": every segment begins a sequence.  No first pass.
+    """
+    if share_count(inputs, config):
+        return "carry"
+    if config.recompute:
+        return "recompute"
+    return "look back" if slot_count(inputs, config) else "none"
 
 
 def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig) -> PreparedLaunch:
     """Requires that `config.unsupported` is empty."""
-    sizes, shares = buffer_sizes(inputs, precision, config), share_count(inputs, config)
-    packed = inputs.cu_seqlens is not None
-    (seqlen, nheads, headdim), split = inputs.x.shape[1:], n_split(inputs.B.shape[3])
-    row = nheads * headdim
+    packed, D, initial = inputs.cu_seqlens is not None, inputs.D, inputs.initial_states
+    (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
+    split, row = n_split(dstate), nheads * headdim
     x_tiles = _units(inputs, steps(inputs.x, inputs.x.stride(2)), CHUNK.value)
     # one lane finishes the output of some positions of a chunk
     out_tiles = _units(inputs, (seqlen * row, row, headdim), CHUNK.value // split)
@@ -63,58 +78,29 @@ def hopper_launch(inputs: SSDInputs, precision: Precision, config: SSDHopperConf
     if packed:  # an upper bound, because the lengths are on the device
         segments = inputs.sequences + seqlen // (config.segment * CHUNK.value)
 
-    def tensors(inputs: SSDInputs, out: Any, final: Any, states: Any, sync: Any, _gates: None) -> tuple[Any, ...]:
+    def tensors(inputs: SSDInputs, out: Any, final: Any, sync: Any = None, states: Any = None) -> tuple[Any, ...]:
         return (
             x_tiles(inputs.x), B_tiles(inputs.B), C_tiles(inputs.C), out_tiles(out), inputs.dt, inputs.A,
             inputs.dt_bias, inputs.D, inputs.initial_states, inputs.cu_seqlens, final,
             final if states is None else states, final if sync is None else sync,
         )  # fmt: skip
 
-    options = _options(inputs, precision, config, _passing(config, shares, sizes))
-    launcher = Launcher(_fused_hopper_kernel, _scalars(inputs, config), options)
-    return prepared(launcher, shares or segments * program_count(inputs), inputs, sizes, tensors)
-
-
-def _scalars(inputs: SSDInputs, config: SSDHopperConfig) -> tuple[Any, ...]:
-    """Strides (dt, A, dt_bias, D, cu_seqlens), limits of dt, sizes."""
-    D = inputs.D
     strides = (
         (inputs.dt.stride(0), row_stride(inputs.dt), inputs.dt.stride(2)), inputs.A.stride(),
-        (0,) if inputs.dt_bias is None else inputs.dt_bias.stride(),
-        (0, 0) if D is None else (D.stride(0), D.stride(1) if D.ndim == 2 else 0),
-        (0,) if inputs.cu_seqlens is None else inputs.cu_seqlens.stride(),
+        strides_of(inputs.dt_bias) or (0,), (0, 0) if D is None else (*D.stride(), 0)[:2],
+        strides_of(inputs.cu_seqlens) or (0,),
     )  # fmt: skip
-    sizes = (inputs.x.shape[1], inputs.sequences, config.segment, config.long_count, config.long_segment)
-    return strides, tuple(map(float, inputs.dt_limit)), *sizes
-
-
-def _passing(config: SSDHopperConfig, shares: int, sizes: BufferSizes) -> str:
-    """How a segment gets the state that enters it.
-
-    "recompute": its first pass computes it from all chunks before the segment.
-    "look back": each segment publishes the state that its first pass adds; later segments sum these (`role_states.py`).
-    "carry": the share that began the sequence passes its state on.  No first pass.
-    "none": every segment begins a sequence.  No first pass.
-    """
-    if shares:
-        return "carry"
-    if config.recompute:
-        return "recompute"
-    return "look back" if sizes.sync else "none"
-
-
-def _options(inputs: SSDInputs, precision: Precision, config: SSDHopperConfig, passing: str) -> dict[str, Any]:
-    """UNITS: units per program; PAIRS: programs per segment."""
-    nheads, headdim = inputs.x.shape[2:]
-    split, initial = n_split(inputs.B.shape[3]), inputs.initial_states
-    return dict(
-        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=inputs.B.shape[3],
+    sizes = (seqlen, inputs.sequences, config.segment, config.long_count, config.long_segment)
+    options = dict(  # UNITS: units per program; PAIRS: programs per segment
+        HEADS=nheads, HEADS_PER_GROUP=inputs.heads_per_group, HEADDIM=headdim, DSTATE=dstate,
         SLICES=ceil_div(headdim, SLICE.value), N_SPLIT=split, UNITS=2 // split, PAIRS=program_count(inputs),
-        DT_SOFTPLUS=inputs.dt_softplus, RELAXED=not precision.exact, PASSING=passing,
-        INITIAL_STRIDES=(0, 0, 0, 0) if initial is None else initial.stride(),
-        DEPTH=config.ring, SCORE_DEPTH=config.score_ring,
+        DT_SOFTPLUS=inputs.dt_softplus, RELAXED=not precision.exact, PASSING=passing(inputs, config),
+        INITIAL_STRIDES=strides_of(initial) or (0, 0, 0, 0), DEPTH=config.ring, SCORE_DEPTH=config.score_ring,
         UNIT_REGISTERS=config.unit_registers, OTHER_REGISTERS=config.other_registers, num_warps=8,
     )  # fmt: skip
+    launcher = Launcher(_fused_hopper_kernel, (strides, tuple(map(float, inputs.dt_limit)), *sizes), options)
+    programs = share_count(inputs, config) or segments * program_count(inputs)
+    return prepared(launcher, programs, inputs, tensors, buffer_sizes(inputs, precision, config))
 
 
 def _units(inputs: SSDInputs, strides: Strides, positions: int) -> Described:

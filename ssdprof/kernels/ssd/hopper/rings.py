@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Shared memory of `hopper_kernel.py`: ring buffers and mbarriers of all roles.
 
     units       8 warps   chunk_state, state_passing and chunk_scan, four warps per lane

@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Roles `loads`, of B, C and x of each chunk, and `stores`, of its output, through TMA.  Shared memory: `rings.py`."""
 
 from triton.experimental import gluon

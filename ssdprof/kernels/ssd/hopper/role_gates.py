@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Roles `gates`, which computes each chunk's gates, dt and decays, and `scores`, C B^T times decays of each chunk.
 
 In the first pass, `scores` computes the gates instead.

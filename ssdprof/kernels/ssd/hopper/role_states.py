@@ -1,4 +1,3 @@
-# mypy: ignore-errors
 """Role `units`: holds the states of both lanes in registers and computes their outputs.
 
 States and outputs are transposed, (lane p, n) and (lane p, q), so that a state is a matrix operand directly from
