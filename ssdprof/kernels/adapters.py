@@ -28,7 +28,7 @@ from triton.runtime import Autotuner
 from triton.testing import do_bench
 
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan
+from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 
 SHORT = 8192  # tokens, whose data fits into the L2 cache of a large GPU
 _WARMUP_MS, _MEASURE_MS = 6, 25  # per configuration; Triton's defaults are 25 and 100
@@ -42,14 +42,15 @@ def span(tensor: torch.Tensor, *, axes: slice = slice(None)) -> int:
 
 
 def library_kernel(
-    operator: str, name: str, refuse: Callable[[Any, Precision], None], call: Callable[[Any, Precision], Any],
+    operator: str, name: str, unsupported: Callable[[Any, Precision], str], call: Callable[[Any, Precision], Any],
     plan: Callable[[Any, Precision], Plan] | Plan,
 ) -> Implementation:  # fmt: skip
-    """A library's kernel.  refuse: raises UnsupportedError for inputs that it does not support, before the others."""
+    """A library's kernel.  unsupported: why it does not take inputs; "" if it does."""
     told = (lambda _inputs, _precision: plan) if isinstance(plan, Plan) else plan
 
     def checked(then: Callable[[Any, Precision], Any], inputs: Any, precision: Precision) -> Any:
-        refuse(inputs, precision)
+        if reason := unsupported(inputs, precision):
+            raise UnsupportedError(f"{name}: {reason}")
         return then(inputs, precision)
 
     return Implementation(operator=operator, name=name, run=partial(checked, call), plan=partial(checked, told))

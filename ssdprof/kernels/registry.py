@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 if TYPE_CHECKING:
     from ssdprof.kernels.precision import Precision
@@ -82,6 +82,20 @@ def unavailable(operator: str, name: str, *, absent: str, hint: str) -> Implemen
     return Implementation(
         operator=operator, name=name, run=refuse, plan=refuse, kind="library", absent=absent, hint=hint
     )
+
+
+P = ParamSpec("P")
+Reasons = Iterator[tuple[bool, str]]  # whether each holds
+
+
+def first_reason(reasons: Callable[P, Reasons]) -> Callable[P, str]:
+    """The first reason that holds; "" if none does.  Later ones are not evaluated."""
+
+    @wraps(reasons)
+    def first(*args: P.args, **kwargs: P.kwargs) -> str:
+        return next((reason for holds, reason in reasons(*args, **kwargs) if holds), "")
+
+    return first
 
 
 _implementations: dict[tuple[str, str], Implementation] = {}

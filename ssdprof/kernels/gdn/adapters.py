@@ -28,7 +28,7 @@ import torch
 from ssdprof.kernels.adapters import SHORT, Tunings, library_kernel
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
 
 HEAD_DIM = 128  # the only K and V of some libraries
 CHECKPOINT = 64  # tokens, of which FlashInfer's states on the way are multiples
@@ -39,22 +39,13 @@ _FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
 _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
-def _refuse_relaxed(name: str, precision: Precision) -> None:
-    """Raises UnsupportedError for relaxed intermediates, for which no library has a setting."""
-    if not precision.exact:
-        raise UnsupportedError(f"{name}: exact intermediates only")
-
-
-def _refuse_unlike_128(name: str, inputs: GDNInputs, precision: Precision) -> None:
-    """Check for kernels that require exact intermediates, K = V = 128, 16-bit inputs and a state in fp32."""
-    _refuse_relaxed(name, precision)
-    if precision.state_dtype != torch.float32:
-        raise UnsupportedError(f"{name}: states stay in fp32")
-    key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
-    if (key_dim, value_dim) != (HEAD_DIM, HEAD_DIM):
-        raise UnsupportedError(f"{name}: K and V are {HEAD_DIM}, not {key_dim} and {value_dim}")
-    if inputs.q.dtype == torch.float32:
-        raise UnsupportedError(f"{name}: fp16 and bf16 inputs only")
+def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
+    """Of kernels that require exact intermediates, K = V = 128, 16-bit inputs and a state in fp32."""
+    yield not precision.exact, "exact intermediates only"
+    yield precision.state_dtype != torch.float32, "states stay in fp32"
+    dims = inputs.q.shape[3], inputs.v.shape[3]
+    yield dims != (HEAD_DIM, HEAD_DIM), f"K and V are {HEAD_DIM}, not {dims[0]} and {dims[1]}"
+    yield inputs.q.dtype == torch.float32, "fp16 and bf16 inputs only"
 
 
 def load_fla(operator: Any, name: str = "gdn") -> Implementation:
@@ -74,26 +65,26 @@ def load_fla(operator: Any, name: str = "gdn") -> Implementation:
             reason="it tunes itself in each process; calls to other libraries are turned off",
         )  # fmt: skip
 
-    def refuse(inputs: GDNInputs, precision: Precision) -> None:
-        _refuse_relaxed("fla", precision)
-        if precision.state_dtype != inputs.q.dtype:
-            raise UnsupportedError(f"fla: states that enter chunks are {inputs.q.dtype}, as q is")
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield not precision.exact, "exact intermediates only"
+        yield precision.state_dtype != inputs.q.dtype, f"states that enter chunks are {inputs.q.dtype}, as q is"
 
-    return library_kernel(name, "fla", refuse, call, plan)
+    return library_kernel(name, "fla", unsupported, call, plan)
 
 
 def load_fla_recurrent(operator: Any, name: str = "gdn") -> Implementation:
     """The library's token-by-token kernel.  name: of our operator."""
 
-    def refuse(inputs: GDNInputs, precision: Precision) -> None:
-        _refuse_relaxed("fla_recurrent", precision)
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield not precision.exact, "exact intermediates only"
         tokens = inputs.length if inputs.cu_seqlens is None else inputs.length / inputs.sequences
-        if tokens > MOST_STEPS:
-            raise UnsupportedError(f"fla_recurrent: token by token, for sequences of at most {MOST_STEPS}")
+        yield tokens > MOST_STEPS, f"token by token, for sequences of at most {MOST_STEPS}"
 
     call = _function(getattr(operator, f"fused_recurrent_{_FUNCTION[name]}"))
     plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
-    return library_kernel(name, "fla_recurrent", refuse, call, plan)
+    return library_kernel(name, "fla_recurrent", unsupported, call, plan)
 
 
 def fla_version() -> str:
@@ -104,7 +95,7 @@ def fla_version() -> str:
 def load_flash_qla() -> Implementation:
     call = _function(import_module("flash_qla").chunk_gated_delta_rule)
     plan = Plan(variant="tilelang", launches=3, config={"chunk_size": 64}, reason="it cuts sequences by itself")
-    return library_kernel("gdn", "flash_qla", partial(_refuse_unlike_128, "flash_qla"), call, plan)
+    return library_kernel("gdn", "flash_qla", first_reason(_unlike_128), call, plan)
 
 
 def load_flash_kda() -> Implementation:
@@ -132,15 +123,15 @@ def load_flash_kda() -> Implementation:
 
         return call, (v, states)
 
-    def refuse(inputs: GDNInputs, precision: Precision) -> None:
-        if precision.state_dtype != torch.bfloat16:
-            raise UnsupportedError("flash_kda: states that enter chunks are bf16")
-        _refuse_unlike_128("flash_kda", inputs, replace(precision, state_dtype=torch.float32))
-        if inputs.q.dtype != torch.bfloat16 or inputs.values_per_key > 1 or not inputs.use_qk_l2norm:
-            raise UnsupportedError("flash_kda: bf16 inputs, as many key heads, and q and k that it normalises")
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield precision.state_dtype != torch.bfloat16, "states that enter chunks are bf16"
+        yield from _unlike_128(inputs, replace(precision, state_dtype=torch.float32))
+        other = inputs.q.dtype != torch.bfloat16 or inputs.values_per_key > 1 or not inputs.use_qk_l2norm
+        yield other, "bf16 inputs, as many key heads, and q and k that it normalises"
 
     plan = Plan(variant="cutlass", launches=2, reason="gates and beta before their activations are prepared before")
-    return replace(_prepared_kernel("flash_kda", refuse, prepare, plan), operator="kda")
+    return replace(_prepared_kernel("flash_kda", unsupported, prepare, plan), operator="kda")
 
 
 def _call(function: Callable[..., Any], inputs: GDNInputs) -> GDNOutput:
@@ -192,15 +183,14 @@ def load_flashinfer() -> Implementation:
         reason = "the decays, beta in fp32 and V-first states are prepared outside of its time"
         return Plan(variant="cute", launches=1 + int(inputs.use_qk_l2norm), reason=reason)
 
-    def refuse(inputs: GDNInputs, precision: Precision) -> None:
-        _refuse_unlike_128("flashinfer", inputs, precision)
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield from _unlike_128(inputs, precision)
         every = inputs.state_every
-        if every and (inputs.cu_seqlens is not None or every % CHECKPOINT or inputs.length % every):
-            raise UnsupportedError(
-                f"flashinfer: states after multiples of {CHECKPOINT} tokens that divide the sequences"
-            )
+        other = bool(every) and (inputs.cu_seqlens is not None or every % CHECKPOINT or inputs.length % every) > 0
+        yield other, f"states after multiples of {CHECKPOINT} tokens that divide the sequences"
 
-    return replace(_prepared_kernel("flashinfer", refuse, prepare, plan), keeps=lambda _: True, pools=True)
+    return replace(_prepared_kernel("flashinfer", unsupported, prepare, plan), keeps=lambda _: True, pools=True)
 
 
 def load_flashinfer_mtp() -> Implementation:
@@ -238,18 +228,17 @@ def load_flashinfer_mtp() -> Implementation:
 
         return call, (v, pool[:count])
 
-    def refuse(inputs: GDNInputs, precision: Precision) -> None:
-        _refuse_unlike_128("flashinfer_mtp", inputs, precision)
-        if inputs.cu_seqlens is not None or inputs.initial_state is None or not 1 < inputs.length <= MOST_STEPS:
-            raise UnsupportedError(f"flashinfer_mtp: 2 to {MOST_STEPS} tokens of each sequence, with initial states")
-
-        if inputs.state_every > 1:
-            raise UnsupportedError("flashinfer_mtp: the state after every token, or only at the end")
+    @first_reason
+    def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
+        yield from _unlike_128(inputs, precision)
+        other = inputs.cu_seqlens is not None or inputs.initial_state is None or not 1 < inputs.length <= MOST_STEPS
+        yield other, f"2 to {MOST_STEPS} tokens of each sequence, with initial states"
+        yield inputs.state_every > 1, "the state after every token, or only at the end"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     plan = Plan(variant="cute", launches=1, reason=reason)
     return replace(
-        _prepared_kernel("flashinfer_mtp", refuse, prepare, plan), keeps=lambda inputs: inputs.state_every == 1,
+        _prepared_kernel("flashinfer_mtp", unsupported, prepare, plan), keeps=lambda inputs: inputs.state_every == 1,
         pools=True,
     )  # fmt: skip
 
@@ -258,7 +247,7 @@ _Prepared = tuple[Callable[[], GDNOutput], tuple[torch.Tensor | None, ...]]  # v
 
 
 def _prepared_kernel(
-    name: str, refuse: Callable[[GDNInputs, Precision], None], prepare: Callable[[GDNInputs], _Prepared],
+    name: str, unsupported: Callable[[GDNInputs, Precision], str], prepare: Callable[[GDNInputs], _Prepared],
     plan: Callable[[GDNInputs, Precision], Plan] | Plan,
 ) -> Implementation:  # fmt: skip
     """A library's kernel whose arguments are prepared once for inputs, and kept as long as these live."""
@@ -278,4 +267,4 @@ def _prepared_kernel(
         given = {tensor.data_ptr() for tensor in (inputs.v, inputs.initial_state) if tensor is not None}
         return [one for one in prepared(inputs)[1] if one is not None and one.data_ptr() not in given]
 
-    return replace(library_kernel("gdn", name, refuse, call, plan), copies=copies)
+    return replace(library_kernel("gdn", name, unsupported, call, plan), copies=copies)

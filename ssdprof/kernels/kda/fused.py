@@ -366,15 +366,13 @@ def configured(kernel: str, call: FusedCall) -> KDAPortableConfig:
     return found or committed(call.inputs, kernel, batch_invariant=call.batch_invariant)
 
 
-def hopper_unsupported(inputs: KDAInputs) -> str:
+@registry.first_reason
+def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
     """Why `prep_kernel.py` does not support `inputs`; empty if it does."""
-    if INTERPRETED or not inputs.q.is_cuda or capability(inputs.q) != (9, 0):
-        return "anything but a Hopper GPU"
-    if inputs.q.shape[3] != DIM.value:
-        return f"K {inputs.q.shape[3]}"
-    if inputs.q.dtype == torch.float32 or not inputs.use_qk_l2norm:
-        return "fp32 inputs, and q and k that it does not normalise"
-    return ""
+    q = inputs.q
+    yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
+    yield q.shape[3] != DIM.value, f"K {q.shape[3]}"
+    yield q.dtype == torch.float32 or not inputs.use_qk_l2norm, "fp32 inputs, and q and k that it does not normalise"
 
 
 PORTABLE: Variant = Variant(

@@ -29,7 +29,7 @@ import torch
 
 from ssdprof.kernels.adapters import INT32_ELEMENTS, SHORT, Tunings, content, library_kernel, span
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
+from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
 _MAMBA = "mamba_ssm.ops.triton.ssd_combined"
@@ -70,23 +70,25 @@ def load_mamba_ssm() -> Implementation:
             reason="it tunes itself in each process",
         )
 
-    def refuse(inputs: SSDInputs, precision: Precision) -> None:
-        if precision.exact == (inputs.x.dtype == torch.float32):
-            reason = "fp32 inputs are multiplied in tf32, which is relaxed" if precision.exact else "exact"
-            raise UnsupportedError(f"mamba_ssm: {reason} intermediates only")
-        if precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward):
-            raise UnsupportedError(f"mamba_ssm: this version passes states on in {inputs.C.dtype} only")
-        if inputs.cu_seqlens is not None:
-            raise UnsupportedError("mamba_ssm: no initial and final states of each packed sequence")
-        if inputs.chunk_size & (inputs.chunk_size - 1):  # NaN: https://github.com/state-spaces/mamba/issues/449
-            raise UnsupportedError(f"mamba_ssm: chunk_size must be a power of two, not {inputs.chunk_size}")
+    @first_reason
+    def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
+        kind = "fp32 inputs are multiplied in tf32, which is relaxed" if precision.exact else "exact"
+        yield precision.exact == (inputs.x.dtype == torch.float32), f"{kind} intermediates only"
+        other = precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward)
+        yield other, f"this version passes states on in {inputs.C.dtype} only"
+        yield inputs.cu_seqlens is not None, "no initial and final states of each packed sequence"
+        yield _uneven(inputs)  # NaN: https://github.com/state-spaces/mamba/issues/449
         (batch, seqlen, nheads, headdim), dstate = inputs.x.shape, inputs.B.shape[3]
         states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
         farthest = max(states, *(span(tensor) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C)))
-        if farthest > INT32_ELEMENTS:
-            raise UnsupportedError("mamba_ssm: 32-bit offsets, and a tensor here spans more than 2^31 elements")
+        yield farthest > INT32_ELEMENTS, "32-bit offsets, and a tensor here spans more than 2^31 elements"
 
-    return library_kernel("ssd", "mamba_ssm", refuse, call, plan)
+    return library_kernel("ssd", "mamba_ssm", unsupported, call, plan)
+
+
+def _uneven(inputs: SSDInputs) -> tuple[bool, str]:
+    uneven = inputs.chunk_size & (inputs.chunk_size - 1) > 0
+    return uneven, f"chunk_size must be a power of two, not {inputs.chunk_size}"
 
 
 def mamba_ssm_version() -> str:
@@ -122,7 +124,7 @@ def load_selective_state_update() -> Implementation:
         return SSDOutput(out[:, None], states)
 
     plan = Plan(variant="triton", launches=2, reason="each call begins with a copy of the state, in its time")
-    return replace(library_kernel("ssd", _STEP, _refuse_step, call, plan), pools=True)
+    return replace(library_kernel("ssd", _STEP, _unlike_step, call, plan), pools=True)
 
 
 def _wide(per_head: torch.Tensor | None, width: int) -> torch.Tensor | None:
@@ -132,13 +134,11 @@ def _wide(per_head: torch.Tensor | None, width: int) -> torch.Tensor | None:
     return per_head[:, None].expand(-1, width)
 
 
-def _refuse_step(inputs: SSDInputs, precision: Precision) -> None:
-    if not precision.exact or precision.state_dtype != torch.float32:
-        raise UnsupportedError(f"{_STEP}: exact intermediates and fp32 states only")
-    if inputs.cu_seqlens is not None or inputs.x.shape[1] != 1:
-        raise UnsupportedError(f"{_STEP}: one token of each sequence")
-    if inputs.dt_limit != (0.0, inf):
-        raise UnsupportedError(f"{_STEP}: no dt_limit")
+@first_reason
+def _unlike_step(inputs: SSDInputs, precision: Precision) -> Reasons:
+    yield precision != Precision(), "exact intermediates and fp32 states only"
+    yield inputs.cu_seqlens is not None or inputs.x.shape[1] != 1, "one token of each sequence"
+    yield inputs.dt_limit != (0.0, inf), "no dt_limit"
 
 
 def load_published(checkout: Path) -> Implementation:
@@ -171,7 +171,7 @@ def load_published(checkout: Path) -> Implementation:
             "and first state zeroed, last state copied",
         )
 
-    return library_kernel("ssd", "published", _refuse_published, call, plan)
+    return library_kernel("ssd", "published", _unpublished, call, plan)
 
 
 def published_version(checkout: Path) -> str:
@@ -202,21 +202,18 @@ def _found_as(name: str, module: ModuleType) -> Iterator[None]:
             sys.modules[name] = before
 
 
-def _refuse_published(inputs: SSDInputs, precision: Precision) -> None:
-    if precision.state_dtype not in (torch.float32, torch.float16):
-        raise UnsupportedError("published: fp32 and fp16 states only")
-    plain = precision.exact and precision.state_dtype == torch.float32
-    if not plain and inputs.x.dtype != torch.float16:  # it sums in 16 bit, which Triton supports only in fp16
-        raise UnsupportedError("published: relaxed intermediates and fp16 states go with fp16 inputs")
-    if inputs.cu_seqlens is not None:
-        raise UnsupportedError("published: no packed sequences")
-    if inputs.chunk_size & (inputs.chunk_size - 1):
-        raise UnsupportedError(f"published: chunk_size must be a power of two, not {inputs.chunk_size}")
+@first_reason
+def _unpublished(inputs: SSDInputs, precision: Precision) -> Reasons:
+    yield precision.state_dtype not in (torch.float32, torch.float16), "fp32 and fp16 states only"
+    summed = precision != Precision() and inputs.x.dtype != torch.float16  # in 16 bit, which Triton has only for fp16
+    yield summed, "relaxed intermediates and fp16 states go with fp16 inputs"
+    yield inputs.cu_seqlens is not None, "no packed sequences"
+    yield _uneven(inputs)
     (seqlen, nheads, headdim), dstate = inputs.x.shape[1:], inputs.B.shape[3]
     states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
     rows = (span(tensor, axes=slice(1, None)) for tensor in (inputs.x, inputs.dt, inputs.B, inputs.C))
-    if max(states, *rows) > INT32_ELEMENTS:
-        raise UnsupportedError("published: 32-bit offsets, and a sequence here spans more than 2^31 elements")
+    far = max(states, *rows) > INT32_ELEMENTS
+    yield far, "32-bit offsets, and a sequence here spans more than 2^31 elements"
 
 
 def _switches(precision: Precision) -> dict[str, bool]:

@@ -13,6 +13,7 @@ from ssdprof.kernels.gdn.hopper.rings import DIM, VECTORS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div, cut
+from ssdprof.kernels.registry import Reasons, first_reason
 from ssdprof.kernels.tensors import unreadable
 
 # Times are in units of one chunk of the second pass.
@@ -159,22 +160,22 @@ def slot_count(inputs: GDNInputs) -> int:
     return int(seqlen // CHUNK.value + inputs.sequences)
 
 
-def unsupported(inputs: GDNInputs) -> str:
+@first_reason
+def unsupported(inputs: GDNInputs) -> Reasons:
     """Why this kernel does not support `inputs`; empty if it does."""
-    if (inputs.q.shape[3], inputs.v.shape[3]) != (DIM.value, DIM.value):
-        return f"K {inputs.q.shape[3]} with V {inputs.v.shape[3]}"
-    return unsupported_otherwise(inputs)
+    dims = inputs.q.shape[3], inputs.v.shape[3]
+    yield dims != (DIM.value, DIM.value), f"K {dims[0]} with V {dims[1]}"
+    reason = unsupported_otherwise(inputs)
+    yield reason != "", reason
 
 
-def unsupported_otherwise(inputs: GDNInputs) -> str:
+@first_reason
+def unsupported_otherwise(inputs: GDNInputs) -> Reasons:
     """Why this kernel does not support `inputs`, for reasons other than K and V; empty if it does."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    if INTERPRETED or not q.is_cuda or capability(q) != (9, 0):
-        return "anything but a Hopper GPU"
-    if q.dtype == torch.float32:
-        return "fp32 inputs"
-    if inputs.scale_or_default <= 0:
-        return f"a scale of {inputs.scale_or_default}"
-    if slot_count(inputs) * CHUNK.value * v.shape[2] >= 2**31:
-        return "2^31 positions of all heads"
-    return unreadable(q=q, k=k, v=v)
+    yield INTERPRETED or not q.is_cuda or capability(q) != (9, 0), "anything but a Hopper GPU"
+    yield q.dtype == torch.float32, "fp32 inputs"
+    yield inputs.scale_or_default <= 0, f"a scale of {inputs.scale_or_default}"
+    yield slot_count(inputs) * CHUNK.value * v.shape[2] >= 2**31, "2^31 positions of all heads"
+    reason = unreadable(q=q, k=k, v=v)
+    yield reason != "", reason

@@ -18,6 +18,7 @@ from ssdprof.kernels.device import capability
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div, cut
 from ssdprof.kernels.inputs import INPUT_DTYPES
+from ssdprof.kernels.registry import Reasons, first_reason
 from ssdprof.kernels.ssd.config import HOPPER, first_fit
 from ssdprof.kernels.ssd.hopper.lanes import MAX_WIDTH
 from ssdprof.kernels.ssd.hopper.rings import SLICE, weight_places
@@ -222,30 +223,23 @@ COSTS: dict[int, dict[str, Any]] = {
 }  # by `n_split`
 
 
-def unsupported(inputs: SSDInputs) -> str:
+@first_reason
+def unsupported(inputs: SSDInputs) -> Reasons:
     """Why this kernel does not support `inputs`; empty if it does."""
     x, B, C = inputs.x, inputs.B, inputs.C
     headdim, dstate = x.shape[3], B.shape[3]
-    slices = ceil_div(headdim, SLICE.value)
-    if not x.is_cuda or capability(x) != (9, 0):
-        return "anything but a Hopper GPU"
-    if x.dtype == torch.float32:
-        return "fp32 inputs"
-    if inputs.dt.dtype not in INPUT_DTYPES:
-        return f"dt of {inputs.dt.dtype}"
-    if inputs.z is not None:
-        return "a gate z"
-    if headdim < SLICE.value or headdim % 16 or dstate not in (64, 128, 256):
-        return f"headdim {headdim} with dstate {dstate}"
-    if slices * inputs.heads_per_group * n_split(dstate) % 2:
-        return "an odd number of heads per group"
-    if x.shape[0] * x.shape[1] >= 2**31:
-        return "2^31 positions"
-    if reason := unreadable(x=x, B=B, C=C):
-        return reason
+    yield not x.is_cuda or capability(x) != (9, 0), "anything but a Hopper GPU"
+    yield x.dtype == torch.float32, "fp32 inputs"
+    yield inputs.dt.dtype not in INPUT_DTYPES, f"dt of {inputs.dt.dtype}"
+    yield inputs.z is not None, "a gate z"
+    other = headdim < SLICE.value or headdim % 16 > 0 or dstate not in (64, 128, 256)
+    yield other, f"headdim {headdim} with dstate {dstate}"
+    lanes = ceil_div(headdim, SLICE.value) * inputs.heads_per_group * n_split(dstate)
+    yield lanes % 2 > 0, "an odd number of heads per group"
+    yield x.shape[0] * x.shape[1] >= 2**31, "2^31 positions"
+    reason = unreadable(x=x, B=B, C=C)
+    yield reason != "", reason
     for name, tensor in (("B", B), ("C", C)):
-        if tensor.shape[2] > 1 and tensor.stride(2) != dstate:
-            return f"group stride of {name}"
-    if CHUNK.value * row_stride(inputs.dt) + x.shape[2] * inputs.dt.stride(2) >= 2**31:
-        return "2^31 elements between the gates of a chunk"
-    return ""
+        yield tensor.shape[2] > 1 and tensor.stride(2) != dstate, f"group stride of {name}"
+    far = CHUNK.value * row_stride(inputs.dt) + x.shape[2] * inputs.dt.stride(2)
+    yield far >= 2**31, "2^31 elements between the gates of a chunk"
