@@ -107,10 +107,7 @@ class Fused:
         self, inputs: Any, precision: Precision, batch_invariant: bool = False, state_v_first: bool = False
     ) -> PreparedLaunch:
         """The launch of a call, which is not kept here."""
-        if state_v_first:
-            inputs.check(state_v_first=True)
-        else:
-            inputs.check()
+        inputs.check()
         variant, call, names = self.place(self._supported(inputs, precision, batch_invariant, state_v_first))
         launch = variant.prepare(call, variant.configure(call))
         return (lambda inputs: launch(_replaced(inputs, names, contiguous_copy))) if names else launch

@@ -16,7 +16,7 @@ from inspect import signature
 from itertools import count
 from threading import Lock, Thread
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -155,13 +155,9 @@ Map = ctypes.c_uint64 * 16  # an encoded descriptor: CUtensorMap
 SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
-class Field(NamedTuple):
-    """A parameter of a kernel."""
-
-    kind: Any  # ctypes type
-    value: int | float = 0  # of a number
-    place: int = -1  # index of its tensor or descriptor among the tensors of a launch
-    meta: dict[str, Any] | None = None  # Triton's data for encoding a descriptor
+# A parameter of a kernel: its ctypes type, the value of a number, the index of its tensor or descriptor among the
+# tensors of a launch (-1: none), Triton's data for encoding a descriptor
+Field = tuple[Any, int | float, int, dict[str, Any] | None]
 
 
 @cache
@@ -196,18 +192,18 @@ class DirectLaunch:
         self._parameters = (ctypes.c_void_p * len(fields))()
         self._pointers: list[tuple[int, Any]] = []
         self._descriptors: list[tuple[int, int, Callable[[Any], int]]] = []
-        for number, field in enumerate(fields):
-            if field.meta is not None:
-                encoded = _encoder(field.meta)
-                encoded(tensors[field.place])
-                self._descriptors.append((number, field.place, encoded))
+        for number, (kind, value, place, meta) in enumerate(fields):
+            if meta is not None:
+                encoded = _encoder(meta)
+                encoded(tensors[place])
+                self._descriptors.append((number, place, encoded))
                 continue
-            parameter = field.kind.from_buffer(self._memory, number * _SLOT)
+            parameter = kind.from_buffer(self._memory, number * _SLOT)
             self._parameters[number] = ctypes.addressof(parameter)
-            if field.place >= 0:
-                self._pointers.append((field.place, parameter))
+            if place >= 0:
+                self._pointers.append((place, parameter))
             else:
-                parameter.value = field.value
+                parameter.value = value
 
     def __call__(self, programs: int, tensors: Sequence[Any]) -> bool:
         """Launch.  False if nothing was launched: the caller then uses Triton's launcher, which reports the error."""
@@ -273,8 +269,8 @@ def direct_launch(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any,
         fields = list(_fields(compiled, tensors, constants))
         sizes = _sizes(driver, compiled.function, parameter_count(compiled.asm["ptx"]))
         scratch = len(sizes) - len(fields)
-        fields += [Field(Address)] * scratch  # 0, because `_is_plain` requires that there is no scratch memory
-        if scratch > _SCRATCH or [ctypes.sizeof(field.kind) for field in fields] != sizes:
+        fields += [(Address, 0, -1, None)] * scratch  # 0, because `_is_plain` requires that there is no scratch memory
+        if scratch > _SCRATCH or [ctypes.sizeof(kind) for kind, *_ in fields] != sizes:
             return None
         return DirectLaunch(driver, compiled, fields, list(_leaves(tensors)))
     except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError):  # another version of Triton
@@ -303,13 +299,13 @@ def _fields(compiled: Any, tensors: tuple[Any, ...], constants: tuple[Any, ...])
             return
         place = next(places) if is_tensor else -1
         if kind.startswith("tensordesc"):
-            yield Field(Map, place=place, meta=metas.pop(0))
-            yield from (Field(ctypes.c_int32, size) for size in value.shape)
-            yield from (Field(ctypes.c_int64, stride) for stride in value.strides)
+            yield Map, 0, place, metas.pop(0)
+            yield from ((ctypes.c_int32, size, -1, None) for size in value.shape)
+            yield from ((ctypes.c_int64, stride, -1, None) for stride in value.strides)
         elif kind.startswith("*"):
-            yield Field(Address, place=place)
+            yield Address, 0, place, None
         elif kind != "constexpr":
-            yield Field(SCALARS[kind], value)
+            yield SCALARS[kind], value, -1, None
 
     kinds = compiled.src.signature.values()
     for index, (kind, value) in enumerate(zip(kinds, (*tensors, *constants), strict=True)):

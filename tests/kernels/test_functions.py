@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -136,12 +135,12 @@ def test_states_with_v_first(case: str) -> None:
 
 def test_a_state_in_the_other_layout_is_refused_where_its_shape_tells() -> None:
     inputs = GDN["batch"].inputs()
-    with pytest.raises(ValueError, match=r"initial_state must have shape .*K comes before V"):
+    with pytest.raises(ValueError, match=r"initial_state must have shape \(2, 2, 16, 24\); with"):
         DELTA(inputs, initial_state=inputs.initial.mT.contiguous())
-    with pytest.raises(ValueError, match=r"have shape \(2, 2, 24, 16\), not \(2, 2, 16, 24\): V comes before K"):
+    with pytest.raises(ValueError, match=r"have shape \(2, 2, 16, 24\); with state_v_first"):
         DELTA(inputs, state_v_first=True)
     for shape in ((5,), (2, 24, 16), (1, 2, 24, 16)):
-        with pytest.raises(ValueError, match=re.escape(f"have shape (2, 2, 24, 16), not {shape}")):
+        with pytest.raises(ValueError, match="initial_state must have shape"):
             DELTA(inputs, initial_state=torch.zeros(shape), state_v_first=True)
 
 

@@ -46,7 +46,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (SSD, dict(dt_limit=(1.0, 0.0)), "dt_limit must be"), (SSD, dict(dt_limit=(0.0, torch.nan)), "dt_limit must be"),
     (SSD, dict(dt_limit=(-0.1, 0.1), dt_softplus=False), "dt_limit must not let a negative dt pass"),
     (GDN, dict(v=zeros(1, 70, 3, 6)), "must be a multiple of q's"), (GDN, dict(chunk_size=48), "chunk_size"),
-    (GDN, dict(initial_state=zeros(1, 2, 6, 8)), "K comes before V"), (GDN, dict(q=zeros(1, 0, 2, 8)), "q is empty"),
+    (GDN, dict(initial_state=zeros(1, 2, 6, 8)), "V before K"), (GDN, dict(q=zeros(1, 0, 2, 8)), "q is empty"),
     (GDN, dict(q=zeros(1, 70, 2, 257)), "q's last dimension is at most 256, not 257"),
     (GDN, dict(v=zeros(1, 70, 2, 257)), "v's last dimension is at most 256, not 257"),
     (GDN, dict(q=zeros(1, 70, 2, 8).double()), "q must be float32"),

@@ -209,14 +209,9 @@ PORTABLE = Variant(
 )
 
 
-def _requested(call: FusedCall, config: GDNPortableConfig) -> tuple[int, int, str]:
-    launches, workspace_bytes, reason = portable_work(call, config)
-    return launches, workspace_bytes, f"requested; {reason}"
-
-
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", "k", "v"))
 # a form that a bench times only when it is named, for calls for which `fused` chooses another kernel
-FUSED_PORTABLE: Fused = Fused("fused_portable", (replace(PORTABLE, work=_requested),))
+FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
 run, plan = FUSED.run, FUSED.plan
 for _one in (FUSED, FUSED_PORTABLE):
     register(Implementation(operator="gdn", name=_one.name, run=_one.run, plan=_one.plan, neglects=2.0**-24))

@@ -57,11 +57,7 @@ class GDNInputs(Inputs):
     state_every: int = 0
     state_indices: torch.Tensor | None = None
 
-    def check(self, *, state_v_first: bool = False) -> None:
-        """Raises ValueError, naming the argument that does not fit the others.
-
-        state_v_first: the caller's own initial_state has V before K, so the message names its shapes in that order
-        """
+    def check(self) -> None:
         for name in ("q", "k", "v", "g", "beta"):
             if getattr(self, name) is None:
                 raise ValueError(f"{name} must be a tensor, not None")
@@ -85,22 +81,13 @@ class GDNInputs(Inputs):
         self._check("g", self.gate_shape)
         self._check("beta", (batch, length, value_heads))
         self._check_sequences()
-        if self.initial_state is not None:
-            self._check_state(self.initial_state, v_first=state_v_first)
+        state, shape = self.initial_state, tuple(self.states_shape)
+        if state is not None:
+            shape = shape if self.state_indices is None else (*state.shape[:1], *shape[1:])
+            if tuple(state.shape) != shape:
+                raise ValueError(f"initial_state must have shape {shape}; with state_v_first, V before K")
+            self._check("initial_state", shape)
         self._check_devices()
-
-    def _check_state(self, state: torch.Tensor, *, v_first: bool) -> None:
-        """Check the shape of initial_state.  Messages name shapes in the caller's order, V before K if v_first."""
-        shape, given = tuple(self.states_shape), tuple(state.shape)
-        if self.state_indices is not None:
-            shape = (*given[:1], *shape[1:])
-        if given == shape:
-            return self._check("initial_state", shape)
-        first, second = ("V", "K") if v_first else ("K", "V")
-        hint = f": {first} comes before {second}, transpose the last two dimensions" if given == _swap(shape) else ""
-        if v_first:
-            shape, given = _swap(shape), _swap(given)
-        raise ValueError(f"initial_state must have shape {shape}, not {given}{hint}")
 
     @property
     def signature(self) -> Hashable:
@@ -138,11 +125,6 @@ class GDNInputs(Inputs):
     def scale_or_default(self) -> float:
         """The factor of q."""
         return float(self.q.shape[3] ** -0.5 if self.scale is None else self.scale)
-
-
-def _swap(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`shape` with its last two sizes swapped, if it has four."""
-    return (*shape[:2], shape[3], shape[2]) if len(shape) == 4 else shape
 
 
 def state_strides(heads: int, key_dim: int, value_dim: int, *, v_first: bool) -> tuple[int, int, int, int]:

@@ -466,7 +466,10 @@ def portable_launch(
     inputs: GDNInputs, precision: Precision, config: GDNPortableConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
     (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
-    handed, states = handed_on(inputs, precision, config), states_of(inputs, state_v_first)
+    handed, states = (
+        handed_on(inputs, precision, config),
+        state_strides(*inputs.states_shape[1:], v_first=state_v_first),
+    )
     packed, sizes, segments = inputs.cu_seqlens is not None, (length, inputs.sequences), inputs.sequences
     if config.segment:
         segments = slot_count(*sizes, config.segment * chunk, packed=packed)
@@ -494,11 +497,6 @@ def portable_launch(
         segments * heads * triton.cdiv(value_dim, config.block_v),
     )
     return two_launches(inputs, handed, states, (factors, scan), programs, ("q", "k", "v"))
-
-
-def states_of(inputs: GDNInputs, v_first: bool) -> tuple[int, ...]:
-    """Strides of the final states."""
-    return state_strides(*inputs.states_shape[1:], v_first=v_first)
 
 
 def two_launches(

@@ -40,6 +40,7 @@ from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
 from ssdprof.kernels.gdn.config import call_key, operand_dtype
 from ssdprof.kernels.gdn.fused import RECURRENT, portable_work
+from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
     first_slot,
@@ -48,7 +49,6 @@ from ssdprof.kernels.gdn.portable import (
     options_of_factors,
     piece_of_slot,
     slot_count,
-    states_of,
     take_state,
     two_launches,
     unit_lower_inverse,
@@ -318,7 +318,10 @@ def portable_launch(
     inputs: KDAInputs, precision: Precision, config: KDAPortableConfig, *, state_v_first: bool
 ) -> PreparedLaunch:
     (length, heads, value_dim), chunk = inputs.v.shape[1:], config.chunk
-    handed, states = handed_on(inputs, precision, config), states_of(inputs, state_v_first)
+    handed, states = (
+        handed_on(inputs, precision, config),
+        state_strides(*inputs.states_shape[1:], v_first=state_v_first),
+    )
     packed, sizes = inputs.cu_seqlens is not None, (length, inputs.sequences)
     new = torch.empty(inputs.v.shape, device="meta")
     (*_, padded), operand = handed[0]

@@ -234,7 +234,7 @@ def chunk_cumsum(
         dA = tl.maximum(dt * (A * LOG2_E), FORGOTTEN, propagate_nan=tl.PropagateNan.ALL)
         a = tl.cumsum(dA, axis=1)
         tl.store(gates[0] + t, dt, mask=m)
-        tl.store(gates[1] + t, a, mask=m)
+        tl.store(gates[0] + gates[1] + t, a, mask=m)
         end = tl.sum(tl.where(o_q[None, :] == CHUNK - 1, a, 0.0), axis=1)
         later = tail + (tl.cumsum(end, axis=0, reverse=True) - end)
         felt += tl.sum(tl.where((row < 0) | (later <= FORGOTTEN), 0, 1), axis=0)
@@ -259,8 +259,8 @@ def chunk_state(
     o_q = tl.arange(0, CHUNK)
     m_q = None if tail is not None else ((o_q < length - t) | ALIGNED)[:, None]
     dt = tl.load(gates[0] + t + o_q)
-    a = tl.load(gates[1] + t + o_q)
-    end = tl.load(gates[1] + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
+    a = tl.load(gates[0] + gates[1] + t + o_q)
+    end = tl.load(gates[0] + gates[1] + (t + CHUNK if ALIGNED else tl.minimum(t + CHUNK, length)) - 1)
     exponent = end - a if tail is None else end - a + tail
     weight = decay_exp2(exponent) * dt
     weight = tl.where((o_q < length - t) | ALIGNED, weight, 0.0)
@@ -306,7 +306,7 @@ def segment_state(state, x_rows, m_p, B_rows, gates, first, count, felt, length,
         state = chunk_state(
             state, x, B_rows, gates, t, length, tail, S.DSTATE, S.P_ROWS, S.INTERMEDIATE, S.PRODUCT, True
         )
-        tail += tl.load(gates[1] + t + CHUNK - 1)
+        tail += tl.load(gates[0] + gates[1] + t + CHUNK - 1)
     return state, tail
 
 
@@ -335,7 +335,7 @@ def chunk_products(
         out = tl.dot(C, block.to(C.dtype), out, input_precision=PRODUCT)
         # stage bmm_chunk
     # stage chunk_scan.previous
-    a = tl.load(gates[1] + t + tl.arange(0, CHUNK))
+    a = tl.load(gates[0] + gates[1] + t + tl.arange(0, CHUNK))
     decay = decay_exp2(a)
     return CB, out * decay[:, None]
 
@@ -349,7 +349,7 @@ def scan_current(
     m_q = (o_q < length - t) | ALIGNED
     x = tl.load(x_rows.ptr + tl.cast(t, tl.int64) * x_rows.stride + x_rows.tile, mask=m_q[:, None] & m_p, other=0.0)
     dt = tl.load(gates[0] + t + o_q)
-    a = tl.load(gates[1] + t + o_q)
+    a = tl.load(gates[0] + gates[1] + t + o_q)
     # `decay_exp2` inlined by hand: a call takes 16 bytes more stack, packed with N = 256 (Triton 3.6, sm_90)
     decay = tl.exp2(tl.minimum(a[:, None] - a[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
     scores = CB.to(INTERMEDIATE) * (decay * dt[None, :]).to(INTERMEDIATE)
@@ -424,8 +424,8 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     positions = tl.cast(seqlen, tl.int64)  # positions of all sequences
     if cu_seqlens_ptr is None:
         positions *= sequences
-    gates_ptr += 2 * positions * unit + position
-    gates = gates_ptr, gates_ptr + positions  # dt and a of position 0
+    # dt of position 0, and how far a is from it
+    gates = gates_ptr + (2 * positions * unit + position), positions
     state_offset = ((tl.cast(sequence, tl.int64) * S.HEADS + i_h) * S.HEADDIM + first_p) * S.DSTATE
     if S.P_ROWS:
         state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
