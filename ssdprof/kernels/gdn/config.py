@@ -193,17 +193,6 @@ def _block(dim: int, most: int) -> int:
     return max(16, min(int(triton.next_power_of_2(dim)), most))
 
 
-def _unrolled(key_dim: int, value_dim: int) -> bool:
-    """Whether Triton unrolls a loop over blocks of 32 of K or V, because there is only one block.
-
-    Triton 3.6 then miscompiles some tf32x3 products of warp groups: they read a wrong address in shared memory, or have
-    the precision of a single tf32 product (seen on an H200).  With two warps, Triton uses mma.sync instead.
-    """
-    return min(key_dim, value_dim) <= 32
-
-
-# Block sizes, in capitals, and launch options of each stage
-
 GATE_CUMSUM = {"BLOCK_H": 8, "num_warps": 4}  # heads are innermost in g, and 8 of them in fp32 fill a 32-byte sector
 SOLVE_TRIL = {"num_warps": 1}  # no step of the substitution waits for another warp: 1.6 times as fast as with two
 
@@ -217,42 +206,39 @@ def qk_l2norm_options(key_dim: int) -> dict[str, int]:
     return {"BLOCK_ROWS": 4096 // int(triton.next_power_of_2(key_dim)), "num_warps": 4}
 
 
-def scaled_dot_kkt_options(key_dim: int, operand: torch.dtype) -> dict[str, int]:
-    """All of K at once if possible: this gives eight warps enough to load."""
-    block_k = _block(key_dim, 32 if operand == torch.float32 else 128)
-    return _options(BLOCK_K=block_k, num_warps=8 if block_k == 128 else 4)
+def unfused_options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[str, int]]:
+    """Block sizes, in capitals, and launch options of each stage.
 
-
-def recompute_w_u_options(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, int]:
-    """Three stages for 16 bit, so that the next two blocks are loaded during a product."""
-    if operand != torch.float32:
-        return _options(BLOCK_K=_block(key_dim, 64), BLOCK_V=_block(value_dim, 64), num_stages=3)
-    if _unrolled(key_dim, value_dim):
-        return _options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
-    return _options(BLOCK_K=_block(key_dim, 32), BLOCK_V=_block(value_dim, 32))
-
-
-def chunk_state_options(key_dim: int, value_dim: int, operand: torch.dtype, states: int) -> dict[str, int]:
-    """BLOCK_V: rows of the transposed state per program.  states: sequences times value heads.
-
-    A program processes its chunks one after the other.  So few states are cut into narrow slices, and loads run three
-    chunks ahead.  Many states are cut into slices of 64, which read w and k half as often and are the rows of one
-    matrix instruction of four warps on a Hopper GPU.
+    scaled_dot_kkt: all of K at once if possible: this gives eight warps enough to load
+    recompute_w_u: three stages for 16 bit, so that the next two blocks are loaded during a product
+    chunk_state: BLOCK_V rows of the transposed state per program, which processes its chunks one after the other.  So
+        few states are cut into narrow slices, and loads run three chunks ahead.  Many states are cut into slices of 64,
+        which read w and k half as often and are the rows of one matrix instruction of four warps on a Hopper GPU.
+    chunk_output: up to 128 of V, so that q k^T is computed once.  Four warps: two programs share a multiprocessor
     """
-    if operand == torch.float32:
-        return _options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
-    if key_dim > 128:
-        return _options(BLOCK_V=_block(value_dim, 32), num_warps=8)
-    narrow = _block(value_dim, 32)
-    if states * triton.cdiv(value_dim, narrow) <= _ONE_PROGRAM_EACH:
-        return _options(BLOCK_V=narrow, num_stages=4)
-    return _options(BLOCK_V=_block(value_dim, 64), num_stages=3)
-
-
-def chunk_output_options(key_dim: int, value_dim: int, operand: torch.dtype) -> dict[str, int]:
-    """Up to 128 of V, so that q k^T is computed once.  Four warps, so that two programs share a multiprocessor."""
-    if operand != torch.float32:
-        return _options(BLOCK_K=_block(key_dim, 64), BLOCK_V=_block(value_dim, 128))
-    if _unrolled(key_dim, value_dim):
-        return _options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
-    return _options(BLOCK_K=_block(key_dim, 32), BLOCK_V=_block(value_dim, 32), num_warps=8)
+    key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
+    fp32 = operand_dtype(inputs.v.dtype, precision) == torch.float32
+    narrow, few_states = _block(value_dim, 32), _ONE_PROGRAM_EACH // (inputs.sequences * inputs.v.shape[2])
+    kkt = _block(key_dim, 32 if fp32 else 128)
+    if fp32:
+        w_u = output = _options(BLOCK_K=_block(key_dim, 32), BLOCK_V=narrow)
+        output = output | {"num_warps": 8}
+        if min(key_dim, value_dim) <= 32:
+            # Triton unrolls loops of one block, and 3.6 then miscompiles some tf32x3 products of warp groups: they read
+            # a wrong address in shared memory, or have the precision of a single tf32 product (seen on an H200).  With
+            # two warps, Triton uses mma.sync instead.
+            w_u = output = _options(BLOCK_K=16, BLOCK_V=16, num_warps=2)
+        state = _options(BLOCK_V=16, num_warps=8, num_stages=2 if key_dim <= 128 else 1)
+    else:
+        w_u = _options(BLOCK_K=_block(key_dim, 64), BLOCK_V=_block(value_dim, 64), num_stages=3)
+        output = _options(BLOCK_K=_block(key_dim, 64), BLOCK_V=_block(value_dim, 128))
+        if key_dim > 128:
+            state = _options(BLOCK_V=narrow, num_warps=8)
+        elif triton.cdiv(value_dim, narrow) <= few_states:
+            state = _options(BLOCK_V=narrow, num_stages=4)
+        else:
+            state = _options(BLOCK_V=_block(value_dim, 64), num_stages=3)
+    return {
+        "gate_cumsum": GATE_CUMSUM, "scaled_dot_kkt": _options(BLOCK_K=kkt, num_warps=8 if kkt == 128 else 4),
+        "solve_tril": SOLVE_TRIL, "recompute_w_u": w_u, "chunk_state": state, "chunk_output": output,
+    }  # fmt: skip

@@ -52,7 +52,7 @@ def run(inputs: GDNInputs, precision: Precision = Precision()) -> GDNOutput:  # 
 def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
     """`run` without checks, on the current device."""
     inputs, chunks = normalised(inputs, precision), Chunks.of(inputs)
-    options = _options(inputs, precision)["chunk_state"]
+    options = config.unfused_options(inputs, precision)["chunk_state"]
     g_cumsum_log2 = stages.gate_cumsum(inputs, chunks)
     L = stages.scaled_dot_kkt(inputs, g_cumsum_log2, chunks, precision)
     A = stages.solve_tril(inputs, L, chunks, precision)
@@ -76,20 +76,10 @@ def normalised(inputs: Any, precision: Precision) -> Any:
     return inputs.unchecked(**vars(inputs) | unit)
 
 
-def _options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[str, int]]:
-    dims = (key_dim, _, operand) = inputs.q.shape[3], inputs.v.shape[3], operand_dtype(inputs.q.dtype, precision)
-    return {
-        "gate_cumsum": config.GATE_CUMSUM, "scaled_dot_kkt": config.scaled_dot_kkt_options(key_dim, operand),
-        "solve_tril": config.SOLVE_TRIL, "recompute_w_u": config.recompute_w_u_options(*dims),
-        "chunk_state": config.chunk_state_options(*dims, states=inputs.sequences * inputs.v.shape[2]),
-        "chunk_output": config.chunk_output_options(*dims),
-    }  # fmt: skip
-
-
 def plan(inputs: GDNInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
     """The launches, configurations and workspace of a call.  Allocates and launches nothing."""
     refuse_unsupported(inputs)
-    return plan_stages(inputs, precision, _options(inputs, precision))
+    return plan_stages(inputs, precision, config.unfused_options(inputs, precision))
 
 
 def plan_stages(inputs: GDNInputs, precision: Precision, chosen: dict[str, dict[str, int]]) -> Plan:

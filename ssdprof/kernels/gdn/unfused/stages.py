@@ -167,7 +167,7 @@ def scaled_dot_kkt(
     chunks.launch(
         _gdn_scaled_dot_kkt_kernel, chunks.total * heads, (inputs.k, inputs.beta, g_cumsum_log2), (L,),
         heads, chunks.count, KEY_DIM=key_dim, VALUES_PER_KEY=inputs.values_per_key, OPERAND=TL_DTYPE[operand],
-        UNIT=strides_unit(inputs.k), LEAF=LEAF, **config.scaled_dot_kkt_options(key_dim, operand),
+        UNIT=strides_unit(inputs.k), LEAF=LEAF, **config.unfused_options(inputs, precision)["scaled_dot_kkt"],
     )  # fmt: skip
     return L
 
@@ -318,7 +318,7 @@ def recompute_w_u(
         _gdn_recompute_w_u_kernel, chunks.total * heads, (A, k, v, inputs.beta, g_cumsum_log2), (w, u),
         heads, chunks.count, inputs.values_per_key, KEY_DIM=key_dim, VALUE_DIM=value_dim,
         OPERAND=TL_DTYPE[operand], INTERMEDIATE=intermediate(v.dtype, precision), UNIT=strides_unit(k, v, w),
-        **config.recompute_w_u_options(key_dim, value_dim, operand),
+        **config.unfused_options(inputs, precision)["recompute_w_u"],
     )  # fmt: skip
     return w, u
 
@@ -520,7 +520,7 @@ def chunk_output(
     """
     q, k, (heads, value_dim), key_dim = inputs.q, inputs.k, inputs.v.shape[2:], inputs.q.shape[3]
     operand = operand_dtype(inputs.v.dtype, precision)
-    options = config.chunk_output_options(key_dim, value_dim, operand)
+    options = config.unfused_options(inputs, precision)["chunk_output"]
     out = torch.empty(inputs.v.shape, device=q.device, dtype=inputs.v.dtype)
     chunks.launch(
         _gdn_chunk_output_kernel, chunks.total * heads * triton.cdiv(value_dim, options["BLOCK_V"]),
