@@ -79,6 +79,8 @@ class Fused:
 
         In that call, tensors that are to be copied have the shapes and strides of copies, and no meaning.
         """
+        self._refuse(call.inputs)
+        refuse_device(self.name, getattr(call.inputs, call.inputs.FIRST))
         variant = self.choose(call)
         if variant is not self.variants[-1]:
             return variant, call, ()
@@ -108,7 +110,10 @@ class Fused:
     ) -> PreparedLaunch:
         """The launch of a call, which is not kept here."""
         inputs.check()
-        variant, call, names = self.place(self._supported(inputs, precision, batch_invariant, state_v_first))
+        call = FusedCall(
+            inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first
+        )
+        variant, call, names = self.place(call)
         launch = variant.prepare(call, variant.configure(call))
         return (lambda inputs: launch(_replaced(inputs, names, contiguous_copy))) if names else launch
 
@@ -116,7 +121,8 @@ class Fused:
         self, inputs: Any, precision: Precision = Precision(), *, batch_invariant: bool = False  # noqa: B008
     ) -> Plan:  # fmt: skip
         """The kernel that would run, with its configuration and reason.  Allocates and launches nothing."""
-        variant, call, names = self.place(self._supported(inputs, precision, batch_invariant, False))
+        call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
+        variant, call, names = self.place(call)
         plan = variant.plan(call)
         copies = sum(getattr(inputs, name).numel() * getattr(inputs, name).itemsize for name in names)
         return replace(
@@ -124,15 +130,6 @@ class Fused:
             launches=plan.launches + len(names),
             workspace_bytes=plan.workspace_bytes + copies,
             reason=f"contiguous copies of {', '.join(names)}, then {plan.reason}" if names else plan.reason,
-        )
-
-    def _supported(
-        self, inputs: Any, precision: Precision, batch_invariant: bool, state_v_first: bool
-    ) -> FusedCall:  # fmt: skip
-        self._refuse(inputs)
-        refuse_device(self.name, getattr(inputs, inputs.FIRST))
-        return FusedCall(
-            inputs=inputs, precision=precision, batch_invariant=batch_invariant, state_v_first=state_v_first
         )
 
 

@@ -500,7 +500,7 @@ def test_a_cache_that_cannot_be_written_is_said(cache: Path, monkeypatch: pytest
 def test_a_find_is_for_its_own_calls_only() -> None:
     def chosen(inputs: GDNInputs, precision: Precision = EXACT, *, batch_invariant: bool = False) -> GDNPortableConfig:
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
-        return gdn_fused.portable_config(call)
+        return gdn_fused.PORTABLE.configure(call)
 
     inputs = gdn_inputs(200)
     config = replace(GDN.committed(inputs, "portable"), chunk=16, reason="tuned on this GPU, today")

@@ -203,17 +203,6 @@ def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch: pytest.M
         assert torch.equal(alone.final_states[:, 0], together.final_states[:, 0])
 
 
-@pytest.mark.parametrize(("case", "config", "words"), [
-    (SMALL.but(seqlen=512), replace(LEADING, segment=8), "a longer first segment needs"),
-    (SMALL.but(lengths=(300, 9)), replace(LEADING, segment=8), "a longer first segment needs"),
-    (SMALL.but(seqlen=1000), replace(GDN_PARTS, segment=3), "transition_parts = 2 with"),
-    (SMALL.but(seqlen=1000, values_per_key=96), GDN_PARTS, "transition_parts = 2 with"),
-])  # fmt: skip
-def test_refuses_what_cannot_be_divided(case: GDNCase, config: GDNHopperConfig, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        run(case.inputs(), config)
-
-
 # --- slices: K and V other than 128
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -162,12 +163,12 @@ def _sliced_work(call: FusedCall, config: GDNHopperConfig) -> tuple[int, int, st
     return launches + copies, hopper_slices.workspace_bytes(call.inputs, config), reason
 
 
-def portable_config(call: FusedCall) -> GDNPortableConfig:
+def configured(committed: Callable[..., Any], kernel: str, call: FusedCall) -> Any:
     """A found configuration, or the committed one, which packed sequences keep."""
-    found: GDNPortableConfig | None = None
+    found = None
     if call.inputs.cu_seqlens is None:
-        found = override(call_key(call.inputs, call.precision, batch_invariant=call.batch_invariant))
-    return found or committed_portable(call.inputs, batch_invariant=call.batch_invariant)
+        found = override(call_key(call.inputs, call.precision, kernel, batch_invariant=call.batch_invariant))
+    return found or committed(call.inputs, batch_invariant=call.batch_invariant)
 
 
 def committed_portable(inputs: GDNInputs, *, batch_invariant: bool = False) -> GDNPortableConfig:
@@ -203,7 +204,7 @@ SLICES = Variant(
 )  # fmt: skip
 PORTABLE = Variant(
     name="portable",
-    configure=portable_config,
+    configure=partial(configured, committed_portable, "portable"),
     prepare=lambda call, config: portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first),
     work=portable_work,
 )

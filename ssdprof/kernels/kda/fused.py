@@ -35,11 +35,11 @@ import triton
 import triton.language as tl
 
 from ssdprof.kernels import registry
-from ssdprof.kernels.choice import Fused, FusedCall, Variant
+from ssdprof.kernels.choice import Fused, Variant
 from ssdprof.kernels.device import INTERPRETED, capability, sm_count
 from ssdprof.kernels.functions import DOT_PRECISION, decay_exp2, ptr_offset, sequence_bounds
-from ssdprof.kernels.gdn.config import call_key, operand_dtype
-from ssdprof.kernels.gdn.fused import RECURRENT, portable_work
+from ssdprof.kernels.gdn.config import operand_dtype
+from ssdprof.kernels.gdn.fused import RECURRENT, configured, portable_work
 from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     L2NORM_EPS,
@@ -361,14 +361,6 @@ def committed(inputs: KDAInputs, kernel: str, *, batch_invariant: bool = False) 
     return choose(inputs, sm_count(inputs.q) if inputs.q.is_cuda else _H200_SMS, batch_invariant=batch_invariant)
 
 
-def configured(kernel: str, call: FusedCall) -> KDAPortableConfig:
-    """A found configuration, or the committed one, which packed sequences keep."""
-    found: KDAPortableConfig | None = None
-    if call.inputs.cu_seqlens is None:
-        found = registry.override(call_key(call.inputs, call.precision, kernel, batch_invariant=call.batch_invariant))
-    return found or committed(call.inputs, kernel, batch_invariant=call.batch_invariant)
-
-
 @registry.first_reason
 def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
     """Why `prep_kernel.py` does not support `inputs`; empty if it does."""
@@ -380,13 +372,13 @@ def hopper_unsupported(inputs: KDAInputs) -> registry.Reasons:
 
 PORTABLE: Variant = Variant(
     name="portable",
-    configure=partial(configured, "portable"),
+    configure=partial(configured, partial(committed, kernel="portable"), "portable"),
     prepare=lambda call, config: portable_launch(call.inputs, call.precision, config, state_v_first=call.state_v_first),
     work=partial(portable_work, handed_on=handed_on),
 )
 HOPPER: Variant = replace(
     PORTABLE, name="hopper", unsupported=lambda call: hopper_unsupported(call.inputs),
-    configure=partial(configured, "hopper"),
+    configure=partial(configured, partial(committed, kernel="hopper"), "hopper"),
 )  # fmt: skip
 FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, PORTABLE))
 run, plan = FUSED.run, FUSED.plan

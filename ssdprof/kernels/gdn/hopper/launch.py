@@ -10,7 +10,7 @@ from triton import next_power_of_2
 
 from ssdprof.kernels.gdn.hopper.config import GDNHopperConfig, row_count, slot_count
 from ssdprof.kernels.gdn.hopper.hopper_kernel import _hopper_kernel, _parts_kernel
-from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, MOST_ROWS, _combine_kernel
+from ssdprof.kernels.gdn.hopper.parts import LEAST_ROWS, _combine_kernel
 from ssdprof.kernels.gdn.hopper.prep_kernel import _prep_kernel
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.gdn.inputs import GDNInputs, GDNOutput, state_strides
@@ -62,7 +62,6 @@ def launch_count(inputs: GDNInputs, config: GDNHopperConfig) -> int:
 
 
 def hopper_launch(inputs: GDNInputs, config: GDNHopperConfig, *, state_v_first: bool = False) -> PreparedLaunch:
-    """Raises ValueError for a configuration that does not fit the inputs."""
     index, (begin, finish) = inputs.q.get_device(), launches(inputs, config, state_v_first=state_v_first)
     shape, strides = inputs.states_shape, state_strides(*inputs.states_shape[1:], v_first=state_v_first)
 
@@ -87,7 +86,6 @@ def launches(
         them.  finish: launches the others; its arguments: what `begin` returned, inputs, out, final states.
     padded: final states are written to the workspace with K = V = 128.
     """
-    _check(inputs, config)
     seqlen, key_heads = inputs.q.shape[1:3]
     heads, packed = inputs.v.shape[2], inputs.cu_seqlens is not None
     slots, device = slot_count(inputs), inputs.q.device
@@ -180,17 +178,6 @@ def _entering(
         combine(pairs * DIM.value // block_v, *made, inputs.initial_state, parts["entering"])
 
     return enter
-
-
-def _check(inputs: GDNInputs, config: GDNHopperConfig) -> None:
-    whole = config.persistent_programs or config.segment * CHUNK.value >= inputs.v.shape[1]
-    if config.first_segment_extra and (whole or config.transition_parts or inputs.cu_seqlens is not None):
-        raise ValueError("a longer first segment needs several segments, no parts and no packed sequences")
-    if config.fused_inverse and (inputs.use_qk_l2norm or not whole):
-        raise ValueError("one launch takes whole sequences whose keys are normalised")
-    slow = row_count(inputs, config.segment) if config.transition_parts else 0
-    if slow and (slow > MOST_ROWS or config.segment % config.transition_parts):
-        raise ValueError(f"transition_parts = {config.transition_parts} with {slow} rows of {config.segment} chunks")
 
 
 def _tiles(tensor: torch.Tensor, strides: tuple[int, int, int] | None = None, *, packed: bool) -> Described:
