@@ -78,11 +78,15 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, S: tl.const
         initial_states_strides, cu_seqlens_strides, slots_strides, out_strides, final_states_strides,
     ) = strides  # fmt: skip
     # stage setup: which slice of which head is mine
-    sequence, i_h, o_p, o_n, m_p, m_n = _own_slice(S)
+    SLICES: tl.constexpr = (S.HEADDIM + S.BLOCK_P - 1) // S.BLOCK_P  # `_own_slice` here makes other machine code
+    unit = tl.program_id(0) % (S.HEADS * SLICES)
+    sequence, i_h, i_slice = tl.program_id(0) // (S.HEADS * SLICES), unit // SLICES, unit % SLICES
     i_b, begin, length = sequence, tl.zeros((), tl.int64), seqlen
     if cu_seqlens_ptr is not None:
         begin, length = sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_strides[0])
         i_b = 0
+    o_p, o_n = i_slice * S.BLOCK_P + tl.arange(0, S.BLOCK_P), tl.arange(0, S.BLOCK_N)
+    m_p, m_n = o_p < S.HEADDIM, o_n < S.DSTATE
     m_state = m_p[:, None] & m_n[None, :]
     i_g = i_h // S.HEADS_PER_GROUP
     x_ptr += ptr_offset((i_b, begin, i_h), x_strides[:3]) + o_p.to(tl.int64) * x_strides[3]
