@@ -40,7 +40,7 @@ _FLA_KERNELS = ("fla.ops.common", "fla.ops.utils", "fla.modules.l2norm")
 
 
 def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
-    """Of kernels that require exact intermediates, K = V = 128, 16-bit inputs and a state in fp32."""
+    """For kernels with exact intermediates, K = V = 128, 16-bit inputs and a state in fp32."""
     yield not precision.exact, "exact intermediates only"
     yield precision.state_dtype != torch.float32, "states stay in fp32"
     dims = inputs.q.shape[3], inputs.v.shape[3]
