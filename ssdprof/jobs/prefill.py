@@ -290,29 +290,19 @@ class _Length:
         def compute(call: OperatorCall) -> Result:
             if call.mixer.layer_index == self.layer.index and not compared:
                 compared.append(call.mixer.name)
-                entries = [
-                    Entry(
-                        case=case,
-                        call=Call(
-                            implementation=self.of[name][call.mixer.operator],
-                            inputs=call.inputs,
-                            precision=precision_of(case.precision),
-                            label=name,
-                        ),
-                    )
-                    for name, case in self.cases.items()
-                ]
+                entries = []
+                for name, case in self.cases.items():
+                    one, precision = self.of[name][call.mixer.operator], precision_of(case.precision)
+                    bound = Call(implementation=one, inputs=call.inputs, precision=precision, label=name)
+                    entries.append(Entry(case=case, call=bound))
                 verdicts = {entry.key: entry.case for entry in entries}
                 for found in self.comparer.compare(entries, self.layer.name, verdicts):
                     name = found.implementation
-                    self.cases[name] = self.cases[name].changed(
-                        status=found.status,
-                        reason="" if found.result == "passed" else found.reason,
-                        later_fault=found.later_fault,
-                        nonfinite=found.nonfinite,
-                        variant=found.variant,
-                        plan=found.plan,
-                    )
+                    told = {
+                        key: getattr(found, key) for key in ("status", "later_fault", "nonfinite", "variant", "plan")
+                    }
+                    reason = "" if found.result == "passed" else found.reason
+                    self.cases[name] = self.cases[name].changed(**told, reason=reason)
                     if found.device_us:
                         self._found(name, alone_us=found.device_us.value)
             return call.replacement()

@@ -189,7 +189,7 @@ def test_with_time_enough_every_recording_lies_elsewhere() -> None:
 def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
     told, known = list[str](), set[str]()
     monkeypatch.setattr("ssdprof.environment.child.tell", told.append)
-    monkeypatch.setattr(IsolatedFirstCall, "require", lambda *_: None)
+    monkeypatch.setattr(IsolatedFirstCall, "verdict", lambda *_: ("ran", ""))
 
     def run(inputs: Any, precision: Any) -> Any:
         word, _, case = next(line for line in reversed(told) if line != "alive").partition(" ")
