@@ -42,7 +42,7 @@ from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_r
 from ssdprof.measure.probes import Prober
 from ssdprof.measure.roofline import measure_ceilings, with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
-from ssdprof.measure.timing import CudaTimer, device_times, time_in_turns
+from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.operators import tensors
 from ssdprof.operators.operator import Output, drafted
 from ssdprof.operators.tensors import dtype_name, dtype_named, precision_of
@@ -238,8 +238,12 @@ class Comparer:
     def _fastest(self, cases: Mapping[Entry, Case], timer: CudaTimer) -> tuple[Entry, Case]:
         """The fastest chunk size that passed, by a few replays in turns; else the first entry, which says why."""
         passed = [entry for entry, case in cases.items() if case.result == "passed"]
-        samples = device_times({one: one.call for one in passed}, timer, TRIALS) if len(passed) > 1 else {}
-        times = {entry: statistics.median(values).value for entry, values in samples.items()}
+        times: dict[Entry, float] = {}
+        if len(passed) > 1:
+            runs = {str(number): one.call.run for number, one in enumerate(passed)}
+            timed = time_in_turns(runs, timer, TRIALS, check=None, clocks=("device",))
+            samples = {passed[int(number)]: one["samples"] for number, one in timed.items() if "samples" in one}
+            times = {entry: statistics.median(of_device.us).value for entry, (of_device,) in samples.items()}
         best = min(passed, key=lambda entry: times.get(entry, math.inf), default=next(iter(cases)))
         trials = {case.chunk_size: times.get(entry) for entry, case in cases.items() if case.chunk_size is not None}
         found = cases[best]

@@ -21,22 +21,13 @@ from ssdprof.core.base import Clock
 from ssdprof.core.case import Samples
 from ssdprof.errors import MissingCapabilityError
 from ssdprof.kernels.launch import no_garbage_collection
-from ssdprof.measure.first_run import (
-    Call,
-    Run,
-    blaming,
-    first_line,
-    refuse_if_interrupted,
-    refuse_if_lost,
-    type_and_message,
-)
+from ssdprof.measure.first_run import Run, blaming, first_line, refuse_if_interrupted, type_and_message
 from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.sampling import Samples as Recordings
 from ssdprof.measure.trace import busy_us, traced, work
 from ssdprof.operators.operator import Output
 
 T = TypeVar("T")
-K = TypeVar("K")
 # taken when ssdprof is imported, before any user's kernel is: a later patch of torch changes no time
 _Event, _current_stream, _synchronize = torch.cuda.Event, torch.cuda.current_stream, torch.cuda.synchronize
 _record, _wait, _elapsed_ms = _Event.record, _Event.synchronize, _Event.elapsed_time
@@ -155,13 +146,13 @@ class _CallError(Exception):
 
 
 def time_in_turns(
-    runs: Mapping[str, Run], timer: CudaTimer, plan: SamplingPlan, *, check: Callable[[str, Run], str],
+    runs: Mapping[str, Run], timer: CudaTimer, plan: SamplingPlan, *, check: Callable[[str, Run], str] | None,
     change: Callable[[bool], None] = lambda _: None, process: str = "", clocks: Sequence[Clock] = get_args(Clock),
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
     """Time every run against the others.  Fields of its case: `samples` by the clocks, or why it has no time.
 
     check(key, run): "" if what `run` computes is still right.  Called after the timed loop for replays and for calls,
-        unless only call times are taken.
+        unless only call times are taken.  None: nothing is checked.
     change: called with True before each sample, to change the numbers in the inputs; with False before the checks.
     process: the name of this one, for the samples.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable.
@@ -198,7 +189,7 @@ def time_in_turns(
             except torch.OutOfMemoryError as error:
                 untimed[key] = {"reason": f"{key} is not timed: no memory is left for its CUDA graph: {error}"}
         samplers: dict[Name, Sampler] = {}
-        for key in keys:
+        for key in keys if "call" in clocks else ():
             if key not in untimed:
                 samplers["call", key] = partial(called, key, partial(changed, timer.call_us, runs[key]))
         for key, (graph, _) in recordings.items():
@@ -211,7 +202,7 @@ def time_in_turns(
             with suppress(_CallError):
                 return sample_in_turns(set_up, plan)
 
-    def reason_now(key: str) -> str:
+    def reason_now(key: str, check: Callable[[str, Run], str]) -> str:
         """The result of `check` for replays and for calls; all GPU work of the call has ended after it."""
 
         def replay() -> Output:
@@ -228,39 +219,9 @@ def time_in_turns(
     found: dict[str, dict[str, Any]] = {}
     for key in (key for key in runs if key not in untimed):
         with suppress(_CallError):
-            if reason := called(key, partial(reason_now, key)) if recordings else "":
+            if reason := called(key, partial(reason_now, key, check)) if check and recordings else "":
                 untimed[key] = {"later_fault": f"after it was timed: {reason}"}
             else:
                 taken = (record(process, clock, samples[clock, key]) for clock in clocks)
                 found[key] = {"samples": tuple(taken)}
     return found | untimed
-
-
-# --- times without a check
-
-
-def device_times(calls: Mapping[K, Call], timer: CudaTimer, plan: SamplingPlan) -> dict[K, Recordings]:
-    """Device times in turns, in microseconds, of the calls that can be recorded."""
-    untimed: set[K] = set()
-
-    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
-        timer.reallocate(generator)
-        samplers: dict[Name, Sampler] = {}
-        for key, call in calls.items():
-            try:
-                if key not in untimed:
-                    graph, _ = timer.record(partial(_without_output, call))
-                    sample = partial(timer.device_us, graph)
-                    samplers["device", key] = partial(blaming, timer.device, call.label, sample)
-            except Exception as error:  # the compiler's or CUDA's, of any kind: this key is not timed
-                refuse_if_lost(timer.device, call.label, error)
-                untimed.add(key)
-        return samplers
-
-    return {key: samples for (_, key), samples in sample_in_turns(set_up, plan).items()}
-
-
-def _without_output(call: Call) -> Output:
-    """Its memory can be reused by the next recording."""
-    out, final_states = call.run()
-    return out.new_empty(0), final_states.new_empty(0)

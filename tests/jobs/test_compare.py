@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import QUICK, RAN, FakeTimer, compared, entries, inputs, noisy, right
+from fakes import RAN, FakeTimer, compared, entries, inputs, noisy, right
 
 from ssdprof.core.base import PrecisionRecord, precisions_for
 from ssdprof.core.case import Case
@@ -23,7 +23,6 @@ from ssdprof.jobs.run import paired
 from ssdprof.kernels import Precision, UnsupportedError, get
 from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure.first_run import Call, TimeIsUp
-from ssdprof.measure.timing import device_times
 
 RELAXED = PrecisionRecord(intermediates="relaxed", state_dtype="fp32")
 HALF_STATES = PrecisionRecord(intermediates="exact", state_dtype="bf16")
@@ -529,16 +528,6 @@ def test_every_output_of_a_bench_is_matched_with_the_entry_that_is_most_like_it(
         "peer exact, fp32 states, chunk 16",
     ]
     assert [matched_with(entry, made, "nobody") for entry in made] == [None] * len(made)
-
-
-# --- times without a check
-
-
-def test_device_times_leave_out_what_cannot_be_recorded() -> None:
-    broken = entries("b", spoil=raising(RuntimeError("no kernel")))[0].call
-    times = device_times({"a": entries("a", 100.0)[0].call, "broken": broken}, FakeTimer(), QUICK)
-    assert list(times) == ["a"]
-    assert [rounds.tolist() for rounds in times["a"]] == [[100.0] * 3] * 2
 
 
 def test_a_time_is_kept_where_no_memory_is_left_to_change_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
