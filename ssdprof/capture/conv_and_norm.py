@@ -8,8 +8,9 @@ the convolution as a global of the modeling file, as the operator is, the norm a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class ConvAndNorm:
                     restore.callback(namespace.__setitem__, CONVOLUTION, namespace[CONVOLUTION])
                     namespace[CONVOLUTION] = _convolve
             for module, form in self._norms:
-                module.forward = _norm(module, form)
+                module.forward = partial(_norm, module, form)
                 restore.callback(delattr, module, "forward")
             yield
 
@@ -103,9 +104,5 @@ def _convolve(
     return out.transpose(1, 2)
 
 
-def _norm(module: nn.Module, form: dict[str, Any]) -> Callable[..., torch.Tensor]:
-    def forward(hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        weight: Any = module.weight
-        return gated_rms_norm(hidden_states, gate, weight, **form)
-
-    return forward
+def _norm(module: Any, form: dict[str, Any], hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return gated_rms_norm(hidden_states, gate, module.weight, **form)
