@@ -173,7 +173,7 @@ class _TensorSums:
         cut = {key: place.cut(tensor) for key, tensor in self._tensors.items()}
         start = place.positions[0] if place.positions else 0
         errors = {null: (tensor - high for tensor in several) for null, several in rounded.items()}
-        self._evidence.add(high, floor.double(), cut, errors, start, place.origin)
+        self._evidence.add(high, floor.double(), dict(enumerate(cut.values())), errors, start, place.origin)
         for key, ours in cut.items():
             self._from_oracle[key].add(ours, high, place)
             baseline = self._candidates[key].baseline
@@ -190,7 +190,7 @@ class _TensorSums:
             vs_oracle=self._from_oracle[key].result(),
             vs_baseline=None if from_baseline is None else from_baseline.result(),
             floor=self._floor.result(),
-            checks=self._evidence.checks(key, [*self._candidates[key].nulls], unit, eps),
+            checks=self._evidence.checks(list(self._tensors).index(key), [*self._candidates[key].nulls], unit, eps),
             budget=tuple(use for norm in ("max", "rms") if (use := self._budget_use(key, eps, norm))),
             coarser=self._coarser_than(key, claimed) if of_states else None,
             claimed=dtype_name(claimed) if of_states else None,
